@@ -19,9 +19,9 @@ from support.attaching import (
     leases,
     prepare_fuzz,
     run_as_nobody,
-    socket_of,
     wait_for_leases,
 )
+from support.copying import socket_path
 from support.data import MIB, noise
 from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
 from support.mounting import GpufsMount, Mounter
@@ -70,7 +70,7 @@ def descriptor(path: Path | str, flags: int) -> Iterator[int]:
 
 def refusal(mount: GpufsMount, path: Path | str, flags: int, mode: str) -> int:
     """The errno with which the daemon answers a descriptor; 0 if it gives memory."""
-    with Attacker(socket_of(mount.path)) as client, descriptor(path, flags) as fd:
+    with Attacker(socket_path(mount.path)) as client, descriptor(path, flags) as fd:
         client.greet()
         answer, received = client.ask(Attach(1, mode), [fd])
         for one in received:
@@ -110,7 +110,7 @@ def test_a_reader_sees_changes_but_cannot_make_them(folder: Path, shared_mount: 
     with gpufs.attach(path, "r+") as writer:
 
         def attack() -> list[bool]:
-            with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDONLY) as fd:
+            with Attacker(socket_path(shared_mount.path)) as client, descriptor(path, os.O_RDONLY) as fd:
                 client.greet()
                 _, received = client.ask(Attach(1, "r"), [fd])
                 return [grants_write(one) for one in received]
@@ -234,7 +234,7 @@ def test_files_of_other_kinds_and_places_are_refused(
 def test_messages_with_other_descriptors_end_the_connection(shared_mount: GpufsMount, message: Any, count: int) -> None:
     """The daemon answers the closing of these descriptors itself."""
     path = shared_mount.path / ".gpufs/status"
-    with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDONLY) as fd:
+    with Attacker(socket_path(shared_mount.path)) as client, descriptor(path, os.O_RDONLY) as fd:
         client.greet()
         answer, received = client.ask(message, [fd] * count)
         assert (answer["type"], received) == ("goodbye", [])
@@ -243,7 +243,7 @@ def test_messages_with_other_descriptors_end_the_connection(shared_mount: GpufsM
 
 def test_requests_for_what_is_not_attached_give_nothing(folder: Path, shared_mount: GpufsMount) -> None:
     path = file_of(folder, 0o666)
-    with gpufs.attach(path), Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
+    with gpufs.attach(path), Attacker(socket_path(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
         client.greet()
         for number in (1, 2, 1 << 31):
             answer, received = client.ask(Refresh(number, 0))
@@ -258,26 +258,6 @@ def test_requests_for_what_is_not_attached_give_nothing(folder: Path, shared_mou
         assert len(leases(shared_mount)) <= 2
 
 
-def test_a_replayed_message_gives_no_more_than_its_descriptor(folder: Path, shared_mount: GpufsMount) -> None:
-    """A message names no file: without a descriptor, or with another one, it is worth nothing."""
-    secret, own = file_of(folder, 0o600), file_of(folder, 0o666)
-    own.write_bytes(b"o" * SIZE)
-
-    def attack() -> bool:
-        with Attacker(socket_of(shared_mount.path)) as client, descriptor(own, os.O_RDWR) as fd:
-            client.greet()
-            for number in range(1, 20):
-                _, received = client.ask(Attach(number, "r+"), [fd])
-                for one in received:
-                    if os.pread(one, SIZE, 0) != b"o" * SIZE:
-                        return False
-                    os.close(one)
-        return True
-
-    with gpufs.attach(secret):
-        assert as_nobody(attack)
-
-
 @pytest.mark.complains
 def test_refusals_of_a_user_do_not_fill_the_log(folder: Path, shared_mount: GpufsMount) -> None:
     shared_mount.complaints()
@@ -285,7 +265,7 @@ def test_refusals_of_a_user_do_not_fill_the_log(folder: Path, shared_mount: Gpuf
     def attack() -> None:
         path = folder / "own"
         path.write_bytes(bytes(SIZE))
-        with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
+        with Attacker(socket_path(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
             client.greet()
             for one in client.ask(Attach(1, "r"), [fd])[1]:
                 os.close(one)
@@ -306,7 +286,7 @@ def test_names_do_not_forge_lines_of_the_log(folder: Path, shared_mount: GpufsMo
         ctypes.CDLL(None).prctl(15, b"\x1b[31mred\nx", 0, 0, 0)  # PR_SET_NAME
         path = folder / "a\n2026-01-01 00:00:00.000 ERROR gpufs.daemon: out of memory \x1b[31m"
         path.write_bytes(bytes(SIZE))
-        with Attacker(socket_of(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
+        with Attacker(socket_path(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
             client.greet()
             for one in client.ask(Attach(1, "r+"), [fd])[1]:
                 os.close(one)

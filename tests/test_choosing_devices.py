@@ -1,4 +1,4 @@
-"""Which GPUs a mount shows, in which order and under which names; and when it takes host memory instead."""
+"""Which GPUs a mount shows, in which order and under which names; when it takes host memory instead; old drivers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from support import fake_gpu
 from support.cli import fails, gpufs
-from support.mounting import Mounter
+from support.mounting import GPUFS, Mounter
+from support.processes import run
 from support.vendors import HIP_FILE, kernel_shows
 from support.watchdog import mounted_at
 
@@ -102,3 +103,35 @@ def test_host_memory_is_never_taken_in_place_of_a_gpu(mountpoint: Path, tmp_path
     done = gpufs("mount", mountpoint, *HOST, env=none)
     gpufs("umount", mountpoint)
     assert done.stderr == ""
+
+
+def over(version: str) -> dict[str, str]:
+    """An environment in which the fake library of that version is found."""
+    found = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return {**found, **fake_gpu.hip(version, FAKE_HIP_DEVICES="2")}
+
+
+def test_an_old_version_moves_every_byte(tmp_path: Path) -> None:
+    """Without virtual memory management, copies between devices, or any fastpath."""
+    mountpoint, source, back = tmp_path / "mnt", tmp_path / "source", tmp_path / "back"
+    mountpoint.mkdir()
+    source.write_bytes(os.urandom(1 << 20) * 9 + b"end")
+    run(*GPUFS, "mount", mountpoint, "--driver", "hip", env=over("rocm5"))
+    try:
+        run(*GPUFS, "cp", source, mountpoint / "gpu0/a")
+        run("cp", mountpoint / "gpu0/a", mountpoint / "gpu1/b")
+        run(*GPUFS, "cp", mountpoint / "gpu1/b", back)
+        run("cmp", source, back)
+        run("cmp", source, mountpoint / "gpu0/a")
+    finally:
+        run(*GPUFS, "umount", mountpoint)
+
+
+def test_what_is_required_is_named(tmp_path: Path) -> None:
+    failed = run(*GPUFS, "mount", tmp_path, "--driver", "hip", env=over("rocm4"), check=False)
+    assert failed.returncode == 1
+    missing = "libamdhip64.so.5 lacks hipHostRegister"
+    assert failed.stderr == f"gpufs: hip is not available: {missing}; gpufs doctor says what to do\n"
+    assert not os.path.ismount(tmp_path)
+    said = run(*GPUFS, "doctor", env=over("rocm4"), check=False).stdout
+    assert f"{missing}\n          -> install a newer version" in said

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from support.cli import fails
+from support.cli import fails, user_gpufs
 from support.mounting import Mounter
 from support.processes import NOBODY, plain_user, run
-from support.users import user_gpufs
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from support.cli import user_gpufs
 from support.mounting import GPUFS
-from support.processes import run
+from support.processes import NOBODY, plain_user, run
 
 from gpufs.cli import run as run_here
 
@@ -157,9 +158,6 @@ def test_links_and_special_files_keep_their_owner(root: Path, tmp_path: Path) ->
 
 
 def test_unreadable_files_are_reported_and_the_others_copied(root: Path, tmp_path: Path) -> None:
-    from support.processes import NOBODY, plain_user
-    from support.users import user_gpufs
-
     source = tmp_path / "t"
     source.mkdir()
     for name in ("a", "b", "c"):

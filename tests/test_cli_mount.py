@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.cli import gpufs
-from support.processes import PATIENCE, has_ended, wait_until
+from support.processes import has_ended, wait_until
 from support.watchdog import mounted_at
 
 from gpufs import cli, launching
@@ -139,29 +138,14 @@ def left_over(tmp_path: Path) -> list[str]:
     return found
 
 
-def test_a_daemon_that_hangs_at_its_start_is_killed(
-    mountpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It ignores SIGTERM, has a child, and holds a mount: all of it is gone after the time-out."""
-    stand_in(
-        monkeypatch,
-        tmp_path,
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.fork() == 0: time.sleep(1000)\ntime.sleep(1000)",
-    )
-    line = launch_fails(mountpoint, capfd, "--mount-timeout", "500ms")
-    assert line == "the mount did not come up within 0.5 seconds"
-    wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         ("sys.exit(3)", "the daemon ended without an answer (exit code 3)"),
+        ("signal.signal(15, signal.SIG_IGN); os.fork(); time.sleep(1000)", "did not come up within 1 seconds"),
         ("os.kill(os.getpid(), 11)", "the daemon ended without an answer (SIGSEGV)"),
         ("raise RuntimeError('boom')", "(exit code 1): RuntimeError: boom"),
-        ("os.write(fd, b'gibberish\\n'); time.sleep(100)", "without an answer"),
         ("os.write(fd, json.dumps({'error': 28, 'message': 'no room'}).encode() + b'\\n')", "no room"),
-        ("os.write(fd, b'{}\\n')", "gave no reason"),
     ],
 )
 def test_a_failed_start_is_reported_in_one_line(
@@ -173,25 +157,6 @@ def test_a_failed_start_is_reported_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     stand_in(monkeypatch, tmp_path, body)
-    assert words in launch_fails(mountpoint, capfd)
+    timeout = "1s" if "sleep" in body else "60s"
+    assert words in launch_fails(mountpoint, capfd, "--mount-timeout", timeout)
     wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")
-
-
-def test_an_interrupted_start_leaves_no_process(mountpoint: Path, tmp_path: Path) -> None:
-    """Ctrl-C and SIGTERM while the mount comes up."""
-    script = tmp_path / "stand_in.py"
-    script.write_text("import sys, time\nif sys.stdin.buffer.read(): time.sleep(1000)\n")
-    launcher = (
-        "import os, sys; from gpufs import cli, launching;"
-        "launching.DAEMON = (sys.executable, os.environ['STAND_IN']);"
-        f"sys.exit(cli.run(['mount', {str(mountpoint)!r}, '--driver', 'host', '--memory', '64M']))"
-    )
-    environment = {**os.environ, "STAND_IN": str(script)}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen([sys.executable, "-c", launcher], stderr=subprocess.PIPE, text=True, env=environment)
-        wait_until(lambda: left_over(tmp_path), 20, "the stand-in")
-        process.send_signal(number)  # also when its launcher does not know yet that it has it
-        _, error = process.communicate(timeout=PATIENCE)
-        assert process.returncode == (130 if number == signal.SIGINT else 143)
-        assert "Traceback" not in error
-        wait_until(lambda: not left_over(tmp_path), 10, "the end of all processes")

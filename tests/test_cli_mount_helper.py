@@ -7,42 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.cli import user_gpufs
 from support.processes import NOBODY, plain_user, run
-from support.users import user_gpufs
-
-from gpufs.cli._errors import Failure
-from gpufs.cli._options import parse
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "flags"),
-    [
-        ("ro", {"ro"}),
-        ("ro,rw", set()),
-        ("rw,ro,noexec,sync,dirsync,noatime", {"ro", "noexec", "sync", "dirsync", "noatime"}),
-        ("user", {"noexec"}),
-        ("user=somebody,exec", set()),
-        ("users,owner,group", {"noexec"}),
-        ("ro,noexec,defaults", set()),
-        ("noatime,atime,relatime,strictatime,norelatime", {"strictatime"}),
-        ("silent,loud,async,nodiratime,lazytime", {"nodiratime", "lazytime"}),
-        ("_netdev,nofail,auto,noauto,nouser,nosuid,nodev,nomand,X-mount.mkdir,uhelper=x", set()),
-        ("nosymfollow", {"nosymfollow"}),
-        ("nosymfollow,symfollow", set()),
-    ],
-)
-def test_mount_options_take_effect(text: str, flags: set[str]) -> None:
-    assert set(parse(text).flags) == flags
-    assert parse(f"remount,{text}").remount
-
-
-@pytest.mark.parametrize("option", ["memory", "memroy=4G", "bind", "drop_privileges", "uid=5", "umask=022", "nomemory"])
-def test_options_that_are_refused(option: str) -> None:
-    with pytest.raises(Failure, match=option.split("=")[0]) as failure:
-        parse(f"rw,{option}")
-    assert failure.value.code == 2
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_the_check_is_one_line_and_an_exit_code(mount: Mounter, tmp_path: Path) 
     own.signal(signal.SIGSTOP)
     try:
         for words in ([own.path], []):  # this mount, and every mount
-            done = run(*GPUFS, "status", "--check", *words, "--status-timeout", "0.2", check=False)
+            done = run(*GPUFS, "status", "--check", *words, "--status-timeout", "3", check=False)
             assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     finally:
         own.signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What is printed on a terminal: narrow ones, and those that want no colours."""
+"""What is printed on a terminal, and when its size changes."""
 
 import fcntl
 import os
@@ -7,38 +7,10 @@ import signal
 import struct
 import subprocess
 import termios
-from pathlib import Path
 
 import pytest
 from support.mounting import GPUFS, GpufsMount
 from support.processes import PATIENCE
-
-
-def on_terminal(columns: int, *words: str | Path, **environment: str) -> str:
-    """What gpufs prints on a terminal of so many columns."""
-    master, terminal = os.openpty()
-    try:
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-        process = subprocess.Popen(
-            [*GPUFS, *words], stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, **environment}
-        )
-        os.close(terminal)
-        terminal = -1
-        said = b""
-        while True:
-            try:
-                part = os.read(master, 1 << 16)
-            except OSError:  # EIO: the other end is closed
-                break
-            if not part:
-                break
-            said += part
-        assert process.wait(PATIENCE) == 0, said
-        return said.decode(errors="replace").replace("\r\n", "\n")
-    finally:
-        os.close(master)
-        if terminal >= 0:
-            os.close(terminal)
 
 
 def _read_until(master: int, wanted: bytes) -> None:
@@ -46,13 +18,6 @@ def _read_until(master: int, wanted: bytes) -> None:
     while wanted not in said:
         assert select.select([master], [], [], PATIENCE)[0], said
         said += os.read(master, 1 << 16)
-
-
-def test_tables_stay_readable_on_narrow_terminals(shared_mount: GpufsMount) -> None:
-    for words in (("status",), ("df", shared_mount.path)):
-        lines = on_terminal(20, *words).splitlines()
-        assert any(str(shared_mount.path) in line for line in lines)  # whole, for the terminal to wrap
-        assert lines[0].split()[0] in ("MOUNTPOINT", "DEVICE")
 
 
 @pytest.mark.parametrize(("sent", "code"), [("q", 0), ("SIGTERM", -signal.SIGTERM)])

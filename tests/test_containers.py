@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.attaching import leases, socket_of
+from support.attaching import leases
+from support.cli import user_gpufs
+from support.copying import socket_path
 from support.data import MIB, noise
 from support.mounting import REPOSITORY, GpufsMount, Mounter
-from support.processes import NOBODY, run, wait_until
-from support.users import user_gpufs
+from support.processes import NOBODY, wait_until
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")]
 
@@ -50,7 +51,7 @@ def container(mount: Mounter) -> GpufsMount:
 
 def words(mounted: GpufsMount, root: Path, user: int, script: str, *arguments: str) -> list[str]:
     command, environment = user_gpufs({})
-    sockets = str(Path(socket_of(mounted.path)).parent)
+    sockets = str(Path(socket_path(mounted.path)).parent)
     python = command[0] if user else sys.executable
     inside = ["env", f"PYTHONPATH={environment['PYTHONPATH']}:{REPOSITORY}", python, "-c", script, *arguments]
     outside = ["unshare", *NAMESPACES, "bash", "-euo", "pipefail", "-c", CONTAINER, "container"]
@@ -59,44 +60,29 @@ def words(mounted: GpufsMount, root: Path, user: int, script: str, *arguments: s
 
 @pytest.mark.parametrize("user", [0, NOBODY], ids=["root", "unmapped-root"])
 def test_a_program_in_a_container_attaches(container: GpufsMount, tmp_path: Path, user: int, driver: str) -> None:
+    """The end of the container ends its lease."""
     if driver != "host":
         pytest.skip("reads attached memory with the CPU")
     path = container.device / "weights"
     path.write_bytes(noise(5 * MIB))
     path.chmod(0o666)
     script = """
-import gpufs, hashlib, os
+import gpufs, hashlib, os, sys
 assert not os.path.exists("/tmp/pytest-of-root")
 assert os.getpid() < 10, os.getpid()
 with gpufs.attach("/data/gpu0/weights", "r+") as array:
-    print(hashlib.sha256(array.memoryview()).hexdigest())
+    digest = hashlib.sha256(array.memoryview()).hexdigest()
     array.memoryview()[0] = 201
-with open("/data/gpu0/weights", "rb") as file:
-    print(file.read(1)[0])
+    with open("/data/gpu0/weights", "rb") as file:
+        print(digest, file.read(1)[0], flush=True)
+    sys.stdin.read()
 """
-    said = run(*words(container, tmp_path, user, script)).stdout.split()
-    assert said == [hashlib.sha256(noise(5 * MIB)).hexdigest(), "201"]
-    assert path.read_bytes()[0] == 201
-
-
-def test_the_end_of_a_container_ends_its_leases(container: GpufsMount, tmp_path: Path, driver: str) -> None:
-    if driver != "host":
-        pytest.skip("reads attached memory with the CPU")
-    path = container.device / "weights"
-    path.write_bytes(noise(5 * MIB))
-    script = """
-import gpufs, sys
-array = gpufs.attach("/data/gpu0/weights")
-print("ready", flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen(
-        words(container, tmp_path, 0, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = words(container, tmp_path, user, script)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert process.stdout.readline().split() == [hashlib.sha256(noise(5 * MIB)).hexdigest(), "201"]
+        assert path.read_bytes()[0] == 201
         (lease,) = leases(container)
-        assert lease["pid"] > 1
-        assert lease["bytes"] == 5 * MIB
+        assert (lease["pid"] > 1, lease["bytes"]) == (True, 5 * MIB)
         process.kill()
     wait_until(lambda: not leases(container), 10, "the leases to end")

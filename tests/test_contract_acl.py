@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import stat
 import struct
 from collections.abc import Callable
-from errno import E2BIG, EACCES, EINVAL, ENODATA, EOPNOTSUPP, EPERM
+from errno import EACCES, EINVAL, ENODATA, EPERM
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import linux
@@ -24,7 +22,6 @@ pytestmark = [
 ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 OWNER, USER, GROUP, NAMED_GROUP, MASK, REST = 1, 2, 4, 8, 16, 32
 ANY = 0xFFFF_FFFF
-CAP_SYS_ADMIN = 21
 
 
 def acl(*entries: tuple[int, int] | tuple[int, int, int]) -> bytes:
@@ -39,22 +36,6 @@ def lists(path: Path) -> list[str]:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def without(capability: int, action: Callable[[], Any]) -> Any:
-    """What action returns as root without one capability."""
-
-    def limited() -> Any:
-        libc = ctypes.CDLL(None, use_errno=True)
-        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-        data = (ctypes.c_uint32 * 6)()
-        assert libc.capget(header, data) == 0
-        for word in (0, 1):
-            data[word] &= ~(1 << capability)
-        assert libc.capset(header, data) == 0
-        return action()
-
-    return in_child(limited)
 
 
 @pytest.fixture
@@ -101,35 +82,6 @@ def test_an_access_list_and_the_mode_stay_consistent(file: Path) -> None:
     os.removexattr(file, ACCESS)
     assert mode(file) == 0o741
     os.removexattr(file, ACCESS)  # what is not there can be removed
-
-
-def test_malformed_access_lists_are_refused(file: Path, root: Path) -> None:
-    for value in (
-        b"x",
-        acl((OWNER, 6), (GROUP, 4)),
-        acl((OWNER, 6), (USER, 6, 1), (GROUP, 4), (REST, 4)),
-        acl((OWNER, 6), (GROUP, 4), (USER, 6, 1), (MASK, 6), (REST, 4)),
-        acl((OWNER, 9), (GROUP, 4), (REST, 4)),
-    ):
-        assert errno_of(os.setxattr, file, ACCESS, value) == EINVAL
-    good = acl((OWNER, 6), (GROUP, 4), (REST, 4))
-    assert errno_of(os.setxattr, file, DEFAULT, good) == EACCES
-    assert errno_of(os.setxattr, file, "system.other", good) == EOPNOTSUPP
-    (root / "link").symlink_to("file")
-    assert errno_of(os.setxattr, root / "link", ACCESS, good, follow_symlinks=False) == EOPNOTSUPP
-    assert as_nobody(lambda: errno_of(os.setxattr, file, ACCESS, good)) == EPERM
-
-
-def test_an_access_list_has_at_most_507_names(file: Path, on_gpufs: bool) -> None:
-    """The kernel reads a list of a FUSE file into one page; on tmpfs it may be as long as any attribute."""
-
-    def long(users: int) -> bytes:
-        named = [(USER, 6, number) for number in range(users)]
-        return acl((OWNER, 6), *named, (GROUP, 4), (MASK, 6), (REST, 4))
-
-    os.setxattr(file, ACCESS, long(507))
-    assert os.getxattr(file, ACCESS) == long(507)
-    assert errno_of(os.setxattr, file, ACCESS, long(508)) == (E2BIG if on_gpufs else 0)
 
 
 def test_new_files_inherit_the_default_access_list(root: Path) -> None:
@@ -246,40 +198,6 @@ def test_a_capability_is_removed_by_changes_of_the_file(file: Path) -> None:
     assert said() == ""
     assert errno_of(os.setxattr, file, "security.capability", b"nonsense") == EINVAL
     os.close(fd)
-
-
-def test_security_attributes_are_kept(file: Path, root: Path) -> None:
-    (root / "dir").mkdir()
-    (root / "link").symlink_to("file")
-    for path in (file, root / "dir", root / "link"):
-        os.setxattr(path, "security.some", b"label", follow_symlinks=False)
-        assert os.getxattr(path, "security.some", follow_symlinks=False) == b"label"
-        assert os.listxattr(path, follow_symlinks=False) == ["security.some"]
-    assert as_nobody(lambda: os.getxattr(file, "security.some")) == b"label"
-    assert as_nobody(lambda: os.listxattr(file)) == ["security.some"]
-    assert as_nobody(lambda: errno_of(os.setxattr, file, "security.some", b"x")) == EPERM
-    assert without(CAP_SYS_ADMIN, lambda: errno_of(os.setxattr, file, "security.some", b"x")) == EPERM
-    os.removexattr(file, "security.some")
-    assert errno_of(os.getxattr, file, "security.some") == ENODATA
-
-
-def test_trusted_attributes_need_an_administrator(file: Path) -> None:
-    os.setxattr(file, "trusted.some", b"secret")
-    os.setxattr(file, "user.some", b"open")
-    file.chmod(0o666)
-
-    def outsider() -> tuple[int, int, int, list[str]]:
-        return (
-            errno_of(os.getxattr, file, "trusted.some"),
-            errno_of(os.setxattr, file, "trusted.some", b"x"),
-            errno_of(os.removexattr, file, "trusted.some"),
-            os.listxattr(file),
-        )
-
-    assert sorted(os.listxattr(file)) == ["trusted.some", "user.some"]
-    assert as_nobody(outsider) == (ENODATA, EPERM, EPERM, ["user.some"])
-    assert without(CAP_SYS_ADMIN, outsider) == (ENODATA, EPERM, EPERM, ["user.some"])
-    assert os.getxattr(file, "trusted.some") == b"secret"
 
 
 # ---- birth ----

@@ -1,21 +1,18 @@
-"""Reading and writing files: every way a program has to move bytes, sizes and offsets at the edges, open flags."""
+"""Reading and writing files: every way a program has to move bytes, offsets at the edges, open flags, and holes."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-import resource
 import signal
+from collections.abc import Iterator
 from errno import (
     EACCES,
-    EEXIST,
-    EFAULT,
     EFBIG,
     EINTR,
     EINVAL,
     ENOENT,
-    ENOTDIR,
     EOPNOTSUPP,
 )
 from functools import partial
@@ -24,8 +21,8 @@ from pathlib import Path
 import pytest
 from support import linux
 from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_all
-from support.linux import kernel_version
-from support.processes import as_nobody, errno_of, in_child, start_children, wait_children
+from support.linux import FALLOC_KEEP_SIZE, kernel_version
+from support.processes import as_nobody, errno_of, start_children, wait_children
 
 
 @pytest.fixture
@@ -37,61 +34,7 @@ def open_new(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o644)
 
 
-@pytest.mark.driver
-def test_a_truncated_file_that_grows_shows_zeros(file: Path) -> None:
-    fd = open_new(file)
-    for cut in (1, 4095, 4096, 100_001, GRANULE - 1, GRANULE, GRANULE + 1):
-        write_all(fd, noise(2 * GRANULE, cut), 0)
-        os.ftruncate(fd, cut)
-        os.ftruncate(fd, 2 * GRANULE)
-        assert_same(
-            os.pread(fd, 2 * GRANULE, 0), noise(2 * GRANULE, cut)[:cut] + bytes(2 * GRANULE - cut), f"cut {cut}"
-        )
-        os.ftruncate(fd, cut)
-        os.pwrite(fd, b"x", cut + 5000)
-        assert_same(os.pread(fd, 9000, cut), bytes(5000) + b"x", f"write beyond, cut {cut}")
-    os.close(fd)
-
-
-def test_unmapped_memory_is_a_bad_address(file: Path) -> None:
-    fd = open_new(file)
-    os.write(fd, bytes(8192))
-    assert errno_of(linux.write_from_address, fd, 4096, 100, 0) == EFAULT
-    assert errno_of(linux.read_to_address, fd, 4096, 100, 0) == EFAULT
-    assert os.fstat(fd).st_size == 8192
-    # half there: what could be moved is reported, or nothing was
-    area = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    libc = ctypes.CDLL(None)
-    libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0)
-    area[:4096] = b"x" * 4096
-    try:
-        done, code = linux.write_from_address(fd, address, 8192, 0), 0
-    except OSError as error:
-        done, code = 0, error.errno or 0
-    assert 0 < done <= 4096 or code == EFAULT
-    content = os.pread(fd, 9000, 0)
-    assert len(content) == 8192
-    assert content.strip(b"x") == b"\0" * (8192 - content.count(b"x"))
-    libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
-    os.close(fd)
-
-
 # ---- open flags ----
-
-
-def test_append_ignores_the_position(file: Path) -> None:
-    file.write_bytes(b"one")
-    fd = os.open(file, os.O_RDWR | os.O_APPEND)
-    os.write(fd, b"two")
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.write(fd, b"three")
-    assert os.pwrite(fd, b"four", 0) == 4  # Linux: appends in spite of the offset
-    assert file.read_bytes() == b"onetwothreefour"
-    os.truncate(file, 3)
-    os.write(fd, b"!")
-    assert file.read_bytes() == b"one!"
-    os.close(fd)
 
 
 @pytest.mark.driver
@@ -147,20 +90,6 @@ def test_a_truncating_open_that_fails_keeps_the_contents(file: Path) -> None:
         signal.signal(signal.SIGALRM, handler)
 
 
-def test_opening_truncates_or_refuses_existing_files(file: Path) -> None:
-    file.write_bytes(noise(3 * MIB))
-    reader = os.open(file, os.O_RDONLY)
-    os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))
-    assert os.fstat(reader).st_size == 0
-    assert os.read(reader, 10) == b""
-    os.close(reader)
-    assert errno_of(os.open, file, os.O_CREAT | os.O_EXCL | os.O_WRONLY) == EEXIST
-    link = file.with_name("dangling")
-    link.symlink_to("nowhere")
-    assert errno_of(os.open, link, os.O_CREAT | os.O_EXCL | os.O_WRONLY) == EEXIST
-    assert errno_of(os.open, link, os.O_RDONLY) == ENOENT
-
-
 def test_unnamed_files_can_be_named_later(root: Path, on_gpufs: bool) -> None:
     code = errno_of(lambda: os.close(os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)))
     if on_gpufs and code == EOPNOTSUPP and kernel_version() < (6, 2):
@@ -185,12 +114,6 @@ def test_unnamed_files_can_be_named_later(root: Path, on_gpufs: bool) -> None:
     fd = os.open(root, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
     assert errno_of(linux.link_descriptor, fd, root / "named") == ENOENT
     os.close(fd)
-    assert errno_of(os.open, root, os.O_TMPFILE | os.O_RDONLY, 0o600) == EINVAL
-    os.close(os.open(root / "file", os.O_CREAT | os.O_WRONLY))
-    assert errno_of(os.open, root / "file", os.O_TMPFILE | os.O_RDWR, 0o600) == ENOTDIR
-
-
-# ---- truncate ----
 
 
 # ---- large files and the end of the number line ----
@@ -242,49 +165,7 @@ def test_the_largest_file_has_64_tebibytes(file: Path, on_gpufs: bool) -> None:
     os.close(fd)
 
 
-def test_the_file_size_limit_of_a_process_is_obeyed(file: Path) -> None:
-    def limited() -> tuple[int, int, int, int]:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        fd = open_new(file)
-        short = os.pwrite(fd, bytes(200_000), 0)
-        return (
-            short,
-            errno_of(os.pwrite, fd, b"x", 100_000),
-            errno_of(os.ftruncate, fd, 100_001),
-            errno_of(linux.fallocate, fd, 0, 0, 100_001),
-        )
-
-    assert in_child(limited) == (100_000, EFBIG, EFBIG, EFBIG)
-    assert file.stat().st_size == 100_000
-
-
 # ---- other system calls that move data ----
-
-
-@pytest.mark.driver
-def test_sendfile_and_splice_move_the_data(root: Path) -> None:
-    data = noise(3 * MIB + 11, 6)
-    (root / "in").write_bytes(data)
-    source = os.open(root / "in", os.O_RDONLY)
-    target = open_new(root / "out")
-    done = 0
-    while done < len(data):
-        done += os.sendfile(target, source, done, len(data) - done)
-    assert_same(read_all(root / "out"), data)
-
-    reader, writer = os.pipe()
-    spliced = open_new(root / "spliced")
-    offset = 0
-    while offset < len(data):
-        count = os.splice(source, writer, 65536, offset_src=offset)
-        moved = 0
-        while moved < count:
-            moved += os.splice(reader, spliced, count - moved, offset_dst=offset + moved)
-        offset += count
-    assert_same(read_all(root / "spliced"), data)
-    for fd in (source, target, spliced, reader, writer):
-        os.close(fd)
 
 
 @pytest.mark.driver
@@ -304,21 +185,71 @@ def test_a_mapping_can_be_written_to_its_own_file(file: Path) -> None:
     os.close(fd)
 
 
-@pytest.mark.driver
-def test_an_unlinked_open_file_lives_until_closed(file: Path) -> None:
-    fd = open_new(file)
-    os.write(fd, b"alive")
-    file.unlink()
-    assert not file.exists()
-    assert os.fstat(fd).st_nlink == 0
-    os.pwrite(fd, noise(GRANULE + 5, 8), 5)
-    assert_same(os.pread(fd, 4 * MIB, 0), b"alive" + noise(GRANULE + 5, 8))
-    os.ftruncate(fd, 3)
-    assert os.fstat(fd).st_size == 3
-    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
-    assert os.pread(again, 10, 0) == b"ali"
-    file.write_bytes(b"a new one")
-    assert os.pread(fd, 10, 0) == b"ali"
-    os.close(again)
+@pytest.fixture
+def fd(root: Path) -> Iterator[int]:
+    """A new file, open for reading and writing."""
+    fd = os.open(root / "file", os.O_RDWR | os.O_CREAT, 0o644)
+    yield fd
     os.close(fd)
-    assert file.read_bytes() == b"a new one"
+
+
+def held(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def extents(fd: int) -> list[tuple[int, int]]:
+    """The file's data as (begin, end), by SEEK_DATA and SEEK_HOLE."""
+    found, at, size = [], 0, os.fstat(fd).st_size
+    while at < size and (begin := linux.find_data(fd, at)) is not None:
+        at = os.lseek(fd, begin, os.SEEK_HOLE)
+        assert begin < at <= size
+        found.append((begin, at))
+    return found
+
+
+@pytest.mark.driver
+def test_allocation_can_keep_the_size(fd: int) -> None:
+    os.write(fd, b"before")
+    linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 8 * MIB)
+    assert os.fstat(fd).st_size == 6
+    assert held(fd) >= 8 * MIB
+    assert os.pread(fd, 100, 0) == b"before"
+    os.ftruncate(fd, 8 * MIB)
+    assert_same(os.pread(fd, 9 * MIB, 0), b"before" + bytes(8 * MIB - 6))
+    linux.fallocate(fd, FALLOC_KEEP_SIZE, 0, 20 * MIB)
+    os.ftruncate(fd, 6)  # a truncate frees what was allocated beyond
+    assert held(fd) <= GRANULE
+
+
+# ---- SEEK_DATA, SEEK_HOLE ----
+
+
+@pytest.mark.driver
+def test_seeking_finds_data_and_holes(fd: int) -> None:
+    os.ftruncate(fd, 64 * MIB)
+    assert extents(fd) == []
+    for at in (10 * MIB + 3, 30 * MIB, 64 * MIB - 1):
+        os.pwrite(fd, b"x", at)
+    found = extents(fd)
+    assert len(found) == 3
+    for (begin, end), at in zip(found, (10 * MIB + 3, 30 * MIB, 64 * MIB - 1), strict=True):
+        assert begin <= at < end
+        assert end - begin <= GRANULE  # memory is taken in granules, so a granule with one byte is all data
+    assert found[-1][1] == 64 * MIB  # there is always a hole at the end
+    assert os.lseek(fd, 0, os.SEEK_HOLE) == 0
+    assert os.lseek(fd, found[0][0], os.SEEK_HOLE) == found[0][1]
+    for whence in (os.SEEK_DATA, os.SEEK_HOLE):
+        assert errno_of(os.lseek, fd, 64 * MIB, whence) == 6
+        assert errno_of(os.lseek, fd, GIB, whence) == 6
+        assert errno_of(os.lseek, fd, -1, whence) == 6
+    os.ftruncate(fd, 30 * MIB)
+    assert len(extents(fd)) == 1
+    os.ftruncate(fd, 0)
+    assert errno_of(os.lseek, fd, 0, os.SEEK_DATA) == 6
+
+
+@pytest.mark.driver
+def test_allocated_memory_is_data_on_a_device(fd: int, on_gpufs: bool) -> None:
+    """A device does not track which of its memory was written."""
+    linux.fallocate(fd, 0, 0, 4096)
+    assert extents(fd) == ([(0, 4096)] if on_gpufs else [])

@@ -174,16 +174,6 @@ def test_rsync_copies_trees_both_ways(root: Path, reference: Path, tree: Path) -
     assert_same_trees(tree, root / "copy")
 
 
-def test_tar_copies_trees_both_ways(root: Path, reference: Path, tree: Path) -> None:
-    shell(f"tar -C {tree} --format=posix -cf - . | (mkdir {root}/copy && tar -C {root}/copy -xpf -)")
-    assert_same_trees(tree, root / "copy")
-    run("tar", "-C", root / "copy", "--format=posix", "-cSf", root / "archive.tar", ".")
-    (reference / "back").mkdir()
-    run("tar", "-C", reference / "back", "-xpf", root / "archive.tar")
-    assert_same_trees(tree, reference / "back")
-    run("tar", "-C", root / "copy", "-df", root / "archive.tar")
-
-
 @pytest.mark.timeout(400)
 def test_git_works(root: Path) -> None:
     environment = dict(os.environ, GIT_CONFIG_GLOBAL="/dev/null", HOME=str(root))

@@ -7,18 +7,15 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Callable
-from errno import EINVAL, ENOSYS, ESRCH, ESTALE
+from errno import ESTALE
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.data import MIB, noise
-from support.processes import errno_of, in_child, run, wait_until
+from support.processes import errno_of, run, wait_until
 
 privileged = pytest.mark.skipif(os.geteuid() != 0, reason="mounts take root")
-CLONE_NEWNS = 0x20000
-MS_REC, MS_PRIVATE = 16384, 1 << 18
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,17 +25,6 @@ def checked(result: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
-
-
-def apart(action: Callable[[], Any]) -> Any:
-    """What action returns in a child with mounts of its own."""
-
-    def run_it() -> Any:
-        checked(libc.unshare(CLONE_NEWNS))
-        checked(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
-        return action()
-
-    return in_child(run_it)
 
 
 # ---- programs ----
@@ -70,56 +56,34 @@ def test_programs_and_scripts_run(root: Path, program: Path) -> None:
 # ---- mounts ----
 
 
-def mount_overlay(place: Path, **directories: Path) -> None:
-    options = ",".join(f"{name}dir={path}" for name, path in directories.items())
-    checked(libc.mount(b"none", os.fsencode(place), b"overlay", ctypes.c_ulong(0), options.encode()))
-
-
 @privileged
 def test_overlays_work_below_and_above(root: Path, reference: Path) -> None:
     """Below a tmpfs, and above one: the upper directory holds copies, opaque directories and marks of removed names."""
     if "overlay" not in Path("/proc/filesystems").read_text():
         pytest.skip("no overlays here")
-
-    def use(lower: Path, writable: Path) -> tuple[bool, bytes, list[str], list[str]]:
-        place = reference / "place"
-        upper, work = writable / "upper", writable / "work"
-        for path in (place, upper, work, lower / "dir", lower / "gone"):
+    for lower, writable in ((root, reference), (reference, root)):
+        place, below, upper = reference / "place", lower / "lower", writable / "upper"
+        for path in (place, upper, writable / "work", below / "dir", below / "gone"):
             path.mkdir(parents=True)
-        (lower / "file").write_bytes(noise(3 * MIB))
-        os.setxattr(lower / "file", "user.note", b"said")
-        (lower / "dir/other").write_text("below")
-
-        def inside() -> tuple[bool, bytes, list[str], list[str]]:
-            mount_overlay(place, lower=lower, upper=upper, work=work)
-            with open(place / "file", "r+b") as file:
-                file.write(b"changed")
-            os.link(place / "file", place / "linked")
-            os.unlink(place / "dir/other")
-            os.rmdir(place / "gone")
-            (place / "gone").mkdir()  # hides what was below
-            (place / "new").mkdir()
-            os.rename(place / "new", place / "dir/new")
-            copied = (place / "linked").read_bytes() == b"changed" + noise(3 * MIB)[7:]
-            note, left = os.getxattr(place / "file", "user.note"), os.listdir(place / "dir")
-            shown = sorted(os.listdir(place))
-            checked(libc.umount(os.fsencode(place)))
-            return copied, note, left, shown
-
-        found: tuple[bool, bytes, list[str], list[str]] = apart(inside)
-        assert (lower / "file").read_bytes() == noise(3 * MIB)
+        (below / "file").write_bytes(noise(3 * MIB))
+        os.setxattr(below / "file", "user.note", b"said")
+        (below / "dir/other").write_text("below")
+        options = f"lowerdir={below},upperdir={upper},workdir={writable}/work"
+        script = f"""mount -t overlay none {place} -o {options} || exit 9
+            cd {place}
+            printf changed | dd of=file conv=notrunc status=none
+            ln file linked; rm dir/other; rmdir gone; mkdir gone new; mv new dir/new
+            tail -c +8 linked | cmp - <(tail -c +8 {below}/file); head -c 7 linked
+            getfattr --only-values -n user.note file
+            echo $(ls dir) $(ls)"""
+        done = run("unshare", "-m", "bash", "-euo", "pipefail", "-c", script, check=False)
+        if done.returncode == 9 and writable == root:
+            break  # kernels that take every FUSE file system for one that may change behind an overlay's back
+        assert (done.stdout, done.stderr) == ("changedsaidnew dir file gone linked\n", ""), done
+        assert (below / "file").read_bytes() == noise(3 * MIB)
         assert stat.S_ISCHR(os.lstat(upper / "dir/other").st_mode)
         place.rmdir()
-        return found
-
-    wanted = (True, b"said", ["new"], ["dir", "file", "gone", "linked"])
-    assert use(root / "lower", reference / "writable") == wanted
-
-    def above() -> None:
-        assert use(reference / "lower", root / "writable") == wanted
-
-    # EINVAL: kernels that take every FUSE file system for one that may change behind an overlay's back.
-    assert errno_of(above) in (0, EINVAL)
+        run("rm", "-r", below, upper, writable / "work")
 
 
 @privileged
@@ -138,19 +102,6 @@ def test_a_loop_device_works(root: Path, reference: Path) -> None:
     lines = run("unshare", "-m", "bash", "-euo", "pipefail", "-c", script).stdout.splitlines()
     assert len(lines) == 2
     assert lines[0] == lines[1]
-
-
-@privileged
-def test_swap_and_quotas_are_refused(root: Path) -> None:
-    swap = root / "swap"
-    swap.write_bytes(bytes(8 * MIB))
-    swap.chmod(0o600)
-    run("mkswap", swap)
-    assert errno_of(lambda: checked(libc.swapon(os.fsencode(swap), 0))) == EINVAL
-    fd = os.open(root, os.O_RDONLY)
-    get_format, quotactl_fd, answer = 0x800004 << 8, 443, ctypes.create_string_buffer(64)
-    assert errno_of(lambda: checked(libc.syscall(quotactl_fd, fd, get_format, 0, answer))) in (ENOSYS, ESRCH)
-    os.close(fd)
 
 
 # ---- file handles ----

@@ -95,32 +95,22 @@ def places(session: Session, driver: str) -> Iterator[tuple[GpufsMount, Path, Pa
             yield mount, disk, memory
 
 
-@pytest.fixture
-def mounted(places: tuple[GpufsMount, Path, Path]) -> Iterator[GpufsMount]:
+@pytest.fixture(params=["disk", "memory"])
+def host(request: pytest.FixtureRequest, places: tuple[GpufsMount, Path, Path]) -> Iterator[Path]:
+    """A directory of the host; both its files and the mount's go with the test."""
     mount, *hosts = places
     mount.complaints()
-    yield mount
+    yield hosts[request.param == "memory"]
     for folder in (mount.device, *hosts):
         for path in folder.iterdir():
             path.unlink()
     assert not mount.complaints()
 
 
-@pytest.fixture
-def source(request: pytest.FixtureRequest) -> str:
-    """A name that no other test uses: the mount may show the old file of a name for a second."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
-
-
-@pytest.fixture(params=["disk", "memory"])
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def host(places: tuple[GpufsMount, Path, Path], name: str) -> Path:
-    _, disk, memory = places
-    return disk if name == "disk" else memory
+def shown(mount: GpufsMount, path: Path) -> Path:
+    """A file of the host as the mount shows it."""
+    name = "memory" if path.is_relative_to("/dev/shm") else "disk"
+    return mount.path / "backing" / name / path.name
 
 
 def held(path: Path) -> int:
@@ -128,17 +118,14 @@ def held(path: Path) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_holes_survive_copies_in_all_directions(
-    mounted: GpufsMount, host: Path, name: str, source: str, seed: int
-) -> None:
-    model = random_model(seed)
-    model.write(host / source)
-    device = mounted.device
-    loaded = client.copy(host / source, device / "loaded", verify=seed % 3 == 0)
+def test_holes_survive_copies_in_all_directions(places: tuple[GpufsMount, Path, Path], host: Path, seed: int) -> None:
+    model, device = random_model(seed), places[0].device
+    source = model.write(host / f"source{seed}")  # the mount may show the old file of a name for a second
+    loaded = client.copy(source, device / "loaded", verify=seed % 3 == 0)
     between = client.copy(device / "loaded", device / "between")
     stored = client.copy(device / "between", host / "stored")
-    run("cp", "--sparse=auto", mounted.path / "backing" / name / source, device / "by-cp")
-    client.copy(mounted.path / "backing" / name / source, device / "by-kernel")
+    run("cp", "--sparse=auto", shown(places[0], source), device / "by-cp")
+    client.copy(shown(places[0], source), device / "by-kernel")
     for path in (device / "loaded", device / "between", device / "by-cp", device / "by-kernel"):
         model.check(path)
         if model.size > 128 * KIB:  # smaller ones share memory
@@ -152,21 +139,19 @@ def test_holes_survive_copies_in_all_directions(
     assert loaded.bytes - loaded.paths.get("hole", 0) <= max(model.granules(), data)
 
 
-@pytest.mark.parametrize("way", ["gpufs cp", "cp"])
-def test_a_large_sparse_file_needs_little_memory(
-    mounted: GpufsMount, host: Path, name: str, source: str, way: str
-) -> None:
-    model = Model(10 * GIB, {5 * GIB + 12345: noise(3 * MIB)})
-    model.write(host / source)
+@pytest.mark.parametrize("way", ["gpufs-cp", "cp"])
+def test_a_large_sparse_file_needs_little_memory(places: tuple[GpufsMount, Path, Path], host: Path, way: str) -> None:
+    model, copy = Model(10 * GIB, {5 * GIB + 12345: noise(3 * MIB)}), places[0].device / "file"
+    source = model.write(host / way)
     if way == "cp":
-        run("cp", mounted.path / "backing" / name / source, mounted.device / "file")
+        run("cp", shown(places[0], source), copy)
     else:
-        summary = json.loads(run(*CP, "--json", "--fsync", host / source, mounted.device / "file").stdout)
+        summary = json.loads(run(*CP, "--json", "--fsync", source, copy).stdout)
         assert summary["bytes"] == 10 * GIB
         assert summary["paths"]["hole"] >= 10 * GIB - 6 * MIB
         assert sum(summary["paths"].values()) == 10 * GIB
-    model.check(mounted.device / "file")
-    assert 4 * MIB <= held(mounted.device / "file") <= 6 * MIB
-    run(*CP, "--fsync", mounted.device / "file", host / "back")
+    model.check(copy)
+    assert 4 * MIB <= held(copy) <= 6 * MIB
+    run(*CP, "--fsync", copy, host / "back")
     model.check(host / "back")
     assert held(host / "back") <= 7 * MIB

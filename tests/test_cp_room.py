@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import gpufs
-from support.data import GRANULE, MIB, assert_same, noise
+from support.data import MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import run
 
@@ -80,18 +80,6 @@ def test_files_that_are_overwritten_make_space(small: GpufsMount, host: Path) ->
         gpufs("cp", "-r", host / "tree", small.device)
     gpufs("cp", "-r", "-n", host / "tree", small.device)  # copies nothing
     assert_same((small.device / "tree" / "file").read_bytes(), noise(24 * MIB))
-
-
-def test_sparse_files_need_the_space_of_their_data(small: GpufsMount, host: Path, small_disk: Path) -> None:
-    (host / "tree").mkdir()
-    for name in ("one", "two"):
-        with open(host / "tree" / name, "wb") as file:
-            file.truncate(1 << 30)
-            file.seek(1 << 29)
-            file.write(noise(GRANULE))
-    gpufs("cp", "-r", host / "tree", small.device)
-    gpufs("cp", "-r", small.device / "tree", small_disk)
-    assert_same((small_disk / "tree" / "two").read_bytes()[1 << 29 : (1 << 29) + GRANULE], noise(GRANULE))
 
 
 def test_a_disk_that_is_too_small(root: Path, small_disk: Path) -> None:

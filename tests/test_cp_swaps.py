@@ -88,9 +88,9 @@ def give(path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["-r", "-a"])
-@pytest.mark.parametrize("what", ["file", "directory"])
+@pytest.mark.parametrize(("name", "target"), [("sub/f", "key"), ("sub", "")], ids=["file", "directory"])
 def test_a_source_that_becomes_a_link_leaks_nothing(
-    shared: Path, root: Path, swap: Callable[[Path, Path], None], what: str, option: str
+    shared: Path, root: Path, swap: Callable[[Path, Path], None], name: str, target: str, option: str
 ) -> None:
     tree = shared / "his" / "tree"
     (tree / "sub").mkdir(parents=True)
@@ -98,72 +98,56 @@ def test_a_source_that_becomes_a_link_leaks_nothing(
         (tree / f"a{number}").write_text("his")
     (tree / "sub/f").write_text("his")
     give(tree)
-    if what == "file":
-        swap(tree / "sub/f", shared / "secret/key")
-    else:
-        swap(tree / "sub", shared / "secret")
+    swap(tree / name, shared / "secret" / target)
 
     def copy(number: int) -> None:
-        target = root / f"copy{number}"
-        run_here(["cp", option, "--no-progress", str(tree), str(target)])
-        for path in target.rglob("*"):
+        copied = root / f"copy{number}"
+        run_here(["cp", option, "--no-progress", str(tree), str(copied)])
+        for path in copied.rglob("*"):
             if not path.is_symlink() and path.is_file():
                 assert path.read_text() in ("his", ""), path
 
     repeat(copy)
 
 
-@pytest.mark.parametrize("what", ["file", "directory"])
-def test_a_destination_that_becomes_a_link_changes_nothing_elsewhere(
-    shared: Path, root: Path, swap: Callable[[Path, Path], None], what: str
-) -> None:
-    """Root restores a user's files into a directory of that user; contents, owners, modes and times elsewhere stay."""
-    source = root / "tree"
-    (source / "sub").mkdir(parents=True)
-    (source / "sub/f").write_text("his")
-    (source / "sub/key").write_text("his")
-    give(source)
-    secret = shared / "secret"
-    before = [status(path) for path in (secret, secret / "key", secret / "f")]
-    his = shared / "his"
-    give(his)
-    run(*GPUFS, "cp", "-a", source, his)
-    if what == "file":
-        swap(his / "tree/sub/f", secret / "key")
-    else:
-        swap(his / "tree/sub", secret)
-
-    def copy(number: int) -> None:
-        run_here(["cp", "-a", "--no-progress", str(source), str(his)])
-        assert [status(path) for path in (secret, secret / "key", secret / "f")] == before
-        assert sorted(os.listdir(secret)) == ["f", "key"]
-
-    repeat(copy)
-    assert (secret / "key").read_text() == "root alone"
-
-
-def status(path: Path) -> tuple[int, int, int, int, int]:
+def status(path: Path) -> tuple[int, ...]:
     found = path.lstat()
     return (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode), found.st_mtime_ns, found.st_size)
 
 
-def test_a_new_directory_that_becomes_a_link(shared: Path, root: Path, swap: Callable[[Path, Path], None]) -> None:
-    """The other user exchanges it between its creation and the change of its owner."""
-    source = root / "tree"
+@pytest.mark.parametrize(
+    ("name", "target"), [("tree/sub/f", "key"), ("tree/sub", ""), ("new", "")], ids=["file", "directory", "new"]
+)
+def test_a_destination_that_becomes_a_link_changes_nothing_elsewhere(
+    shared: Path, root: Path, swap: Callable[[Path, Path], None], name: str, target: str
+) -> None:
+    """Root restores a user's files into a directory of that user; contents, owners, modes and times elsewhere stay.
+
+    A new directory is exchanged between its creation and the change of its owner; the user may fill it before that.
+    """
+    source, secret, his = root / "tree", shared / "secret", shared / "his"
     (source / "sub").mkdir(parents=True)
-    for number in range(20):
-        (source / f"sub/f{number}").write_text("his")
+    for file in ("f", "key", *(f"f{number}" for number in range(20))):
+        (source / "sub" / file).write_text("his")
     give(source)
-    secret, his = shared / "secret", shared / "his"
-    before = status(secret)
     give(his)
-    swap(his / "new", secret)
+    if name != "new":
+        run(*GPUFS, "cp", "-a", source, his)
+    before = [status(path) for path in (secret, secret / "key", secret / "f")]
+    swap(his / name, secret / target)
+    into = his / "new" if name == "new" else his
 
     def copy(number: int) -> None:
-        run_here(["cp", "-a", "--no-progress", str(source), str(his / "new")])
-        assert status(secret)[:3] == before[:3]
+        run_here(["cp", "-a", "--no-progress", str(source), str(into)])
+        found = [status(path) for path in (secret, secret / "key", secret / "f")]
+        if name == "new":  # which may lead there from the begin: then the copy belongs there, as that of cp(1)
+            assert found[0][:3] == before[0][:3]
+        else:
+            assert found == before
+            assert sorted(os.listdir(secret)) == ["f", "key"]
 
     repeat(copy)
+    assert (secret / "key").read_text() == "root alone"
 
 
 def test_existing_links_are_not_followed(shared: Path, root: Path) -> None:

@@ -194,15 +194,6 @@ def test_too_many_operations_are_eagain(tmp_path: Path) -> None:
         assert raised.value.errno == errno.EAGAIN
         gate.open()
         assert [future.result(60) for future in futures] == [100] * 4
-        streams = [engine.Stream(host) for _ in range(5)]
-        gates = [Gate(each) for each in streams]
-        futures = [file.read_async(buffer, 100, stream=each) for each in streams[:4]]
-        with pytest.raises(engine.EngineError, match="4 other streams of the device") as raised:
-            file.read_async(buffer, 100, stream=streams[4])
-        assert raised.value.errno == errno.EAGAIN
-        for each in gates:
-            each.open()
-        assert [future.result(60) for future in futures] == [100] * 4
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as host, pytest.raises(engine.EngineError) as raised:
         engine.configure_operations(host, operations=1 << 40)
     assert raised.value.errno == errno.EINVAL
@@ -262,17 +253,6 @@ def test_futures_are_awaited_in_asyncio(host: engine.Engine, file: engine.Backin
             return await asyncio.gather(*map(one, range(1, 50)))
 
     assert asyncio.run(work()) == list(range(1, 50))
-
-
-def test_arrays_are_memory_too(host: engine.Engine, file: engine.BackingFile) -> None:
-    array = numpy.zeros(1000, dtype=numpy.uint8)
-    with engine.Stream(host) as stream:
-        assert file.read_async(array, stream=stream).result(60) == 1000
-        assert array.tobytes() == DATA[:1000]
-        array[:] = 9
-        assert file.write_async(array, 500, 100, 200, stream=stream, sync="data").result(60) == 500
-        assert file.read_async(array, 500, 100, stream=stream).result(60) == 500
-        assert array.tobytes() == b"\x09" * 1000
 
 
 def test_batches(host: engine.Engine, file: engine.BackingFile) -> None:

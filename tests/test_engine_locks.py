@@ -12,14 +12,12 @@ from pathlib import Path
 
 import numpy
 import pytest
+from support import fake_gpu
 from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter
 from support.processes import run
 
 from gpufs import engine, statistics
-
-REPOSITORY = Path(__file__).parent.parent
-FAKES = REPOSITORY / "build/cmake/native/tests"
 
 
 @pytest.fixture
@@ -90,32 +88,6 @@ def test_overlaps_are_errors_that_name_both(host: engine.Engine) -> None:
     assert gauges(host) == (0, 0)
 
 
-def test_copies_are_counted_by_what_the_memory_is(host: engine.Engine) -> None:
-    data = numpy.frombuffer(bytearray(noise(4 * MIB)), dtype=numpy.uint8)
-    with engine.Buffer(host) as buffer:
-        buffer.write(0, data)
-        assert moved(host, "pageable", "in") == 4 * MIB
-        with engine.HostLock(host, data[MIB : 2 * MIB]):
-            buffer.write(MIB, data)  # a part of it is locked
-            target = numpy.zeros(5 * MIB, dtype=numpy.uint8)
-            with engine.HostLock(host, target[: 3 * MIB]):
-                assert buffer.read(0, target) == 5 * MIB
-        assert moved(host, "locked", "in") == MIB
-        assert moved(host, "pageable", "in") == 7 * MIB
-        assert moved(host, "locked", "out") == 3 * MIB
-        assert moved(host, "pageable", "out") == 2 * MIB
-        assert_same(target[:MIB].tobytes(), data[:MIB].tobytes())
-        assert_same(target[MIB:].tobytes(), data.tobytes())
-        # Holes and the end of the file, in parts.
-        buffer.resize(9 * MIB)
-        target = numpy.ones(8 * MIB, dtype=numpy.uint8)
-        with engine.HostLock(host, target[MIB : 6 * MIB]):
-            assert buffer.read(4 * MIB, target) == 5 * MIB
-        assert_same(target[:MIB].tobytes(), data[3 * MIB :].tobytes())
-        assert not target[MIB : 5 * MIB].any()
-        assert target[5 * MIB :].all()
-
-
 def test_mandatory_locking_is_for_the_time_of_a_copy() -> None:
     with (
         engine.Engine("host", devices=1, memory_bytes=64 * MIB, lock_policy="mandatory") as host,
@@ -144,16 +116,7 @@ def test_an_engine_that_closes_unlocks() -> None:
     assert not lock.locked
 
 
-# ---- over fake GPUs ----
-
 # ---- a mount's own memory for requests ----
-
-
-def hip_environment(**plans: str) -> dict[str, str]:
-    folder = FAKES / "fake_hip/rocm7"
-    if not (folder / "libamdhip64.so.7").exists():
-        pytest.skip("the fake libraries are not built (scripts/build gpufs_tests)")
-    return {"LD_LIBRARY_PATH": str(folder), **plans}
 
 
 # Every call to pin memory fails as if there were no more.
@@ -162,7 +125,7 @@ _NO_PINNING = "hipHostRegister:1:2:1000000"
 
 @pytest.mark.parametrize("policy", ["auto", "off", "mandatory"])
 def test_the_memory_of_requests(mount: Mounter, policy: str) -> None:
-    own = mount("--lock-policy", policy, driver="hip", environment=hip_environment(), memory=64 * MIB)
+    own = mount("--lock-policy", policy, driver="hip", environment=fake_gpu.hip(), memory=64 * MIB)
     (own.device / "file").write_bytes(noise(3 * MIB))
     assert_same((own.device / "file").read_bytes(), noise(3 * MIB))
     found = json.loads((own.path / ".gpufs/stats").read_text())["gauges"]
@@ -172,7 +135,7 @@ def test_the_memory_of_requests(mount: Mounter, policy: str) -> None:
 
 
 def test_requests_whose_memory_cannot_be_locked(mount: Mounter, tmp_path: Path) -> None:
-    plans = hip_environment(FAKE_HIP_FAULTS=_NO_PINNING)
+    plans = fake_gpu.hip(FAKE_HIP_FAULTS=_NO_PINNING)
     own = mount(driver="hip", environment=plans, memory=64 * MIB)
     (own.device / "file").write_bytes(b"works all the same")
     assert (own.device / "file").read_bytes() == b"works all the same"

@@ -1,13 +1,17 @@
-"""The programs in examples/, each on a mount of its own."""
+"""The programs in examples/, each on a mount of its own, and short runs of the benchmarks."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from support.data import MIB
-from support.mounting import Mounter
+from support.mounting import REPOSITORY, Mounter
 from support.processes import run
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -40,3 +44,45 @@ def test_transformers(mount: Mounter) -> None:
 
 def test_two_programs(mount: Mounter) -> None:
     assert "both programs gave the same answer" in run_example("two_programs.py", mount(memory=256 * MIB).device)
+
+
+def bench(module: str, words: str, output: Path) -> tuple[dict[str, Any], str, str]:
+    """Runs a benchmark: its document, and what it prints and complains."""
+    command = [sys.executable, "-m", module, *words.split(), "--json", str(output)]
+    done = run(*command, cwd=REPOSITORY)
+    return json.loads(output.read_text()), done.stdout, done.stderr
+
+
+def test_a_short_run_of_everything(tmp_path: Path) -> None:
+    kinds = ["read", "rewrite", "fresh", "open", "map", "create", "unlink", "numpy.memmap"]
+    words = "--trace-rounds 1 --rounds 1 --seconds 0.02 --blocks 1M --streams 1 --file-bytes 4M --load-bytes 4M"
+    words += f" --operations {','.join(kinds)}"
+    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-")
+    document, said, complaints = bench("bench", words, tmp_path / "out.json")
+    systems = {result["system"] for result in document["results"]}
+    assert systems == {"gpufs", "tmpfs", "pyfuse3"}
+    cases = {(result["system"], result["operation"]) for result in document["results"]}
+    moves, more = {"read", "rewrite", "fresh", "open"}, {"map", "create", "unlink"}
+    assert {operation for system, operation in cases if system == "pyfuse3"} == moves
+    for system in systems - {"pyfuse3"}:
+        assert {operation for name, operation in cases if name == system} == moves | more | {"numpy.memmap"}
+    assert sum(result["operation"] == "read" for result in document["results"]) == 3
+    assert all(min(result["bytes_per_second"]) > 0 for result in document["results"])
+    assert document["machine"]["cpus"] == len(os.sched_getaffinity(0))
+    assert "gpufs/pyfuse3" in said
+    assert {state: len(values) for state, values in document["trace_seconds_per_read"].items()} == {"off": 1, "on": 1}
+    drawn = find_spec("matplotlib") is not None
+    assert (tmp_path / "out.png").exists() == drawn
+    assert drawn or "no picture" in complaints
+    assert "while it is recorded" in said
+    assert Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-") <= mounts
+
+
+def test_a_short_run_of_submissions(tmp_path: Path) -> None:
+    words = "--rounds 1 --operations 128 --threads 1"
+    document, _, _ = bench("bench.submissions", words, tmp_path / "out.json")
+    results = document["results"]
+    assert {(result["system"], result["threads"]) for result in results} == {
+        (system, 1) for system in ("none", "stream", "batch")
+    }
+    assert all(result["operations_per_second"][0] > 0 for result in results)

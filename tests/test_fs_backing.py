@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import resource
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.data import MIB, assert_same, directory, noise
+from support.data import directory
 from support.mounting import GPUFS, GpufsMount, Session
-from support.processes import NOBODY, OTHER, as_nobody, errno_of, in_child, run
+from support.processes import NOBODY, OTHER, Snapshot, as_nobody, errno_of, in_child, run
 
 from gpufs import config
 from gpufs.config import kinds
@@ -68,28 +72,6 @@ def test_files_of_the_host_are_shown_with_their_attributes(both: tuple[Path, Pat
     run("diff", "-r", shown / "dir", there / "dir")
 
 
-def test_changes_reach_the_host(both: tuple[Path, Path]) -> None:
-    shown, there = both
-    (shown / "dir").mkdir(0o750)
-    (shown / "dir" / "file").write_bytes(noise(3 * MIB))
-    assert_same((there / "dir" / "file").read_bytes(), noise(3 * MIB))
-    os.link(shown / "dir" / "file", shown / "second")
-    assert (there / "second").stat().st_nlink == 2
-    os.rename(shown / "dir" / "file", shown / "dir" / "moved")
-    os.truncate(shown / "dir" / "moved", 100)
-    assert (there / "dir" / "moved").stat().st_size == 100
-    (shown / "second").chmod(0o640)
-    os.utime(shown / "second", ns=(10**18, 10**18 + 7))
-    status = (there / "second").stat()
-    assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns) == (0o640, 10**18 + 7)
-    os.symlink("second", shown / "link")
-    assert os.readlink(there / "link") == "second"
-    os.unlink(shown / "second")
-    os.unlink(shown / "dir" / "moved")
-    os.rmdir(shown / "dir")
-    assert os.listdir(there) == ["link"]
-
-
 def test_links_that_lead_out_are_refused(both: tuple[Path, Path]) -> None:
     shown, there = both
     (there / "dir").mkdir()
@@ -127,35 +109,29 @@ def test_read_only(backed: GpufsMount, both: tuple[Path, Path]) -> None:
     assert os.listdir(there) == ["file"]
 
 
-def test_the_daemon_acts_with_the_rights_of_the_caller(both: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("mode", [0o4644, 0o2644, 0o6644, 0o6755])
+@pytest.mark.parametrize("groups", [(), (OTHER,)])
+def test_changes_of_contents_clear_set_id_bits(both: tuple[Path, Path], mode: int, groups: tuple[int, ...]) -> None:
+    """Root has opened the file. A set-gid bit without group execution stays if a member of the group writes."""
     shown, there = both
-    (there / "secret").write_bytes(b"root's")
-    (there / "secret").chmod(0o600)
-    (there / "closed").mkdir(0o700)
-
-    def act() -> list[int]:
-        (shown / "his").write_bytes(b"1")
-        (shown / "dir").mkdir()
-        os.symlink("his", shown / "link")
-        return [
-            errno_of(os.open, shown / "secret", os.O_RDONLY),
-            errno_of(os.open, shown / "secret", os.O_WRONLY),
-            errno_of(os.listdir, shown / "closed"),
-            errno_of(os.chmod, shown / "secret", 0o666),
-            errno_of(os.chown, shown / "his", 0, 0),
-        ]
-
-    assert as_nobody(act) == [errno.EACCES, errno.EACCES, errno.EACCES, errno.EPERM, errno.EPERM]
-    for name in ("his", "dir", "link"):
-        assert os.lstat(there / name).st_uid == NOBODY
-        assert os.lstat(there / name).st_gid == NOBODY
-    assert (there / "secret").read_bytes() == b"root's"
-    # A group that he has beside his own counts.
-    (there / "group").mkdir()
-    os.chown(there / "group", 0, OTHER)
-    (there / "group").chmod(0o770)
-    in_child(lambda: (shown / "group" / "x").touch(), uid=NOBODY, gid=NOBODY, groups=[OTHER])
-    assert errno_of(as_nobody, lambda: (shown / "group" / "y").touch()) == errno.EACCES
+    (there / "source").write_bytes(b"source")
+    stays = stat.S_ISGID if groups and not mode & stat.S_IXGRP else 0
+    for n, change in enumerate(
+        (
+            lambda fd, source: os.write(fd, b"x"),
+            lambda fd, source: os.ftruncate(fd, 3),
+            lambda fd, source: os.posix_fallocate(fd, 0, 5),
+            lambda fd, source: os.copy_file_range(source, fd, 3, 0, 0),
+        )
+    ):
+        file = there / f"file{n}"
+        file.touch()
+        os.chown(file, 0, OTHER)
+        file.chmod(mode)
+        with open(shown / "source", "rb") as source, open(os.open(shown / file.name, os.O_WRONLY), "wb") as opened:
+            act = functools.partial(change, opened.fileno(), source.fileno())
+            in_child(act, uid=NOBODY, gid=NOBODY, groups=groups)
+        assert stat.S_IMODE(file.stat().st_mode) == mode & (0o777 | stays), n
 
 
 def test_access_lists_of_the_host_are_obeyed(both: tuple[Path, Path]) -> None:
@@ -241,3 +217,82 @@ def test_a_missing_backing_directory_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "/no/such" in done.stderr
     assert not os.path.ismount(tmp_path / "m")
+
+
+FILES = 600
+LIMIT = 512
+WALK = """
+import os, sys
+seen = set()
+for entry in os.scandir(sys.argv[1]):
+    assert entry.stat(follow_symlinks=False).st_size == len(entry.name), entry
+    os.getxattr(entry.path, "user.name") if entry.name[-2:] == "00" else None
+    with open(entry.path) as file:
+        assert file.read() == entry.name
+    seen.add(entry.name)
+assert len(seen) == int(sys.argv[2]), len(seen)
+"""
+
+
+@pytest.fixture(scope="module")
+def crowd(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory with more files than LIMIT."""
+    path = tmp_path_factory.mktemp("crowd")
+    for n in range(FILES):
+        name = f"file{n:04}"
+        (path / name).write_text(name)
+        if name.endswith("00"):
+            os.setxattr(path / name, "user.name", name.encode())
+    return path
+
+
+@pytest.fixture
+def short(session: Session, driver: str, tmp_path: Path, crowd: Path) -> Iterator[tuple[Path, Path]]:
+    """A mount of few descriptors: an empty directory as it shows it, and the crowd; `tmp_path` is it on the host."""
+    words = ["--backing", f"data={tmp_path}", "--backing", f"crowd={crowd}"]
+    with GpufsMount(session, *words, driver=driver, allow_other=True) as mount:
+        resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        assert Snapshot.of(mount.pid).descriptors < LIMIT // 2
+        yield mount.path / "backing" / "data", mount.path / "backing" / "crowd"
+
+
+def test_more_files_than_descriptors(short: tuple[Path, Path], tmp_path: Path) -> None:
+    shown, crowd = short
+    (tmp_path / "kept").write_text("kept")
+    with (shown / "kept").open("r+") as kept:
+        os.unlink(shown / "kept")
+        command = [sys.executable, "-c", WALK, str(crowd), str(FILES)]
+        walkers = [subprocess.Popen(command) for _ in range(2)]
+        run("cp", "-r", crowd, shown / "copy")
+        assert [walker.wait() for walker in walkers] == [0, 0]
+        assert kept.read() == "kept"
+        assert os.fstat(kept.fileno()).st_nlink == 0
+        os.ftruncate(kept.fileno(), 2)
+        assert os.fstat(kept.fileno()).st_size == 2
+    run("diff", "-r", crowd, tmp_path / "copy")
+    run("rm", "-r", shown / "copy")
+    assert os.listdir(tmp_path) == []
+
+
+def test_more_directories_than_descriptors(short: tuple[Path, Path], tmp_path: Path) -> None:
+    shown, _ = short
+    names = [f"d{n // 20}/e{n}/f" for n in range(600)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(name)
+    for _ in range(2):
+        assert sorted(path.relative_to(shown).as_posix() for path in shown.rglob("f")) == sorted(names)
+        assert all((shown / name).read_text() == name for name in names)
+    shutil.rmtree(shown / "d0")
+    assert not (tmp_path / "d0").exists()
+
+
+def test_descriptors_of_files_removed_on_the_host_are_closed(short: tuple[Path, Path], tmp_path: Path) -> None:
+    """The daemon keeps a descriptor only while the kernel knows the name."""
+    shown, _ = short
+    for n in range(2 * LIMIT):
+        name = f"file{n}"
+        (tmp_path / name).write_text(name)
+        assert (shown / name).read_text() == name
+        (tmp_path / name).unlink()
+    assert os.listdir(shown) == []

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 from support.data import KIB, MIB, assert_same, directory, noise
-from support.fastpath import skip_without_fastpath
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter, Session
 from support.processes import (
-    as_nobody,
+    NOBODY,
     errno_of,
     in_child,
     run,
@@ -88,12 +87,6 @@ def working(mount: GpufsMount) -> int:
     return int(pool["running"] + pool["queued"])
 
 
-def relayed(mount: GpufsMount, operation: str) -> int:
-    """How many of an operation's requests the control plane has been asked for."""
-    found = mount.status()["statistics"]["operations"].get(operation, {"relayed": 0})
-    return int(found["relayed"])
-
-
 def counters(mount: GpufsMount, direction: str) -> dict[str, Any]:
     found: dict[str, Any] = mount.status()["io"]["devices"][0][direction]
     return found
@@ -147,35 +140,6 @@ def test_plain_cp_is_served_by_the_engine(disk: Place) -> None:
 # ---- by which path; what drivers that have a fastpath do with files on a disk ----
 
 
-def test_require_is_refused_with_the_reasons(mount: Mounter, driver: str) -> None:
-    """The call fails with EIO and the log names the reasons. The edges may be below one alignment unit."""
-    with directory("/var/tmp") as there, directory("/dev/shm") as fast:
-        words = ["--backing", f"disk={there}", "--backing", f"memory={fast}", "--io-fastpath", "require"]
-        one = mount(*words)
-        place, other = Place(one, "disk", there), Place(one, "memory", fast)
-        skip_without_fastpath(there, driver)
-        shown = place.file("file", noise(2 * MIB + 100))
-        assert copy(shown, one.device / "whole", 2 * MIB + 100) == 2 * MIB + 100
-        load = counters(one, "load")
-        assert (load["fastpath"]["bytes"], load["fallback"]["bytes"]) == (2 * MIB, 100)
-
-        for source, count, reason in (
-            (other.file("file", noise(MIB)), MIB, "file_system"),
-            (place.file("small", noise(100)), 100, "too_small"),
-        ):
-            target = one.device / reason
-            assert errno_of(copy, source, target, count) == errno.EIO
-            assert target.stat().st_size == 0
-            assert counters(one, "load")["refusals"][reason] == 1
-            complaints = wait_until(one.complaints, 20, "the line in the log")
-            assert len(complaints) == 1, complaints
-            assert reason in complaints[0]
-        assert errno_of(copy, one.device / "whole", other.shown / "stored", MIB) == errno.EIO
-        assert (other.there / "stored").stat().st_size == 0
-        assert len(wait_until(one.complaints, 20, "the line in the log")) == 1
-        one.unmount()
-
-
 # ---- how files are opened ----
 
 
@@ -201,41 +165,21 @@ def test_appends_go_to_the_end_of_the_hosts_file(disk: Place) -> None:
         assert [line for line in lines if line.startswith(b"%d " % index)] == [b"%d %d" % (index, n) for n in range(50)]
 
 
-def test_a_mapping_of_a_file_open_for_appending_keeps_its_place(disk: Place) -> None:
-    shown = disk.file("file", bytes(2 * PAGE))
-    fd = os.open(shown, os.O_RDWR | os.O_APPEND)
-    try:
-        with mmap.mmap(fd, 2 * PAGE) as mapping:
-            mapping[10:14] = b"here"
-            mapping.flush()
-    finally:
-        os.close(fd)
-    assert (disk.there / "file").read_bytes() == bytes(10) + b"here" + bytes(2 * PAGE - 14)
-
-
 def test_an_open_file_can_be_truncated_after_its_mode_changed(disk: Place) -> None:
     disk.file("file", noise(PAGE))
     (disk.there / "file").chmod(0o666)
 
     def act() -> int:
-        fd = os.open(disk.shown / "file", os.O_RDWR)
-        try:
-            barrier.write_bytes(b"open")
-            wait_until(lambda: barrier.read_bytes() == b"closed", 20, "the mode to change")
-            os.ftruncate(fd, 100)
-            return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+        os.setegid(NOBODY)
+        os.seteuid(NOBODY)
+        with open(disk.shown / "file", "r+b") as file:
+            os.seteuid(0)
+            (disk.there / "file").chmod(0o400)
+            os.seteuid(NOBODY)
+            os.ftruncate(file.fileno(), 100)
+            return os.fstat(file.fileno()).st_size
 
-    barrier = disk.there / "barrier"
-    barrier.write_bytes(b"")
-    barrier.chmod(0o666)
-    children = start_children(1, lambda _: as_nobody(act) == 100 or os._exit(2))
-    wait_until(lambda: barrier.read_bytes() == b"open", 20, "the file to be open")
-    (disk.there / "file").chmod(0o400)
-    barrier.write_bytes(b"closed")
-    wait_children(children)
-    assert (disk.there / "file").stat().st_size == 100
+    assert in_child(act) == (disk.there / "file").stat().st_size == 100
 
 
 # ---- mappings ----
@@ -256,14 +200,6 @@ def test_shared_mappings(disk: Place) -> None:
     assert_same((disk.there / "file").read_bytes(), data)
     with open(shown, "rb") as reader, mmap.mmap(reader.fileno(), MIB, access=mmap.ACCESS_READ) as mapping:
         assert_same(mapping[:], data)
-
-
-def test_dirty_pages_of_a_mapping_reach_a_copy(disk: Place) -> None:
-    shown, buffer = disk.file("file", bytes(MIB)), disk.mount.device / "buffer"
-    with open(shown, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), MIB) as mapping:
-        mapping[MIB // 2 : MIB // 2 + 5] = b"dirty"
-        assert copy(shown, buffer, MIB) == MIB
-    assert buffer.read_bytes()[MIB // 2 : MIB // 2 + 5] == b"dirty"
 
 
 # ---- several processes, and what changes below ----

@@ -9,21 +9,15 @@ import fcntl
 import functools
 import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import trio
-import trio.testing
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, as_nobody, errno_of, in_child, run, start_children, wait_children, wait_until
-
-from gpufs.fs.backing import Share, calls
-from gpufs.fs.backing.inodes import HostInodes
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
@@ -144,31 +138,6 @@ def test_a_killed_process_does_not_wait_for_a_server(mount: Mounter, host: Path,
         mounted.unmount()
 
 
-def test_an_exiting_process_does_not_wait_for_a_server(mount: Mounter) -> None:
-    """The kernel closes the files of the process, while more reads wait than threads serve the server."""
-    with HangingMount(operations=["read"]) as hung:
-        mounted = mount("--backing", f"hung={hung.path}")
-        shown = mounted.path / "backing" / "hung" / "file"
-
-        def end_when_told(index: int) -> None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-            os.open(shown, os.O_RDWR)
-            signal.sigwait([signal.SIGUSR1])
-
-        (ends,) = start_children(1, end_when_told)
-        wait_until(lambda: mounted.status()["statistics"]["backing"]["open_files"] == 1, 60, "the opening")
-        readers = start_children(12, lambda _: use(os.open(shown, os.O_RDONLY), "read"))
-        try:
-            wait_until(lambda: mounted.status()["statistics"]["pool"]["queued"] > 0, 60, "reads that wait for a thread")
-            os.kill(ends, signal.SIGUSR1)
-            wait_until(lambda: gone(ends), 60, "the end of a process that ends by itself")
-            assert hung.waiting() > 0
-        finally:
-            hung.resume()
-        wait_children(readers)
-        mounted.unmount()
-
-
 def test_a_handled_signal_does_not_end_a_write(mount: Mounter) -> None:
     with HangingMount(operations=["write"]) as hung:
         mounted = mount("--backing", f"hung={hung.path}")
@@ -222,31 +191,6 @@ def test_calls_of_one_user_are_bounded(mount: Mounter, host: Path) -> None:
         mounted.wait_ended()
 
 
-async def test_calls_of_all_users_leave_some_for_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With smaller bounds than those of a mount, for which no machine has enough processes."""
-    for name, value in (("_CALLS_OF_A_USER", 2), ("_CALLS", 5), ("_RESERVED_CALLS", 1)):
-        monkeypatch.setattr(calls, name, value)
-    inodes = HostInodes({}, 0, lambda parent, name: None)
-    found = os.open(tmp_path, os.O_PATH), os.stat(tmp_path)
-    node = inodes.meet(found, Share("data", str(tmp_path), read_only=False), None)
-    host_calls, answered = calls.HostCalls(inodes), threading.Event()
-
-    async def call(uid: int) -> None:
-        await host_calls.run(uid, node, answered.wait)
-
-    async with trio.open_nursery() as nursery:
-        for uid in (1001, 1001, 1002, 1002):
-            nursery.start_soon(call, uid)
-        await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(OSError) as refused:
-            await call(1003)
-        assert refused.value.errno == errno.EBUSY
-        nursery.start_soon(call, 0)
-        await trio.testing.wait_all_tasks_blocked()
-        answered.set()
-    inodes.close()
-
-
 def errno_of_soon(path: Path) -> int:
     """What stat(2) fails with at once; 0 where it waits."""
     found: list[int] = []
@@ -285,61 +229,26 @@ def test_a_lease_delays_only_openings_of_its_file(mount: Mounter, host: Path) ->
     os.close(opened[0])
 
 
-def test_a_fifo_that_takes_the_place_of_a_missing_file(mount: Mounter, host: Path) -> None:
-    """Opening it with O_CREAT opens the FIFO, as on any file system, and blocks only the caller."""
-    mounted = mount("--backing", f"data={host}", "--entry-timeout", "60", allow_other=True)
-    shown = mounted.path / "backing" / "data"
-    assert errno_of(os.stat, shown / "name") == errno.ENOENT  # which the kernel keeps
-    os.mkfifo(host / "name")
-    assert errno_of(os.open, shown / "name", os.O_CREAT | os.O_WRONLY | os.O_NONBLOCK) == errno.ENXIO
-    assert errno_of(os.stat, shown / "second") == errno.ENOENT
-    os.mkfifo(host / "second", 0o666)
-    os.chmod(host / "second", 0o666)
-    with many_threads(lambda index: os.open(shown / "second", os.O_CREAT | os.O_WRONLY)):
-        wait_until(lambda: errno_of(os.lstat, shown / "second") == 0, 60, "the kernel to find the FIFO")
-        assert stat.S_ISFIFO(os.lstat(shown / "second").st_mode)
-        (shown / "new").write_bytes(b"x")
-    mounted.unmount()
-
-
 # ---- symbolic links ----
 
 
-@pytest.fixture
-def linked(mount: Mounter, host: Path) -> tuple[Path, Path]:
-    """A share as the mount shows it and as it is, with a link nine levels down that leads to its top."""
+def test_a_link_that_a_move_makes_lead_out_is_not_followed(mount: Mounter, host: Path) -> None:
+    """A link nine levels down leads to the top of the share: moved up it leads out, whoever moves it or a directory."""
     mounted = mount("--backing", f"data={host}", allow_other=True)
-    deep = host / "/".join("123456789")
-    deep.mkdir(parents=True)
+    shown, deep = mounted.path / "backing" / "data", "/".join("123456789")
+    (host / deep).mkdir(parents=True)
     (host / "top").write_bytes(b"top")
-    os.symlink("../" * 9 + "top", deep / "link")
-    shown = mounted.path / "backing" / "data"
-    assert (shown / "1/2/3/4/5/6/7/8/9/link").read_bytes() == b"top"
-    return shown, host
-
-
-def test_a_link_that_was_moved_up_leads_out(linked: tuple[Path, Path]) -> None:
-    shown, _ = linked
-    os.rename(shown / "1/2/3/4/5/6/7/8/9/link", shown / "link")
-    assert errno_of(os.readlink, shown / "link") == errno.ELOOP
-    assert errno_of(os.stat, shown / "link") == errno.ELOOP
-    os.rename(shown / "link", shown / "1/2/3/4/5/6/7/8/9/back")
-    assert (shown / "1/2/3/4/5/6/7/8/9/back").read_bytes() == b"top"
-
-
-def test_a_link_that_was_moved_on_the_host_leads_out(linked: tuple[Path, Path]) -> None:
-    shown, host = linked
-    os.rename(host / "1/2/3/4/5/6/7/8/9/link", host / "link")
-    assert errno_of(os.readlink, shown / "link") == errno.ELOOP
-    os.symlink("../" * 9 + "top", host / "1/2/3/4/5/6/7/8/9/second")
-    assert (shown / "1/2/3/4/5/6/7/8/9/second").read_bytes() == b"top"
+    for name in ("link", "second", "third"):
+        os.symlink("../" * 9 + "top", host / deep / name)
+        assert (shown / deep / name).read_bytes() == b"top"
+    os.rename(shown / deep / "link", shown / "link")
+    assert errno_of(os.readlink, shown / "link") == errno_of(os.stat, shown / "link") == errno.ELOOP
+    os.rename(shown / "link", shown / deep / "back")
+    assert (shown / deep / "back").read_bytes() == b"top"
+    os.link(shown / deep / "back", shown / "linked", follow_symlinks=False)
+    for path in (shown / deep / "back", shown / "linked"):  # of several names, of which one is higher up
+        assert errno_of(os.stat, path) == errno.ELOOP
+    os.rename(host / deep / "second", host / "second")
+    assert errno_of(os.readlink, shown / "second") == errno.ELOOP
     os.rename(host / "1/2", host / "up")
-    assert errno_of(os.stat, shown / "up/3/4/5/6/7/8/9/second") == errno.ELOOP
-
-
-def test_a_link_of_several_names_that_leads_up_is_not_followed(linked: tuple[Path, Path]) -> None:
-    shown, _ = linked
-    deep = "1/2/3/4/5/6/7/8/9/link"
-    os.link(shown / deep, shown / "second", follow_symlinks=False)
-    for name in (deep, "second"):
-        assert errno_of(os.stat, shown / name) == errno.ELOOP
+    assert errno_of(os.stat, shown / "up/3/4/5/6/7/8/9/third") == errno.ELOOP

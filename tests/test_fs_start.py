@@ -82,13 +82,6 @@ def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], st
 STEPS = {
     "engine": "engine.Engine = fail",
     "mount": "mounting.mount = fail",
-    "mountinfo that cannot be read": (
-        "old = mounting.mount\n"
-        "def mount(*arguments, **named):\n"
-        "    mounting.listed = fail\n"
-        "    return old(*arguments, **named)\n"
-        "mounting.mount = mount"
-    ),
     "data plane": "engine.Mount = crash",
     "main loop": "pyfuse3.main = crash_later",
 }

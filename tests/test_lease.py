@@ -34,16 +34,6 @@ def free_bytes(opened: engine.Engine) -> int:
     return opened.devices[0].memory().free_bytes
 
 
-def test_memory_beyond_the_end_is_not_shared(opened: engine.Engine, buffer: engine.Buffer) -> None:
-    buffer.write(0, noise(MIB))
-    buffer.allocate(100 * MIB, 2 * MIB, keep_size=True)
-    with engine.Lease(buffer) as lease:
-        pieces = lease.pieces()
-        for piece in pieces:
-            os.close(piece.fd)
-        assert sum(piece.bytes for piece in pieces) <= 2 * MIB
-
-
 def test_a_sparse_file_is_loaded_over_leased_memory(
     opened: engine.Engine, buffer: engine.Buffer, tmp_path: Path
 ) -> None:
@@ -185,19 +175,6 @@ def test_a_buffer_as_an_array(opened: engine.Engine, buffer: engine.Buffer, driv
     buffer.close()
     opened.close()
     assert bytes(array[:4]) == b"seen"
-
-
-@pytest.mark.parametrize("version", [None, (0, 8), (1, 1)])
-def test_capsules_that_nobody_consumes(
-    opened: engine.Engine, buffer: engine.Buffer, version: tuple[int, int] | None
-) -> None:
-    buffer.write(0, noise(3 * MIB))
-    capsule = buffer.__dlpack__(max_version=version)
-    assert ("dltensor_versioned" in repr(capsule)) == (version == (1, 1))
-    assert errno_of(buffer.resize, 0) == errno.EBUSY
-    del capsule
-    gc.collect()
-    buffer.resize(0)
 
 
 def test_requests_of_consumers(opened: engine.Engine, buffer: engine.Buffer, driver: str) -> None:

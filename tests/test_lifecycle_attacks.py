@@ -26,7 +26,6 @@ from support.processes import (
 )
 
 pytestmark = [pytest.mark.complains]
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="makes mount namespaces, which takes root")
 
 # Programs that never end by themselves, each a way to use a mount; {m}: the device's directory, {h}: one of the host.
 PROGRAMS = {

@@ -87,8 +87,9 @@ def test_a_mount_that_hides_ours_stays(mount: Mounter) -> None:
     run(*GPUFS, "umount", mounted.path)
 
 
-def test_a_later_mount_stays(mount: Mounter) -> None:
-    """A detached mount is still in use, and its daemon dies after another mount was made at the same place."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_later_mount_stays(mount: Mounter, number: signal.Signals) -> None:
+    """A detached mount is still in use, and its daemon ends after another mount was made at the same place."""
     mounted = mount()
     (pid,) = guards(mounted)
     fd = os.open(mounted.device / "held", os.O_RDWR | os.O_CREAT)
@@ -96,8 +97,9 @@ def test_a_later_mount_stays(mount: Mounter) -> None:
         run("umount", "-l", mounted.path)
         run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M")
         (mounted.device / "file").write_bytes(b"another's")
-        mounted.signal(signal.SIGKILL)
+        mounted.signal(number)
         wait_until(lambda: pid not in guards(mounted), 20, "the guard to go")
+        assert errno_of(os.pread, fd, 1, 0) != 0
         assert (mounted.device / "file").read_bytes() == b"another's"
     finally:
         os.close(fd)

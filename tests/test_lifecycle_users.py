@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import user_gpufs
 from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter
 from support.processes import (
@@ -23,7 +24,6 @@ from support.processes import (
     run,
     wait_until,
 )
-from support.users import user_gpufs
 from support.watchdog import mounted_at, rescue
 
 pytestmark = [

@@ -7,7 +7,6 @@ in a process of its own, and everything else that they import is replaced.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import subprocess
 import sys
@@ -109,41 +108,6 @@ def test_sglang(model: Path) -> None:
             loader = get_model_loader(LoadConfig(load_format=format))
             assert type(loader) is gpufs.integrations.sglang.loader_class()
             expect_weights(loader._get_weights_iterator(source), "p.")
-        """,
-        sources,
-        model,
-    )
-
-
-def test_vllm(model: Path) -> None:
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        pytest.skip("vllm is not installed; its package is too large to be downloaded for a test")
-    sources = Path(found.origin).parents[1]
-    assert [point.value for point in entry_points(group="vllm.general_plugins")] == ["gpufs.integrations.vllm:register"]
-    assert "vllm.general_plugins" in (sources / "vllm/plugins/__init__.py").read_text()
-    run_in_server(
-        """
-        real = '''
-            vllm.model_executor.model_loader
-            vllm.model_executor.model_loader.base_loader
-            vllm.model_executor.model_loader.default_loader
-            vllm.model_executor.model_loader.weight_utils
-            vllm.config.load
-            vllm.config.utils
-        '''.split()
-        sys.meta_path.insert(0, SourceFinder(sources, "vllm", real, ()))
-
-        from vllm.config.load import LoadConfig
-        from vllm.model_executor.model_loader import get_model_loader
-        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-        import gpufs.integrations.vllm
-
-        for _ in range(2):
-            gpufs.integrations.vllm.register()
-        loader = get_model_loader(LoadConfig(load_format="gpufs"))
-        assert isinstance(loader, DefaultModelLoader) and type(loader) is not DefaultModelLoader
-        expect_weights(loader._get_weights_iterator(DefaultModelLoader.Source(str(model), None, prefix="p.")), "p.")
         """,
         sources,
         model,

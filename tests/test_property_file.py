@@ -52,7 +52,7 @@ class Model:
     """What one file should be."""
 
     data: bytearray = field(default_factory=bytearray)
-    links: int = 1
+    links: int = 1  # 0: without a name
 
     def write(self, at: int, data: bytes) -> None:
         if at > len(self.data):
@@ -154,16 +154,6 @@ class Files(RuleBasedStateMachine):
     @rule(handle=handles)
     def read_everything(self, handle: Handle) -> None:
         assert_same(os.pread(handle.fd, len(handle.model.data) + 1, 0), bytes(handle.model.data))
-
-    @rule(handle=handles, at=positions, counts=st.lists(st.integers(0, 9000), min_size=1, max_size=8), seed=seeds)
-    def write_vector(self, handle: Handle, at: int, counts: list[int], seed: int) -> None:
-        if handle.append:
-            at = len(handle.model.data)
-        if at + sum(counts) > LARGEST or not sum(counts):
-            return
-        parts = [noise(count, seed + index) for index, count in enumerate(counts)]
-        assert os.pwritev(handle.fd, parts, at) == sum(counts)
-        handle.model.write(at, b"".join(parts))
 
     @rule(handle=handles, size=positions)
     def truncate(self, handle: Handle, size: int) -> None:
@@ -272,36 +262,11 @@ class Files(RuleBasedStateMachine):
 
     # ---- names ----
 
-    @rule(old=names, new=names)
-    def rename(self, old: str, new: str) -> None:
-        if old not in self.tree:
-            assert errno_of(os.rename, self.base / old, self.base / new) == 2
-            return
-        os.rename(self.base / old, self.base / new)
-        if self.tree[old] is not self.tree.get(new):
-            self._drop(new)
-            self.tree[new] = self.tree.pop(old)
-
-    @rule(old=names, new=names)
-    def link(self, old: str, new: str) -> None:
-        code = errno_of(os.link, self.base / old, self.base / new)
-        if old not in self.tree:
-            assert code == 2
-        elif new in self.tree:
-            assert code == 17
-        else:
-            assert code == 0
-            self.tree[new] = self.tree[old]
-            self.tree[old].links += 1
-
     @rule(name=names)
     def unlink(self, name: str) -> None:
         assert errno_of(os.unlink, self.base / name) == (0 if name in self.tree else 2)
-        self._drop(name)
-
-    def _drop(self, name: str) -> None:
         if model := self.tree.pop(name, None):
-            model.links -= 1
+            model.links = 0
 
     # ---- what holds always ----
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,20 +48,6 @@ def test_files_that_are_open_outlive_the_block(mountpoint: Path) -> None:
         assert not mounted_at(str(mountpoint))
         file.write(b"still here")
         assert os.pread(file.fileno(), 100, 0) == b"still here"
-
-
-def test_a_mount_from_a_thread(mountpoint: Path) -> None:
-    seen = []
-
-    def work() -> None:
-        with gpufs.mount(mountpoint, **SMALL) as mount:
-            seen.append(mount.path)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(PATIENCE)
-    assert seen == [mountpoint]
-    assert not mounted_at(str(mountpoint))
 
 
 def test_wrong_arguments_and_failures_leave_nothing(mountpoint: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import itertools
 import json
 import mmap
 import os
@@ -10,8 +10,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from errno import EDQUOT, EXDEV
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_gpu, linux
-from support.cli import fails, gpufs
+from support.cli import fails, gpufs, user_gpufs
 from support.data import KIB, MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, OTHER, as_nobody, as_other, errno_of, plain_user, run, wait_until
-from support.users import user_gpufs
 
 import gpufs as library
 
@@ -353,46 +351,42 @@ def test_df_and_status_show_limits(limited: GpufsMount) -> None:
 # ---- the books ----
 
 
-@dataclass(eq=False)
-class _File:
-    """A file of the random test: its names, the directory of the last one, and the limited one that it counts in."""
-
-    names: list[Path]
-    last: str
-    folder: str
-    fds: list[int] = field(default_factory=list)
-
-
-class _Books:
-    """Random operations by several owners in three directories, of which some have a limit."""
+class Books:
+    """Random operations by several owners in three directories, of which some have a limit for a while."""
 
     def __init__(self, mount: GpufsMount, seed: int) -> None:
         self.random = random.Random(seed)
         self.mount = mount
         self.gpu = mount.device
-        self.files: list[_File] = []
+        self.named: list[Path] = []
+        self.removed: list[tuple[int, str]] = []  # descriptors of files without names, and their directories
         self.limited: set[str] = set()
-        self.number = 0
+        self.numbers = itertools.count()
         for name in "abc":
-            (self.gpu / name).mkdir(exist_ok=True)
+            (self.gpu / name).mkdir()
+
+    def new_name(self) -> Path:
+        return self.gpu / self.random.choice("abc") / f"f{next(self.numbers)}"
 
     def step(self) -> None:
         choose = self.random
-        if len(self.files) < 3 or choose.random() < 0.15:
-            return self.create()
-        file = choose.choice(self.files)
-        path = file.names[0] if file.names else Path(f"/proc/self/fd/{file.fds[0]}")
-        at, size = choose.choice([0, 100, 60 * KIB, MIB, 3 * MIB]), choose.choice([1, 512, 5000, 70 * KIB, 3 * MIB])
-        fd = os.open(path, os.O_RDWR)
-        try:
-            with suppress_at_limit():
-                self.change(file, fd, at, size)
-        finally:
-            os.close(fd)
+        if len(self.named) < 3 or choose.random() < 0.15:
+            self.named.append(path := self.new_name())
+            path.touch()
+            os.chown(path, choose.choice([0, NOBODY, OTHER]), -1)
+            return
+        path = choose.choice(self.named)
+        with open(path, "r+b", buffering=0) as file:
+            try:
+                self.change(path, file.fileno())
+            except OSError as error:
+                if error.errno != EDQUOT:
+                    raise
 
-    def change(self, file: _File, fd: int, at: int, size: int) -> None:
+    def change(self, path: Path, fd: int) -> None:
         choose = self.random
-        match choose.randrange(13):
+        at, size = choose.choice([0, 100, 60 * KIB, MIB, 3 * MIB]), choose.choice([1, 512, 5000, 70 * KIB, 3 * MIB])
+        match choose.randrange(11):
             case 0 | 1 | 2:
                 os.pwrite(fd, noise(size, at), at)
             case 3:
@@ -404,71 +398,38 @@ class _Books:
             case 6:
                 os.fchown(fd, choose.choice([0, NOBODY, OTHER]), -1)
             case 7:
-                file.fds.append(os.dup(fd))
+                path.unlink()
+                self.named.remove(path)
+                if choose.random() < 0.5:
+                    self.removed.append((os.dup(fd), path.parent.name))
             case 8:
-                for name in file.names:
-                    name.unlink()
-                file.names.clear()
-                if not file.fds:
-                    self.files.remove(file)
+                if self.removed:
+                    os.close(self.removed.pop()[0])
             case 9:
-                if file.names and file.fds:
-                    os.close(file.fds.pop())
-            case 10:
-                self.rename(file)
-            case 11:
-                source = choose.choice([one for one in self.files if one.names] or [file])
-                if source.names and source is not file:
-                    with open(source.names[0], "rb") as other:
-                        os.copy_file_range(other.fileno(), fd, size, 0, at)
+                new = self.new_name()
+                crosses = path.parent != new.parent and {path.parent.name, new.parent.name} & self.limited
+                assert errno_of(os.rename, path, new) == (EXDEV if crosses else 0)
+                if not crosses:
+                    self.named[self.named.index(path)] = new
             case _:
-                self.limit()
+                with open(choose.choice(self.named), "rb") as other:
+                    if not os.path.samestat(os.fstat(other.fileno()), os.fstat(fd)):
+                        os.copy_file_range(other.fileno(), fd, size, 0, at)
 
-    def create(self) -> None:
-        folder = self.random.choice("abc")
-        path = self.new_name(folder)
-        path.touch()
-        os.chown(path, self.random.choice([0, NOBODY, OTHER]), -1)
-        self.files.append(_File([path], folder, folder if folder in self.limited else ""))
-
-    def new_name(self, folder: str) -> Path:
-        self.number += 1
-        return self.gpu / folder / f"f{self.number}"
-
-    def rename(self, file: _File) -> None:
-        if not file.names:
-            return
-        new = self.new_name(self.random.choice("abc"))
-        old = file.names[0]
-        free = old.parent.name not in self.limited and new.parent.name not in self.limited
-        crosses = old.parent != new.parent and not free
-        code = errno_of(os.rename, old, new)
-        assert code == (EXDEV if crosses else 0)
-        if not code:
-            file.names[0] = new
-            file.last = new.parent.name
-
-    def limit(self) -> None:
-        folder = self.random.choice("ab")
-        if folder in self.limited and self.random.random() < 0.5:
+    def limit(self, folder: str, limit: str | None) -> None:
+        if limit is None:
             gpufs("quota", "remove", self.gpu / folder)
             self.limited.discard(folder)
-            for file in self.files:
-                file.folder = "" if file.folder == folder else file.folder
-            return
-        gpufs("quota", "set", self.gpu / folder, self.random.choice(["3M", "8M", "20M"]))
-        if folder not in self.limited:
-            for file in self.files:
-                if file.last == folder:
-                    file.folder = folder
+        else:
+            gpufs("quota", "set", self.gpu / folder, limit)
             self.limited.add(folder)
 
     def expected(self) -> dict[tuple[str, int | None], int]:
-        sums: dict[tuple[str, int | None], int] = {(f"gpu0/{name}", None): 0 for name in self.limited}
-        for file in self.files:
-            found = os.stat(file.names[0]) if file.names else os.fstat(file.fds[0])
+        sums: dict[tuple[str, int | None], int] = {}
+        files = [(os.stat(path), path.parent.name) for path in self.named]
+        for found, folder in files + [(os.fstat(fd), folder) for fd, folder in self.removed]:
             keys: list[tuple[str, int | None]] = [("gpu0", found.st_uid)]
-            keys += [(f"gpu0/{file.folder}", None)] if file.folder else []
+            keys += [(f"gpu0/{folder}", None)] * (folder in self.limited)
             for key in keys:
                 sums[key] = sums.get(key, 0) + found.st_blocks * 512
         return {key: size for key, size in sums.items() if size}
@@ -478,37 +439,31 @@ class _Books:
         return {(one["path"], one["uid"]): one["used_bytes"] for one in found if one["used_bytes"]}
 
     def check(self) -> None:
-        deadline = time.monotonic() + 30
-        while self.shown() != self.expected() and time.monotonic() < deadline:
-            time.sleep(0.01)  # memory of removed files is released a little later
-        assert self.shown() == self.expected()
-
-    def close(self) -> None:
-        for file in self.files:
-            for fd in file.fds:
-                os.close(fd)
-            for name in file.names:
-                name.unlink()
-        self.files.clear()
-        self.check()
-
-
-class suppress_at_limit(suppress):
-    """Ignores a limit that is reached."""
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
-        return isinstance(error, OSError) and error.errno in (EDQUOT, errno.ENXIO)
+        """Memory of removed files is released a little later."""
+        deadline = time.monotonic() + 60
+        while (shown := self.shown()) != (expected := self.expected()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert shown == expected
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_books_are_exact(limited: GpufsMount, seed: int) -> None:
     """After random operations each account is the sum of st_blocks of its files."""
-    books = _Books(limited, seed)
-    for number in range(250):
+    books = Books(limited, seed)
+    limits = {0: ("a", "8M"), 60: ("b", "20M"), 100: ("a", "3M"), 150: ("a", None), 200: ("b", "3M"), 220: ("a", "8M")}
+    for number in range(260):
+        if number in limits:
+            books.limit(*limits[number])
         books.step()
         if number % 10 == 0:
             books.check()
-    books.close()
+    for path in books.named:
+        path.unlink()
+    for fd, _ in books.removed:
+        os.close(fd)
+    books.named.clear()
+    books.removed.clear()
+    books.check()
 
 
 def test_preallocated_memory_on_a_gpu(mount: Mounter, tmp_path: Path) -> None:

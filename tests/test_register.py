@@ -12,13 +12,11 @@ import multiprocessing.shared_memory
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +348,7 @@ def test_killed_exporters(root: Path, shared_mount: GpufsMount, exporters: Calla
     before = Snapshot.of(shared_mount.pid)
     size = 8 * MIB
     whole = 0
-    for number in range(50):
+    for number in range(25):
         content = bytes((number + 1,)) * size
         path = root / f"live{number}"
         exporter = exporters(path, content)
@@ -375,29 +373,6 @@ def test_killed_exporters(root: Path, shared_mount: GpufsMount, exporters: Calla
     wait_until(lambda: not registrations(shared_mount), 10, "the end of the registrations")
     wait_until(lambda: Snapshot.of(shared_mount.pid).memfds <= before.memfds, 10, "closed memory")
     wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 2, 10, "closed descriptors")
-
-
-def test_exporters_killed_during_gpufs_cp(root: Path, tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
-    for number in range(4):
-        content = bytes((number + 1,)) * (64 * MIB)
-        exporter = exporters(root / "live", content)
-        target = tmp_path / f"copy{number}"
-        copying = subprocess.Popen(
-            [*GPUFS, "cp", "--partial", root / "live", target], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        begun = partial(lambda target, copying: target.exists() or copying.poll() is not None, target, copying)
-        wait_until(begun, 20, "the copy to begin")
-        time.sleep(0.01 * number)
-        exporter.kill()
-        assert copying.stderr is not None
-        errors = copying.stderr.read()
-        copying.stderr.close()
-        code = copying.wait()
-        copied = target.read_bytes() if target.exists() else b""
-        assert copied == content[: len(copied)]
-        assert code == 0 or errors
-        assert code != 0 or len(copied) == len(content)
-        wait_until(lambda: not list(root.iterdir()), 10, "the end of the name")
 
 
 def test_memory_that_is_cut_off(root: Path, shared_mount: GpufsMount) -> None:
@@ -439,21 +414,15 @@ def test_memory_that_is_cut_off(root: Path, shared_mount: GpufsMount) -> None:
     (root / "file").write_bytes(b"works")
 
 
-def test_the_daemon_dies_first(mount: Mounter) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_mount_ends_while_memory_is_registered(mount: Mounter, number: signal.Signals) -> None:
     mounted = mount(memory=64 * MIB)
     array = shared_array(noise(MIB))
     registration = gpufs.register(array, mounted.device / "live")
-    mounted.signal(signal.SIGKILL)
+    mounted.signal(number)
     wait_until(lambda: not mounted.alive(), 10, "the end of the daemon")
     registration.close()
     assert array.tobytes() == noise(MIB)
-
-
-def test_a_mount_ends_while_memory_is_registered(mount: Mounter) -> None:
-    mounted = mount(memory=64 * MIB)
-    registration = gpufs.register(shared_array(noise(MIB)), mounted.device / "live")
-    mounted.unmount()
-    registration.close()
 
 
 # ---- users ----
@@ -583,28 +552,6 @@ def test_registrations_are_listed(root: Path, shared_mount: GpufsMount) -> None:
         assert listed["path"] == str(root / "live")
         assert str(root / "live") in run(*GPUFS, "leases", shared_mount.path).stdout
     assert not registrations(shared_mount)
-
-
-def test_threads_register_at_the_same_time(root: Path) -> None:
-    failures: list[BaseException] = []
-
-    def work(index: int) -> None:
-        try:
-            for turn in range(20):
-                content = bytes((index * 20 + turn,)) * 10_000
-                with gpufs.register(shared_array(content), root / str(index)):
-                    assert (root / str(index)).read_bytes() == content
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    assert not list(root.iterdir())
 
 
 @pytest.mark.complains

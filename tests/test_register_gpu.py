@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.cli import user_gpufs
 from support.data import MIB, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount
 from support.processes import NOBODY, errno_of, plain_user, run, wait_until
-from support.users import user_gpufs
 
 pytestmark = pytest.mark.driver
 

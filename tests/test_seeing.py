@@ -94,7 +94,7 @@ def test_top_goes_on_without_mounts_that_do_not_answer(mount: Mounter) -> None:
     good, stopped = mount(), mount()
     stopped.signal(signal.SIGSTOP)
     try:
-        done = gpufs("top", "--interval", "0.1", good.path, stopped.path, "--status-timeout", "1", check=False)
+        done = gpufs("top", "--interval", "0.1", good.path, stopped.path, "--status-timeout", "5", check=False)
     finally:
         stopped.signal(signal.SIGCONT)
     assert done.returncode == 1
@@ -138,13 +138,3 @@ def test_files_are_listed_with_their_memory_and_leases(mount: Mounter) -> None:
     assert set(listed("-r", own.device / "folder", own.device / "sparse")) == {"deep", "sparse"}
     assert "8.0 MiB" in gpufs("ls", own.path / "gpu1").stdout
     fails(1, "ls", own.path.parent)
-
-
-def test_used_and_free_fit_the_size_while_memory_is_being_freed(mount: Mounter) -> None:
-    own = mount(memory=256 * MIB)
-    for _ in range(2):
-        (own.device / "file").write_bytes(bytes(200 * MIB))
-        (own.device / "file").unlink()
-        for _ in range(3):
-            (device,) = json.loads(gpufs("df", "--json", own.path).stdout)
-            assert device["used_bytes"] + device["free_bytes"] <= device["total_bytes"]

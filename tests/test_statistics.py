@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -17,19 +16,12 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.cli import user_gpufs
 from support.data import KIB, MIB
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
-from support.users import user_gpufs
 
 from gpufs import engine, mounting, statistics
-from gpufs.statistics import prometheus
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Any:
-    with engine.Engine("host", devices=2, memory_bytes=64 * MIB, statistics_path=str(tmp_path / "counters")) as opened:
-        yield opened
 
 
 def stats(mount: GpufsMount) -> dict[str, Any]:
@@ -86,19 +78,6 @@ def test_the_file_has_what_the_engine_counts(tmp_path: Path) -> None:
     assert abs(alive["updated"] - time.time()) < 60
     assert (alive["alive"], alive["dead_since"]) == (True, None)
     assert (dead["alive"], dead["dead_since"]) == (False, dead["updated"])
-
-
-def test_an_engine_opens_without_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "missing" / "counters"
-    with engine.Engine("host", devices=1, memory_bytes=64 * MIB, statistics_path=str(path)) as opened:
-        assert statistics.parse(opened.statistics_read())["devices"][0]["gauges"]["total_bytes"] == 64 * MIB
-    assert not path.exists()
-
-
-def test_another_version_is_named(host: engine.Engine) -> None:
-    data = host.statistics_read()
-    with pytest.raises(statistics.StatisticsError, match="format 99"):
-        statistics.parse(data[:8] + struct.pack("=I", 99) + data[12:])
 
 
 # ---- counting ----
@@ -222,39 +201,6 @@ def test_counters_are_removed_at_a_clean_end(mount: Mounter) -> None:
     assert not path.exists()
 
 
-def test_a_later_mount_removes_old_counters(mount: Mounter) -> None:
-    """The counters of a dead mount stay until the next daemon at the same place."""
-    own = mount("--no-auto-unmount")
-    path = counters_of(own)
-    own.signal(signal.SIGKILL)
-    own.daemon.wait(PATIENCE)
-    assert path.exists()
-    subprocess.run(["umount", "-l", str(own.path)], check=True, timeout=PATIENCE)
-    mount().unmount()
-    assert not json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)["alive"]
-    run(*GPUFS, "mount", own.path, "--driver", "host", "--memory", "16M")
-    try:
-        assert not path.exists()
-    finally:
-        run(*GPUFS, "umount", own.path)
-
-
-# ---- the command ----
-
-
-def test_a_mount_without_its_file_answers_itself(mount: Mounter) -> None:
-    own = mount("--no-auto-unmount")
-    counters_of(own).unlink()
-    found = json.loads(run(*GPUFS, "stats", "--json", own.path).stdout)
-    assert (found["pid"], found["alive"]) == (own.pid, True)
-    own.signal(signal.SIGKILL)
-    own.daemon.wait(PATIENCE)
-    done = run(*GPUFS, "stats", own.path, check=False)
-    assert done.returncode == 1
-    assert "its statistics cannot be read" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # ---- Prometheus ----
 
 Labels = tuple[tuple[str, str], ...]
@@ -270,40 +216,6 @@ def metrics_of(text: str) -> dict[str, dict[Labels, float]]:
             assert key not in samples
             samples[key] = sample.value
     return found
-
-
-def test_metrics_for_prometheus(mount: Mounter) -> None:
-    own = mount()
-    (own.device / "file").write_bytes(bytes(2 * MIB))
-    (own.device / "file").read_bytes()
-    settled(own, 2 * MIB)
-    found = metrics_of((own.path / ".gpufs/metrics").read_text())
-    place = ("mountpoint", str(own.path))
-    assert all(place in labels for samples in found.values() for labels in samples)
-    key = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), place)
-    assert found["gpufs_bytes_total"][key] == 2 * MIB
-    assert found["gpufs_operation_size_bytes_sum"][key] == 2 * MIB
-    assert found["gpufs_operation_duration_seconds_count"][key] == found["gpufs_operation_size_bytes_count"][key]
-    assert found["gpufs_device_held_bytes"][(("device", "gpu0"), place)] == 2 * MIB
-    assert (("driver", "host"), place, ("version", engine.engine_version())) in found["gpufs_build_info"]
-
-
-def test_metrics_of_odd_numbers(host: engine.Engine) -> None:
-    """Labels are escaped, values beyond the last bucket are counted, what was never done is left out."""
-    whole = statistics.parse(host.statistics_read())
-    whole["mountpoint"] = 'a "b"\\\n'
-    whole["devices"][0]["backends"]["mount"]["in"] = {
-        "bytes": 77, "operations": 8, "errors": 1, "in_flight": 1, "seconds": 5.0, "refusals": {"too_small": 3},
-        "sizes": [[1, 2], [None, 6]], "times": [[1024.0, 8]],
-    }  # fmt: skip
-    found = metrics_of(prometheus.metrics([whole]).decode())
-    key = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), ("mountpoint", 'a "b"\\\n'))
-    assert found["gpufs_in_flight"] == {key: 1}
-    assert list(found["gpufs_refusals_total"].values()) == [3]
-    sizes = {dict(labels)["le"]: number for labels, number in found["gpufs_operation_size_bytes_bucket"].items()}
-    assert (sizes["512.0"], sizes["+Inf"]) == (2, 8)
-    assert found["gpufs_operation_size_bytes_count"] == {key: 8}
-    assert found["gpufs_operation_duration_seconds_sum"] == {key: 5.0}
 
 
 def test_metrics_of_several_mounts(mount: Mounter) -> None:

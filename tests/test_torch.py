@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -149,31 +148,6 @@ def test_tensors_are_the_file(root: Path) -> None:
     assert one["b"][0] == two["b"][0] == 1234
 
 
-def test_a_read_only_tensor_cannot_be_changed(root: Path) -> None:
-    path = root / "model"
-    safetensors.torch.save_file({"a": torch.ones(1000)}, path)
-    script = """
-        import resource, sys
-        import gpufs.torch
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        tensors = gpufs.torch.load_file(sys.argv[1])
-        print(tensors["a"].sum(), flush=True)
-        tensors["a"][0] = 5
-        print("changed", flush=True)
-    """
-    done = in_program(script, path)
-    assert done.returncode == -signal.SIGSEGV
-    assert done.stdout == "tensor(1000.)\n"
-    assert safetensors.torch.load_file(path)["a"][0] == 1
-
-
-def test_another_device_is_a_copy(root: Path) -> None:
-    path = root / "model"
-    safetensors.torch.save_file({"a": torch.ones(1000)}, path)
-    assert gpufs.torch.load_file(path, device="meta")["a"].is_meta
-    assert gpufs.torch.load_file(path, "cpu")["a"].device.type == "cpu"
-
-
 def test_safe_open_answers_as_safetensors_does(root: Path) -> None:
     path = root / "model"
     tensors = {"z": torch.randn(4, 6), "a": torch.randn(8).half(), "half": torch.tensor(3)}
@@ -201,76 +175,44 @@ HUGE = 2**64 - 1
 FILES: dict[str, bytes] = {
     "valid": VALID,
     "no tensors": raw("{}"),
-    "no tensors, and data": raw("{}", b"1"),
-    "shorter than a length": b"1234567",
     "empty header": raw(""),
     "length beyond the end": raw("{}", length=100),
     "length of 2^64-1": raw("{}", length=HUGE),
     "length beyond the limit": raw("{}", length=100_000_001),
     "blanks around": raw("\n\t {} \r\n "),
     "NUL at the end": raw("{}\0"),
-    "text after": raw("{} {}"),
     "not UTF-8": raw(b'{"\xff": 1}'),
-    "half a character": raw(json.dumps({"\ud800": entry("U8", [0], 0, 0)})),
-    "a whole character of two halves": raw(json.dumps({"\U0001f600": entry("U8", [0], 0, 0)})),
-    "half a character, encoded": raw(b'{"\xed\xa0\x80": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
     "byte order mark": raw(b"\xef\xbb\xbf{}"),
-    "a list": raw("[]"),
     "a number": raw("1"),
-    "null": raw("null"),
-    "trailing comma": raw('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},}'),
     "control character": raw('{"a\n":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
     "empty name": raw({"": entry("U8", [1], 0, 1)}, b"1"),
-    "hole at the start": raw({"a": entry("U8", [1], 1, 2)}, b"12"),
     "hole in the middle": raw({"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, b"123"),
-    "hole at the end": raw({"a": entry("U8", [1], 0, 1)}, b"12"),
     "overlap": raw({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, b"123"),
     "the same bytes twice": raw({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 0, 2)}, b"12"),
-    "in another order": raw({"b": entry("U8", [2], 1, 3), "a": entry("U8", [1], 0, 1)}, b"123"),
     "end before start": raw({"a": entry("U8", [0], 0, 2), "b": entry("U8", [0], 2, 1)}, b"1"),
     "beyond the end": raw({"a": entry("U8", [3], 0, 3)}, b"12"),
     "too few bytes": raw({"a": entry("F32", [2], 0, 4)}, b"1234"),
-    "too many bytes": raw({"a": entry("F32", [1], 0, 8)}, b"12345678"),
     "no elements": raw({"a": entry("F32", [0, 5], 0, 0), "b": entry("F32", [5, 0], 0, 0)}),
-    "no elements at the end": raw({"a": entry("U8", [1], 0, 1), "b": entry("U8", [0], 1, 1)}, b"1"),
     "scalar": raw({"a": entry("F64", [], 0, 8)}, b"12345678"),
     "shape beyond 64 bits": raw({"a": entry("U8", [2**32, 2**32], 0, 0)}),
     "shape beyond 64 bits, then 0": raw({"a": entry("U8", [2**32, 2**32, 0], 0, 0)}),
-    "0, then a shape beyond 64 bits": raw({"a": entry("U8", [0, 2**32, 2**32], 0, 0)}),
-    "bits beyond 64 bits": raw({"a": entry("U8", [2**62], 0, 2**62)}),
-    "extent of 2^64": raw({"a": entry("U8", [2**64, 0], 0, 0)}),
     "offset of 2^64-1": raw({"a": entry("U8", [1], HUGE, HUGE)}, b"1"),
     "negative extent": raw({"a": entry("U8", [-1, -1], 0, 1)}, b"1"),
-    "negative offset": raw({"a": entry("U8", [1], -1, 0)}, b"1"),
-    "minus zero": raw('{"a":{"dtype":"U8","shape":[1],"data_offsets":[-0,1]}}', b"1"),
     "extent of 1.0": raw('{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}', b"1"),
-    "extent of 1e0": raw('{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}', b"1"),
     "extent of true": raw('{"a":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}}', b"1"),
-    "extent of 01": raw('{"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}', b"1"),
     "extent as text": raw({"a": {"dtype": "U8", "shape": ["1"], "data_offsets": [0, 1]}}, b"1"),
-    "shape null": raw({"a": {"dtype": "U8", "shape": None, "data_offsets": [0, 1]}}, b"1"),
-    "shape a number": raw({"a": {"dtype": "U8", "shape": 1, "data_offsets": [0, 1]}}, b"1"),
-    "one offset": raw({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}, b"1"),
     "three offsets": raw({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 1]}}, b"1"),
     "unknown dtype": raw({"a": entry("F33", [1], 0, 4)}, b"1234"),
-    "dtype in lower case": raw({"a": entry("f32", [1], 0, 4)}, b"1234"),
-    "dtype null": raw({"a": {"dtype": None, "shape": [1], "data_offsets": [0, 1]}}, b"1"),
     "half a byte": raw({"a": entry("F4", [3], 0, 2)}, b"12"),
     "six bits": raw({"a": entry("F6_E2M3", [4], 0, 3), "b": entry("F6_E3M2", [4], 3, 6)}, b"123456"),
     "no dtype": raw({"a": {"shape": [1], "data_offsets": [0, 1]}}, b"1"),
-    "no shape": raw({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"1"),
-    "no offsets": raw({"a": {"dtype": "U8", "shape": [1]}}, b"1"),
     "one more field": raw({"a": {**entry("U8", [1], 0, 1), "note": [1.5, None, {"x": "y"}]}}, b"1"),
-    "a field twice": raw('{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"1"),
     "NaN": raw('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"note":NaN}}', b"1"),
     "a number beyond doubles": raw('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"note":1e999}}', b"1"),
     "deeply nested": raw('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
     "metadata": raw({"__metadata__": {"a": "b", "": ""}}),
     "metadata null": raw({"__metadata__": None}),
     "metadata of numbers": raw({"__metadata__": {"a": 1}}),
-    "metadata nested": raw({"__metadata__": {"a": {}}}),
-    "metadata a list": raw({"__metadata__": []}),
-    "metadata a text": raw({"__metadata__": "a"}),
     "metadata twice": raw('{"__metadata__":{},"__metadata__":{}}'),
 }  # fmt: skip
 
@@ -322,7 +264,7 @@ EDITS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(edits=EDITS, cut=st.integers(-2, 2))
 def test_damaged_headers(shared_mount: GpufsMount, edits: list[tuple[int, int, bytes]], cut: int) -> None:
     text = HEADER
@@ -332,32 +274,6 @@ def test_damaged_headers(shared_mount: GpufsMount, edits: list[tuple[int, int, b
     path = shared_mount.device / "damaged"
     try:
         assert is_accepted(path, data) == is_valid(data)
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@settings(max_examples=50)
-@given(
-    parts=st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=4)), max_size=6),
-    shift=st.integers(-1, 1),
-    which=st.integers(0, 5),
-)
-def test_made_up_headers(shared_mount: GpufsMount, parts: list[tuple[str, list[int]]], shift: int, which: int) -> None:
-    header = {}
-    end = 0
-    for index, (dtype, shape) in enumerate(parts):
-        count = DTYPES[dtype]
-        for extent in shape:
-            count *= extent
-        size = count // 8 + (shift if index == which else 0)
-        header[f"t{index}"] = entry(dtype, shape, end, end + size)
-        end += size
-    data = raw(header, bytes(max(0, end)))
-    path = shared_mount.device / "made-up"
-    try:
-        assert is_accepted(path, data) == is_valid(data)
-        if is_valid(data) and all(dtype != "F4" for dtype, _ in parts):
-            assert same_tensors(gpufs.torch.load_file(path), safetensors.torch.load_file(path))
     finally:
         path.unlink(missing_ok=True)
 
@@ -398,11 +314,8 @@ def test_a_directory_with_one_file(root: Path) -> None:
     "index",
     [
         "",
-        "[]",
-        "{}",
         '{"weight_map": []}',
         '{"weight_map": {"a": 1}}',
-        '{"weight_map": {"a": ""}}',
         '{"weight_map": {"a": "/etc/passwd"}}',
         '{"weight_map": {"a": "../other/model-1.safetensors"}}',
         '{"weight_map": {"b": "model-1.safetensors"}}',
@@ -495,17 +408,12 @@ def test_strides_and_ties_come_back(root: Path) -> None:
     "notes",
     [
         "",
-        "[]",
-        '{"a": 1}',
         '{"a": {"unknown": 1}}',
         '{"b": {"entry": "absent"}}',
-        '{"b": {"same_as": "b"}}',
         '{"a": {"same_as": "a"}}',
         '{"b": {"same_as": "a", "shape": [9], "strides": [1]}}',
         '{"b": {"same_as": "a", "shape": [2, 2], "strides": [1, 7]}}',
         '{"b": {"same_as": "a", "shape": [2], "strides": [-1]}}',
-        '{"b": {"same_as": "a", "shape": [2]}}',
-        '{"b": {"same_as": "a", "shape": [2.0], "strides": [1]}}',
         '{"a": {"attributes": []}}',
     ],
 )
@@ -626,7 +534,7 @@ def test_killed_publishers_leave_nothing(mount: Mounter) -> None:
     run_publishers(1)
     used = used_bytes(device)
     before = Snapshot.of(mounted.pid)
-    run_publishers(8)
+    run_publishers(5)
     wait_for_used(device, used)
     wait_until(lambda: Snapshot.of(mounted.pid).descriptors <= before.descriptors, 10, "the daemon's descriptors")
     assert Snapshot.of(mounted.pid).memfds <= before.memfds
@@ -667,17 +575,6 @@ def test_training_an_attached_module(root: Path) -> None:
     assert not same(trained.answers(), model.answers())
     seen = gpufs.torch.attach_module(an_empty_model(), path)
     assert same(seen.answers(), trained.answers())
-
-
-def test_ties_that_only_the_file_knows(root: Path) -> None:
-    weight = torch.nn.Parameter(torch.randn(4, 4))
-    published = torch.nn.ParameterDict({"a": weight, "b": weight})
-    gpufs.torch.publish(published, root / "model")
-    with torch.device("meta"):
-        module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(4, 4)) for name in "ab"})
-    gpufs.torch.attach_module(module, root / "model")
-    assert module["a"] is module["b"]
-    assert same(module["a"], weight)
 
 
 def test_a_module_from_a_plain_file(root: Path) -> None:
@@ -725,36 +622,6 @@ def test_load_model_does_what_safetensors_does(root: Path) -> None:
 
 
 # Memory
-
-
-def test_no_growth(root: Path) -> None:
-    gpufs.torch.publish({str(index): torch.randn(100, 100) for index in range(10)}, root / "model")
-
-    def cycles(count: int) -> None:
-        for _ in range(count):
-            tensors = gpufs.torch.load_file(root / "model")
-            part = tensors["3"][5]
-            del tensors
-            assert part.shape == (100,)
-
-    def held() -> tuple[int, int, int]:
-        gc.collect()
-        maps = len(Path("/proc/self/maps").read_text().splitlines())
-        return Snapshot.of(os.getpid()).descriptors, Snapshot.of(os.getpid()).threads, maps
-
-    cycles(20)
-    used = used_bytes(root)
-    before = held()
-    cycles(1000)
-    wait_for_used(root, used)
-    after = held()
-    assert after[:2] == before[:2]
-    assert after[2] <= before[2] + 8  # the allocator's own
-
-
-def test_importing_does_not_import_torch() -> None:
-    done = in_program("import sys, gpufs.torch; print('torch' in sys.modules, sorted(gpufs.torch.__all__))")
-    assert done.stdout.startswith("False ["), done.stderr
 
 
 def test_a_pool_needs_a_gpu(root: Path, shared_mount: GpufsMount) -> None:

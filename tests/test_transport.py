@@ -6,16 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from errno import ECONNABORTED, ENOTCONN
 from pathlib import Path
 
 import pytest
 from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import errno_of, run, wait_until
+from support.processes import run, wait_until
 
 SWITCH = Path("/sys/module/fuse/parameters/enable_uring")
 
@@ -67,41 +65,6 @@ def test_auto_uses_it_where_the_kernel_allows_it(switch: Path, mount: Mounter, v
     assert (mounted.device / "file").read_bytes() == noise(MIB)
 
 
-def test_data_and_names(ringed: GpufsMount) -> None:
-    """Sizes around those of pages and of the largest request, by several programs at a time."""
-
-    def work(number: int) -> None:
-        folder = ringed.device / f"folder{number}"
-        folder.mkdir()
-        for size in (0, 1, 4095, 4097, MIB - 1, MIB, MIB + 1, 5 * MIB + 3):
-            content = noise(size, number)
-            path = folder / ("n" * 200 + str(size))
-            path.write_bytes(content)
-            assert path.read_bytes() == content
-            path.rename(folder / "renamed")
-            os.setxattr(folder / "renamed", "user.note", b"v" * 3000)
-            assert os.getxattr(folder / "renamed", "user.note") == b"v" * 3000
-            os.symlink("renamed", folder / "link")
-            assert os.readlink(folder / "link") == "renamed"
-            assert sorted(os.listdir(folder)) == ["link", "renamed"]
-            (folder / "link").unlink()
-            (folder / "renamed").unlink()
-        folder.rmdir()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    failures: list[object] = []
-    previous, threading.excepthook = threading.excepthook, lambda args: failures.append(args.exc_value)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        threading.excepthook = previous
-    assert not failures
-    assert not list(ringed.device.iterdir())
-
-
 def test_requests_that_wait_do_not_delay_others(ringed: GpufsMount) -> None:
     """Many calls wait for the control plane at once, more than there are entries from the start."""
     ringed.signal(signal.SIGSTOP)  # no thread answers, so all of these wait in the kernel
@@ -121,37 +84,6 @@ def test_the_switch_may_be_turned_off_while_mounted(ringed: GpufsMount, switch: 
     (ringed.device / "file").write_bytes(content)
     assert (ringed.device / "file").read_bytes() == content
     ringed.unmount()
-
-
-def test_unmounting_under_load(ringed: GpufsMount) -> None:
-    script = f"while :; do dd if=/dev/zero of={ringed.device}/$1 bs=1M count=8 status=none || exit 0; done"
-    writers = [
-        subprocess.Popen(["sh", "-c", script, "sh", f"f{number}"], stderr=subprocess.DEVNULL) for number in range(4)
-    ]
-    wait_until(lambda: len(list(ringed.device.iterdir())) == 4, 30, "the writers to begin")
-    run(*GPUFS, "umount", "--force", "--lazy", ringed.path)
-    for writer in writers:
-        writer.kill()
-        writer.wait(60)
-    wait_until(lambda: ringed.daemon.poll() is not None, 60, "the daemon to end")
-
-
-@pytest.mark.complains
-def test_killing_the_daemon_under_load_leaves_no_client_hanging(ringed: GpufsMount) -> None:
-    script = f"while :; do dd if=/dev/zero of={ringed.device}/$1 bs=1M count=8 status=none || exit 7; done"
-    writers = [
-        subprocess.Popen(["sh", "-c", script, "sh", f"f{number}"], stderr=subprocess.DEVNULL) for number in range(4)
-    ]
-    wait_until(lambda: len(list(ringed.device.iterdir())) == 4, 30, "the writers to begin")
-    fd = os.open(ringed.device, os.O_RDONLY)
-    try:
-        ringed.signal(signal.SIGKILL)
-        for writer in writers:
-            assert writer.wait(60) == 7
-        wait_until(lambda: not ringed.mounted(), 30, "the dead mount to be removed")
-        assert errno_of(os.listdir, fd) in (ENOTCONN, ECONNABORTED)
-    finally:
-        os.close(fd)
 
 
 def test_an_idle_mount_uses_no_cpu(ringed: GpufsMount) -> None:

@@ -45,18 +45,6 @@ def make(mount: Mounter, tmp_path: Path, disk: Path, vendor: Vendor) -> Maker:
     return made
 
 
-def copy_range(source: Path, target: Path, count: int, at: int = 0) -> int:
-    """copy_file_range(2) at one offset in both, until nothing comes any more."""
-    with open(source, "rb") as reader, open(os.open(target, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as writer:
-        done = 0
-        while done < count:
-            part = os.copy_file_range(reader.fileno(), writer.fileno(), count - done, at + done, at + done)
-            if part == 0:
-                break
-            done += part
-        return done
-
-
 def test_plain_cp_both_ways(make: Maker, vendor: Vendor) -> None:
     """The recorded calls cover the file, and the fallback moves no bytes."""
     one = make()
@@ -77,30 +65,6 @@ def test_plain_cp_both_ways(make: Maker, vendor: Vendor) -> None:
         assert found["refusals"] == {}
 
 
-def test_gpufs_cp_says_by_which_path(make: Maker) -> None:
-    one = make()
-    (one.there / "source").write_bytes(noise(2 * MIB + 777))
-    done = run(*GPUFS, "cp", "--json", "--fastpath", "require", one.there / "source", one.mount.device / "file")
-    assert json.loads(done.stdout)["paths"] == {"fastpath": 2 * MIB, "fallback": 777}
-    assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB + 777))
-    assert {call.path for call in one.calls()} == {str(one.there / "source")}
-
-
-def test_unaligned_requests_are_split(make: Maker) -> None:
-    one = make()
-    data = noise(2 * MIB)
-    (one.there / "source").write_bytes(data)
-    assert copy_range(one.shown / "source", one.mount.device / "file", MIB + 50, at=100) == MIB + 50
-    assert_same((one.mount.device / "file").read_bytes(), bytes(100) + data[100 : MIB + 150])
-    calls = one.calls()
-    assert calls[0].offset == 4096
-    assert sum(call.bytes for call in calls) == MIB - 4096
-    assert calls[-1].offset + calls[-1].bytes == MIB
-    found = one.counters("load")
-    assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (MIB - 4096, 4096 - 100 + 150)
-    assert found["refusals"] == {"offset_unaligned": 1, "size_unaligned": 1}
-
-
 def test_the_fallback_moves_the_rest_of_a_failed_call(make: Maker, vendor: Vendor) -> None:
     one = make(vendor.answer(), vendor.answer(), vendor.answer(errno.ENODEV, CHUNK // 2))
     (one.there / "source").write_bytes(noise(2 * MIB))
@@ -117,19 +81,6 @@ def test_the_fallback_moves_the_rest_of_a_failed_call(make: Maker, vendor: Vendo
     # Another request tries again.
     run("cp", one.mount.device / "file", one.shown / "back")
     assert one.counters("store")["fastpath"]["bytes"] == 2 * MIB
-
-
-def test_other_errors_end_the_copy(make: Maker, vendor: Vendor) -> None:
-    one = make(vendor.answer(), vendor.answer(errno.EIO, CHUNK // 2))
-    (one.there / "source").write_bytes(noise(2 * MIB))
-    done = run(*GPUFS, "cp", "--partial", one.there / "source", one.mount.device / "file", check=False)
-    assert done.returncode == 1
-    assert os.strerror(errno.EIO) in done.stderr
-    assert len(one.calls()) == 2
-    found = one.counters("load")
-    assert (found["fastpath"]["errors"], found["fallback"]["bytes"], found["failed"]) == (1, 0, 1)
-    moved = CHUNK + (CHUNK // 2 if vendor.partial else 0)
-    assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB)[:moved])
 
 
 def test_a_required_fastpath_never_falls_back(make: Maker, vendor: Vendor) -> None:

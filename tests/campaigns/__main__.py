@@ -8,18 +8,18 @@ from functools import partial
 
 from support.mounting import Session
 
-from campaigns import attached, fio, stressors, twins
+from campaigns import programs, twins
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
-    "fio-psync": partial(fio.verify, "psync", ["--direct=1"]),
-    "fio-libaio": partial(fio.verify, "libaio", ["--direct=1", "--iodepth=16"]),
-    "fio-io_uring": partial(fio.verify, "io_uring", ["--direct=1", "--iodepth=16"]),
-    "fio-mmap": partial(fio.verify, "mmap", []),
+    "fio-psync": partial(programs.fio, "psync", ["--direct=1"]),
+    "fio-libaio": partial(programs.fio, "libaio", ["--direct=1", "--iodepth=16"]),
+    "fio-io_uring": partial(programs.fio, "io_uring", ["--direct=1", "--iodepth=16"]),
+    "fio-mmap": partial(programs.fio, "mmap", []),
     "twins": twins.twins,
-    "attached": attached.killed,
-    "fuzz": attached.attacked,
-    "stress-ng": stressors.stress_ng,
+    "attached": programs.killed,
+    "fuzz": programs.attacked,
+    "stress-ng": programs.stress_ng,
 }
 
 

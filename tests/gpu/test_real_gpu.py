@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shutil
-import signal
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import unhurried, wait_until
+from support.mounting import GpufsMount, Mounter
+from support.processes import wait_until
 
 from gpufs import statistics
 from gpufs.engine import Buffer, Engine, HostLock
@@ -39,11 +33,6 @@ def gpu(mount: Mounter) -> GpufsMount:
 
 def run(*words: str | Path) -> str:
     return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True, timeout=100).stdout
-
-
-def used(mount: GpufsMount) -> int:
-    system = os.statvfs(mount.device)
-    return (system.f_blocks - system.f_bfree) * system.f_frsize
 
 
 def test_memory_goes_back_to_other_programs(gpu: GpufsMount) -> None:
@@ -94,74 +83,6 @@ def test_a_full_device_is_enospc_and_goes_on(gpu: GpufsMount) -> None:
     large.unlink()
     assert keep.read_bytes() == b"still here" * 1000
     (gpu.device / "next").write_bytes(bytes(64 * MIB))
-
-
-@pytest.fixture(scope="module")
-def memory() -> Iterator[Path]:
-    """A directory of the host that takes what a copy writes as fast as memory does."""
-    path = Path(tempfile.mkdtemp(prefix="gpufs-gpu-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture(scope="module")
-def fifty_gibibytes(memory: Path) -> Path:
-    """A file in memory that is all zeros and has no holes, for those are not copied."""
-    path = memory / "file"
-    writers = [
-        subprocess.Popen(
-            ["dd", "if=/dev/zero", f"of={path}", "bs=16M", f"seek={part * 400}", "count=400", "conv=notrunc"],
-            stderr=subprocess.DEVNULL,
-        )
-        for part in range(8)
-    ]
-    assert [writer.wait() for writer in writers] == [0] * 8
-    assert path.stat().st_blocks * 512 >= path.stat().st_size == 50 * GIB
-    return path
-
-
-@pytest.mark.parametrize("direction", ["load", "store"])
-@pytest.mark.parametrize("program", ["cp", "gpufs cp"])
-def test_an_interrupt_ends_a_copy_of_fifty_gibibytes(
-    request: pytest.FixtureRequest, mount: Mounter, memory: Path, program: str, direction: str
-) -> None:
-    """Ctrl-C in the middle: it ends within a second, both files are as long as was copied, and nothing is held."""
-    size = 50 * GIB
-    one = mount("--backing", f"memory={memory}")
-    system = os.statvfs(one.device)
-    if system.f_bavail * system.f_frsize < size + GIB:
-        pytest.skip("needs 51 GiB of device memory")
-    before = used(one)
-    shown = one.path / "backing" / "memory" if program == "cp" else memory
-    if direction == "load":
-        source, target, there = shown / "file", one.device / "copy", one.device / "copy"
-        request.getfixturevalue("fifty_gibibytes")
-    else:
-        source, target, there = one.device / "file", shown / "copy", memory / "copy"
-        with open(source, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-    status = one.path / ".gpufs" / "status"
-    words = ["cp"] if program == "cp" else [*GPUFS, "cp", "--partial"]
-    child = subprocess.Popen([*words, str(source), str(target)], stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: json.loads(status.read_text())["io"]["active"] or child.poll() is not None, 20, "the copy")
-    time.sleep(0.3)
-    assert child.poll() is None, "the copy was too fast to be interrupted"
-    began = time.monotonic()
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=30)
-    assert time.monotonic() - began < unhurried(1)
-    assert child.returncode == -signal.SIGINT, errors
-    wait_until(lambda: json.loads(status.read_text())["io"]["active"] == 0, unhurried(1), "the end of the copy")
-    copied = there.stat().st_size
-    assert 0 < copied < size
-    with open(there, "rb", buffering=0) as file:
-        for offset in (0, copied // 2 // MIB * MIB, max(copied - MIB, 0)):
-            part = os.pread(file.fileno(), MIB, offset)
-            assert part == bytes(len(part))
-    for path in (there, *([source] if direction == "store" else [])):
-        path.unlink()
-    wait_until(lambda: used(one) - before < 64 * MIB, 20, "the memory to come back")
-    one.unmount()
 
 
 def moved(engine: Engine, backend: str) -> tuple[int, int]:

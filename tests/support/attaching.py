@@ -12,21 +12,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from errno import ESTALE
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from gpufs import protocol
+from support.cli import user_gpufs
+from support.copying import socket_path
 from support.data import MIB
 from support.mounting import REPOSITORY, GpufsMount
 from support.processes import NOBODY, PATIENCE, run, start_children, wait_children, wait_until
-from support.users import user_gpufs
 
-_NEW = ("new0", "new1", "new2")  # files that an attacker has created
-_MEMORY = ("memfd", "sent", "public", "own", "null", "pipe")  # what it claims to be memory to register
 FIRST_USER = 61000  # users of whom nobody else on this machine makes use
 _CAN_HAVE = 253  # descriptors of one message
 
@@ -67,18 +65,14 @@ print(array.nbytes, flush=True)
 sys.stdin.read()
 """
 
-# For each number on standard input: starts a process that uses files of argv[1] until it is killed, in all ways that
-# argv[2:] names, and prints its PID. The number makes its choices. Started once: most of a process's start are imports.
+# For each number on standard input: starts a process that attaches files of argv[1] and registers memory there until it
+# is killed, and prints its PID. The number makes its choices. Started once: most of a process's start are imports.
 RESTLESS = """
 import itertools, mmap, os, random, signal, sys
 import numpy
 import gpufs, gpufs.engine
 gpufs.attach
-folder, kinds = sys.argv[1], sys.argv[2:]
-if "publish" in kinds:
-    import torch
-    import gpufs.torch
-    torch.set_num_threads(1)
+folder = sys.argv[1]
 
 def attach(chooser, held):
     path = os.path.join(folder, f"file{chooser.randrange(4)}")
@@ -105,18 +99,12 @@ def register(chooser, held):
     else:
         registration.close()
 
-def publish(chooser, held):
-    tensors = {str(n): torch.zeros(chooser.randrange(1, 1 << 18)) for n in range(3)}
-    path = os.path.join(folder, f"weights{chooser.randrange(2)}")
-    gpufs.torch.publish(tensors, path)
-    held.append(gpufs.torch.load_file(path))
-
 numbers = itertools.count()
 
 def restless(chooser):
     held = []
     while True:
-        globals()[chooser.choice(kinds)](chooser, held)
+        chooser.choice((attach, register))(chooser, held)
         if len(held) > 5:
             held.pop(chooser.randrange(len(held)))
 
@@ -128,16 +116,15 @@ for line in sys.stdin:
         restless(random.Random(int(line)))
     print(child, flush=True)
 """
-KILLED_KINDS = ("attach", "register", "publish")
 
 
-def kill_programs(directory: Path, cycles: int, seed: int, kinds: Sequence[str] = KILLED_KINDS) -> None:
+def kill_programs(directory: Path, cycles: int, seed: int) -> None:
     """Starts programs that use files of the directory, two at a time, and kills each with SIGKILL at some point.
 
-    ``kinds``: what they do, of KILLED_KINDS. AssertionError if memory that they registered stays a file.
+    AssertionError if memory that they registered stays a file.
     """
     chooser = random.Random(seed)
-    with program(RESTLESS, directory, *kinds) as starter:
+    with program(RESTLESS, directory) as starter:
         assert starter.stdin is not None
         assert starter.stdout is not None
         running: list[int] = []
@@ -217,10 +204,6 @@ class Attacker:
         self.close()
 
 
-def socket_of(mount: Path) -> str:
-    return (mount / ".gpufs/socket").read_text().strip()
-
-
 def grants_write(fd: int) -> bool:
     """Whether the holder of a descriptor of memory can write to it in any way."""
     for attempt in (
@@ -243,23 +226,23 @@ class Fuzzer:
 
     ``mount`` has ``secret`` (not the user's to read), ``public`` (to read, larger than a granule) and ``own``. All
     memory of ``secret`` consists of SECRET. AssertionError if the user gets memory of it, or memory of ``public`` that
-    it can write to. Descriptors that the daemon has sent are passed back to it as memory to register.
+    it can write to. Descriptors that the daemon has sent are passed back to it.
     """
 
     SECRET = b"\xd7"
 
     def __init__(self, mount: Path, seed: int) -> None:
         self.mount = mount
-        self.path = socket_of(mount)
+        self.path = socket_path(mount)
         self.chooser = random.Random(seed)
-        self.sent = 0
 
     def run(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         with contextlib.ExitStack() as held:
             pool = self._descriptors(held)
             while time.monotonic() < deadline:
-                self._renew(pool)
+                if "sent" in pool:
+                    os.close(pool.pop("sent"))
                 try:
                     with Attacker(self.path) as attacker:
                         if self.chooser.random() < 0.9 and not attacker.greet():
@@ -302,23 +285,12 @@ class Fuzzer:
             "another file system": opened("/proc/self/status", os.O_RDONLY),
         }
 
-    def _renew(self, pool: dict[str, int]) -> None:
-        """New files, which can be registered, in place of the last ones."""
-        for name in (*_NEW, "sent"):
-            if name in pool:
-                os.close(pool.pop(name))
-        for name in _NEW:
-            path = self.mount / f"gpu0/attacked/all/{os.getpid()}-{name}"
-            path.unlink(missing_ok=True)
-            pool[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-
     def _attack(self, attacker: Attacker, pool: dict[str, int], deadline: float) -> None:
         chooser = self.chooser
         earlier: list[tuple[bytes, list[int]]] = []
         for _ in range(chooser.randrange(1, 40)):
             if time.monotonic() > deadline:
                 return
-            names: list[str] = []
             if earlier and chooser.random() < 0.2:  # a replay
                 data, descriptors = chooser.choice(earlier)
             else:
@@ -326,13 +298,10 @@ class Fuzzer:
                 if chooser.random() < 0.05:
                     count = chooser.randrange(4)
                 names = [chooser.choice(list(pool)) for _ in range(count)]
-                if message["type"] == "register" and count == 2 and chooser.random() < 0.8:
-                    names = [chooser.choice(_NEW), chooser.choice([name for name in _MEMORY if name in pool])]
                 descriptors = [pool[name] for name in names]
                 data = self._spoiled(message)
                 earlier.append((data, descriptors))
             attacker.send(data, descriptors)
-            self.sent += 1
             if chooser.random() < 0.7:
                 attacker.sock.settimeout(0.05)
                 with contextlib.suppress(TimeoutError):
@@ -343,7 +312,6 @@ class Fuzzer:
                             return
                         attacker.sock.settimeout(0.001)
                 attacker.sock.settimeout(PATIENCE)
-            self._try_new_files(pool)
 
     def _message(self) -> tuple[dict[str, Any], int]:
         """A message, and how many descriptors belong to it."""
@@ -354,10 +322,9 @@ class Fuzzer:
             return {"type": "attach", "id": number, "mode": chooser.choice(("r", "r+"))}, 1
         if kind < 0.6:
             shared = chooser.choices(protocol.SHARE_KINDS, (8, 1, 1))[0]
-            size = chooser.choice((1, 5000, 2 * MIB, 4 * MIB, chooser.randrange(1, 1 << 63)))
-            offset = chooser.choice((0, 0, 1, 4096, chooser.randrange(1 << 63)))
+            offset, size = chooser.choice((0, 1, 4096, 1 << 62)), chooser.choice((1, 5000, 4 * MIB, 1 << 62))
             handle = chooser.randbytes(protocol.HANDLE_BYTES) if shared == "ipc" else b""
-            register = protocol.Register(number, shared, offset, size, chooser.random() < 0.7, 0, "", handle)
+            register = protocol.Register(number, shared, offset, size, True, 0, "", handle)
             return msgpack.unpackb(protocol.encode(register)), 1 if shared == "ipc" else 2
         if kind < 0.65:
             return {"type": "unregister", "id": number}, 0
@@ -404,15 +371,6 @@ class Fuzzer:
             left = os.pread(pool[name], 1, 0)
             assert left == b"p", f"write access to {name}, which the user may only read"
 
-    def _try_new_files(self, pool: dict[str, int]) -> None:
-        """Fails if one of the user's new files, perhaps registered, shows or changes what the user may not have."""
-        for name in _NEW:
-            with contextlib.suppress(OSError):
-                assert self.SECRET * 100 not in os.pread(pool[name], MIB, 0)
-            with contextlib.suppress(OSError):
-                os.pwrite(pool[name], b"x" * 5000, 0)
-        self._check_unchanged(pool)
-
 
 def prepare_fuzz(mount: Path) -> Path:
     """The files that the attackers find."""
@@ -427,8 +385,6 @@ def prepare_fuzz(mount: Path) -> Path:
     ):
         (directory / name).write_bytes(content)
         (directory / name).chmod(mode)
-    (directory / "all").mkdir()
-    (directory / "all").chmod(0o1777)
     return directory
 
 
@@ -451,14 +407,3 @@ def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> None:
     assert (directory / "secret").read_bytes() == Fuzzer.SECRET * 4 * MIB
     assert (directory / "public").read_bytes() == b"p" * 4 * MIB
     assert (directory / "small").read_bytes() == b"p" * 5000
-    # The daemon ends registrations after the connections, and removes their files. Others were never registered.
-    wait_until(lambda: not any(map(_is_stale, (directory / "all").iterdir())), 10, "the names of registered files")
-
-
-def _is_stale(path: Path) -> bool:
-    """Whether a file has lost the memory that was registered as it."""
-    try:
-        path.read_bytes()
-    except OSError as error:
-        return error.errno == ESTALE
-    return False

@@ -1,4 +1,4 @@
-"""Mounts over the native tests' fake CUDA library, with planned failures of its calls."""
+"""Mounts over the native tests' fake libraries of CUDA, with planned failures of its calls, and of HIP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from support.mounting import REPOSITORY
 
 _LIBRARY = REPOSITORY / "build/cmake/native/tests/fake_cuda/libgpufs_fake_cuda.so"
-OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS = 2, 1, 700
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
 ALWAYS = 1 << 30
 
 
@@ -31,3 +31,11 @@ def environment(folder: Path, *plans: str, devices: int = 1) -> dict[str, str]:
         "FAKE_CUDA_DEVICES": str(devices),
         "FAKE_CUDA_FAULTS": ",".join(plans),
     }
+
+
+def hip(version: str = "rocm7", **more: str) -> dict[str, str]:
+    """For a mount with --driver hip: AMD's runtime of that version, and variables for the fake."""
+    folder = REPOSITORY / "build/cmake/native/tests/fake_hip" / version
+    if not folder.is_dir():
+        pytest.skip("the native tests are not built")
+    return {"LD_LIBRARY_PATH": str(folder), **more}

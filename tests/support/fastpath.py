@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gpufs import engine
 from support.data import MIB
 from support.processes import run
 
@@ -53,12 +52,3 @@ def fast_disk() -> Iterator[Path]:
         if not file_systems(base) & {"ext4", "xfs"}:
             base = stack.enter_context(file_system("ext4"))
         yield Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpufs-vendor-", dir=base)))
-
-
-def skip_without_fastpath(path: Path, driver: str) -> None:
-    """Skips the test where the driver has no fastpath here, or the path's file system is not for it."""
-    refusals = engine.fastpath_probe(driver)
-    if refusals:
-        pytest.skip(f"the fastpath of {driver} refuses: {', '.join(refusals)}")
-    if not file_systems(path) & {"ext4", "xfs"}:
-        pytest.skip(f"no file system for the fastpath at {path}: {file_systems(path)}")

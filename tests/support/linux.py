@@ -9,9 +9,7 @@ from errno import ENXIO
 
 FALLOC_KEEP_SIZE = 1
 FALLOC_PUNCH_HOLE = 2
-FALLOC_COLLAPSE_RANGE = 8
 FALLOC_ZERO_RANGE = 16
-FALLOC_INSERT_RANGE = 32
 MS_SYNC = 4
 AT_FDCWD = -100
 AT_SYMLINK_FOLLOW = 0x400
@@ -68,22 +66,6 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
 def link_descriptor(fd: int, target: str | bytes | os.PathLike[str]) -> None:
     """A name for the file behind a descriptor. os.link() never follows symbolic links, even if asked to."""
     _checked(_libc.linkat(AT_FDCWD, b"/proc/self/fd/%d" % fd, AT_FDCWD, os.fsencode(target), AT_SYMLINK_FOLLOW))
-
-
-def file_attributes(path: str | os.PathLike[str]) -> bytes:
-    """What file_getattr(2) says: flags as chattr(1) sets them, and others."""
-    answer = ctypes.create_string_buffer(24)
-    number = 468  # on all architectures
-    _checked(_libc.syscall(number, AT_FDCWD, os.fsencode(path), answer, ctypes.c_size_t(len(answer)), 0))
-    return answer.raw
-
-
-def write_from_address(fd: int, address: int, length: int, offset: int) -> int:
-    return _checked(_libc.pwrite(fd, address, length, offset))
-
-
-def read_to_address(fd: int, address: int, length: int, offset: int) -> int:
-    return _checked(_libc.pread(fd, address, length, offset))
 
 
 def find_data(fd: int, at: int) -> int | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from errno import EACCES
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from gpufs.mounting import mounts
 from support import watchdog
@@ -75,7 +75,7 @@ class GpufsMount:
     """A mounted gpufs with its daemon in the foreground of a process group of its own; also a context manager.
 
     options: more words for `gpufs mount`. user: mounts as nobody with this command and environment, see
-    support.users.user_gpufs.
+    support.cli.user_gpufs.
     """
 
     def __init__(
@@ -296,11 +296,3 @@ class SharedMount:
         if self._mount is not None:
             self._mount.close()
             self._mount = None
-
-
-def quiet_close(file: IO[bytes] | int) -> None:
-    """Closes a descriptor of a mount that may be dead already."""
-    try:
-        os.close(file) if isinstance(file, int) else file.close()
-    except OSError:
-        pass

@@ -128,11 +128,6 @@ def errno_of(action: Callable[..., Any], *arguments: Any, **options: Any) -> int
     return 0
 
 
-def unhurried(seconds: float) -> float:
-    """The time that what takes `seconds` may take while this machine does other things as well."""
-    return seconds * max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 # What must come about is given this many seconds at least: on a machine that does much else, an end that comes late is
 # no failure, and waiting for one that comes early costs nothing.
 PATIENCE = 200.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,19 +71,16 @@ def kernel_shows(root: Path, *paths: str) -> dict[str, str]:
     }
 
 
-class Vendor(ABC):
-    """A vendor's calls for files."""
+class Cufile:
+    """NVIDIA's cuFile."""
 
-    driver: str
-    read: str  # the calls' names
-    write: str
-    partial: bool  # a call that fails may have moved something
+    driver, read, write = "cuda", "cuFileRead", "cuFileWrite"
+    partial = False  # whether a call that fails may have moved something
 
-    @abstractmethod
     def answer(self, error: int = 0, count: int = WHOLE) -> str:
         """How a call ends, well or with this errno, and how many bytes it moves at most."""
+        return f"{-1 if error else 0}:{error}:{count}"
 
-    @abstractmethod
     def environment(
         self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: bool = True, **more: str
     ) -> dict[str, str]:
@@ -93,20 +89,6 @@ class Vendor(ABC):
         kernel: as if the vendor's part of the kernel were there. library: whether its own library for files is found.
         more: variables for it.
         """
-
-
-class Cufile(Vendor):
-    """NVIDIA's cuFile."""
-
-    driver, read, write = "cuda", "cuFileRead", "cuFileWrite"
-    partial = False
-
-    def answer(self, error: int = 0, count: int = WHOLE) -> str:
-        return f"{-1 if error else 0}:{error}:{count}"
-
-    def environment(
-        self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: bool = True, **more: str
-    ) -> dict[str, str]:
         libraries = at / "libraries"
         libraries.mkdir(exist_ok=True)
         (libraries / "libcuda.so.1").symlink_to(BUILT / "fake_cuda" / "libgpufs_fake_cuda.so")
@@ -135,7 +117,7 @@ def kernel_shows_amd_gpus(root: Path, count: int, moves_files: bool) -> None:
     cpu.write_text("cpu_cores_count 8\nsimd_count 0\ncapability 0\n")
 
 
-class HipFile(Vendor):
+class HipFile:
     """AMD's hipAmdFileRead and hipAmdFileWrite."""
 
     driver, read, write = "hip", "hipAmdFileRead", "hipAmdFileWrite"
@@ -163,4 +145,5 @@ class HipFile(Vendor):
         }
 
 
+Vendor = Cufile | HipFile
 CUFILE, HIP_FILE = Cufile(), HipFile()

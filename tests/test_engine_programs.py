@@ -1,20 +1,29 @@
-"""Programs that use the engine wrongly get an error that names the mistake."""
+"""Programs that use the engine: errors that name the mistake, waits that Ctrl-C ends, objects and their lifetimes."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
+import copy
 import ctypes
+import errno
 import gc
 import os
+import pickle
+import shutil
+import subprocess
 import sys
+import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import trio
 from support.data import MIB, noise
+from support.hanging import HangingMount
 from support.processes import PATIENCE, run
 
 from gpufs import engine
@@ -78,14 +87,6 @@ def test_numbers_are_named(
                 move(buffer, **{name: value})
 
 
-def test_waiting_takes_very_long_times(host: engine.Engine, file: engine.BackingFile) -> None:
-    with engine.Buffer(host) as buffer, engine.Batch(host) as batch:
-        assert batch.wait(fewest=1 << 60, timeout=float("inf")) == []  # nothing is in progress
-        for timeout in (float("inf"), 1e300, 1 << 70):
-            with engine.Transfer("load", file, buffer) as transfer:
-                assert transfer.wait(timeout)
-
-
 @pytest.mark.parametrize("address", [0, -1, 1 << 64, 1.5, "x", None])
 def test_late_numbers_without_an_address(host: engine.Engine, file: engine.BackingFile, address: Any) -> None:
     late = engine.Late(address)
@@ -145,21 +146,11 @@ def test_a_buffer_closed_while_others_use_it(host: engine.Engine, file: engine.B
 
 
 EXITS = {
-    "a transfer under way": "engine.Transfer('load', file, buffer)",
     "a future under way": "future = file.read_future(buffer)",
-    "a callback that goes on": "file.read_future(buffer).add_done_callback(lambda _: file.read_future(buffer))",
     "a callback that never ends": (
         "begun = threading.Event()\n"
         "file.read_future(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait()"
     ),
-    "a future that somebody waits for at the exit": (
-        "import atexit, concurrent.futures\n"
-        "def last():\n"
-        "    try: future.result(60)\n"
-        "    except concurrent.futures.CancelledError: pass\n"
-        "future = file.read_future(buffer); atexit.register(last)"
-    ),
-    "the engine first": "future = file.read_future(buffer); opened.close()",
     "everything in a cycle": "box = [opened, file, buffer]; box.append(box); del opened, file, buffer, box",
     "a thread that reads": (
         "def work():\n"
@@ -199,48 +190,6 @@ def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_callbacks_end_before_the_engine(tmp_path: Path) -> None:
-    """The exiting interpreter waits for a running callback and calls no later ones."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(64 * MIB))
-    script = (
-        "import atexit, sys, threading, time\n"
-        "atexit.register(time.sleep, 0.6)\n"  # called last: the thread of the callbacks goes on behind all others
-        "from gpufs import engine\n"
-        "opened = engine.Engine('host', devices=1, memory_bytes=256 << 20)\n"
-        "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n"
-        "begun = threading.Event()\n"
-        "def go_on(_):\n"
-        "    begun.set(); time.sleep(0.2); file.read_future(buffer).add_done_callback(late)\n"
-        "def late(_):\n"
-        "    print('late')\n"
-        "file.read_future(buffer).add_done_callback(go_on); begun.wait()"
-    )
-    done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_descriptors_are_closed(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(noise(MIB))
-
-    def once() -> None:
-        with (
-            engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened,
-            engine.BackingFile.open(opened, path) as file,
-            engine.Buffer(opened) as buffer,
-        ):
-            assert file.read(buffer) == MIB
-            futures = [file.read_future(buffer) for _ in range(8)]
-            concurrent.futures.wait(futures, PATIENCE)
-
-    once()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        once()
-    assert len(os.listdir("/proc/self/fd")) <= before + 2  # those of the thread that waits for futures
-
-
 @pytest.mark.parametrize("words", [("read",), ("load", "sometimes"), ("load", "auto", "never"), ("store",)], ids=str)
 def test_an_operation_is_refused_where_it_is_made(
     host: engine.Engine, file: engine.BackingFile, words: tuple[str, ...]
@@ -259,3 +208,121 @@ def test_a_range_outside_of_the_memory_is_named(file: engine.BackingFile) -> Non
             file.read(array, size, 0, offset)
         for figure in figures:
             assert figure in str(refused.value)
+
+
+WAITS = {
+    "finish": "file.read(buffer)",
+    "future": "file.read_future(buffer).result()",
+    "batch": "b = engine.Batch(opened); b.submit([engine.Operation('load', file, buffer)]); b.wait()",
+    "stream": "s = engine.Stream(opened); file.read_async(buffer, stream=s); s.synchronize()",
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+@pytest.mark.parametrize("how", WAITS)
+def test_interrupted_while_the_file_hangs(how: str) -> None:
+    """The file never answers: only KeyboardInterrupt can end the wait."""
+    script = (
+        "import os, signal, sys, threading, time\nfrom gpufs import engine\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "opened = engine.Engine('host', devices=1, memory_bytes=64 << 20)\n"
+        "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n"
+        "timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))\n"
+        f"try:\n    timer.start()\n    {WAITS[how]}\nexcept KeyboardInterrupt: print('interrupted', flush=True)\n"
+    )
+    with HangingMount(good=0) as hung:
+        child = subprocess.Popen([sys.executable, "-c", script, hung.file], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "interrupted\n"
+        hung.release()  # a process whose request the kernel waits for cannot end
+        assert child.wait(PATIENCE) == 0
+        child.stdout.close()
+
+
+def test_transfers_are_awaited(host: engine.Engine, file: engine.BackingFile) -> None:
+    async def both(buffer: engine.Buffer) -> tuple[int, int]:
+        return await file.read_future(buffer), await file.read_async(buffer)
+
+    with engine.Buffer(host) as buffer:
+        assert asyncio.run(both(buffer)) == (MIB, MIB)
+        assert trio.run(both, buffer) == (MIB, MIB)
+
+
+def test_handles_are_not_copied(host: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Buffer(host) as buffer, engine.Stream(host) as stream, engine.Batch(host) as batch:
+        for thing in (host, file, buffer, stream, batch):
+            for make in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"a {type(thing).__name__} cannot be copied or pickled"):
+                    make(thing)
+            assert "closed" not in repr(thing)
+    assert repr(buffer) == "<gpufs.engine.Buffer (closed)>"
+
+
+def test_cells_are_checked(host: engine.Engine) -> None:
+    with engine.Cells(host, 3) as cells:
+        cells[-1] = -5
+        assert cells[2] == -5
+        wrong: Any = 1.5
+        for index, error in ((wrong, TypeError), (3, IndexError), (-4, IndexError)):
+            with pytest.raises(error):
+                cells[index]
+        with pytest.raises(ValueError, match=r"^value: .* 64 bits"):
+            cells[0] = 1 << 63
+    for count in (-1, 1 << 63):
+        with pytest.raises(ValueError, match=r"^count: "):
+            engine.Cells(host, count)
+
+
+def test_devices(host: engine.Engine) -> None:
+    (device,) = host.devices
+    info, memory = device.info, device.memory()
+    assert (info.index, info.total_bytes, info.granule, info.cpu_addressable) == (0, 256 * MIB, 2 * MIB, True)
+    assert (memory.free_bytes, memory.held_bytes, memory.health) == (256 * MIB, 0, None)
+
+
+def test_wrong_engine_options_are_refused() -> None:
+    for driver, memory in (("host", 0), ("host", 1), ("abacus", 4 * MIB)):
+        with pytest.raises(engine.EngineError) as failure:
+            engine.Engine(driver, memory_bytes=memory)
+        assert (failure.value.errno, failure.value.device_code) == (errno.EINVAL, 0)
+        assert str(failure.value)
+
+
+def test_errors_keep_both_codes() -> None:
+    error = engine.EngineError(errno.EIO, "the device is lost", 719)
+    assert isinstance(error, OSError)
+    assert str(error) == "the device is lost (device code 719)"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.errno, copy.strerror, copy.device_code) == (errno.EIO, "the device is lost", 719)
+
+
+def test_closed_objects_raise_ebadf(host: engine.Engine) -> None:
+    buffer = engine.Buffer(host)
+    buffer.close()
+    buffer.close()
+    assert buffer.closed
+    with pytest.raises(engine.EngineError) as failure:
+        buffer.write(0, b"x")
+    assert failure.value.errno == errno.EBADF
+
+
+def test_buffer_keeps_its_engine_alive() -> None:
+    buffer = engine.Buffer(engine.Engine("host", memory_bytes=4 * MIB))
+    gc.collect()
+    assert buffer.write(0, b"x") == 1
+    kept = weakref.ref(buffer.engine)
+    del buffer
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_checkout_that_hides_the_installed_gpufs_is_named(tmp_path: Path) -> None:
+    shutil.copytree(
+        Path(__file__).parents[1] / "gpufs", tmp_path / "gpufs", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    # -S, so that only this path leads to other packages: the test environment finds its own gpufs first.
+    program = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); import gpufs.engine"
+    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError")
+    assert str(tmp_path) in last

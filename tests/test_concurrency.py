@@ -1,15 +1,18 @@
-"""Many processes and threads on one file: nothing is lost, nothing is torn that Linux promises whole, nothing hangs."""
+"""Many processes on one file, and on one tree of names: nothing is lost, torn that Linux promises whole, or hangs."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
+import stat
 import time
 from pathlib import Path
 
 import pytest
-from support.data import GRANULE, MIB, assert_same, consists_of, noise, read_all, write_all
-from support.processes import start_children, wait_children
+from support.data import GRANULE, MIB, assert_same, consists_of, noise, read_all
+from support.mounting import GpufsMount, Mounter
+from support.processes import PATIENCE, start_children, wait_children, wait_until
 
 pytestmark = pytest.mark.driver
 
@@ -78,7 +81,7 @@ def test_a_reader_of_a_growing_file_sees_no_zeros(root: Path) -> None:
     def follow(_: int) -> None:
         fd = os.open(root / "log", os.O_RDONLY)
         at = 0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while at < total:
             assert time.monotonic() < deadline
             assert os.fstat(fd).st_size >= at
@@ -118,32 +121,6 @@ def test_truncation_during_reads_and_writes_leaves_only_data_and_zeros(root: Pat
     assert consists_of(read_all(file), b"\0x")
 
 
-def test_a_copy_of_a_changing_file_has_only_bytes_of_the_file(root: Path) -> None:
-    """copy_file_range while its source changes: every byte is one that the source had."""
-    (root / "source").write_bytes(b"a" * 8 * MIB)
-    (root / "target").write_bytes(b"a" * 8 * MIB)
-    stop = root / "stop"
-
-    def write(_: int) -> None:
-        fd = os.open(root / "source", os.O_WRONLY)
-        for number in range(40):
-            write_all(fd, b"ab"[number % 2 : number % 2 + 1] * 8 * MIB, 0)
-        stop.touch()
-
-    def copy(_: int) -> None:
-        source, target = os.open(root / "source", os.O_RDONLY), os.open(root / "target", os.O_WRONLY)
-        while not stop.exists():
-            done = 0
-            while done < 8 * MIB:
-                done += os.copy_file_range(source, target, 8 * MIB - done, done, done)
-
-    def read(_: int) -> None:
-        while not stop.exists():
-            assert consists_of(read_all(root / "target"), b"ab")
-
-    wait_children(start_children(1, write) + start_children(2, copy) + start_children(1, read))
-
-
 def test_copies_in_opposite_directions_do_not_deadlock(root: Path) -> None:
     """Two files copied into each other at once, and into themselves: no order of locks may deadlock."""
     (root / "a").write_bytes(b"x" * 6 * MIB)
@@ -159,3 +136,101 @@ def test_copies_in_opposite_directions_do_not_deadlock(root: Path) -> None:
 
     wait_children(start_children(4, copy))
     assert consists_of(read_all(root / "a"), b"x")
+
+
+def check_tree(root: Path) -> int:
+    """Walks the tree: listings agree with lookups, link counts with what is there. Returns the number of names."""
+    count = 0
+    inodes: dict[int, list[os.stat_result]] = {}
+    for folder, folders, files in os.walk(root):
+        found = os.lstat(folder)
+        assert found.st_nlink == 2 + sum(not os.path.islink(os.path.join(folder, x)) for x in folders)
+        for name in folders + files:
+            count += 1
+            entry = os.lstat(os.path.join(folder, name))
+            if stat.S_ISREG(entry.st_mode):
+                inodes.setdefault(entry.st_ino, []).append(entry)
+    for entries in inodes.values():
+        assert {x.st_nlink for x in entries} == {len(entries)}
+    return count
+
+
+def in_table(mounted: GpufsMount) -> tuple[int, int, int, int]:
+    """Inodes, open files, removed files that still have memory, and bytes of names and attributes."""
+    table = mounted.status()["statistics"]["table"]
+    return table["inodes"], table["open_files"], table["orphans"], table["metadata_bytes"]
+
+
+def test_racing_changes_of_names_leave_a_consistent_tree_and_nothing_in_the_tables(mount: Mounter) -> None:
+    """Four processes do everything to the same few names; only the errors that such races allow come up."""
+    mounted = mount("--entry-timeout", "0")
+    place = mounted.device
+    before = in_table(mounted)
+    folders = [place / "one", place / "two", place / "one" / "three"]
+    for folder in folders:
+        folder.mkdir()
+
+    def storm(index: int) -> None:
+        chance = random.Random(index)
+        allowed = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+        for step in range(500):
+            here, there = (chance.choice(folders) / f"n{chance.randrange(6)}" for _ in range(2))
+            try:
+                match step % 10:
+                    case 0 | 1:
+                        here.write_bytes(b"x" * chance.randrange(5000))
+                    case 2:
+                        os.mkdir(here)
+                    case 3:
+                        os.rename(here, there)
+                    case 4:
+                        with here.open("rb") as file:
+                            here.unlink()
+                            assert not file.read().strip(b"x")
+                    case 5:
+                        os.link(here, there)
+                    case 6:
+                        os.symlink("somewhere", here)
+                    case 7:
+                        os.rmdir(here)
+                    case 8:
+                        assert not here.read_bytes().strip(b"x")
+                    case 9:
+                        with os.scandir(here.parent) as entries:
+                            for entry in entries:
+                                entry.stat(follow_symlinks=False)
+            except allowed:
+                pass
+            except OSError as error:
+                if error.errno not in (1, 22, 39, 17, 18):  # EPERM link of a directory, EINVAL, ENOTEMPTY
+                    raise
+
+    wait_children(start_children(4, storm))
+    check_tree(place)
+    for folder in folders[:2]:
+        shutil.rmtree(folder)
+    wait_until(lambda: in_table(mounted) == before, 30, "inodes, handles and their memory to be gone")
+    mounted.close()
+
+
+def test_racing_renames_never_make_a_directory_its_own_ancestor(root: Path) -> None:
+    """No race of renames may make a directory its own ancestor, or lose one."""
+    for number in range(6):
+        (root / f"d{number}").mkdir()
+
+    def move(index: int) -> None:
+        chance = random.Random(index)
+        for _ in range(300):
+            paths = [Path(folder) for folder, _, _ in os.walk(root)][1:]
+            if len(paths) < 2:
+                continue
+            source, target = chance.sample(paths, 2)
+            try:
+                os.rename(source, (target if chance.random() < 0.6 else root) / source.name)
+            except OSError as error:
+                assert error.errno in (2, 20, 22, 39, 17)  # noqa: PT017 - a race allows each of these
+
+    wait_children(start_children(4, move))
+    found = sorted(Path(folder).name for folder, _, _ in os.walk(root))[:-1]
+    assert sorted(x for x in found if x.startswith("d")) == [f"d{n}" for n in range(6)]
+    check_tree(root)
