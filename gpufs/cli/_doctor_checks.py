@@ -28,7 +28,7 @@ _MOVES_FILES: Final = 0x40  # in "capability" of a GPU, as the amdgpu driver sho
 
 # What each reason for a refusal means, and how to avoid it. The names are the engine's.
 REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
-    "disabled": ("a knob switched it off", "see --io-fastpath and --io-fallback"),
+    "disabled": ("a knob switched it off", "see --io-fastpath"),
     "nothing_to_move": ("there is nothing to move", ""),
     "too_small": ("no whole alignment unit lies within the request", "copy more at once"),
     "offset_unaligned": ("the offset in the file is not a multiple of the alignment", "begin at an aligned offset"),

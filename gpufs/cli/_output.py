@@ -1,6 +1,7 @@
 """Tables for people, JSON for programs."""
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ def age_text(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
     return f"{max(seconds, 0.0):.0f}s"
+
+
+def clock_text(seconds: float) -> str:
+    """A time in seconds since 1970 for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:

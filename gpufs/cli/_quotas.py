@@ -4,7 +4,7 @@ import pwd
 from collections.abc import Sequence
 from typing import Any
 
-from gpufs.cli._output import bytes_text, table
+from gpufs.cli._output import bytes_text, table_lines
 
 
 def of_status(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -27,23 +27,21 @@ def of_status(status: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def print_all(quotas: Sequence[dict[str, Any]]) -> None:
-    """Prints a table."""
+def lines(quotas: Sequence[dict[str, Any]]) -> list[str]:
+    """The lines of a table."""
     rows = []
     for quota in quotas:
         used, limit = quota["used_bytes"], quota["limit_bytes"]
         share = f"{100 * used / limit:.0f}%" if limit else "-"
         user = "all" if quota["user"] is None else quota["user"]
         rows.append((quota["path"], user, bytes_text(used), bytes_text(limit), share))
-    table(("PATH", "USER", "USED", "LIMIT", "USE%"), rows, right=frozenset({2, 3, 4}))
+    return table_lines(("PATH", "USER", "USED", "LIMIT", "USE%"), rows, right=frozenset({2, 3, 4}))
 
 
-def print_limits(statuses: Sequence[dict[str, Any]]) -> None:
-    """Prints an empty line and the table of those that have a limit, if there are any."""
+def limits(statuses: Sequence[dict[str, Any]]) -> list[str]:
+    """An empty line and the table of those that have a limit; nothing if none has one."""
     limited = [quota for status in statuses for quota in of_status(status) if quota["limit_bytes"] is not None]
-    if limited:
-        print()
-        print_all(limited)
+    return ["", *lines(limited)] if limited else []
 
 
 def _name(uid: int) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from gpufs import mounting
+from gpufs import config, mounting
 from gpufs.cli import _leases, _mounts
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import knob_options, settings
+from gpufs.cli._knobs import timeout_option
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import age_text, bytes_text, json_text, table
 
@@ -23,8 +23,8 @@ _BLOCK = 512  # unit of st_blocks
 @click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="List the files of all directories below, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each file, in bytes.")
-@knob_options("ls")
-def command(paths: tuple[str, ...], recursive: bool, as_json: bool, **arguments: Any) -> None:
+@timeout_option(config.STATUS_TIMEOUT)
+def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: float) -> None:
     """List files on mounts: device, size, memory held, leases, last use and owner.
 
     Of the given PATHs, files or directories, or of the device directories of all mounts. HELD is what `du` counts: less
@@ -32,7 +32,6 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, **arguments:
     the last write that the kernel has noted; with relatime it notes about one read a day. LEASES are those that you may
     see (`gpufs leases`).
     """
-    timeout: float = settings("ls", arguments)["status_timeout"]
     entries = _mounts_of(paths) if paths else _mounts.chosen()
     leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     answering = []

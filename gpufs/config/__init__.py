@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, ConfigError, Knob
+from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
 from gpufs.config.memory import check_host, host_devices, host_memory, metadata_memory
 
@@ -12,7 +12,9 @@ __all__ = [
     "CONFIG_VARIABLE",
     "GRANULE",
     "KNOBS",
+    "STATUS_TIMEOUT",
     "SYSTEM_FILE",
+    "UMOUNT_TIMEOUT",
     "ConfigError",
     "Knob",
     "Settings",

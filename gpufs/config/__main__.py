@@ -11,7 +11,7 @@ _UNITS: Final = {"SIZE": "bytes", "TIME": "seconds"}
 def _page() -> Iterator[str]:
     yield "# Knobs\n"
     yield "Written by `python -m gpufs.config` from the table in `gpufs/config/knobs.py`; do not edit.\n"
-    yield "Every knob is an option of the command named, an environment variable and a key of the configuration file."
+    yield "Every knob is an option of `gpufs mount`, an environment variable and a key of the configuration file."
     yield "A value is looked for in this order, and the first hit wins:\n"
     yield "1. the command line,"
     yield "2. the environment,"
@@ -30,7 +30,6 @@ def _page() -> Iterator[str]:
         yield f"{knob.text}\n"
         yield "| | |"
         yield "|---|---|"
-        yield f"| command | {', '.join(f'`gpufs {command}`' for command in knob.commands)} |"
         yield f"| option | `{knob.option}` |"
         yield f"| environment | `{knob.variable}` |"
         yield f"| file | `{knob.name}` |"

@@ -40,30 +40,20 @@ def _statistic(path: Path, key: str) -> int:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes that could still be used) of every memory cgroup from our own up to the root."""
+    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
     found = []
     try:
-        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).rstrip("\n").split("\n")
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, limit, usage, reclaimable = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            limit, usage, reclaimable = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        while True:
-            bound = _number(folder / limit)
+    base = root / "sys/fs/cgroup"
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        folder = base / path
+        for group in (folder, *(above for above in folder.parents if above.is_relative_to(base))):
+            bound = _number(group / "memory.max")
             if bound is not None:
-                used = (_number(folder / usage) or 0) - _statistic(folder / "memory.stat", reclaimable)
+                used = (_number(group / "memory.current") or 0) - _statistic(group / "memory.stat", "inactive_file")
                 found.append((bound, max(bound - max(used, 0), 0)))
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
     return found
 
 

@@ -6,8 +6,8 @@ there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "m
 descriptor of systemd's journal, for the log.
 
 It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
-a mount that is in use is detached, and calls on its open files fail from then on. SIGHUP reopens the log file. If the
-daemon dies in another way, its guard unmounts (gpufs/daemon/guard.py).
+a mount that is in use is detached, and calls on its open files fail from then on. If the daemon dies in another way,
+its guard unmounts (gpufs/daemon/guard.py).
 """
 
 import argparse

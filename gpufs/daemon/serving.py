@@ -20,8 +20,8 @@ from gpufs.fs.tree import Tree
 
 log = logging.getLogger("gpufs.daemon")
 
-# These signals end the mount or reopen the log file. They are blocked until their handler runs: a default action right
-# after mounting would end the process and leave a dead mount.
+# These signals end the mount, SIGHUP only with a terminal. They are blocked until their handler runs: a default action
+# right after mounting would end the process and leave a dead mount.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
@@ -31,8 +31,8 @@ _TASKS = 10_000
 _COPIES_GRACE = 6.0
 # Seconds at the end for requests in progress. Those that wait for a server that hangs are abandoned.
 _REQUESTS_GRACE = 2.0
-# Seconds to reopen the log file.
-_REOPEN_GRACE = 5.0
+# Seconds between two publications of the gauges.
+_PUBLISH_SECONDS = 1.0
 # Seconds until the daemon watches the mount's flags again after it found no thread or descriptor.
 _FLAGS_PAUSE = 1.0
 # Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
@@ -167,7 +167,7 @@ class Serving:
             log.error("the launcher has gone: the mount ends")
             await mountpoint.unmount(self.entry)
             return
-        await self._manager.ready(f"serves {self._request.mountpoint}")
+        await self._manager.notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serves {self._request.mountpoint}")
         if self._request.foreground and self._notes:
             threads.in_background(functools.partial(_print_notes, self._notes))
 
@@ -175,7 +175,7 @@ class Serving:
         """Writes the gauges to the counters' file from time to time."""
         while True:
             self._mount.engine.statistics_publish()
-            await trio.sleep(self._request.config["stats_interval"])
+            await trio.sleep(_PUBLISH_SECONDS)
 
     async def _trim_heap(self, tree: Tree) -> None:
         """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
@@ -191,7 +191,7 @@ class Serving:
     async def _feed_watchdog(self) -> None:
         """Reports to the service manager that the control plane runs, if it wants to know."""
         while self._manager.watchdog_seconds:
-            await self._manager.alive()
+            await self._manager.notify("WATCHDOG=1")
             await trio.sleep(self._manager.watchdog_seconds / 2)
 
     async def _watch_signals(self) -> None:
@@ -200,15 +200,9 @@ class Serving:
             for number in self._early:
                 signal.raise_signal(number)
             async for number in arriving:
-                if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
-                    await self._manager.reloading()
-                    with trio.move_on_after(_REOPEN_GRACE), suppress(OSError):  # its disk may be frozen
-                        await threads.run(self._log.reopen, abandon_on_cancel=True)
-                    log.info("SIGHUP: the log continues here")
-                    await self._manager.ready(f"serves {self._request.mountpoint}")
-                    continue
-                await self._end(signal.Signals(number).name)
-                return
+                if number != signal.SIGHUP or (self._request.foreground and os.isatty(2)):  # else it has no effect
+                    await self._end(signal.Signals(number).name)
+                    return
 
     async def _watch_owner(self) -> None:
         await trio.lowlevel.wait_readable(self._owner)
@@ -217,7 +211,7 @@ class Serving:
     async def _end(self, why: str) -> None:
         """Cancels running copies, unmounts, and ends the loop that answers requests."""
         log.info("%s: the mount ends", why)
-        await self._manager.stopping(f"unmounts {self._request.mountpoint}")
+        await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {self._request.mountpoint}")
         self._copies.cancel()
         # Clients get their results and close their files while the mount answers.
         with trio.move_on_after(_COPIES_GRACE):

@@ -1,16 +1,17 @@
 """The daemon's supervisors: systemd, and the guard that unmounts if the daemon dies."""
 
+import functools
 import logging
 import os
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-import trio
+from gpufs import threads
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -20,10 +21,7 @@ _SEND_SECONDS: Final = 5.0  # for a service manager whose queue is full
 
 
 class ServiceManager:
-    """sd_notify(3): datagrams to the socket that NOTIFY_SOCKET names; does nothing without one.
-
-    Runs in trio's loop without blocking it: a service manager that does not read must not stop the mount.
-    """
+    """sd_notify(3): datagrams to the socket that NOTIFY_SOCKET names; does nothing without one."""
 
     def __init__(self) -> None:
         # The programs that we start must not see them.
@@ -32,36 +30,22 @@ class ServiceManager:
         for_us = os.environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_seconds = int(interval) / 1e6 if interval.isdecimal() and for_us else 0.0
 
-    async def ready(self, status: str) -> None:
-        """Reports that the mount answers."""
-        await self._send(f"READY=1\nMAINPID={os.getpid()}\nSTATUS={status}")
+    async def notify(self, text: str) -> None:
+        """Sends assignments, one a line: "READY=1", "STOPPING=1"; "WATCHDOG=1" every ``watchdog_seconds`` if not 0."""
+        if self._address:
+            # On a thread: a service manager that does not read must not stop the mount.
+            with suppress(OSError):  # no thread is free
+                await threads.run(functools.partial(self._send, text.encode()), abandon_on_cancel=True)
 
-    async def reloading(self) -> None:
-        """Reports that the log file is being reopened; ready() follows."""
-        await self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
-
-    async def stopping(self, status: str) -> None:
-        """Reports that the mount ends."""
-        await self._send(f"STOPPING=1\nSTATUS={status}")
-
-    async def alive(self) -> None:
-        """Feeds the watchdog; due every ``watchdog_seconds`` if those are not 0."""
-        await self._send("WATCHDOG=1")
-
-    async def _send(self, text: str) -> None:
-        if not self._address:
-            return
+    def _send(self, text: bytes) -> None:
         name = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
-            with trio.fail_after(_SEND_SECONDS):
-                with trio.socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-                    # trio can wait only for a connected socket.
-                    await sender.connect(name)
-                    await sender.send(text.encode(), socket.MSG_NOSIGNAL)
-        except trio.TooSlowError:
-            log.warning("the service manager at %s does not read its messages", self._address)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.settimeout(_SEND_SECONDS)
+                sender.connect(name)
+                sender.send(text)
         except OSError as failure:
-            log.warning("cannot notify the service manager at %s: %s", self._address, failure.strerror)
+            log.warning("cannot notify the service manager at %s: %s", self._address, failure.strerror or failure)
 
 
 class Guard:
