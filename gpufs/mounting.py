@@ -8,7 +8,6 @@ import ctypes
 import errno
 import os
 import re
-import select
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -146,19 +145,6 @@ def filesystem_type(device: int) -> str | None:
     """The type of the file system with this st_dev; None if no mount has that number."""
     number = f"{os.major(device)}:{os.minor(device)}"
     return next((entry.fstype for entry in listed() if entry.device == number), None)
-
-
-class Changes:
-    """Waits for changes of the mounts in this process's namespace. For one thread."""
-
-    def __init__(self) -> None:
-        self._file = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - as long as this object
-        self._poll = select.poll()
-        self._poll.register(self._file, select.POLLPRI)
-
-    def wait(self) -> None:
-        """Returns after the next change since the last call, or since this object was created."""
-        self._poll.poll()
 
 
 def _open_device() -> int:

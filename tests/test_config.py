@@ -36,7 +36,6 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "io_chunk_bytes": "1M",
         "io_pinned_bytes": "64M",
         "io_fastpath": "off",
-        "io_direct": "on",
         "slab_file_bytes": "1M",
         "lock_policy": "mandatory",
         "hip_memory": "plain",

@@ -24,20 +24,10 @@ def draw(now: Sequence[Reading], before: Sequence[Reading]) -> list[str]:
         _section(_LEASE_HEADERS, _leases(now), {3, 4}),
         [printable(f"{one.mountpoint}: {one.error.strerror}") for one in now if one.error is not None],
     ]
-    lines = [f"gpufs top   {time.strftime('%H:%M:%S')}   {_counted(now)}"]
+    lines = [f"gpufs top   {time.strftime('%H:%M:%S')}"]
     for section in filter(None, sections):
         lines += ["", *section]
     return lines
-
-
-def _counted(now: Sequence[Reading]) -> str:
-    counts = (
-        (len(now), "mount", "mounts"),
-        (sum(len(one.said["devices"]) for one in now), "device", "devices"),
-        (sum(len(one.said["copies"]) for one in now), "copy", "copies"),
-        (sum(len(one.said["leases"]) for one in now), "lease", "leases"),
-    )
-    return ", ".join(f"{number} {one if number == 1 else many}" for number, one, many in counts)
 
 
 def _section(headers: Sequence[str], rows: list[tuple[str, ...]], right: set[int], most: int = _MOST) -> list[str]:

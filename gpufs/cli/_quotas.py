@@ -1,10 +1,9 @@
 """The limits of mounts, as the mounts report them with their status."""
 
-import pwd
 from collections.abc import Sequence
 from typing import Any
 
-from gpufs.cli._output import bytes_text, table_lines
+from gpufs.cli._output import bytes_text, table_lines, user_name
 
 
 def of_status(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -19,7 +18,7 @@ def of_status(status: dict[str, Any]) -> list[dict[str, Any]]:
             "mountpoint": status["mountpoint"],
             "path": f"{root}/{quota['path']}",
             "uid": quota["uid"],
-            "user": None if quota["uid"] is None else _name(quota["uid"]),
+            "user": None if quota["uid"] is None else user_name(quota["uid"]),
             "used_bytes": quota["used_bytes"],
             "limit_bytes": quota["limit_bytes"],
         }
@@ -42,10 +41,3 @@ def limits(statuses: Sequence[dict[str, Any]]) -> list[str]:
     """An empty line and the table of those that have a limit; nothing if none has one."""
     limited = [quota for status in statuses for quota in of_status(status) if quota["limit_bytes"] is not None]
     return ["", *lines(limited)] if limited else []
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(int(uid)).pw_name
-    except (KeyError, OverflowError):  # the number is the mount's
-        return str(uid)

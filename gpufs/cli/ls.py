@@ -1,7 +1,6 @@
 """gpufs ls: files with the memory that they hold and the programs that use them."""
 
 import os
-import pwd
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from gpufs.cli import _leases, _mounts
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import timeout_option
 from gpufs.cli._main import complete_files
-from gpufs.cli._output import age_text, bytes_text, json_text, table
+from gpufs.cli._output import age_text, bytes_text, json_text, table, user_name
 
 _BLOCK = 512  # unit of st_blocks
 
@@ -32,15 +31,19 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     the last write that the kernel has noted; with relatime it notes about one read a day. LEASES are those that you may
     see (`gpufs leases`).
     """
-    entries = _mounts_of(paths) if paths else _mounts.chosen()
+    entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
+    whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
+    asked = [whole[device] for device in {entry.device for entry in entries} if device in whole]
+    found = dict(zip((entry.device for entry in asked), _leases.collect(asked, timeout), strict=True))
     leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     answering = []
-    for entry, found in zip(entries, _leases_at(entries, timeout), strict=True):
-        if isinstance(found, OSError):
-            complain(f"{entry.mountpoint}: {found.strerror}")
+    for entry in entries:
+        answer = found.get(entry.device, [])
+        if isinstance(answer, OSError):
+            complain(f"{entry.mountpoint}: {answer.strerror}")
             continue
         answering.append(entry)
-        for lease in found:
+        for lease in answer:
             leases.setdefault((entry.st_dev, lease["inode"]), []).append(lease)
     roots = _below(paths, answering) if paths else [entry.mountpoint for entry in answering]
     by_device = {entry.st_dev: entry for entry in answering}
@@ -67,18 +70,6 @@ def _mount_of(path: str) -> mounting.MountEntry:
     if not above:
         raise Failure(f"{path}: is not on a gpufs mount (gpufs status lists those)")
     return max(above, key=lambda one: len(one.mountpoint))
-
-
-def _mounts_of(paths: Sequence[str]) -> list[mounting.MountEntry]:
-    return list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values())
-
-
-def _leases_at(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list[dict[str, Any]] | OSError]:
-    """The leases of each mount, which its root lists: none if only a part of it is bound here."""
-    roots = {entry.device: entry for entry in _mounts.chosen()}
-    asked = [entry for device, entry in roots.items() if any(device == one.device for one in entries)]
-    found = dict(zip((entry.device for entry in asked), _leases.collect(asked, timeout), strict=True))
-    return [found.get(entry.device, []) for entry in entries]
 
 
 def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> list[str]:
@@ -142,15 +133,8 @@ def _row(
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in leases],
         "last_use": max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,
-        "owner": _user(status.st_uid),
+        "owner": user_name(status.st_uid),
     }
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:

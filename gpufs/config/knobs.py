@@ -269,12 +269,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "library decides whether one works. Files that it refuses are copied through host memory and counted.",
         default_text="none",
     ),
-    Knob(
-        "io_direct",
-        kinds.choice("auto", "on", "off"),
-        "auto",
-        "Use O_DIRECT for copies through pinned memory. auto decides by what is in the page cache.",
-    ),
     Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
 )
 
