@@ -27,7 +27,7 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
     ``show`` makes what is printed of a value. The OSErrors are those that the functions raised, ETIMEDOUT for those
     that do not return, EFBIG for values that are too long, EPROTO for those that cannot be shown.
     """
-    results: list[Any] = [OSError(ETIMEDOUT, os.strerror(ETIMEDOUT)) for _ in questions]
+    results: list[Any] = [OSError(ETIMEDOUT, f"no answer within {timeout:g} seconds") for _ in questions]
     children: dict[int, tuple[int, int]] = {}  # index of the question: process, descriptor of its answer
     try:
         for place, question in enumerate(questions):
@@ -64,7 +64,9 @@ def _start(question: Callable[[], Any], show: Show) -> tuple[int, int]:
 
 def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
     """In the child: writes the value, or the errno and the text of a failure."""
-    os.closerange(0, 3)  # it may outlive the command, whose output must end
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):  # it may outlive the command, whose output must end
+        os.dup2(null, fd)
     try:
         value = question()
         # As the output of the command: nested as deeply, and with characters that it cannot write.
@@ -83,8 +85,8 @@ def _read(answer: int) -> Any:
     size = os.fstat(answer).st_size
     if size > _MOST_BYTES:
         return OSError(EFBIG, os.strerror(EFBIG))
-    if not size:  # the child was killed
-        return OSError(ENOTCONN, os.strerror(ENOTCONN))
+    if not size:
+        return OSError(EPROTO, "the process that asked has crashed")
     said = json.loads(os.pread(answer, size, 0))
     return said["value"] if "value" in said else OSError(said["errno"], said["text"])
 

@@ -51,7 +51,7 @@ def of_mount(entry: mounting.MountEntry) -> dict[str, Any]:
     """The counters: from their file if that can be read, otherwise from the mount, which may hang. OSError."""
     try:
         found = statistics.read_mount(entry.device, entry.uid, entry.mountpoint)
-    except (OSError, statistics.StatisticsError):
+    except FileNotFoundError:
         found = _answers.control_file(entry, "stats")
         if found.get("format") != statistics.VERSION:
             raise ValueError("it has another format: another version of gpufs serves the mount") from None

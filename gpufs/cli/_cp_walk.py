@@ -13,6 +13,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from gpufs.cli._errors import Failure
@@ -198,9 +199,12 @@ class Walk:
         try:
             with destination.located() as located:
                 if stat.S_ISLNK(status.st_mode):
-                    self._copy_link(source, located, status)
-                else:
-                    self._copy_special(located, status)
+                    target = os.readlink(source.name, dir_fd=source.directory)
+                    create = partial(os.symlink, target, located.name, dir_fd=located.directory)
+                else:  # a FIFO, socket or device node
+                    kind = (status.st_mode & ~0o7000, status.st_rdev)
+                    create = partial(os.mknod, located.name, *kind, dir_fd=located.directory)
+                self._make(located, status, create)
         except OSError as error:
             self._fail(source.path, destination.path, error)
 
@@ -292,19 +296,6 @@ class Walk:
             os.close(fd)
             raise
         return fd, new
-
-    def _copy_link(self, source: Entry, destination: Entry, status: os.stat_result) -> None:
-        target = os.readlink(source.name, dir_fd=source.directory)
-        self._make(destination, status, lambda: os.symlink(target, destination.name, dir_fd=destination.directory))
-
-    def _copy_special(self, destination: Entry, status: os.stat_result) -> None:
-        """Creates a FIFO, socket or device node."""
-        mode = status.st_mode & ~0o7000
-        self._make(
-            destination,
-            status,
-            lambda: os.mknod(destination.name, mode, status.st_rdev, dir_fd=destination.directory),
-        )
 
     def _make(self, destination: Entry, source: os.stat_result, create: Callable[[], None]) -> None:
         """Creates a link or special file. As cp(1), replaces an existing file unless it is the source itself."""

@@ -1,18 +1,15 @@
 """The checks of `gpufs doctor`. Each asks an Environment, which tests replace by machines of their own."""
 
-import json
 import os
 import resource
 import shutil
 import stat
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gpufs.cli import _mounts
-from gpufs.launching import python_module
+from gpufs.cli import _answers, _mounts
 from gpufs.mounting import MountEntry
 
 OK: Final = "ok"
@@ -88,23 +85,14 @@ class Driver:
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
     """Asks the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
-    command = [*python_module("gpufs.cli._doctor_probe"), *what]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", timeout=_PROBE_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {_PROBE_SECONDS:g} seconds"}
-    try:
-        said = json.loads(done.stdout.splitlines()[-1])
-        if isinstance(said, dict):
-            return said
-    except (ValueError, IndexError):
-        pass
-    if done.returncode < 0:
-        return {"error": f"its library crashed with signal {-done.returncode}"}
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return {"error": lines[-1] if lines else "the engine did not answer"}
+
+    def question() -> dict[str, Any]:
+        from gpufs.cli import _doctor_probe
+
+        return _doctor_probe.answer(*what)
+
+    (said,) = _answers.ask([question], str, _PROBE_SECONDS)
+    return {"error": said.strerror} if isinstance(said, OSError) else dict(said)
 
 
 def _raises_rights(program: str) -> bool:

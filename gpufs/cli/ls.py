@@ -4,6 +4,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -94,29 +95,31 @@ def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]
     """
     try:
         status = os.lstat(root)
-        if not stat.S_ISDIR(status.st_mode):
-            if stat.S_ISREG(status.st_mode):
-                yield root, status
-            return
-        names = sorted(os.listdir(root))
     except OSError as error:
-        complain(f"{root}: {error.strerror}")
+        _not_listed(error)
         return
-    is_root = any(entry.mountpoint == root and entry.root == "/" for entry in mounting.mounts())
-    for name in names:
-        path = os.path.join(root, name)
-        if is_root:
-            if name.startswith("gpu"):
-                yield from _files(path, recursive=recursive)
+    if not stat.S_ISDIR(status.st_mode):
+        if stat.S_ISREG(status.st_mode):
+            yield root, status
+        return
+    roots = {entry.mountpoint for entry in mounting.mounts() if entry.root == "/"}
+    for folder, directories, names in os.walk(root, onerror=_not_listed):
+        directories.sort()
+        if folder in roots:
+            directories[:] = [name for name in directories if name.startswith("gpu")]
             continue
-        try:
-            status = os.lstat(path)
-        except OSError:
-            continue  # removed by now
-        if stat.S_ISREG(status.st_mode) or (stat.S_ISDIR(status.st_mode) and not recursive):
-            yield path, status
-        elif stat.S_ISDIR(status.st_mode):
-            yield from _files(path, recursive=True)
+        for name in sorted(names if recursive else names + directories):
+            path = os.path.join(folder, name)
+            with suppress(OSError):  # removed by now
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+                    yield path, status
+        if not recursive:
+            directories.clear()
+
+
+def _not_listed(error: OSError) -> None:
+    complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def _row(

@@ -98,17 +98,16 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
         control = parts.enter_context(ExitStack())
         control.callback(os.close, control_fd)
         early = _note_signals()
-        guard = None
         if values["auto_unmount"]:
-            guard = parts.enter_context(supervision.Guard(request.mountpoint, values["log_file"]))
+            watch = parts.enter_context(supervision.guard(request.mountpoint, values["log_file"]))
         ended = threading.Event()  # the kernel has ended the connection
         try:
             fuse_fd, entry = parts.enter_context(mountpoint.mounted(request, ended.is_set))
         except BaseException:
             os.close(relay_fd)
             raise
-        if guard is not None:
-            guard.watch(entry.identity)
+        if values["auto_unmount"]:
+            watch(entry.identity)
         counters.belongs_to(entry.device)
         with _start_failures():
             mount = engine.Mount(

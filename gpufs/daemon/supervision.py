@@ -6,9 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from gpufs import threads
@@ -48,51 +48,45 @@ class ServiceManager:
             log.warning("cannot notify the service manager at %s: %s", self._address, failure.strerror or failure)
 
 
-class Guard:
-    """The process that unmounts if this one dies. A context manager; the guard has ended when it exits.
+@contextmanager
+def guard(mountpoint: str, log_file: str | None) -> Iterator[Callable[[str], None]]:
+    """Starts the process that unmounts if this one dies; it has ended at the end of the context.
 
-    The guard inherits the signals that the calling thread blocks.
+    Yields the function that names our mount to it, by the identity of its entry. The guard inherits the signals that
+    the calling thread blocks.
     """
+    words = [str(os.getpid()), mountpoint, log_file or ""]
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as failure:
+        # The mount is useful without it.
+        log.error("no auto_unmount: %s: %s", sys.executable, failure.strerror)
+        yield lambda identity: None
+        return
+    assert process.stdin is not None
+    pipe = process.stdin
 
-    def __init__(self, mountpoint: str, log_file: str | None) -> None:
-        self._words = [str(os.getpid()), mountpoint, log_file or ""]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "Guard":
+    def send(line: str) -> None:
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARD), *self._words],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                start_new_session=True,
-                bufsize=0,
-            )
+            pipe.write(line.encode() + b"\n")
         except OSError as failure:
-            # The mount is useful without it.
-            log.error("no auto_unmount: %s: %s", sys.executable, failure.strerror)
-        return self
+            log.warning("no auto_unmount any more: the guard has ended: %s", failure.strerror)
 
-    def watch(self, identity: str) -> None:
-        """Names our mount, by the identity of its entry."""
-        self._send(identity)
-
-    def _send(self, line: str) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            try:
-                self._process.stdin.write(line.encode() + b"\n")
-            except OSError as failure:
-                log.warning("no auto_unmount any more: the guard has ended: %s", failure.strerror)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._process is None:
-            return
-        self._send("end")
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+    try:
+        yield send
+    finally:
+        send("end")
+        pipe.close()
         try:
-            self._process.wait(_GUARD_SECONDS)
+            process.wait(_GUARD_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
