@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gpufs import config
 from gpufs.cli import _answers, _mounts
 from gpufs.mounting import MountEntry
 
@@ -129,8 +130,7 @@ class Environment:
 
     def number(self, path: str) -> int | None:
         """The number in a file, None if it cannot be read."""
-        text = self.text(path)
-        return int(text) if text is not None and text.isdigit() else None
+        return config.numbers(self.root / path).get("")
 
     def driver(self, name: str) -> Driver:
         """The devices of a driver, and why its fastpath refuses any file."""
@@ -145,10 +145,7 @@ class Environment:
         """Whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
         found = None
         for properties in self.root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
-            lines = (self.text(str(properties.relative_to(self.root))) or "").splitlines()
-            facts = {
-                words[0]: int(words[1]) for line in lines if len(words := line.split()) == 2 and words[1].isdigit()
-            }
+            facts = config.numbers(properties)
             if facts.get("simd_count", 0):  # 0 for a CPU
                 found = bool(found) or bool(facts.get("capability", 0) & _MOVES_FILES)
         return found

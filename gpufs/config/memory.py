@@ -21,7 +21,7 @@ class Memory:
     available_bytes: int
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def numbers(path: Path) -> dict[str, int]:
     """The numbers in a file of the kernel by the word before them, "" where a number is alone."""
     try:
         text = path.read_text(encoding="ascii")
@@ -42,16 +42,16 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
         folder = base / path
         for group in (folder, *(above for above in folder.parents if above.is_relative_to(base))):
-            if (bound := _numbers(group / "memory.max").get("")) is not None:
-                reclaimable = _numbers(group / "memory.stat").get("inactive_file", 0)
-                used = max(_numbers(group / "memory.current").get("", 0) - reclaimable, 0)
+            if (bound := numbers(group / "memory.max").get("")) is not None:
+                reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
+                used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
                 found.append((bound, max(bound - used, 0)))
     return found
 
 
 def memory_of_machine(root: Path = Path("/")) -> Memory:
     """This machine's memory. ``root`` contains /proc and /sys."""
-    fields = _numbers(root / "proc/meminfo")
+    fields = numbers(root / "proc/meminfo")
     total, available = fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024
     for limit, left in _cgroup_limits(root):
         total = min(total, limit)
