@@ -201,15 +201,27 @@ def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Coll
                 os.close(directory)
         except OSError as failure:
             raise OSError(failure.errno, f"{mountpoint}: mount failed: {failure.strerror}") from None
-        entry = entry_of(mountpoint)
-        if entry is None or entry.number in before:
+        try:
+            entry = entry_of(mountpoint)
+            if entry is None or entry.number in before:
+                raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved")
+        except BaseException:
             opened.close()  # which kills the mount
-            for one in mounts():
-                if one.number not in before:
-                    unmount_dead(one)
-            raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved")
+            _remove_dead(mountpoint, before)
+            raise
         opened.pop_all()
         return fuse, entry
+
+
+def _remove_dead(mountpoint: str, before: Collection[int]) -> None:
+    """Removes dead mounts of gpufs that are newer than those ``before``."""
+    try:
+        for entry in mounts():
+            if entry.number not in before:
+                unmount_dead(entry)
+    except OSError:  # mountinfo cannot be read
+        with suppress(OSError):
+            unmount(mountpoint, lazy=True)
 
 
 def _fusermount(purpose: str) -> str:
