@@ -76,6 +76,6 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
         raise Failure(f"{error.strerror}{hint}") from None
 
 
-def _knobs(entry: mounting.MountEntry) -> Any:
+def _knobs(entry: mounting.MountEntry) -> dict[str, Any]:
     """The knobs of a mount that runs."""
-    return _answers.control_file(entry, "status")["knobs"]
+    return dict(_answers.control_file(entry, "status")["knobs"])

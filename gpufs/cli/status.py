@@ -31,10 +31,10 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
     if check and as_json:
         raise Failure("--check prints one line: --json does not go with it", 2)
     entries = _mounts.chosen([] if mountpoint is None else [mountpoint])
+    found = _status.collect(entries, lambda status: (_row(status), _details(status)), timeout)
     if check:
-        print(_verdict(_status.collect(entries, lambda status: _verdict([status]), timeout)))
+        print(_verdict(found))
         return
-    found = _status.collect(entries, _row if mountpoint is None else _details, timeout)
     if mountpoint is None:
         if as_json:
             print(json_text(found))
