@@ -28,7 +28,7 @@ def numbers(path: Path) -> dict[str, int]:
     except (OSError, UnicodeDecodeError):
         return {}
     lines = re.findall(r"^(?:(\S+?):?\s+)?(\d+)(?: kB)?$", text, re.MULTILINE)
-    return {name: int(value) for name, value in lines}  # "max" is not a number: there is no limit
+    return {name: int(value) for name, value in lines}  # "max", unlimited, is left out
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
