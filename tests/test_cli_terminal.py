@@ -55,24 +55,32 @@ def test_tables_stay_readable_on_narrow_terminals(shared_mount: GpufsMount) -> N
         assert lines[0].split()[0] in ("MOUNTPOINT", "DEVICE")
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
-def test_top_draws_until_it_is_interrupted(shared_mount: GpufsMount, sent: int, code: int) -> None:
-    """Each picture fits the terminal, also after its size has changed."""
+@pytest.mark.parametrize(("sent", "code"), [("q", 0), ("SIGTERM", 128 + signal.SIGTERM)])
+def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, sent: str, code: int) -> None:
+    """Also after the terminal's size has changed."""
     master, terminal = os.openpty()
-    words = [*GPUFS, "top", str(shared_mount.path), "--interval", "0.2"]
+    words = [*GPUFS, "top", str(shared_mount.path), "--interval", "3600"]
+    before = termios.tcgetattr(terminal)
     process = None
     try:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
-        # Without COLUMNS and LINES, which xdist's workers have: they count instead of the terminal's size.
+        # Without COLUMNS and LINES, which xdist's workers have: curses would believe them instead of the terminal.
         environment = {**os.environ, "TERM": "xterm"}
         for name in ("COLUMNS", "LINES"):
             environment.pop(name, None)
         process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
-        _read_until(master, str(shared_mount.device)[:20].encode() + b"\r\n")
+        _read_until(master, str(shared_mount.device)[:19].encode())
+        assert termios.tcgetattr(terminal) != before
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+        process.send_signal(signal.SIGWINCH)
         _read_until(master, b"HEALTH")
-        process.send_signal(sent)
+        if sent == "q":
+            os.write(master, b"q")
+        else:
+            process.send_signal(signal.SIGTERM)
+        _read_until(master, b"\x1b[?1049l")  # back from the alternate screen
         assert process.wait(PATIENCE) == code
+        assert termios.tcgetattr(terminal) == before
     finally:
         if process is not None and process.poll() is None:
             process.kill()

@@ -1,4 +1,4 @@
-"""`gpufs inspect` and `gpufs diff`, judged by safetensors, torch and numpy."""
+"""`gpufs inspect` and `gpufs diff`, judged by safetensors, torch, numpy and sha256sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from support.cli import fails, gpufs
-from support.data import MIB
+from support.data import MIB, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount
 from support.processes import run
 
@@ -91,9 +91,19 @@ def test_numpy_arrays(root: Path) -> None:
     assert done.stdout == ""
 
 
-def test_other_files_are_shown_with_their_size(root: Path) -> None:
+@pytest.mark.parametrize("size", [0, 1, 20 * MIB + 3])
+def test_the_checksum_is_that_of_sha256sum(root: Path, host: Path, size: int) -> None:
+    for place in (root, host):
+        path = place / ("file" if size else "new\nli\\ne")
+        path.write_bytes(noise(size))
+        assert gpufs("inspect", "--checksum", path).stdout == run("sha256sum", path).stdout
+
+
+def test_other_files_are_shown_with_their_size_and_first_bytes(root: Path) -> None:
     (root / "file").write_bytes(b"some words\n")
-    assert "11 B" in gpufs("inspect", root / "file").stdout
+    printed = gpufs("inspect", root / "file").stdout
+    assert "11 B" in printed
+    assert "some words" in printed
     assert inspected(root / "file")["format"] is None
     assert "cmp" in fails(2, "diff", root / "file", root / "file")
 

@@ -77,6 +77,14 @@ class Contents:
             done += step
         return block
 
+    def sha256(self) -> str:
+        """The SHA-256 of the file, in hexadecimal."""
+        import hashlib
+
+        with os.fdopen(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 def each_block(
     tensors: Sequence[tuple[Key, TensorPlace]], work: Callable[[TensorPlace, int, int], Result]

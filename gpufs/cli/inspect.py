@@ -1,8 +1,8 @@
-"""gpufs inspect: what is in a file of tensors."""
+"""gpufs inspect: what is in a file of tensors, or in any file."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -13,16 +13,21 @@ if TYPE_CHECKING:
     from gpufs.formats.layout import Layout, TensorPlace
     from gpufs.formats.summary import Summary
 
+_FIRST_BYTES: Final = 64
+_LINE_BYTES: Final = 16
+
 
 @click.command(name="inspect")
 @click.argument("name", metavar="FILE", shell_complete=complete_files)
 @click.option("--stats", is_flag=True, help="Add minimum, maximum and mean, and count NaN and infinite elements.")
+@click.option("--checksum", is_flag=True, help="Print the SHA-256 as sha256sum does.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object. Sizes and offsets are in bytes.")
-def command(name: str, stats: bool, as_json: bool) -> None:
+def command(name: str, stats: bool, checksum: bool, as_json: bool) -> None:
     """Show the tensors of a safetensors or npy file: name, dtype, shape, bytes, and offset in the file.
 
-    FILE may be on a mount or not. Other files are shown with their size. --stats reads the whole file, in blocks, and
-    allocates no memory on a GPU. Minimum, maximum and mean are those of the finite elements.
+    FILE may be on a mount or not. Other files are shown with their size and first bytes. --stats and --checksum read
+    the whole file, in blocks, and allocate no memory on a GPU. Minimum, maximum and mean are those of the finite
+    elements.
     """
     from gpufs.cli._contents import Contents, reported
     from gpufs.cli._output import json_text
@@ -30,10 +35,15 @@ def command(name: str, stats: bool, as_json: bool) -> None:
     with reported(name, 1), Contents(name) as contents:
         layout = contents.layout()
         summaries = _summaries(contents, layout) if stats and layout is not None else []
+        digest = contents.sha256() if checksum else None
         if as_json:
-            print(json_text(_as_dict(contents, layout, summaries)))
-        else:
+            print(json_text(_as_dict(contents, layout, summaries, digest)))
+            return
+        if stats or digest is None:
             _print(contents, layout, summaries)
+        if digest is not None:
+            escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")  # as sha256sum does
+            print(("\\" if escaped != name else "") + f"{digest}  {escaped}")
 
 
 def _summaries(contents: Contents, layout: Layout) -> list[Summary | None]:
@@ -53,7 +63,9 @@ def _summaries(contents: Contents, layout: Layout) -> list[Summary | None]:
     return found
 
 
-def _as_dict(contents: Contents, layout: Layout | None, summaries: list[Summary | None]) -> dict[str, Any]:
+def _as_dict(
+    contents: Contents, layout: Layout | None, summaries: list[Summary | None], digest: str | None
+) -> dict[str, Any]:
     from gpufs.cli._contents import finite
 
     found: dict[str, Any] = {
@@ -62,7 +74,10 @@ def _as_dict(contents: Contents, layout: Layout | None, summaries: list[Summary 
         "size_bytes": contents.size,
         "held_bytes": contents.held_bytes,
         "place": contents.place,
+        "first_bytes": contents.read(0, min(_FIRST_BYTES, contents.size)).hex(),
     }
+    if digest is not None:
+        found["sha256"] = digest
     if layout is not None:
         found["metadata"] = layout.metadata
         found["tensors"] = [
@@ -96,6 +111,8 @@ def _print(contents: Contents, layout: Layout | None, summaries: list[Summary | 
     kind = "data" if layout is None else f"{layout.format}, tensors: {len(layout.tensors)}"
     print(printable(f"{contents.path}: {kind}, {bytes_text(contents.size)}, {held}"))
     if layout is None:
+        for offset in range(0, min(_FIRST_BYTES, contents.size), _LINE_BYTES):
+            print(_dump_line(offset, bytes(contents.read(offset, min(_LINE_BYTES, contents.size - offset)))))
         return
     headers = ["NAME", "DTYPE", "SHAPE", "BYTES", "OFFSET"]
     if summaries:
@@ -115,3 +132,10 @@ def _cells(summary: Summary) -> list[str]:
     numbers = (summary.minimum, summary.maximum, summary.mean)
     texts = ["-" if one is None else str(one) if isinstance(one, int) else f"{one:.6g}" for one in numbers]
     return [*texts, str(summary.nan), str(summary.inf)]
+
+
+def _dump_line(offset: int, data: bytes) -> str:
+    """A line as that of `xxd`."""
+    words = " ".join(data[place : place + 2].hex() for place in range(0, len(data), 2))
+    text = "".join(chr(byte) if 0x20 <= byte < 0x7F else "." for byte in data)
+    return f"{offset:08x}: {words:39}  {text}"

@@ -1,12 +1,15 @@
 """gpufs top: what happens on the mounts of this machine, drawn again and again."""
 
+import curses
 import os
-import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from errno import EACCES, EPERM
+from types import FrameType
+from typing import Final
 
 import click
 
@@ -16,6 +19,8 @@ from gpufs.cli._activity import Reading
 from gpufs.cli._errors import Failure
 from gpufs.cli._knobs import complete_mounts, timeout_option
 from gpufs.cli._main import check_seconds
+
+_KEY_MILLISECONDS: Final = 200  # getch() does not end when a signal comes: Python's handlers run after it
 
 
 @click.command(name="top")
@@ -33,12 +38,14 @@ from gpufs.cli._main import check_seconds
 def command(mountpoints: tuple[str, ...], once: bool, interval: float, timeout: float) -> None:
     """Show what happens on the mounts: devices, copies in progress, busy files and leases, with rates.
 
-    Of all mounts that you may see, or of the given MOUNTPOINTs. Ctrl-C ends it. Rates are averages over the last
+    Of all mounts that you may see, or of the given MOUNTPOINTs. The key q ends it. Rates are averages over the last
     interval. Users other than root and the one who mounted see their own copies, files and leases.
     """
     if not once and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _end)
         with suppress(KeyboardInterrupt):
-            _watch(mountpoints, timeout, interval)
+            curses.wrapper(_watch, mountpoints, timeout, interval)
         return
     before = _read(mountpoints, timeout)
     time.sleep(interval)
@@ -54,12 +61,34 @@ def _read(mountpoints: Sequence[str], timeout: float) -> list[Reading]:
     return [one for one in found if mountpoints or one.error is None or one.error.errno not in (EACCES, EPERM)]
 
 
-def _watch(mountpoints: Sequence[str], timeout: float, interval: float) -> None:
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # passes through curses, which restores the terminal
+
+
+def _watch(window: curses.window, mountpoints: Sequence[str], timeout: float, interval: float) -> None:
+    with suppress(curses.error):  # a terminal without colours, or one that cannot hide its cursor
+        curses.use_default_colors()
+        curses.curs_set(0)
     before: list[Reading] = []
     while True:
         now = _read(mountpoints, timeout)
-        columns, rows = shutil.get_terminal_size()
-        lines = [line[:columns] for line in _picture.draw(now, before)[: rows - 1]]
-        print("\x1b[H\x1b[2J" + "\n".join(lines), flush=True)  # on a cleared terminal
+        due = time.monotonic() + interval
+        lines = _picture.draw(now, before)
         before = now
-        time.sleep(interval)
+        _show(window, lines)
+        while (left := due - time.monotonic()) > 0:
+            window.timeout(min(int(left * 1000) + 1, _KEY_MILLISECONDS))
+            key = window.getch()
+            if key in (ord("q"), ord("Q")):
+                return
+            if key == curses.KEY_RESIZE:
+                _show(window, lines)
+
+
+def _show(window: curses.window, lines: Sequence[str]) -> None:
+    window.erase()
+    height, width = window.getmaxyx()
+    for row, line in enumerate(lines[:height]):
+        with suppress(curses.error):  # the last cell of a window cannot be written
+            window.addstr(row, 0, line[: width - 1].encode(window.encoding, "replace").decode(window.encoding))
+    window.refresh()
