@@ -30,12 +30,8 @@ _NEEDED: Final = (
 _KERNELS: Final = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
 
 
-def python_module(name: str) -> list[str]:
-    """The command line that runs a module with this interpreter. Start it with ``cwd="/"``."""
-    return [sys.executable, *_PYTHON_OPTIONS, "-m", name]
-
-
-DAEMON = tuple(python_module("gpufs.daemon"))
+# Start it with ``cwd="/"``.
+DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
 
 
 def check_mountpoint(path: str, mountpoint: str) -> None:

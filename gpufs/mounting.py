@@ -8,7 +8,6 @@ import ctypes
 import errno
 import os
 import re
-import select
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,24 +35,6 @@ _USER_FLAGS: Final = frozenset({"ro", "noexec", "sync", "dirsync", "noatime"})
 _MS_NOSUID: Final = 2
 _MS_NODEV: Final = 4
 _MS_REMOUNT: Final = 32
-# The mount system calls that work on descriptors; libc wraps them only from glibc 2.36 on.
-_FSOPEN: Final = 430
-_FSCONFIG: Final = 431
-_FSMOUNT: Final = 432
-_MOVE_MOUNT: Final = 429
-_CLOEXEC: Final = 1  # of fsopen and fsmount
-_SET_FLAG: Final = 0  # commands of fsconfig
-_SET_STRING: Final = 1
-_CREATE: Final = 6
-_EMPTY_PATHS: Final = 0x44  # of move_mount: the descriptors themselves are the source and the target
-# FLAGS in the form that fsmount takes: attributes of one mount. Relative access times are the default.
-_ATTRIBUTES: Final = {"ro": 1, "noexec": 8, "nodiratime": 0x80, "nosymfollow": 0x200000}
-_ATTRIBUTE_NOSUID: Final = 2
-_ATTRIBUTE_NODEV: Final = 4
-_ATTRIBUTE_NOATIME: Final = 0x10
-_ATTRIBUTE_STRICTATIME: Final = 0x20
-# FLAGS of the file system, which fsconfig takes by name.
-_FILE_SYSTEM_FLAGS: Final = ("ro", "sync", "dirsync", "lazytime")
 _MNT_FORCE: Final = 1
 _MNT_DETACH: Final = 2
 _UMOUNT_NOFOLLOW: Final = 8
@@ -64,7 +45,6 @@ _FUSERMOUNT_TIMEOUT: Final = 30.0
 _DESCRIPTOR_BYTES: Final = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
 
 
 class MountEntry(NamedTuple):
@@ -167,19 +147,6 @@ def filesystem_type(device: int) -> str | None:
     return next((entry.fstype for entry in listed() if entry.device == number), None)
 
 
-class Changes:
-    """Waits for changes of the mounts in this process's namespace. For one thread."""
-
-    def __init__(self) -> None:
-        self._file = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - as long as this object
-        self._poll = select.poll()
-        self._poll.register(self._file, select.POLLPRI)
-
-    def wait(self) -> None:
-        """Returns after the next change since the last call, or since this object was created."""
-        self._poll.poll()
-
-
 def _open_device() -> int:
     try:
         return os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
@@ -190,26 +157,13 @@ def _open_device() -> int:
         raise OSError(error.errno, f"{FUSE_DEVICE}: {error.strerror}") from None
 
 
-def _bits(flags: Collection[str]) -> ctypes.c_ulong:
-    return ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(flags)))
-
-
-def _call(number: int, *arguments: int | bytes | None) -> int:
-    """Makes a system call. OSError if it fails."""
-    result: int = _libc.syscall(
-        ctypes.c_long(number), *(ctypes.c_long(x) if isinstance(x, int) else x for x in arguments)
-    )
-    if result < 0:
+def _mount_on(directory: int, source: str, flags: int, names: Collection[str], options: str = "") -> None:
+    """Calls mount(2) for a descriptor, with more flags by their ``names``. OSError if it fails."""
+    bits = ctypes.c_ulong(flags | _MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(names)))
+    target = f"/proc/self/fd/{directory}".encode()
+    if _libc.mount(os.fsencode(source), target, FILESYSTEM_TYPE.encode(), bits, options.encode()) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return result
-
-
-def _attributes(flags: Collection[str]) -> int:
-    bits = _ATTRIBUTE_NOSUID | _ATTRIBUTE_NODEV | sum(bit for name, bit in _ATTRIBUTES.items() if name in flags)
-    if "strictatime" in flags:  # as in mount(2), the strictest of several ways to keep access times counts
-        return bits | _ATTRIBUTE_STRICTATIME
-    return bits | (_ATTRIBUTE_NOATIME if "noatime" in flags else 0)
 
 
 def _number_of(fd: int) -> int:
@@ -233,44 +187,41 @@ def _open_directory(path: str) -> int:
 
 def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> tuple[int, MountEntry]:
     """Attaches a new mount to the directory by descriptor; undoes that if the mount is not at its place afterwards."""
-    fuse = _open_device()
-    with ExitStack() as held:
-        opened = held.enter_context(ExitStack())
+    options = "rootmode=40000,default_permissions" + (",allow_other" if allow_other else "")
+    with ExitStack() as opened:
+        fuse = _open_device()
         opened.callback(os.close, fuse)
+        before = {one.number for one in listed()}
         try:
             directory = _open_directory(mountpoint)
-            held.callback(os.close, directory)
-            context = _call(_FSOPEN, b"fuse", _CLOEXEC)
-            held.callback(os.close, context)
-            for name, value in (
-                ("source", source),
-                ("subtype", "gpufs"),
-                ("fd", str(fuse)),
-                ("rootmode", "40000"),
-                ("user_id", str(os.geteuid())),
-                ("group_id", str(os.getegid())),
-            ):
-                _call(_FSCONFIG, context, _SET_STRING, name.encode(), os.fsencode(value), 0)
-            named = [name for name in _FILE_SYSTEM_FLAGS if name in flags]
-            for name in ("default_permissions", *(["allow_other"] if allow_other else []), *named):
-                _call(_FSCONFIG, context, _SET_FLAG, name.encode(), None, 0)
-            _call(_FSCONFIG, context, _CREATE, None, None, 0)
-            mount = _call(_FSMOUNT, context, _CLOEXEC, _attributes(flags))
-            held.callback(os.close, mount)
-            _call(_MOVE_MOUNT, mount, b"", directory, b"", _EMPTY_PATHS)
+            try:
+                ids = f"user_id={os.geteuid()},group_id={os.getegid()}"
+                _mount_on(directory, source, 0, flags, f"fd={fuse},{ids},{options}")
+            finally:
+                os.close(directory)
         except OSError as failure:
             raise OSError(failure.errno, f"{mountpoint}: mount failed: {failure.strerror}") from None
         try:
-            number = _number_of(mount)
-            entry = next((one for one in listed() if one.number == number), None)
-            if entry is None or entry.mountpoint != mountpoint:
-                where = "nowhere" if entry is None else entry.mountpoint
-                raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved (to {where})")
+            entry = entry_of(mountpoint)
+            if entry is None or entry.number in before:
+                raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved")
         except BaseException:
-            _libc.umount2(f"/proc/self/fd/{mount}".encode(), _MNT_DETACH)
+            opened.close()  # which kills the mount
+            _remove_dead(mountpoint, before)
             raise
         opened.pop_all()
         return fuse, entry
+
+
+def _remove_dead(mountpoint: str, before: Collection[int]) -> None:
+    """Removes dead mounts of gpufs that are newer than those ``before``."""
+    try:
+        for entry in mounts():
+            if entry.number not in before:
+                unmount_dead(entry)
+    except OSError:  # mountinfo cannot be read
+        with suppress(OSError):
+            unmount(mountpoint, lazy=True)
 
 
 def _fusermount(purpose: str) -> str:
@@ -365,10 +316,10 @@ def _opened(entry: MountEntry) -> Iterator[int]:
 def remount(entry: MountEntry, flags: Collection[str]) -> None:
     """Replaces a mount's FLAGS; those not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
     with _opened(entry) as fd:
-        bits = ctypes.c_ulong(_bits(flags).value | _MS_REMOUNT)
-        if _libc.mount(None, f"/proc/self/fd/{fd}".encode(), None, bits, None) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"{entry.mountpoint}: remount failed: {os.strerror(code)}")
+        try:
+            _mount_on(fd, entry.source, _MS_REMOUNT, flags)
+        except OSError as failure:
+            raise OSError(failure.errno, f"{entry.mountpoint}: remount failed: {failure.strerror}") from None
 
 
 def abort(entry: MountEntry) -> None:

@@ -180,18 +180,18 @@ def mount(
     given: dict[str, Any] = {"driver": driver, "devices": devices, "memory": memory, "allow_other": allow_other}
     given["backing"] = None if backing is None else [f"{name}={os.fspath(place)}" for name, place in backing.items()]
     for name in knobs:
-        if name not in config.BY_NAME or "mount" not in config.BY_NAME[name].commands or name == "foreground":
+        if name not in config.BY_NAME or name == "foreground":
             raise TypeError(f"mount() has no knob {name!r}{config.suggestion(name, config.BY_NAME)}")
     arguments = {name: _text(config.BY_NAME[name], value) for name, value in (given | knobs).items()}
     file = None if config_file is None else os.fspath(config_file)
-    chosen = config.load(arguments, config_file=file, command="mount", said_by=lambda knob: f"{knob.name}=")
+    chosen = config.load(arguments, config_file=file, said_by=lambda knob: f"{knob.name}=")
     config.check_host(chosen.values)
     mountpoint = mounting.absolute(os.fspath(path))
     launching.check_mountpoint(os.fspath(path), mountpoint)
     values = {**chosen.values, "foreground": False}
     request = MountRequest(mountpoint, "gpufs", values, owner=os.getpid())
     process, answer = launching.launch(request, chosen["mount_timeout"])
-    made = OwnedMount(process, answer, config.BY_NAME["umount_timeout"].default)
+    made = OwnedMount(process, answer, config.UMOUNT_TIMEOUT.default)
     try:
         for note in (*config.unknown_variables(), *answer["notes"]):
             warnings.warn(note, stacklevel=2)

@@ -117,7 +117,7 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
 def _knobs() -> Iterator[tuple[str, str]]:
     """The options of a mount that are knobs."""
     for knob in config.KNOBS:
-        if "mount" in knob.commands and not knob.hidden and knob.name != "foreground":
+        if not knob.hidden and knob.name != "foreground":
             value = "" if knob.kind is kinds.BOOLEAN else f"={knob.kind.metavar}"
             yield f"{knob.name}{value}", f"{knob.text} [default: {knob.describe_default()}]"
 

@@ -100,7 +100,7 @@ def test_a_hanging_mount_does_not_block_commands(mountpoint: Path) -> None:
         assert (status["state"], status["pid"]) == ("no answer", pid)
         done = gpufs("status", mountpoint, "--status-timeout", "500ms", check=False)
         assert done.returncode == 1
-        assert "timed out" in done.stderr.lower()
+        assert "no answer within 0.5 seconds" in done.stderr
         gpufs("umount", "--force", mountpoint)
     finally:
         if not has_ended(pid):

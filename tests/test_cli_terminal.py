@@ -20,7 +20,7 @@ def _read_until(master: int, wanted: bytes) -> None:
         said += os.read(master, 1 << 16)
 
 
-@pytest.mark.parametrize(("sent", "code"), [("q", 0), ("SIGTERM", -signal.SIGTERM)])
+@pytest.mark.parametrize(("sent", "code"), [("q", 0), ("SIGTERM", 128 + signal.SIGTERM)])
 def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, sent: str, code: int) -> None:
     """Also after the terminal's size has changed."""
     master, terminal = os.openpty()

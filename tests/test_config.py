@@ -1,13 +1,14 @@
 """The knob table: what is read from where, what is refused and with which words, and the page made of it."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from support.processes import run
 
 from gpufs import config
 from gpufs.config import memory
-from gpufs.config.__main__ import page
 
 ROOT = Path(__file__).resolve().parents[1]
 NOWHERE = Path("/nonexistent/gpufs.toml")
@@ -26,7 +27,7 @@ def load(
 
 def test_the_page_of_knobs_is_up_to_date() -> None:
     """`make docs` generates the page."""
-    assert (ROOT / "docs/knobs.md").read_text() == page()
+    assert (ROOT / "docs/knobs.md").read_text() == run(sys.executable, ROOT / "scripts/generate_knobs.py").stdout
 
 
 @pytest.mark.parametrize("knob", config.KNOBS, ids=lambda knob: knob.name)
@@ -35,10 +36,7 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
     text = {
         "io_chunk_bytes": "1M",
         "io_pinned_bytes": "64M",
-        "io_slots": "4",
         "io_fastpath": "off",
-        "io_fallback": "off",
-        "io_direct": "on",
         "slab_file_bytes": "1M",
         "lock_policy": "mandatory",
         "hip_memory": "plain",
@@ -129,16 +127,13 @@ def test_lists_in_files_are_read(tmp_path: Path) -> None:
     [
         ({"io_chunk_bytes": "64M", "io_pinned_bytes": "1M"}, ["io_pinned_bytes: 1M", "io_chunk_bytes: 64M"]),
         ({"io_pinned_bytes": "1M"}, ["io_pinned_bytes: 1M (--io-pinned-bytes)", "io_chunk_bytes: 4M (default)"]),
-        ({"io_fastpath": "off", "io_fallback": "off"}, ["io_fastpath (--io-fastpath)", "io_fallback", "both off"]),
     ],
 )
 def test_values_that_exclude_each_other_are_named(values: dict[str, str | bool | None], words: list[str]) -> None:
-    for command in ("mount", None):
-        with pytest.raises(config.ConfigError) as error:
-            config.load(values, {}, system_file=NOWHERE, command=command)
-        for word in words:
-            assert word in str(error.value)
-    config.load(values, {}, system_file=NOWHERE, command="umount")
+    with pytest.raises(config.ConfigError) as error:
+        config.load(values, {}, system_file=NOWHERE)
+    for word in words:
+        assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,6 @@ def test_values_that_exclude_each_other_are_named(values: dict[str, str | bool |
         ("mount_timeout", "0"),
         ("mount_timeout", "nan"),
         ("io_chunk_bytes", "3M"),
-        ("io_slots", "0"),
     ],
 )
 def test_a_bad_value_is_reported_with_its_knob_and_origin(name: str, text: str, tmp_path: Path) -> None:
@@ -235,15 +229,6 @@ def test_the_default_memory_fits_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "memory_of_machine", lambda: memory.Memory(8 * GIB, 3 << 20))
     with pytest.raises(config.ConfigError, match="too little for 2 devices"):
         config.host_memory(None, 2)
-
-
-def test_a_command_ignores_knobs_of_other_commands() -> None:
-    """A wrong size of memory must not keep a mount from being unmounted."""
-    environment = {"GPUFS_MEMORY": "lots", "GPUFS_UMOUNT_TIMEOUT": "3"}
-    chosen = config.load({}, environment, system_file=NOWHERE, command="umount")
-    assert (chosen["umount_timeout"], chosen["memory"]) == (3.0, None)
-    with pytest.raises(config.ConfigError, match="memory: 'lots'"):
-        config.load({}, environment, system_file=NOWHERE, command="mount")
 
 
 def test_a_pipe_in_place_of_the_users_file_is_refused(tmp_path: Path) -> None:

@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from libcuda import GIB
 
-
-class Rows(Protocol):
-    """What these rows need of the benchmark."""
-
-    def wants(self, *rows: str) -> bool: ...
-    def section(self, title: str) -> None: ...
-    def skip(self, line: str) -> None: ...
-    def measure(self, group: str, name: str, size: int, work: Callable[[], object], *, yardstick: str = "") -> Any: ...
+if TYPE_CHECKING:
+    from run import Bench
 
 
-def measure_attach(bench: Rows, directory: Path, sizes: tuple[int, ...] = (4 * GIB, 64 * GIB)) -> None:
+def measure_attach(bench: Bench, directory: Path, sizes: tuple[int, ...] = (4 * GIB, 64 * GIB)) -> None:
     """``gpufs.attach`` of files whose memory exists; directory: a device's on the mount."""
     import gpufs
 
@@ -43,7 +37,7 @@ def measure_attach(bench: Rows, directory: Path, sizes: tuple[int, ...] = (4 * G
         file.unlink()
 
 
-def measure_tensors(bench: Rows, model: Path, directory: Path, load: Callable[[Path, Path], object]) -> None:
+def measure_tensors(bench: Bench, model: Path, directory: Path, load: Callable[[Path, Path], object]) -> None:
     """Tensors of a safetensors file: in place from the mount, and by safetensors from the page cache.
 
     ``load(model, file)`` copies the file of the host to the mount.

@@ -6,31 +6,16 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from run import Bench
 
 COPY = "peers: torch, one GPU to another"
 
 
-class Rows(Protocol):
-    """What these rows need of the benchmark."""
-
-    def wants(self, *rows: str) -> bool: ...
-    def section(self, title: str) -> None: ...
-    def skip(self, line: str) -> None: ...
-    def measure(
-        self,
-        group: str,
-        name: str,
-        size: int,
-        work: Callable[[], object],
-        *,
-        prepare: Callable[[], object] | None = None,
-        yardstick: str = "",
-    ) -> Any: ...
-
-
 def measure_peers(
-    bench: Rows, path: Path, mount: Path, size: int, command: Callable[..., object], gpufs: list[str]
+    bench: Bench, path: Path, mount: Path, size: int, command: Callable[..., object], gpufs: list[str]
 ) -> None:
     """Copies of ``size`` bytes, the size of the host's file ``path``. ``command`` runs one, ``gpufs`` starts ours."""
     devices = sorted(mount.glob("gpu[0-9]*"), key=lambda device: int(device.name[3:]))
@@ -81,7 +66,7 @@ def measure_peers(
         clear()
 
 
-def measure_torch(bench: Rows, size: int) -> None:
+def measure_torch(bench: Bench, size: int) -> None:
     """torch's copy from one GPU to another: the yardstick."""
     try:
         import torch

@@ -223,16 +223,9 @@ class Mounted:
     def __init__(self, path: Path, backing: dict[str, Path]) -> None:
         self.path = path
         self.device = path / "gpu0"
-        words: list[str | Path] = []
-        self.has_backing = "--backing" in command(*GPUFS, "mount", "--help")
-        if self.has_backing:
-            for name, folder in backing.items():
-                words += ["--backing", f"{name}={folder}"]
+        words = [f"--backing={name}={folder}" for name, folder in backing.items()]
         path.mkdir(parents=True, exist_ok=True)
         command(*GPUFS, "mount", path, "--driver", "cuda", *words, timeout=120)
-
-    def backing(self, name: str) -> Path:
-        return self.path / "backing" / name
 
     def status(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
@@ -253,8 +246,6 @@ def mounted(bench: Bench, path: Path, backing: dict[str, Path]) -> Iterator[Moun
         bench.skip(f"everything through a mount: {describe(error)}")
         yield None
         return
-    if not mount.has_backing:
-        bench.skip("cp from and to backing/: this gpufs mount has no --backing")
     try:
         yield mount
     finally:
@@ -428,12 +419,11 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
 
     work: Callable[[], object]
     words: list[str | Path]
+    inside = mount.path / "backing/data" / path.name
     loads: list[tuple[str, Callable[[Path], object]]] = [
+        ("cp from backing/", lambda to: command("cp", inside, to)),
         ("gpufs cp", lambda to: command(*GPUFS, "cp", path, to)),
     ]
-    if mount.has_backing:
-        inside = mount.backing("data") / path.name
-        loads.insert(0, ("cp from backing/", lambda to: command("cp", inside, to)))
 
     bench.section("Through the mount: loads")
     file = device / "loaded"
@@ -476,10 +466,9 @@ def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: 
     bench.section("Through the mount: stores to tmpfs")
     target = tmpfs / "stored"
     stores: list[tuple[str, Path, Callable[[Path], object]]] = [
+        ("cp to backing/", mount.path / "backing/shm" / target.name, lambda to: command("cp", file, to)),
         ("gpufs cp, store", target, lambda to: command(*GPUFS, "cp", file, to)),
     ]
-    if mount.has_backing:
-        stores.insert(0, ("cp to backing/", mount.backing("shm") / target.name, lambda to: command("cp", file, to)))
     for name, to, store in stores:
         work = functools.partial(store, to)
         row = bench.measure("store tmpfs", name, size, work, prepare=remove(to), yardstick="tmpfs write")

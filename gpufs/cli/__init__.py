@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __all__ = ["main", "run"]
 
@@ -33,53 +33,31 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape")  # file names are bytes
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return _guarded(lambda: _run_program(words))
-
-
-def _run_program(words: list[str]) -> Any:
-    """Runs the command with click."""
     import click
 
-    from gpufs.cli._errors import complain
-    from gpufs.cli._main import program, rewrite_for_mount
+    from gpufs.cli._errors import Failure, complain
+    from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
 
     try:
-        return program.main(rewrite_for_mount(words), prog_name="gpufs", standalone_mode=False)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # from here on Ctrl-C is reported
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = program.main(rewrite_for_mount(words), prog_name="gpufs", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return 2
     except click.UsageError as error:
         # click does not name the command if an option lacks its value.
-        named = f"gpufs {words[0]}" if words and words[0] in program.list_commands(click.Context(program)) else "gpufs"
+        named = f"gpufs {words[0]}" if words and words[0] in COMMANDS else "gpufs"
         command = error.ctx.command_path if error.ctx else named
         complain(f"{_one_line(error.format_message())} (see {command} --help)")
         return 2
-    except click.Abort:
-        raise KeyboardInterrupt from None
-    except Exception as error:
-        from gpufs.config import ConfigError  # imported late: `gpufs cp` does not need it
-
-        if not isinstance(error, ConfigError):
-            raise
-        complain(str(error))
-        return 2
-
-
-def _guarded(work: Callable[[], Any]) -> int:
-    """Runs a command; every exception becomes one line on standard error and an exit code."""
-    from gpufs.cli._errors import Failure, complain
-
-    try:
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # from here on Ctrl-C is reported
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = work()
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
     except Failure as error:
         _discard_output()
         complain(str(error))
         return error.code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         complain("interrupted")
         return 130
     except BrokenPipeError:
@@ -95,6 +73,11 @@ def _guarded(work: Callable[[], Any]) -> int:
         _log_exception()
         return 1
     except Exception as error:  # noqa: BLE001 - users see one line, not a traceback
+        from gpufs.config import ConfigError  # imported late: `gpufs cp` does not need it
+
+        if isinstance(error, ConfigError):
+            complain(str(error))
+            return 2
         text = _one_line(f"{type(error).__name__}: {error}")
         complain(f"internal error: {text} (GPUFS_LOG_LEVEL=debug shows more)")
         _log_exception()

@@ -1,30 +1,15 @@
 """What happens on mounts now: two readings of a mount make rates."""
 
 import functools
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from errno import ENOENT, EPROTO
+from errno import ENOENT
 from typing import Any, Final
 
 from gpufs import mounting
-from gpufs.cli import _counters, _mounts
-from gpufs.cli._leases import LEASE
-from gpufs.cli._untrusted import SIZE, TIME, items, maybe, parse, record, text
+from gpufs.cli import _answers, _counters
 
-_FILE: Final = ".gpufs/activity"
-_SEPARATOR: Final = b"\0"  # is in no JSON text
-_DEVICE: Final = record(
-    name=text, description=text, total_bytes=SIZE, held_bytes=SIZE, free_bytes=SIZE, files=SIZE, health=text
-)
-_BUSY: Final = record(
-    path=maybe(text), inode=SIZE, uid=SIZE, size=SIZE, held_bytes=SIZE, bytes_read=SIZE, bytes_written=SIZE
-)
-_COPY: Final = record(
-    source=text, destination=text, pid=SIZE, uid=SIZE, program=text, total=SIZE, moved=SIZE, since=TIME
-)
-_USED: Final = record(devices=items(_DEVICE), files=items(_BUSY), copies=items(_COPY), leases=items(LEASE))
 # A whole copy, whose pieces other backends count.
 _WHOLE: Final = "transfer"
 
@@ -35,55 +20,45 @@ Key = tuple[Any, ...]
 class Reading:
     """What a mount has said, or why it has not.
 
-    ``at``: seconds of the monotonic clock. ``moved``: bytes so far by what moved them, in both directions.
+    ``at``: seconds of the monotonic clock. ``said``: what `.gpufs/activity` says. ``moved``: bytes so far by what moved
+    them, in both directions.
     """
 
     mountpoint: str
-    at: float
-    error: OSError | None = None
-    devices: list[dict[str, Any]] = field(default_factory=list)
-    files: list[dict[str, Any]] = field(default_factory=list)
-    copies: list[dict[str, Any]] = field(default_factory=list)
-    leases: list[dict[str, Any]] = field(default_factory=list)
+    said: dict[str, Any] = field(default_factory=lambda: {"devices": [], "files": [], "copies": [], "leases": []})
     moved: dict[Key, int] = field(default_factory=dict)
+    error: OSError | None = None
+    at: float = field(default_factory=time.monotonic)
 
 
-def collect(entries: Sequence[mounting.MountEntry], timeout: float) -> list[Reading]:
-    """A reading of each mount, at most ``timeout`` seconds later."""
-    answers = _mounts.ask([functools.partial(_content, entry) for entry in entries], timeout)
+def collect(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float) -> list[Reading]:
+    """A reading of each mount, at most ``timeout`` seconds later. ``show`` draws one."""
+    questions = [functools.partial(_question, entry) for entry in entries]
+    answers = _answers.ask(questions, lambda answer: show(_reading("", answer)), timeout)
     return [_reading(entry.mountpoint, answer) for entry, answer in zip(entries, answers, strict=True)]
 
 
-def _content(entry: mounting.MountEntry) -> bytes:
-    return _SEPARATOR.join([_counters.content(entry), _mounts.content_of(os.path.join(entry.mountpoint, _FILE))])
-
-
-def _reading(mountpoint: str, answer: bytes | OSError) -> Reading:
-    reading = Reading(mountpoint, time.monotonic())
-    if isinstance(answer, OSError):
-        reading.error = answer
-        if answer.errno == ENOENT:
-            reading.error = OSError(ENOENT, f"has no {_FILE}: another version of gpufs serves it")
-        return reading
-    counters, _, activity = answer.partition(_SEPARATOR)
+def _question(entry: mounting.MountEntry) -> dict[str, Any]:
     try:
-        counted, said = _counters.checked(counters), parse(activity, _USED)
-    except ValueError as error:
-        reading.error = OSError(EPROTO, f"{_FILE} is not understood: {error}")
-        return reading
-    reading.devices, reading.files, reading.copies = said["devices"], said["files"], said["copies"]
-    reading.leases = said["leases"]
-    for device in counted["devices"]:
+        activity = _answers.control_file(entry, "activity")
+    except FileNotFoundError:
+        raise OSError(ENOENT, "has no .gpufs/activity: another version of gpufs serves it") from None
+    return {"activity": activity, "devices": _counters.of_mount(entry)["devices"]}
+
+
+def _reading(mountpoint: str, answer: Any) -> Reading:
+    if isinstance(answer, OSError):
+        return Reading(mountpoint, error=answer)
+    reading = Reading(mountpoint, answer["activity"])
+    for device in answer["devices"]:
         for flow in ("in", "out"):
             reading.moved[device["name"], flow] = sum(
-                flows[flow]["bytes"]
-                for backend, flows in device["backends"].items()
-                if backend != _WHOLE and flow in flows
+                flows[flow]["bytes"] for backend, flows in device["backends"].items() if backend != _WHOLE
             )
-    for one in reading.files:
+    for one in reading.said["files"]:
         reading.moved[file_key(one, "in")] = one["bytes_written"]
         reading.moved[file_key(one, "out")] = one["bytes_read"]
-    for one in reading.copies:
+    for one in reading.said["copies"]:
         reading.moved[copy_key(one)] = one["moved"]
     return reading
 

@@ -1,4 +1,4 @@
-"""The bytes of a file that is looked into: mapped where its memory is the host's, otherwise read in blocks."""
+"""The bytes of a file that is looked into, read in blocks."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from errno import EBADF, EINVAL, EIO, EISDIR, ENOSPC
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from gpufs import client
 from gpufs.cli._errors import Failure
-from gpufs.cli._status import collect
 from gpufs.client._ends import Entry, open_path, path_of
 from gpufs.client._find import mounts_by_device
 from gpufs.client._outcome import text_of
 from gpufs.client._room import place_of
 from gpufs.formats import FormatError
 from gpufs.formats.layout import Layout, TensorPlace, read_layout
-from gpufs.mounting import MountEntry
 
-_BLOCK_BYTES: Final = 8 << 20
-# Smaller files are read: attaching them would move them to memory of their own.
-_LEAST_MAPPED_BYTES: Final = 16 << 20
-_STATUS_SECONDS: Final = 5.0
 _THREADS: Final = 4
 
 Key = TypeVar("Key")
@@ -56,22 +49,10 @@ class Contents:
         finally:
             os.close(named)
         status = os.fstat(self._fd)
-        mounts = mounts_by_device().get(status.st_dev, [])
         self.path = path
         self.size = status.st_size
         self.held_bytes = status.st_blocks * 512
-        self.place = place_of(self._fd, mounts)
-        self._array: client.DeviceArray | None = None
-        self._mapped: memoryview | None = None
-        if mounts and self.size >= _LEAST_MAPPED_BYTES and self._in_host_memory(mounts[0]):
-            with suppress(OSError):  # holes, registered files, files below backing/: these are read
-                array = client.attach(path_of(self._fd))
-                if array.nbytes >= self.size:  # and stays so while it is attached
-                    self._array, self._mapped = array, array.memoryview()
-
-    def _in_host_memory(self, mount: MountEntry) -> bool:
-        """Whether the memory can be mapped here, and without a private copy of it."""
-        return os.access(path_of(self._fd), os.W_OK) and collect([mount], _STATUS_SECONDS)[0]["driver"] == "host"
+        self.place = place_of(self._fd, mounts_by_device().get(status.st_dev, []))
 
     def __enter__(self) -> Self:
         return self
@@ -79,9 +60,6 @@ class Contents:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._mapped = None
-        if self._array is not None:
-            self._array.close()
         os.close(self._fd)
 
     def layout(self) -> Layout | None:
@@ -90,8 +68,6 @@ class Contents:
 
     def read(self, offset: int, count: int) -> memoryview:
         """Bytes of the file. OSError EIO if it has become shorter."""
-        if self._mapped is not None:
-            return self._mapped[offset : offset + count]
         block = memoryview(bytearray(count))
         done = 0
         while done < count:
@@ -101,26 +77,13 @@ class Contents:
             done += step
         return block
 
-    def blocks(self) -> Iterator[memoryview]:
-        """All bytes in order. The next block is read while the caller uses one."""
-        starts = range(0, self.size, _BLOCK_BYTES)
-        with ThreadPoolExecutor(1) as reader:
-            ahead = [reader.submit(self.read, 0, min(_BLOCK_BYTES, self.size))] if starts else []
-            for start in starts:
-                block = ahead.pop().result()
-                following = start + _BLOCK_BYTES
-                if following < self.size:
-                    ahead.append(reader.submit(self.read, following, min(_BLOCK_BYTES, self.size - following)))
-                yield block
-
     def sha256(self) -> str:
         """The SHA-256 of the file, in hexadecimal."""
         import hashlib
 
-        checksum = hashlib.sha256()
-        for block in self.blocks():
-            checksum.update(block)
-        return checksum.hexdigest()
+        with os.fdopen(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def each_block(

@@ -110,6 +110,18 @@ def _is_mount_root(path: str) -> bool:
     return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
 
 
+def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult | CopyError]]:
+    """A copy whose outcome is a list, as that of a copy to several destinations."""
+
+    def work(**options: Any) -> list[CopyResult | CopyError]:
+        try:
+            return [copy(**options)]
+        except CopyError as error:
+            return [error]
+
+    return work
+
+
 class _Run:
     """One run of the command."""
 
@@ -188,7 +200,7 @@ class _Run:
             self._lines = sys.stderr
             copy = partial(self._copier.copy_to_stream, Entry.of(source), 1)
         with self._running():
-            self._copy_one(source, destination, copy)
+            self._copy(source, [destination], _outcomes(copy))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -271,45 +283,33 @@ class _Run:
             try:
                 if self._cancel.cancelled:
                     continue
+                ends = [item.destination for item in items]
                 if len(items) == 1:
-                    copy = partial(self._copier.copy_entry, source, items[0].destination)
-                    self._copy_one(source.path, items[0].destination.path, copy)
+                    copy = _outcomes(partial(self._copier.copy_entry, source, ends[0]))
                 else:
-                    self._copy_to_each(source, [item.destination for item in items])
+                    copy = partial(self._copier.copy_to_each, source, ends)
+                self._copy(source.path, [end.path for end in ends], copy)
             finally:
                 for item in items:
                     self._walk.release(item.folder)
 
-    def _copy_one(self, source: str, destination: str, copy: Callable[..., CopyResult]) -> None:
+    def _copy(self, source: str, destinations: list[str], copy: Callable[..., list[CopyResult | CopyError]]) -> None:
         done = 0
         try:
-            result = copy(progress=self._reporter(source), cancel=self._cancel)
-            done = result.bytes
-            self._copied(result)
-        except CopyError as error:
-            done = error.bytes_done
-            self._failed(source, destination, error)
-        except Exception as error:  # noqa: BLE001 - the other files are still copied
-            self._error(source, destination, errno.EIO, f"{type(error).__name__}: {error}")
-        self._ended(source, done)
-
-    def _copy_to_each(self, source: Entry, destinations: list[Entry]) -> None:
-        done = 0
-        try:
-            outcomes = self._copier.copy_to_each(
-                source, destinations, progress=self._reporter(source.path), cancel=self._cancel
-            )
+            outcomes = copy(progress=self._reporter(source), cancel=self._cancel)
             for destination, outcome in zip(destinations, outcomes, strict=True):
                 if isinstance(outcome, CopyError):
                     done += outcome.bytes_done
-                    self._failed(source.path, destination.path, outcome)
+                    self._failed(source, destination, outcome)
                 else:
                     done += outcome.bytes
                     self._copied(outcome)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
-            names = ", ".join(destination.path for destination in destinations)
-            self._error(source.path, names, errno.EIO, f"{type(error).__name__}: {error}")
-        self._ended(source.path, done)
+            self._error(source, ", ".join(destinations), errno.EIO, f"{type(error).__name__}: {error}")
+        with self._lock:
+            self._current = source
+            self._moved.pop(source, None)
+            self._done += done
 
     def _reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
         """Takes the progress of a copy for the progress line."""
@@ -327,12 +327,6 @@ class _Run:
                 self._refresh()  # no other thread does
 
         return report
-
-    def _ended(self, source: str, done: int) -> None:
-        with self._lock:
-            self._current = source
-            self._moved.pop(source, None)
-            self._done += done
 
     def _copied(self, result: CopyResult) -> None:
         self.results.append(result)

@@ -13,6 +13,8 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from gpufs.cli._errors import Failure
@@ -27,27 +29,18 @@ _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 Report: TypeAlias = Callable[[str, str | None, int, str], None]
 
 
+@dataclass(eq=False)
 class Folder:
     """A directory of a source and its copy, both open. ``status``: attributes of the source."""
 
-    def __init__(
-        self,
-        source: Entry,
-        destination: Entry,
-        source_fd: int,
-        destination_fd: int,
-        status: os.stat_result,
-        created: bool,
-        parent: Folder | None,
-    ) -> None:
-        self.source = source
-        self.destination = destination
-        self.source_fd = source_fd
-        self.destination_fd = destination_fd  # O_PATH
-        self.status = status
-        self.created = created
-        self.parent = parent
-        self.users = 1  # pending copies, and the walk
+    source: Entry
+    destination: Entry
+    source_fd: int
+    destination_fd: int  # O_PATH
+    status: os.stat_result
+    created: bool
+    parent: Folder | None
+    users: int = 1  # pending copies, and the walk
 
 
 class Item(NamedTuple):
@@ -95,53 +88,43 @@ def targets(
         os.close(opened)
 
 
+@dataclass(eq=False)
 class Walk:
     """One walk over the sources. Calls ``found`` with each file to copy, which may wait.
 
     Thread-safe: release() only.
     """
 
-    def __init__(
-        self,
-        cancel: Cancellation,
-        *,
-        recursive: bool,
-        preserve: bool,
-        keep_existing: bool,
-        found: Callable[[Item], None],
-        warn: Callable[[str], None],
-        report: Report,
-    ) -> None:
-        self._cancel = cancel
-        self._recursive = recursive
-        self._preserve = preserve
-        self._keep_existing = keep_existing
-        self._found = found
-        self._warn = warn
-        self._report = report
-        self._made: dict[str, str] = {}  # destination: its source
-        self._lock = threading.Lock()  # guards the users of all folders
-        self.skipped = 0  # existing files, with --no-clobber
+    cancel: Cancellation
+    recursive: bool
+    preserve: bool
+    keep_existing: bool
+    found: Callable[[Item], None]
+    warn: Callable[[str], None]
+    report: Report
+    skipped: int = 0  # existing files, with --no-clobber
+    _made: dict[str, str] = field(default_factory=dict)  # destination: its source
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the users of all folders
 
     def find(self, name: str, destination: Entry) -> None:
         """Walks one source and everything below it."""
-        if self._cancel.cancelled:
+        if self.cancel.cancelled:
             return
-        source = Entry.of(name, follow=not self._recursive)
+        source = Entry.of(name, follow=not self.recursive)
         try:
             status = source.status()
         except OSError as error:
             self._fail(name, None, error)
             return
         copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks these
-        if stat.S_ISDIR(status.st_mode) and not self._recursive:
-            self._report(name, None, errno.EISDIR, "is a directory (-r copies it, -t copies into it)")
+        if stat.S_ISDIR(status.st_mode) and not self.recursive:
+            self.report(name, None, errno.EISDIR, "is a directory (-r copies it, -t copies into it)")
         elif not copied and not _on_a_mount(status.st_dev, destination):
-            self._report(name, destination.path, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
+            self.report(name, destination.path, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
         elif not stat.S_ISDIR(status.st_mode):
             self._find_file(source, destination, status, None)
         elif _is_inside(destination.path, name):
-            self._report(name, destination.path, errno.EINVAL, "a directory cannot be copied into itself")
+            self.report(name, destination.path, errno.EINVAL, "a directory cannot be copied into itself")
         else:
             self._find_in_directory(source, destination)
 
@@ -153,7 +136,7 @@ class Walk:
                 if folder.users:
                     return
             try:
-                if not self._cancel.cancelled:
+                if not self.cancel.cancelled:
                     self._finish(folder)
             except OSError as error:
                 self._fail(folder.destination.path, None, error)
@@ -163,13 +146,13 @@ class Walk:
 
     def _finish(self, folder: Folder) -> None:
         path, mode = path_of(folder.destination_fd), stat.S_IMODE(folder.status.st_mode)
-        if self._preserve:
+        if self.preserve:
             preserve(path, folder.status)
         elif folder.created and mode & stat.S_IRWXU != stat.S_IRWXU:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
 
     def _fail(self, source: str, destination: str | None, error: OSError) -> None:
-        self._report(source, destination, error.errno or errno.EIO, text_of(error))
+        self.report(source, destination, error.errno or errno.EIO, text_of(error))
 
     def _use(self, folder: Folder | None) -> None:
         if folder is not None:
@@ -181,26 +164,29 @@ class Walk:
         if name in self._made:
             before = self._made[name]
             if os.path.normpath(before) == os.path.normpath(source.path):
-                self._warn(f"{source.path}: is given more than once")
+                self.warn(f"{source.path}: is given more than once")
             else:
                 text = "another source of this command has been copied there"
-                self._report(source.path, destination.path, errno.EEXIST, text)
+                self.report(source.path, destination.path, errno.EEXIST, text)
             return
         self._made[name] = source.path
-        if self._keep_existing and _exists(destination, status):
+        if self.keep_existing and _exists(destination, status):
             self.skipped += 1
             return
         named = folder is None
         if stat.S_ISREG(status.st_mode) or (named and not stat.S_ISLNK(status.st_mode)):
             self._use(folder)
-            self._found(Item(source, destination, status.st_size if stat.S_ISREG(status.st_mode) else 0, folder))
+            self.found(Item(source, destination, status.st_size if stat.S_ISREG(status.st_mode) else 0, folder))
             return
         try:
             with destination.located() as located:
                 if stat.S_ISLNK(status.st_mode):
-                    self._copy_link(source, located, status)
-                else:
-                    self._copy_special(located, status)
+                    target = os.readlink(source.name, dir_fd=source.directory)
+                    create = partial(os.symlink, target, located.name, dir_fd=located.directory)
+                else:  # a FIFO, socket or device node
+                    kind = (status.st_mode & ~0o7000, status.st_rdev)
+                    create = partial(os.mknod, located.name, *kind, dir_fd=located.directory)
+                self._make(located, status, create)
         except OSError as error:
             self._fail(source.path, destination.path, error)
 
@@ -211,7 +197,7 @@ class Walk:
         while pending:
             source, destination, parent = pending.pop()
             try:
-                if self._cancel.cancelled:
+                if self.cancel.cancelled:
                     continue
                 folder = self._open_folder(source, destination, parent, created)
                 self._use(parent)
@@ -231,7 +217,7 @@ class Walk:
         """Finds the files of a directory; returns the directories in it."""
         directories: list[tuple[Entry, Entry, Folder | None]] = []
         for name in sorted(os.listdir(folder.source_fd)):
-            if self._cancel.cancelled:
+            if self.cancel.cancelled:
                 break
             source = folder.source.child(name, folder.source_fd)
             destination = folder.destination.child(name, folder.destination_fd)
@@ -273,7 +259,7 @@ class Walk:
     def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
         """The directory, as an O_PATH descriptor, and whether it was created."""
         # The copy must be able to write there, whatever the final mode is.
-        allowed = stat.S_IRWXU if self._preserve else 0o1777
+        allowed = stat.S_IRWXU if self.preserve else 0o1777
         try:
             os.mkdir(entry.name, mode & allowed | stat.S_IRWXU, dir_fd=entry.directory)
             new = True
@@ -293,19 +279,6 @@ class Walk:
             raise
         return fd, new
 
-    def _copy_link(self, source: Entry, destination: Entry, status: os.stat_result) -> None:
-        target = os.readlink(source.name, dir_fd=source.directory)
-        self._make(destination, status, lambda: os.symlink(target, destination.name, dir_fd=destination.directory))
-
-    def _copy_special(self, destination: Entry, status: os.stat_result) -> None:
-        """Creates a FIFO, socket or device node."""
-        mode = status.st_mode & ~0o7000
-        self._make(
-            destination,
-            status,
-            lambda: os.mknod(destination.name, mode, status.st_rdev, dir_fd=destination.directory),
-        )
-
     def _make(self, destination: Entry, source: os.stat_result, create: Callable[[], None]) -> None:
         """Creates a link or special file. As cp(1), replaces an existing file unless it is the source itself."""
         entry = Entry(destination.path, destination.name, destination.directory, follow=False)
@@ -316,7 +289,7 @@ class Walk:
                 raise OSError(errno.EINVAL, "is the same file as the source") from None
             os.unlink(entry.name, dir_fd=entry.directory)
             create()
-        if not self._preserve:
+        if not self.preserve:
             return
         fd = open_path(entry)
         try:

@@ -1,18 +1,16 @@
 """The checks of `gpufs doctor`. Each asks an Environment, which tests replace by machines of their own."""
 
-import json
 import os
 import resource
 import shutil
 import stat
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gpufs.cli import _mounts
-from gpufs.launching import python_module
+from gpufs import config
+from gpufs.cli import _answers, _mounts
 from gpufs.mounting import MountEntry
 
 OK: Final = "ok"
@@ -28,7 +26,7 @@ _MOVES_FILES: Final = 0x40  # in "capability" of a GPU, as the amdgpu driver sho
 
 # What each reason for a refusal means, and how to avoid it. The names are the engine's.
 REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
-    "disabled": ("a knob switched it off", "see --io-fastpath and --io-fallback"),
+    "disabled": ("a knob switched it off", "see --io-fastpath"),
     "nothing_to_move": ("there is nothing to move", ""),
     "too_small": ("no whole alignment unit lies within the request", "copy more at once"),
     "offset_unaligned": ("the offset in the file is not a multiple of the alignment", "begin at an aligned offset"),
@@ -88,23 +86,14 @@ class Driver:
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
     """Asks the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
-    command = [*python_module("gpufs.cli._doctor_probe"), *what]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", timeout=_PROBE_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {_PROBE_SECONDS:g} seconds"}
-    try:
-        said = json.loads(done.stdout.splitlines()[-1])
-        if isinstance(said, dict):
-            return said
-    except (ValueError, IndexError):
-        pass
-    if done.returncode < 0:
-        return {"error": f"its library crashed with signal {-done.returncode}"}
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return {"error": lines[-1] if lines else "the engine did not answer"}
+
+    def question() -> dict[str, Any]:
+        from gpufs.cli import _doctor_probe
+
+        return _doctor_probe.answer(*what)
+
+    (said,) = _answers.ask([question], str, _PROBE_SECONDS)
+    return {"error": said.strerror} if isinstance(said, OSError) else dict(said)
 
 
 def _raises_rights(program: str) -> bool:
@@ -141,8 +130,7 @@ class Environment:
 
     def number(self, path: str) -> int | None:
         """The number in a file, None if it cannot be read."""
-        text = self.text(path)
-        return int(text) if text is not None and text.isdigit() else None
+        return config.numbers(self.root / path).get("")
 
     def driver(self, name: str) -> Driver:
         """The devices of a driver, and why its fastpath refuses any file."""
@@ -157,10 +145,7 @@ class Environment:
         """Whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
         found = None
         for properties in self.root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
-            lines = (self.text(str(properties.relative_to(self.root))) or "").splitlines()
-            facts = {
-                words[0]: int(words[1]) for line in lines if len(words := line.split()) == 2 and words[1].isdigit()
-            }
+            facts = config.numbers(properties)
             if facts.get("simd_count", 0):  # 0 for a CPU
                 found = bool(found) or bool(facts.get("capability", 0) & _MOVES_FILES)
         return found

@@ -1,11 +1,6 @@
-"""Asks the engine on behalf of `gpufs doctor`: a separate process that prints one JSON object.
+"""Asks the engine on behalf of `gpufs doctor`, in a separate process."""
 
-Usage: python -m gpufs.cli._doctor_probe driver NAME | path PATH
-"""
-
-import json
 import os
-import sys
 from typing import Any
 
 from gpufs import engine
@@ -15,7 +10,7 @@ _HOST_BYTES = 64 << 20
 
 
 def _driver(name: str) -> dict[str, Any]:
-    """{"devices": [names], "refusals": [names]} or {"error": text}."""
+    """{"devices": [names], "refusals": [names]}."""
     host = name == "host"
     with engine.Engine(name, devices=1 if host else 0, memory_bytes=_HOST_BYTES if host else 0) as opened:
         devices = [
@@ -30,7 +25,7 @@ def _driver(name: str) -> dict[str, Any]:
 
 
 def _path(path: str) -> dict[str, Any]:
-    """{"file_system", "offset_align", "memory_align", "refusals"} or {"error": text}."""
+    """{"file_system", "offset_align", "memory_align", "refusals"}."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         with engine.Engine("host", devices=1, memory_bytes=_HOST_BYTES) as opened:
@@ -46,16 +41,6 @@ def _path(path: str) -> dict[str, Any]:
         os.close(fd)
 
 
-def main(arguments: list[str]) -> int:
-    """Prints the answer and returns 0, also for an error."""
-    kind, name = arguments
-    try:
-        answer = _driver(name) if kind == "driver" else _path(name)
-    except OSError as failure:
-        answer = {"error": failure.strerror or str(failure)}
-    print(json.dumps(answer))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def answer(kind: str, name: str) -> dict[str, Any]:
+    """What the engine says of a "driver" by its name, or of a file by its "path". OSError if it fails."""
+    return _driver(name) if kind == "driver" else _path(name)

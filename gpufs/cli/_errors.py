@@ -1,6 +1,5 @@
 """Failures of a command, and their messages."""
 
-import os
 import sys
 
 from gpufs._printable import printable as printable
@@ -12,11 +11,6 @@ class Failure(Exception):
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code
-
-
-def failed(error: int, what: str) -> Failure:
-    """The failure for an errno: "what: its text"."""
-    return Failure(f"{what}: {os.strerror(error)}")
 
 
 def complain(text: str) -> None:

@@ -50,49 +50,56 @@ def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool
         ctx.exit()
 
 
-def knob_options(command: str) -> Callable[[type_of_command], type_of_command]:
-    """Adds the options of all knobs of a command, and --config; each argument is the text given or None."""
+def timeout_option(knob: config.Knob) -> Callable[[type_of_command], type_of_command]:
+    """Adds the option of config.STATUS_TIMEOUT or config.UMOUNT_TIMEOUT; the argument ``timeout`` is in seconds."""
+    return click.option(
+        knob.option,
+        "timeout",
+        metavar=knob.kind.metavar,
+        envvar=knob.variable,
+        default=knob.describe_default(),
+        callback=lambda ctx, parameter, text: knob.parse(text, knob.option),
+        help=f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]",
+    )
 
-    def decorate(function: type_of_command) -> type_of_command:
-        function = click.option(
-            "--config",
-            "config_file",
-            metavar="FILE",
-            shell_complete=complete_files,
-            help=f"Configuration file, instead of ~/.config/gpufs/config.toml and {config.SYSTEM_FILE}.  "
-            f"[env: {config.CONFIG_VARIABLE}]",
-        )(function)
-        for knob in reversed(config.KNOBS):
-            if command not in knob.commands:
-                continue
-            text = f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]"
-            if knob.kind is kinds.BOOLEAN:
-                option = click.option(
-                    f"{knob.option}/--no-{knob.option[2:]}", knob.name, default=None, help=text, hidden=knob.hidden
-                )
-            else:
-                option = click.option(
-                    knob.option,
-                    knob.name,
-                    metavar=knob.kind.metavar,
-                    multiple=knob.kind is kinds.BACKINGS,
-                    shell_complete=_completion(knob.kind),
-                    help=text,
-                    hidden=knob.hidden,
-                )
-            function = option(function)
-        return function
 
-    return decorate
+def knob_options(function: type_of_command) -> type_of_command:
+    """Adds the options of all knobs, and --config; each argument is the text given or None."""
+    function = click.option(
+        "--config",
+        "config_file",
+        metavar="FILE",
+        shell_complete=complete_files,
+        help=f"Configuration file, instead of ~/.config/gpufs/config.toml and {config.SYSTEM_FILE}.  "
+        f"[env: {config.CONFIG_VARIABLE}]",
+    )(function)
+    for knob in reversed(config.KNOBS):
+        text = f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]"
+        if knob.kind is kinds.BOOLEAN:
+            option = click.option(
+                f"{knob.option}/--no-{knob.option[2:]}", knob.name, default=None, help=text, hidden=knob.hidden
+            )
+        else:
+            option = click.option(
+                knob.option,
+                knob.name,
+                metavar=knob.kind.metavar,
+                multiple=knob.kind is kinds.BACKINGS,
+                shell_complete=_completion(knob.kind),
+                help=text,
+                hidden=knob.hidden,
+            )
+        function = option(function)
+    return function
 
 
 def settings(
-    command: str, arguments: Mapping[str, Any], *, said_by: Callable[[config.Knob], str] = lambda knob: knob.option
+    arguments: Mapping[str, Any], *, said_by: Callable[[config.Knob], str] = lambda knob: knob.option
 ) -> config.Settings:
-    """The settings for the arguments of a command that has knob_options; ``said_by`` names one in messages."""
+    """The settings for the arguments of knob_options; ``said_by`` names one in messages."""
     given = {
         name: (kinds.join_backings(value) or None) if isinstance(value, tuple) else value
         for name, value in arguments.items()
         if name in config.BY_NAME
     }
-    return config.load(given, config_file=arguments.get("config_file"), said_by=said_by, command=command)
+    return config.load(given, config_file=arguments.get("config_file"), said_by=said_by)

@@ -1,43 +1,54 @@
 """The leases of mounts, as the mounts report them."""
 
-import os
+import functools
+import time
 from collections.abc import Sequence
-from errno import EPROTO
-from typing import Any, Final
+from typing import Any
 
 from gpufs import mounting
-from gpufs.cli import _mounts
-from gpufs.cli._output import bytes_text
-from gpufs.cli._untrusted import SIZE, TIME, items, parse, record, text
-
-_LEASES_FILE: Final = ".gpufs/leases"
-LEASE: Final = record(
-    path=text,
-    inode=SIZE,
-    pid=SIZE,
-    uid=SIZE,
-    program=text,
-    mode=text,
-    private=lambda value: isinstance(value, bool),
-    bytes=SIZE,
-    since=TIME,
-)
+from gpufs.cli import _answers
+from gpufs.cli._output import age_text, bytes_text
 
 
 def collect(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list[dict[str, Any]] | OSError]:
     """The leases of each mount, at most ``timeout`` seconds later; OSError for one that does not answer."""
-    files = _mounts.read_files([os.path.join(entry.mountpoint, _LEASES_FILE) for entry in entries], timeout)
-    return [_parsed(content) if isinstance(content, bytes) else content for content in files]
+    questions = [functools.partial(_question, entry) for entry in entries]
+    return _answers.ask(
+        questions, lambda leases: [(row(one), named(one), {one["inode"]: one}) for one in leases], timeout
+    )
 
 
-def _parsed(content: bytes) -> list[dict[str, Any]] | OSError:
-    try:
-        leases: list[dict[str, Any]] = parse(content, record(leases=items(LEASE)))["leases"]
-    except ValueError as error:
-        return OSError(EPROTO, f"{_LEASES_FILE} is not understood: {error}")
-    return leases
+def _question(entry: mounting.MountEntry) -> list[dict[str, Any]]:
+    now = time.time()
+    leases = _answers.control_file(entry, "leases")["leases"]
+    return [
+        {"mountpoint": entry.mountpoint, **lease, "age_seconds": max(0.0, now - lease["since"])} for lease in leases
+    ]
+
+
+def program(one: dict[str, Any]) -> str:
+    """The program of a lease or a copy, for people: "python3 (1234)"."""
+    return f"{one['program'] or 'a program'} ({one['pid']})"
+
+
+def mode(lease: dict[str, Any]) -> str:
+    """The mode, and whether the program has a copy of its own."""
+    return f"{lease['mode']}{' copy' if lease['private'] else ''}"
 
 
 def named(lease: dict[str, Any]) -> str:
     """A lease, for people: "python3 (1234), 1.5G of /mnt/gpu0/file"."""
-    return f"{lease['program'] or 'a program'} ({lease['pid']}), {bytes_text(lease['bytes'])} of {lease['path']}"
+    return f"{program(lease)}, {bytes_text(lease['bytes'])} of {lease['path']}"
+
+
+def row(lease: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a table: path, process, user, program, mode, size, age."""
+    return (
+        lease["path"],
+        str(lease["pid"]),
+        str(lease["uid"]),
+        lease["program"] or "-",
+        mode(lease),
+        bytes_text(lease["bytes"]),
+        age_text(lease["age_seconds"]),
+    )

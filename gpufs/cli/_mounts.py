@@ -1,19 +1,12 @@
 """Finds the mounts of this machine and their daemons, without waiting for any of them."""
 
-import functools
 import os
 import select
-import signal
 import time
-from collections.abc import Callable, Sequence
-from errno import EFBIG, ENOTCONN, ETIMEDOUT
-from typing import Final
+from collections.abc import Sequence
 
 from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
-
-STATUS_FILE: Final = ".gpufs/status"
-_MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
 
 
 def absolute(path: str) -> str:
@@ -158,93 +151,3 @@ def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
         finally:
             os.close(fd)
     return left
-
-
-def read_files(paths: Sequence[str], timeout: float) -> list[bytes | OSError]:
-    """Reads files in parallel that may never answer. OSError ETIMEDOUT for those that do not."""
-    return ask([functools.partial(content_of, path) for path in paths], timeout)
-
-
-def content_of(path: str) -> bytes:
-    """The content of a file. OSError EFBIG if it is larger than any file of gpufs."""
-    content = b""
-    with open(path, "rb", buffering=0) as file:
-        while part := file.read(_MOST_BYTES):
-            content += part
-            if len(content) > _MOST_BYTES:
-                raise OSError(EFBIG, os.strerror(EFBIG), path)
-    return content
-
-
-def ask(questions: Sequence[Callable[[], bytes]], timeout: float) -> list[bytes | OSError]:
-    """Calls functions in parallel that may never return; their answers, or the OSErrors that they raised.
-
-    ETIMEDOUT for those that do not return, EFBIG for answers that are too long. Each runs in its own process: a process
-    that waits for a hung mount may not even end after SIGKILL, but this command must.
-    """
-    readers: dict[int, tuple[int, int]] = {}  # pipe: index of the question, process
-    said = [bytearray() for _ in questions]
-    results: list[bytes | OSError] = [OSError(ETIMEDOUT, os.strerror(ETIMEDOUT)) for _ in questions]
-    deadline = time.monotonic() + timeout
-    poll = select.poll()
-    try:
-        for place, question in enumerate(questions):
-            try:
-                source, sink = os.pipe2(os.O_CLOEXEC)
-            except OSError as error:  # too many mounts of other users
-                results[place] = error
-                continue
-            try:
-                pid = os.fork()
-            except OSError as error:
-                os.close(source)
-                os.close(sink)
-                results[place] = error
-                continue
-            if pid == 0:
-                try:
-                    _answer(question, sink)
-                finally:
-                    os._exit(0)  # also after an exception: the rest is the parent's
-            os.close(sink)
-            readers[source] = (place, pid)
-            poll.register(source, select.POLLIN)
-        while readers and (ready := poll.poll(max(deadline - time.monotonic(), 0) * 1000)):
-            for source, _ in ready:
-                place, pid = readers[source]
-                part = os.read(source, 1 << 16)
-                said[place] += part
-                too_much = len(said[place]) > 1 + _MOST_BYTES
-                if part and not too_much:
-                    continue
-                poll.unregister(source)
-                os.close(source)
-                del readers[source]
-                if too_much:
-                    os.kill(pid, signal.SIGKILL)
-                    said[place] = bytearray([EFBIG])
-                os.waitpid(pid, 0)
-                code = said[place][0] if said[place] else ENOTCONN
-                results[place] = OSError(code, os.strerror(code)) if code else bytes(said[place][1:])
-    finally:  # also after KeyboardInterrupt
-        for source, (_, pid) in readers.items():
-            os.close(source)
-            _end(pid)
-    return results
-
-
-def _end(pid: int) -> None:
-    """Kills a child without waiting for its end."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, os.WNOHANG)
-
-
-def _answer(question: Callable[[], bytes], sink: int) -> None:
-    """In the child: writes the errno as a byte, then the answer."""
-    os.closerange(0, 3)  # it may outlive the command, whose output must end
-    try:
-        message = b"\0" + question()
-    except OSError as error:
-        message = bytes([(error.errno or ENOTCONN) & 0xFF])
-    while message:
-        message = message[os.write(sink, message) :]

@@ -1,6 +1,8 @@
 """Tables for people, JSON for programs."""
 
 import json
+import pwd
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,19 @@ def age_text(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
     return f"{max(seconds, 0.0):.0f}s"
+
+
+def clock_text(seconds: float) -> str:
+    """A time in seconds since 1970 for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):  # the number may be a mount's
+        return str(uid)
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:

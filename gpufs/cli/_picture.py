@@ -2,27 +2,19 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from gpufs.cli._activity import Reading, copy_key, file_key, rate
 from gpufs.cli._errors import printable
+from gpufs.cli._leases import mode, program
 from gpufs.cli._output import age_text, bytes_text, rate_text, table_lines
 
 _BAR: Final = 20
 _MOST: Final = 12  # rows of a section, except for the devices
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line. ``heading``: it names what follows."""
-
-    text: str
-    heading: bool = False
-
-
-def draw(now: Sequence[Reading], before: Sequence[Reading]) -> list[Line]:
-    """The picture of the mounts; rates are between the two readings."""
+def draw(now: Sequence[Reading], before: Sequence[Reading]) -> list[str]:
+    """The lines of the picture of the mounts; rates are between the two readings."""
     earlier = {reading.mountpoint: reading for reading in before}
     pairs = [(reading, earlier.get(reading.mountpoint)) for reading in now]
     sections = [
@@ -30,30 +22,19 @@ def draw(now: Sequence[Reading], before: Sequence[Reading]) -> list[Line]:
         _section(_COPY_HEADERS, _copies(pairs), {3, 4, 5}),
         _section(_FILE_HEADERS, _files(pairs), {1, 2, 3, 4}),
         _section(_LEASE_HEADERS, _leases(now), {3, 4}),
-        [Line(printable(f"{one.mountpoint}: {one.error.strerror}")) for one in now if one.error is not None],
+        [printable(f"{one.mountpoint}: {one.error.strerror}") for one in now if one.error is not None],
     ]
-    lines = [Line(f"gpufs top   {time.strftime('%H:%M:%S')}   {_counted(now)}")]
+    lines = [f"gpufs top   {time.strftime('%H:%M:%S')}"]
     for section in filter(None, sections):
-        lines += [Line(""), *section]
+        lines += ["", *section]
     return lines
 
 
-def _counted(now: Sequence[Reading]) -> str:
-    counts = (
-        (len(now), "mount", "mounts"),
-        (sum(len(one.devices) for one in now), "device", "devices"),
-        (sum(len(one.copies) for one in now), "copy", "copies"),
-        (sum(len(one.leases) for one in now), "lease", "leases"),
-    )
-    return ", ".join(f"{number} {one if number == 1 else many}" for number, one, many in counts)
-
-
-def _section(headers: Sequence[str], rows: list[tuple[str, ...]], right: set[int], most: int = _MOST) -> list[Line]:
+def _section(headers: Sequence[str], rows: list[tuple[str, ...]], right: set[int], most: int = _MOST) -> list[str]:
     if not rows:
         return []
-    title, *lines = table_lines(headers, rows[:most], frozenset(right))
-    left = [Line(f"... and {len(rows) - most} more")] if len(rows) > most else []
-    return [Line(title, heading=True), *map(Line, lines), *left]
+    left = [f"... and {len(rows) - most} more"] if len(rows) > most else []
+    return table_lines(headers, rows[:most], frozenset(right)) + left
 
 
 def _rate(value: float | None) -> str:
@@ -87,14 +68,14 @@ def _devices(pairs: _Pairs) -> list[tuple[str, ...]]:
             device["description"] or "-",
         )
         for now, before in pairs
-        for device in now.devices
+        for device in now.said["devices"]
     ]
 
 
 def _copies(pairs: _Pairs) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for now, before in pairs:
-        for copy in now.copies:
+        for copy in now.said["copies"]:
             speed = rate(now, before, copy_key(copy))
             share = copy["moved"] / copy["total"] if copy["total"] else 0.0
             rows.append(
@@ -105,7 +86,7 @@ def _copies(pairs: _Pairs) -> list[tuple[str, ...]]:
                     f"{min(share, 1.0):.0%} of {bytes_text(copy['total'])}",
                     _rate(speed),
                     age_text((copy["total"] - copy["moved"]) / speed) if speed else "-",
-                    _program(copy),
+                    program(copy),
                 )
             )
     return rows
@@ -115,7 +96,7 @@ def _files(pairs: _Pairs) -> list[tuple[str, ...]]:
     """Those that have been read or written between the readings, the busiest first."""
     found: list[tuple[float, tuple[str, ...]]] = []
     for now, before in pairs:
-        for one in now.files:
+        for one in now.said["files"]:
             speeds = [rate(now, before, file_key(one, flow)) for flow in ("out", "in")]
             total = sum(filter(None, speeds))
             if total:
@@ -130,15 +111,11 @@ def _leases(now: Sequence[Reading]) -> list[tuple[str, ...]]:
     return [
         (
             lease["path"],
-            _program(lease),
-            lease["mode"] + (" copy" if lease["private"] else ""),
+            program(lease),
+            mode(lease),
             bytes_text(lease["bytes"]),
             age_text(time.time() - lease["since"]),
         )
         for reading in now
-        for lease in reading.leases
+        for lease in reading.said["leases"]
     ]
-
-
-def _program(one: dict[str, Any]) -> str:
-    return f"{one['program'] or 'a program'} ({one['pid']})"

@@ -1,10 +1,9 @@
 """The limits of mounts, as the mounts report them with their status."""
 
-import pwd
 from collections.abc import Sequence
 from typing import Any
 
-from gpufs.cli._output import bytes_text, table
+from gpufs.cli._output import bytes_text, table_lines, user_name
 
 
 def of_status(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -19,7 +18,7 @@ def of_status(status: dict[str, Any]) -> list[dict[str, Any]]:
             "mountpoint": status["mountpoint"],
             "path": f"{root}/{quota['path']}",
             "uid": quota["uid"],
-            "user": None if quota["uid"] is None else _name(quota["uid"]),
+            "user": None if quota["uid"] is None else user_name(quota["uid"]),
             "used_bytes": quota["used_bytes"],
             "limit_bytes": quota["limit_bytes"],
         }
@@ -27,27 +26,18 @@ def of_status(status: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def print_all(quotas: Sequence[dict[str, Any]]) -> None:
-    """Prints a table."""
+def lines(quotas: Sequence[dict[str, Any]]) -> list[str]:
+    """The lines of a table."""
     rows = []
     for quota in quotas:
         used, limit = quota["used_bytes"], quota["limit_bytes"]
         share = f"{100 * used / limit:.0f}%" if limit else "-"
         user = "all" if quota["user"] is None else quota["user"]
         rows.append((quota["path"], user, bytes_text(used), bytes_text(limit), share))
-    table(("PATH", "USER", "USED", "LIMIT", "USE%"), rows, right=frozenset({2, 3, 4}))
+    return table_lines(("PATH", "USER", "USED", "LIMIT", "USE%"), rows, right=frozenset({2, 3, 4}))
 
 
-def print_limits(statuses: Sequence[dict[str, Any]]) -> None:
-    """Prints an empty line and the table of those that have a limit, if there are any."""
+def limits(statuses: Sequence[dict[str, Any]]) -> list[str]:
+    """An empty line and the table of those that have a limit; nothing if none has one."""
     limited = [quota for status in statuses for quota in of_status(status) if quota["limit_bytes"] is not None]
-    if limited:
-        print()
-        print_all(limited)
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(int(uid)).pw_name
-    except (KeyError, OverflowError):  # the number is the mount's
-        return str(uid)
+    return ["", *lines(limited)] if limited else []

@@ -1,72 +1,69 @@
 """gpufs df: the memory of the devices."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from gpufs.cli import _mounts, _quotas, _status
-from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import complete_mounts, knob_options, settings
-from gpufs.cli._output import bytes_text, json_text, table
+from gpufs import config
+from gpufs.cli import _answers, _mounts, _quotas, _status
+from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli._output import json_text, table_lines
+from gpufs.cli._status import memory, text
 
 
 @click.command(name="df")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each device, in bytes.")
-@knob_options("df")
-def command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+@timeout_option(config.STATUS_TIMEOUT)
+def command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) -> None:
     """Show the memory of each device, and the limits of users and directories.
 
     Of all mounts, or of the given MOUNTPOINTs.
     """
-    timeout: float = settings("df", arguments)["status_timeout"]
-    entries = _mounts.chosen(mountpoints)
-    found = _status.collect(entries, timeout)
-    devices = [_device(status, device) for status in found for device in status["devices"]]
+    found = _status.collect(_mounts.chosen(mountpoints), lambda status: _lines([status]), timeout)
     if as_json:
-        print(json_text(devices))
-    elif devices:
-        _print(devices)
-        _quotas.print_limits(found)
-    elif not entries:
+        print(json_text([device for status in found for device in _devices(status)]))
+    elif lines := _lines(found):
+        print("\n".join(lines))
+    elif not found:
         print("no gpufs is mounted")
-    silent = [status for status in found if status["state"] != "ok"]
-    for status in silent:
-        complain(f"{status['mountpoint']}: {status['error']}")
-    if mountpoints and silent:
-        raise Failure(f"{len(silent)} of {len(found)} mounts did not answer")
+    _answers.finish(_status.silent(found), len(found), named=bool(mountpoints))
 
 
-def _device(status: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
-    path = f"{status['mountpoint'].rstrip('/')}/{device['name']}"
-    return {
-        "path": path,
-        "mountpoint": status["mountpoint"],
-        "device": device["name"],
-        "description": device.get("description"),
-        "uuid": device.get("uuid"),
-        "total_bytes": device["total_bytes"],
-        "used_bytes": device["held_bytes"],
-        "free_bytes": device["free_bytes"],
-        "files": device.get("files"),
-        "quotas": [one for one in _quotas.of_status(status) if (one["path"] + "/").startswith(path + "/")],
-    }
+def _devices(status: dict[str, Any]) -> list[dict[str, Any]]:
+    quotas = _quotas.of_status(status)
+    root = status["mountpoint"].rstrip("/")
+    return [
+        {
+            "path": f"{root}/{device['name']}",
+            "mountpoint": status["mountpoint"],
+            "device": device["name"],
+            "description": device.get("description"),
+            "uuid": device.get("uuid"),
+            "total_bytes": device["total_bytes"],
+            "used_bytes": device["held_bytes"],
+            "free_bytes": device["free_bytes"],
+            "files": device.get("files"),
+            "quotas": [one for one in quotas if f"{one['path']}/".startswith(f"{root}/{device['name']}/")],
+        }
+        for device in status["devices"]
+    ]
 
 
-def _print(devices: list[dict[str, Any]]) -> None:
+def _lines(statuses: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
-    for device in devices:
-        usable = device["used_bytes"] + device["free_bytes"]
-        rows.append(
-            (
-                device["path"],
-                bytes_text(device["total_bytes"]),
-                bytes_text(device["used_bytes"]),
-                bytes_text(device["free_bytes"]),
-                f"{100 * device['used_bytes'] / usable:.0f}%" if usable else "-",
-                "-" if device["files"] is None else str(device["files"]),
-                str(device["description"] or "-"),
+    for status in statuses:
+        for device in status["devices"]:
+            usable = device["held_bytes"] + device["free_bytes"]
+            rows.append(
+                (
+                    f"{status['mountpoint'].rstrip('/')}/{device['name']}",
+                    *memory(device),
+                    f"{100 * device['held_bytes'] / usable:.0f}%" if usable else "-",
+                    text(device.get("files")),
+                    text(device.get("description")),
+                )
             )
-        )
     headers = ("DEVICE", "SIZE", "USED", "FREE", "USE%", "FILES", "IS")
-    table(headers, rows, right=frozenset({1, 2, 3, 4, 5}))
+    return table_lines(headers, rows, right=frozenset({1, 2, 3, 4, 5})) + _quotas.limits(statuses) if rows else []

@@ -1,4 +1,4 @@
-"""gpufs diff: how two files of tensors, or any two files, differ."""
+"""gpufs diff: how two files of tensors differ."""
 
 from __future__ import annotations
 
@@ -18,32 +18,28 @@ if TYPE_CHECKING:
 @click.command(name="diff")
 @click.argument("one", metavar="A", shell_complete=complete_files)
 @click.argument("other", metavar="B", shell_complete=complete_files)
-@click.option("--bytes", "as_bytes", is_flag=True, help="Compare the bytes of the files, whatever their format.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def command(one: str, other: str, as_bytes: bool, as_json: bool) -> int:
-    """Compare two files, tensor by tensor if both are safetensors or both are npy files.
+def command(one: str, other: str, as_json: bool) -> int:
+    """Compare two safetensors files, or two npy files, tensor by tensor.
 
     Tensors are equal if name, dtype, shape and all bits are. The order of the tensors and the metadata do not matter.
-    Other files are compared byte by byte. Exit codes: 0 equal, 1 different, 2 trouble.
+    cmp(1) compares other files. Exit codes: 0 equal, 1 different, 2 trouble.
     """
     from gpufs.cli._contents import Contents, reported
+    from gpufs.cli._errors import Failure
     from gpufs.cli._output import json_text
 
     with reported(one, 2), Contents(one) as first, reported(other, 2), Contents(other) as second:
-        layouts = (None, None) if as_bytes else (_layout(first), _layout(second))
-        if layouts[0] is not None and layouts[1] is not None and layouts[0].format == layouts[1].format:
-            tensors = _compare_tensors(first, layouts[0], second, layouts[1])
-            equal = not tensors
-            found: dict[str, Any] = {"equal": equal, "format": layouts[0].format, "tensors": tensors}
-        else:
-            found = {"format": None, **_compare_bytes(first, second)}
-            equal = found["equal"]
+        ours, theirs = _layout(first), _layout(second)
+        if ours is None or theirs is None or ours.format != theirs.format:
+            raise Failure(f"{one} and {other} are not both safetensors or both npy files: cmp compares their bytes", 2)
+        tensors = _compare_tensors(first, ours, second, theirs)
         if as_json:
-            print(json_text(found))
-        elif not equal:
-            _print(found, one, other)
+            print(json_text({"equal": not tensors, "format": ours.format, "tensors": tensors}))
+        elif tensors:
+            _print(tensors)
         sys.stdout.flush()  # a failure of the output is trouble, too
-    return 0 if equal else 1
+    return 1 if tensors else 0
 
 
 def _layout(contents: Contents) -> Layout | None:
@@ -102,40 +98,11 @@ def _described(place: TensorPlace, difference: Difference) -> dict[str, Any]:
     }
 
 
-def _compare_bytes(one: Contents, other: Contents) -> dict[str, Any]:
-    from gpufs.formats.summary import Difference, compare
-
-    found = Difference()
-    offset = 0
-    for ours, theirs in zip(one.blocks(), other.blocks(), strict=False):
-        common = min(len(ours), len(theirs))
-        found += compare("U8", 8, ours[:common], theirs[:common], start=offset)
-        offset += common
-    first = found.first
-    if first is None and one.size != other.size:
-        first = min(one.size, other.size)
-    return {
-        "equal": first is None,
-        "sizes": [one.size, other.size],
-        "first_offset": first,
-        "differing_bytes": found.elements,
-    }
-
-
-def _print(found: dict[str, Any], one: str, other: str) -> None:
-    from gpufs.cli._errors import printable
+def _print(tensors: list[dict[str, Any]]) -> None:
     from gpufs.cli._output import table
 
-    if found["format"] is None:
-        sizes = found["sizes"]
-        text = f"{one} and {other} differ: first at offset {found['first_offset']}"
-        text += f", {found['differing_bytes']} bytes differ"
-        if sizes[0] != sizes[1]:
-            text += f" in the first {min(sizes)}, sizes are {sizes[0]} and {sizes[1]}"
-        print(printable(text))
-        return
     rows = []
-    for tensor in found["tensors"]:
+    for tensor in tensors:
         if tensor["difference"] == "missing":
             row = [f"only in {tensor['in']}", "-", "-", "-"]
         elif tensor["difference"] == "type":

@@ -1,20 +1,20 @@
 """gpufs ls: files with the memory that they hold and the programs that use them."""
 
 import os
-import pwd
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
 
-from gpufs import mounting
+from gpufs import config, mounting
 from gpufs.cli import _leases, _mounts
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import knob_options, settings
+from gpufs.cli._knobs import timeout_option
 from gpufs.cli._main import complete_files
-from gpufs.cli._output import age_text, bytes_text, json_text, table
+from gpufs.cli._output import age_text, bytes_text, json_text, table, user_name
 
 _BLOCK = 512  # unit of st_blocks
 
@@ -23,8 +23,8 @@ _BLOCK = 512  # unit of st_blocks
 @click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="List the files of all directories below, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each file, in bytes.")
-@knob_options("ls")
-def command(paths: tuple[str, ...], recursive: bool, as_json: bool, **arguments: Any) -> None:
+@timeout_option(config.STATUS_TIMEOUT)
+def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: float) -> None:
     """List files on mounts: device, size, memory held, leases, last use and owner.
 
     Of the given PATHs, files or directories, or of the device directories of all mounts. HELD is what `du` counts: less
@@ -32,16 +32,19 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, **arguments:
     the last write that the kernel has noted; with relatime it notes about one read a day. LEASES are those that you may
     see (`gpufs leases`).
     """
-    timeout: float = settings("ls", arguments)["status_timeout"]
-    entries = _mounts_of(paths) if paths else _mounts.chosen()
+    entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
+    whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
+    asked = [whole[device] for device in {entry.device for entry in entries} if device in whole]
+    found = dict(zip((entry.device for entry in asked), _leases.collect(asked, timeout), strict=True))
     leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     answering = []
-    for entry, found in zip(entries, _leases_at(entries, timeout), strict=True):
-        if isinstance(found, OSError):
-            complain(f"{entry.mountpoint}: {found.strerror}")
+    for entry in entries:
+        answer = found.get(entry.device, [])
+        if isinstance(answer, OSError):
+            complain(f"{entry.mountpoint}: {answer.strerror}")
             continue
         answering.append(entry)
-        for lease in found:
+        for lease in answer:
             leases.setdefault((entry.st_dev, lease["inode"]), []).append(lease)
     roots = _below(paths, answering) if paths else [entry.mountpoint for entry in answering]
     by_device = {entry.st_dev: entry for entry in answering}
@@ -70,18 +73,6 @@ def _mount_of(path: str) -> mounting.MountEntry:
     return max(above, key=lambda one: len(one.mountpoint))
 
 
-def _mounts_of(paths: Sequence[str]) -> list[mounting.MountEntry]:
-    return list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values())
-
-
-def _leases_at(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list[dict[str, Any]] | OSError]:
-    """The leases of each mount, which its root lists: none if only a part of it is bound here."""
-    roots = {entry.device: entry for entry in _mounts.chosen()}
-    asked = [entry for device, entry in roots.items() if any(device == one.device for one in entries)]
-    found = dict(zip((entry.device for entry in asked), _leases.collect(asked, timeout), strict=True))
-    return [found.get(entry.device, []) for entry in entries]
-
-
 def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> list[str]:
     """Those of the paths that can be listed. The others are complained about."""
     mountpoints = {entry.mountpoint for entry in answering}
@@ -104,29 +95,31 @@ def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]
     """
     try:
         status = os.lstat(root)
-        if not stat.S_ISDIR(status.st_mode):
-            if stat.S_ISREG(status.st_mode):
-                yield root, status
-            return
-        names = sorted(os.listdir(root))
     except OSError as error:
-        complain(f"{root}: {error.strerror}")
+        _not_listed(error)
         return
-    is_root = any(entry.mountpoint == root and entry.root == "/" for entry in mounting.mounts())
-    for name in names:
-        path = os.path.join(root, name)
-        if is_root:
-            if name.startswith("gpu"):
-                yield from _files(path, recursive=recursive)
+    if not stat.S_ISDIR(status.st_mode):
+        if stat.S_ISREG(status.st_mode):
+            yield root, status
+        return
+    roots = {entry.mountpoint for entry in mounting.mounts() if entry.root == "/"}
+    for folder, directories, names in os.walk(root, onerror=_not_listed):
+        directories.sort()
+        if folder in roots:
+            directories[:] = [name for name in directories if name.startswith("gpu")]
             continue
-        try:
-            status = os.lstat(path)
-        except OSError:
-            continue  # removed by now
-        if stat.S_ISREG(status.st_mode) or (stat.S_ISDIR(status.st_mode) and not recursive):
-            yield path, status
-        elif stat.S_ISDIR(status.st_mode):
-            yield from _files(path, recursive=True)
+        for name in sorted(names if recursive else names + directories):
+            path = os.path.join(folder, name)
+            with suppress(OSError):  # removed by now
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+                    yield path, status
+        if not recursive:
+            directories.clear()
+
+
+def _not_listed(error: OSError) -> None:
+    complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def _row(
@@ -143,15 +136,8 @@ def _row(
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in leases],
         "last_use": max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,
-        "owner": _user(status.st_uid),
+        "owner": user_name(status.st_uid),
     }
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from gpufs.daemon.startup import MountRequest
     metavar="OPTIONS",
     help="Options of mount(8), separated by commas: ro, noexec, noatime, ..., and those below as name=value.",
 )
-@knob_options("mount")
+@knob_options
 @click.option(
     "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all_options, help="Show all options."
 )
@@ -42,9 +42,7 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
         if name in named:
             raise Failure(f"{name} is given twice, by an option of its own and by -o", 2)
         arguments[name] = text
-    chosen = settings(
-        "mount", arguments, said_by=lambda knob: origin(knob) if knob.name in given.knobs else knob.option
-    )
+    chosen = settings(arguments, said_by=lambda knob: origin(knob) if knob.name in given.knobs else knob.option)
     mount(mountpoint, chosen, flags=given.flags)
 
 

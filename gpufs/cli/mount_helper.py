@@ -4,6 +4,7 @@ mount(8) runs `mount.gpufs SRC MNT [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE]
 as a script that calls this, and `gpufs SRC MNT -o OPTIONS` for the type fuse.gpufs (by way of mount.fuse3).
 """
 
+import functools
 import json
 import os
 from typing import Any, Final
@@ -11,12 +12,10 @@ from typing import Any, Final
 import click
 
 from gpufs import config, mounting
-from gpufs.cli import _mounts
+from gpufs.cli import _answers, _mounts
 from gpufs.cli._errors import Failure
 from gpufs.cli._knobs import settings
 from gpufs.cli._options import Options, origin, parse
-from gpufs.cli._untrusted import parse as parse_answer
-from gpufs.cli._untrusted import record
 from gpufs.cli.mount import mount
 
 # Exit codes of mount(8), which returns ours.
@@ -45,7 +44,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
         if mountpoint.startswith("/dev/fd/"):  # passed by mount.fuse3 for drop_privileges
             parse("drop_privileges")
         given = parse(",".join(options), sloppy=sloppy)
-        chosen = settings("mount", given.knobs, said_by=origin)
+        chosen = settings(given.knobs, said_by=origin)
         if fake:
             return
         if given.remount:
@@ -63,13 +62,9 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
     entry = _mounts.find(path)
     if os.geteuid() != 0:
         raise Failure(f"{path}: only root may remount; unmount it and mount it again")
-    (answer,) = _mounts.read_files([os.path.join(entry.mountpoint, _mounts.STATUS_FILE)], _PATIENCE)
-    if isinstance(answer, OSError):
-        raise Failure(f"{path}: cannot be remounted, it does not answer: {answer.strerror}")
-    try:
-        running = parse_answer(answer, record(knobs=record()))["knobs"]
-    except ValueError as error:
-        raise Failure(f"{path}: cannot be remounted, its status is not understood: {error}") from None
+    (running,) = _answers.ask([functools.partial(_knobs, entry)], dict, _PATIENCE)
+    if isinstance(running, OSError):
+        raise Failure(f"{path}: cannot be remounted: {running.strerror}")
     for name in given.knobs.keys() & config.BY_NAME.keys():
         wanted = json.loads(json.dumps(chosen[name]))
         if wanted != running.get(name):
@@ -79,3 +74,8 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
     except OSError as error:
         hint = " (files are open for writing)" if "ro" in given.flags else ""
         raise Failure(f"{error.strerror}{hint}") from None
+
+
+def _knobs(entry: mounting.MountEntry) -> dict[str, Any]:
+    """The knobs of a mount that runs."""
+    return dict(_answers.control_file(entry, "status")["knobs"])

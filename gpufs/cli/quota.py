@@ -2,13 +2,13 @@
 
 import pwd
 import re
-from typing import Any
 
 import click
 
-from gpufs.cli import _mounts, _quotas, _status
-from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import complete_mounts, knob_options, settings
+from gpufs import config
+from gpufs.cli import _answers, _mounts, _quotas, _status
+from gpufs.cli._errors import Failure
+from gpufs.cli._knobs import complete_mounts, timeout_option
 from gpufs.cli._main import complete_directories
 from gpufs.cli._output import json_text
 from gpufs.config import kinds
@@ -65,27 +65,23 @@ def remove_command(directory: str, user: str | None) -> None:
 @command.command(name="list")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each user and directory.")
-@knob_options("quota")
-def list_command(mountpoints: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+@timeout_option(config.STATUS_TIMEOUT)
+def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) -> None:
     """Show what users and limited directories hold, and their limits.
 
     Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own.
     """
-    timeout: float = settings("quota", arguments)["status_timeout"]
     entries = _mounts.chosen(mountpoints)
-    found = _status.collect(entries, timeout)
+    found = _status.collect(entries, lambda status: _quotas.lines(_quotas.of_status(status)), timeout)
     quotas = [quota for status in found for quota in _quotas.of_status(status)]
+    silent = _status.silent(found)
     if as_json:
         print(json_text(quotas))
     elif quotas:
-        _quotas.print_all(quotas)
-    elif all(status["state"] == "ok" for status in found):
+        print("\n".join(_quotas.lines(quotas)))
+    elif not silent:
         print("nobody holds memory, and there are no limits" if entries else "no gpufs is mounted")
-    silent = [status for status in found if status["state"] != "ok"]
-    for status in silent:
-        complain(f"{status['mountpoint']}: {status['error']}")
-    if mountpoints and silent:
-        raise Failure(f"{len(silent)} of {len(found)} mounts did not answer")
+    _answers.finish(silent, len(found), named=bool(mountpoints))
 
 
 def _change(directory: str, user: str | None, limit: int) -> None:

@@ -1,51 +1,46 @@
 """gpufs stats: what the mounts of this machine have moved, also those whose process was killed."""
 
 import os
-import time
 from collections.abc import Sequence
 from typing import Any, Final
 
 import click
 
+from gpufs import config
 from gpufs.cli import _counters
 from gpufs.cli._errors import Failure, printable
-from gpufs.cli._knobs import complete_mounts, knob_options, settings
-from gpufs.cli._output import bytes_text, json_text, table
+from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli._output import bytes_text, clock_text, json_text, table_lines
 
 
 @click.command(name="stats")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
-@knob_options("stats")
-def command(mountpoint: str | None, as_json: bool, **arguments: Any) -> None:
+@timeout_option(config.STATUS_TIMEOUT)
+def command(mountpoint: str | None, as_json: bool, timeout: float) -> None:
     """Show what the mounts of this machine have moved.
 
     All of them, or MOUNTPOINT: bytes, operations and failures by device and by the way that the bytes took, pinned
     memory, and why copies did not take the fastpath. `gpufs top` shows rates. The last counters of a mount whose
     process was killed stay until `gpufs umount` of it, your next mount there, or for an hour.
     """
-    timeout: float = settings("stats", arguments)["status_timeout"]
-    found = _counters.collect([] if mountpoint is None else [mountpoint], timeout)
+    found = _counters.collect([] if mountpoint is None else [mountpoint], _lines, timeout)
     if as_json:
         print(json_text(found if mountpoint is None else found[0]))
     else:
-        _print_all(found)
+        print("\n\n".join("\n".join(_lines(one)) for one in found) if found else "no gpufs is mounted")
     failed = [one for one in found if one.get("error")]
     if mountpoint is not None and failed:
         raise Failure(f"{failed[0]['mountpoint']}: {failed[0]['error']}")
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _headline(one: dict[str, Any]) -> str:
     if one.get("error"):
         return f"{one['mountpoint']}: {one['error']}"
     if one["alive"]:
-        return f"{one['mountpoint']}: process {one['pid']}, driver {one['driver']}, since {_clock(one['started'])}"
+        return f"{one['mountpoint']}: process {one['pid']}, driver {one['driver']}, since {clock_text(one['started'])}"
     return (
-        f"{one['mountpoint']}: its process ({one['pid']}) is dead since {_clock(one['dead_since'])}; "
+        f"{one['mountpoint']}: its process ({one['pid']}) is dead since {clock_text(one['dead_since'])}; "
         "these are its last counters"
     )
 
@@ -101,42 +96,25 @@ def _errno_text(number: int) -> str:
     return os.strerror(number) if number < 4096 else f"error {number}"
 
 
-def _remarks(one: dict[str, Any]) -> list[str]:
+def _lines(one: dict[str, Any]) -> list[str]:
+    """What is printed of a mount."""
+    lines = [printable(_headline(one))]
     if one.get("error"):
-        return []
+        return lines
+    rows = _rows(one)
+    lines += table_lines(_HEADERS, rows, frozenset(range(3, len(_HEADERS)))) if rows else ["nothing has been moved yet"]
     gauges = one["gauges"]
-    memory = (
+    lines.append(
         f"pinned memory: {bytes_text(gauges['bounce_pinned_bytes'])} of {bytes_text(gauges['bounce_capacity_bytes'])} "
         f"for copies ({bytes_text(gauges['bounce_used_bytes'])} in use, {gauges['bounce_waits']} waits), "
         f"{bytes_text(gauges['request_pinned_bytes'])} for requests, {bytes_text(gauges['locked_bytes'])} locked; "
         f"{gauges['transfers_active']} copies under way"
     )
-    lines = [memory]
     for device in one["devices"]:
         for flow, counts in device["backends"].get("fastpath", {}).items():
             if counts["refusals"]:
                 reasons = ", ".join(f"{name} {number}" for name, number in sorted(counts["refusals"].items()))
-                lines.append(f"{device['name']} {flow}: not by fastpath: {reasons}")
+                lines.append(printable(f"{device['name']} {flow}: not by fastpath: {reasons}"))
         if device["gauges"]["health_error"]:
             lines.append(f"{device['name']} is out of service: {_errno_text(device['gauges']['health_error'])}")
     return lines
-
-
-def _print_all(found: Sequence[dict[str, Any]]) -> None:
-    if not found:
-        print("no gpufs is mounted")
-    for place, one in enumerate(found):
-        if place:
-            print()
-        _print(one)
-
-
-def _print(one: dict[str, Any]) -> None:
-    print(printable(_headline(one)))
-    rows = _rows(one)
-    if rows:
-        table(_HEADERS, rows, frozenset(range(3, len(_HEADERS))))
-    elif not one.get("error"):
-        print("nothing has been moved yet")
-    for line in _remarks(one):
-        print(line)

@@ -1,14 +1,15 @@
 """gpufs status: the mounts of this machine."""
 
-import time
 from typing import Any
 
 import click
 
+from gpufs import config
 from gpufs.cli import _mounts, _quotas, _status
 from gpufs.cli._errors import Failure, complain, printable
-from gpufs.cli._knobs import complete_mounts, knob_options, settings
-from gpufs.cli._output import bytes_text, json_text, table
+from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli._output import bytes_text, clock_text, json_text, table, table_lines
+from gpufs.cli._status import memory, text
 
 
 @click.command(name="status")
@@ -20,8 +21,8 @@ from gpufs.cli._output import bytes_text, json_text, table
     help="Print one line. Exit with 0 if the mount answers and its devices are in service, otherwise with 1. Without "
     "MOUNTPOINT: every mount of this machine, and at least one.",
 )
-@knob_options("status")
-def command(mountpoint: str | None, as_json: bool, check: bool, **arguments: Any) -> None:
+@timeout_option(config.STATUS_TIMEOUT)
+def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) -> None:
     """Show the mounts of this machine.
 
     Lists all of them, or shows MOUNTPOINT in detail. Mounts that are dead or do not answer are marked; of other users'
@@ -29,27 +30,26 @@ def command(mountpoint: str | None, as_json: bool, check: bool, **arguments: Any
     """
     if check and as_json:
         raise Failure("--check prints one line: --json does not go with it", 2)
-    timeout: float = settings("status", arguments)["status_timeout"]
+    entries = _mounts.chosen([] if mountpoint is None else [mountpoint])
+    found = _status.collect(entries, lambda status: (_row(status), _details(status)), timeout)
     if check:
-        print(_verdict(_status.collect(_mounts.chosen([] if mountpoint is None else [mountpoint]), timeout)))
+        print(_verdict(found))
         return
     if mountpoint is None:
-        found = _status.collect(_mounts.chosen(), timeout)
         if as_json:
             print(json_text(found))
-        elif found:
-            _print_list(found)
+            return
+        if found:
+            headers = ("MOUNTPOINT", "STATE", "PID", "DRIVER", "DEVICES", "USED", "SIZE", "TRANSPORT")
+            table(headers, [_row(status) for status in found], right=frozenset({2, 4, 5, 6}))
         else:
             print("no gpufs is mounted")
         for status in found:
-            if status["state"] == "error" and not as_json:
+            if status["state"] == "error":
                 complain(f"{status['mountpoint']}: {status['error']}")
         return
-    (status,) = _status.collect([_mounts.find(mountpoint)], timeout)
-    if as_json:
-        print(json_text(status))
-    else:
-        _print_one(status)
+    (status,) = found
+    print(json_text(status) if as_json else "\n".join(_details(status)))
     if status["state"] != "ok":
         raise Failure(f"{status['mountpoint']}: {status['error']}")
 
@@ -67,55 +67,36 @@ def _verdict(found: list[dict[str, Any]]) -> str:
     return ", ".join(f"{printable(one['mountpoint'])} ok ({len(one['devices'])} x {one['driver']})" for one in found)
 
 
-def _text(value: object) -> str:
-    return "-" if value is None or value == "" else str(value)
+def _row(status: dict[str, Any]) -> tuple[str, ...]:
+    devices = status["devices"]
+    known = status["state"] == "ok"
+    return (
+        status["mountpoint"],
+        status["state"],
+        text(status["pid"]),
+        text(status["driver"]),
+        str(len(devices)) if known else "-",
+        bytes_text(sum(device["held_bytes"] for device in devices)) if known else "-",
+        bytes_text(sum(device["total_bytes"] for device in devices)) if known else "-",
+        text(status["transport"]),
+    )
 
 
-def _print_list(mounts: list[dict[str, Any]]) -> None:
-    rows = []
-    for status in mounts:
-        devices = status["devices"]
-        known = status["state"] == "ok"
-        rows.append(
-            (
-                status["mountpoint"],
-                status["state"],
-                _text(status["pid"]),
-                _text(status["driver"]),
-                str(len(devices)) if known else "-",
-                bytes_text(sum(device["held_bytes"] for device in devices)) if known else "-",
-                bytes_text(sum(device["total_bytes"] for device in devices)) if known else "-",
-                _text(status["transport"]),
-            )
-        )
-    headers = ("MOUNTPOINT", "STATE", "PID", "DRIVER", "DEVICES", "USED", "SIZE", "TRANSPORT")
-    table(headers, rows, right=frozenset({2, 4, 5, 6}))
-
-
-def _print_one(status: dict[str, Any]) -> None:
-    facts = [(key, _text(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
+def _details(status: dict[str, Any]) -> list[str]:
+    facts = [(key, text(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
     why = status.get("statistics", {}).get("transport", {}).get("reason")
-    facts.append(("transport", f"{status['transport']}: {why}" if why else _text(status["transport"])))
+    facts.append(("transport", f"{status['transport']}: {why}" if why else text(status["transport"])))
     if "version" in status:
         facts.append(("version", str(status["version"])))
     if "started" in status:
-        facts.append(("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["started"]))))
+        facts.append(("started", clock_text(status["started"])))
     width = max(len(key) for key, _ in facts)
-    for key, value in facts:
-        print(f"{key:<{width}}  {printable(value)}")
+    lines = [f"{key:<{width}}  {printable(value)}" for key, value in facts]
     if status["devices"]:
-        print()
         rows = [
-            (
-                device["name"],
-                bytes_text(device["total_bytes"]),
-                bytes_text(device["held_bytes"]),
-                bytes_text(device["free_bytes"]),
-                _text(device.get("files")),
-                _text(device.get("health")),
-                _text(device.get("description")),
-            )
+            (device["name"], *memory(device), *(text(device.get(key)) for key in ("files", "health", "description")))
             for device in status["devices"]
         ]
-        table(("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "IS"), rows, right=frozenset({1, 2, 3, 4}))
-    _quotas.print_limits([status])
+        headers = ("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "IS")
+        lines += ["", *table_lines(headers, rows, right=frozenset({1, 2, 3, 4}))]
+    return lines + _quotas.limits([status])

@@ -9,14 +9,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from errno import EACCES, EBUSY, ECONNABORTED, EIO, ENOENT, ENOTCONN, EPERM
+from errno import EACCES, EBUSY, ECONNABORTED, ENOENT, ENOTCONN, EPERM
 from typing import IO, Any, Final
 
 import click
 
 from gpufs._version import __version__
 from gpufs.cli import _mounts
-from gpufs.cli._errors import Failure, failed
+from gpufs.cli._errors import Failure
 from gpufs.cli._knobs import complete_mounts
 from gpufs.cli._main import check_seconds
 from gpufs.cli._trace_format import Converter
@@ -84,7 +84,7 @@ def _opened(output: str) -> Iterator[IO[str]]:
         with open(output, "w", encoding="ascii") as file:
             yield file
     except OSError as error:
-        raise failed(error.errno or EIO, output) from None
+        raise Failure(f"{output}: {error.strerror}") from None
 
 
 def _convert(records: IO[bytes], sink: IO[str], facts: dict[str, str]) -> None:
@@ -98,15 +98,15 @@ def _convert(records: IO[bytes], sink: IO[str], facts: dict[str, str]) -> None:
 
 
 def _refused(mountpoint: str, error: OSError) -> Failure:
-    if error.errno == EBUSY:
-        return Failure(f"{mountpoint}: a trace is being recorded already")
-    if error.errno in (EACCES, EPERM):
-        return Failure(f"{mountpoint}: only its owner may record a trace")
-    if error.errno == ENOENT:
-        return Failure(f"{mountpoint}: the mount is of a version that cannot record traces")
-    if error.errno in (ENOTCONN, ECONNABORTED):
-        return Failure(f"{mountpoint}: its process is dead")
-    return failed(error.errno or ENOENT, mountpoint)
+    reasons = {
+        EBUSY: "a trace is being recorded already",
+        EACCES: "only its owner may record a trace",
+        EPERM: "only its owner may record a trace",
+        ENOENT: "the mount is of a version that cannot record traces",
+        ENOTCONN: "its process is dead",
+        ECONNABORTED: "its process is dead",
+    }
+    return Failure(f"{mountpoint}: {reasons.get(error.errno or 0, error.strerror)}")
 
 
 def _record(source: int, records: IO[bytes], duration: float | None, interrupted: threading.Event) -> OSError | None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from gpufs import mounting, statistics
-from gpufs.cli import _leases, _mounts
+from gpufs import config, mounting, statistics
+from gpufs.cli import _answers, _leases, _mounts
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import complete_mounts, knob_options, settings
+from gpufs.cli._knobs import complete_mounts, timeout_option
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
@@ -24,14 +24,13 @@ _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have me
     "--force", is_flag=True, help="Unmount even if in use: open files fail from now on. Also ends a mount that hangs."
 )
 @click.option("--lazy", is_flag=True, help="Detach the mount now; it ends when nobody uses it any more. Does not wait.")
-@knob_options("umount")
-def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, **arguments: Any) -> int:
+@timeout_option(config.UMOUNT_TIMEOUT)
+def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, timeout: float) -> int:
     """Unmount MOUNTPOINT and wait for the end of its daemon.
 
     Its files are gone then: they are memory. Refused while the mount is in use, unless --force or --lazy is given.
     Cleans up a mount whose daemon has died.
     """
-    timeout: float = settings("umount", arguments)["umount_timeout"]
     if every == bool(mountpoints):
         raise click.UsageError("Give either a MOUNTPOINT or --all.")
     if every:
@@ -79,7 +78,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
     # After --force the connection is aborted and the files are gone: SIGKILL loses nothing.
     left = _kill(pids, timeout) if force else _mounts.wait_for_end(pids, timeout)
     # In another process: the user who mounted owns the folder, and its file system may not answer.
-    _mounts.ask([functools.partial(_forget_counters, entry)], timeout)
+    _answers.ask([functools.partial(statistics.remove_dead, entry.device, entry.uid)], str, timeout)
     if left:
         text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
         raise Failure(text if force else f"{text} (--force ends it)")
@@ -91,11 +90,6 @@ def _leases_of(entry: mounting.MountEntry, pids: list[int], timeout: float) -> l
         return []
     (leases,) = _leases.collect([entry], min(timeout, _LEASES_TIMEOUT))
     return [] if isinstance(leases, OSError) else leases
-
-
-def _forget_counters(entry: mounting.MountEntry) -> bytes:
-    statistics.remove_dead(entry.device, entry.uid)
-    return b""
 
 
 def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:

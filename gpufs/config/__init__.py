@@ -3,16 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, ConfigError, Knob
+from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
-from gpufs.config.memory import check_host, host_devices, host_memory, metadata_memory
+from gpufs.config.memory import check_host, host_devices, host_memory, metadata_memory, numbers
 
 __all__ = [
     "BY_NAME",
     "CONFIG_VARIABLE",
     "GRANULE",
     "KNOBS",
+    "STATUS_TIMEOUT",
     "SYSTEM_FILE",
+    "UMOUNT_TIMEOUT",
     "ConfigError",
     "Knob",
     "Settings",
@@ -23,6 +25,7 @@ __all__ = [
     "io_options",
     "load",
     "metadata_memory",
+    "numbers",
     "suggestion",
     "unknown_variables",
 ]

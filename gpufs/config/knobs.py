@@ -28,7 +28,6 @@ class Knob:
     default: Any
     text: str
     default_text: str = ""  # if the default is more than a value
-    commands: tuple[str, ...] = ("mount",)  # that have it as an option
     hidden: bool = False  # from help and documentation: for tests
     everyday: bool = False  # `gpufs mount --help` shows it; --help-all shows all
 
@@ -231,12 +230,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "How long the kernel may cache a name.",
     ),
     Knob(
-        "stats_interval",
-        kinds.duration(0.1, 3600),
-        1.0,
-        "How often a mount publishes the state of its memory and pools with its counters.",
-    ),
-    Knob(
         "mount_timeout",
         kinds.duration(0.1, 3600),
         60.0,
@@ -262,12 +255,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="0: chosen by the number of CPUs",
     ),
     Knob(
-        "io_slots",
-        kinds.integer(1, 16),
-        3,
-        "Most pinned buffers for each of these threads. A thread that waits for the device uses one more.",
-    ),
-    Knob(
         "io_fastpath",
         kinds.choice("auto", "off", "require"),
         "auto",
@@ -282,28 +269,15 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "library decides whether one works. Files that it refuses are copied through host memory and counted.",
         default_text="none",
     ),
-    Knob("io_fallback", kinds.choice("auto", "on", "off"), "auto", "Copy through pinned host memory. auto means on."),
-    Knob(
-        "io_direct",
-        kinds.choice("auto", "on", "off"),
-        "auto",
-        "Use O_DIRECT for copies through pinned memory. auto decides by what is in the page cache.",
-    ),
-    Knob(
-        "umount_timeout",
-        kinds.duration(0.1, 3600),
-        30.0,
-        "How long `gpufs umount` waits for the daemon to end.",
-        commands=("umount",),
-    ),
-    Knob(
-        "status_timeout",
-        kinds.duration(0.1, 3600),
-        2.0,
-        "How long the commands that show mounts wait for a mount to answer.",
-        commands=("status", "df", "leases", "ls", "quota", "stats", "top", "metrics"),
-    ),
     Knob("mask_flags", kinds.flags(64), 0, "INIT flags to treat as if the kernel did not offer them.", hidden=True),
 )
 
 BY_NAME: Final[Mapping[str, Knob]] = {knob.name: knob for knob in KNOBS}
+
+# Options of the other commands, which are not read from files.
+STATUS_TIMEOUT: Final = Knob(
+    "status_timeout", kinds.duration(0.1, 3600), 2.0, "How long to wait for a mount to answer."
+)
+UMOUNT_TIMEOUT: Final = Knob(
+    "umount_timeout", kinds.duration(0.1, 3600), 30.0, "How long to wait for the daemon to end."
+)

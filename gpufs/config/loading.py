@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpufs.config import kinds
-from gpufs.config.knobs import BY_NAME, KNOBS, ConfigError, Knob
+from gpufs.config.knobs import BY_NAME, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 
 SYSTEM_FILE: Final = Path("/etc/gpufs.toml")
 CONFIG_VARIABLE: Final = "GPUFS_CONFIG"
@@ -87,12 +87,10 @@ def load(
     *,
     system_file: Path = SYSTEM_FILE,
     said_by: Callable[[Knob], str] = lambda knob: knob.option,
-    command: str | None = None,
 ) -> Settings:
     """The settings from the command line's ``arguments`` (None: not given), the environment and the files.
 
-    ``said_by`` is how messages name an argument, by default as the option of the command line. With ``command`` only
-    its knobs are read and the others keep their defaults, so a wrong size of memory does not prevent an unmount.
+    ``said_by`` is how messages name an argument, by default as the option of the command line.
     ConfigError for a value that is not allowed, in whatever place, and for a file that cannot be read.
     """
     layers: list[tuple[Callable[[Knob], str], Mapping[str, str]]] = []
@@ -107,8 +105,6 @@ def load(
     values, origins = {}, {}
     for knob in KNOBS:
         values[knob.name], origins[knob.name] = knob.default, "default"
-        if command is not None and command not in knob.commands:
-            continue
         # From the weakest to the strongest, so that a bad value is found even if another one overrides it.
         for origin, texts in reversed(layers):
             if knob.name in texts:
@@ -121,7 +117,7 @@ def load(
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """A line for each variable of the environment that looks like a knob's and is none, with what was perhaps meant."""
-    known = [CONFIG_VARIABLE, *(knob.variable for knob in KNOBS)]
+    known = [CONFIG_VARIABLE, *(knob.variable for knob in (*KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT))]
     return [
         f"the environment variable {name} is unknown and has no effect{suggestion(name, known)}"
         for name in environ
@@ -145,9 +141,4 @@ def _check_together(settings: Settings) -> None:
         raise ConfigError(
             f"io_pinned_bytes: {kinds.size_text(pinned)} ({origins['io_pinned_bytes']}) is less than "
             f"io_chunk_bytes: {kinds.size_text(chunk)} ({origins['io_chunk_bytes']})"
-        )
-    if settings["io_fastpath"] == settings["io_fallback"] == "off":
-        raise ConfigError(
-            f"io_fastpath ({origins['io_fastpath']}) and io_fallback ({origins['io_fallback']}) are both off: "
-            "nothing could be copied"
         )

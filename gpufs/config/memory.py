@@ -1,6 +1,7 @@
 """The memory of this machine or container, and what a mount takes of it by default."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,63 +21,38 @@ class Memory:
     available_bytes: int
 
 
-def _number(path: Path) -> int | None:
+def numbers(path: Path) -> dict[str, int]:
+    """The numbers in a file of the kernel by the word before them, "" where a number is alone."""
     try:
-        text = path.read_text(encoding="ascii").strip()
+        text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
-        return None
-    return int(text) if text.isdigit() else None  # "max" means no limit
-
-
-def _statistic(path: Path, key: str) -> int:
-    try:
-        for line in path.read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(" ")
-            if name == key and value.isdigit():
-                return int(value)
-    except (OSError, UnicodeDecodeError):
-        pass
-    return 0
+        return {}
+    lines = re.findall(r"^(?:(\S+?):?\s+)?(\d+)(?: kB)?$", text, re.MULTILINE)
+    return {name: int(value) for name, value in lines}  # "max", unlimited, is left out
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes that could still be used) of every memory cgroup from our own up to the root."""
+    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
     found = []
     try:
-        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).rstrip("\n").split("\n")
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, limit, usage, reclaimable = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            limit, usage, reclaimable = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        while True:
-            bound = _number(folder / limit)
-            if bound is not None:
-                used = (_number(folder / usage) or 0) - _statistic(folder / "memory.stat", reclaimable)
-                found.append((bound, max(bound - max(used, 0), 0)))
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
+    base = root / "sys/fs/cgroup"
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        folder = base / path
+        for group in (folder, *(above for above in folder.parents if above.is_relative_to(base))):
+            if (bound := numbers(group / "memory.max").get("")) is not None:
+                reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
+                used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
+                found.append((bound, max(bound - used, 0)))
     return found
 
 
 def memory_of_machine(root: Path = Path("/")) -> Memory:
-    """This machine's memory. ``root`` contains /proc and /sys. OSError if /proc/meminfo cannot be read."""
-    fields = {}
-    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if words and words[0].isdigit():
-            fields[name] = int(words[0]) * 1024
-    total = fields["MemTotal"]
-    available = fields.get("MemAvailable", fields.get("MemFree", total))
+    """This machine's memory. ``root`` contains /proc and /sys."""
+    fields = numbers(root / "proc/meminfo")
+    total, available = fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024
     for limit, left in _cgroup_limits(root):
         total = min(total, limit)
         available = min(available, left)

@@ -103,11 +103,19 @@ class _Lines(logging.Handler):
         return True
 
 
-def _copy_lines(queue: int, sink: int) -> None:
-    """Until the queue's other end is closed. What cannot be written (a full disk) is lost."""
+def _copy_lines(queue: int, sink: int, path: str | None) -> None:
+    """Until the queue's other end is closed. What cannot be written (a full disk) is lost.
+
+    If the file at ``path`` has been renamed or removed, as logrotate does, a new one gets the next lines.
+    """
     for_journal = is_journal(sink)
     rest = b""
     while data := os.read(queue, _READ_BYTES):
+        if path is not None and not _is_at(path, sink):
+            with contextlib.suppress(OSError):  # the old file keeps the log
+                fresh = _open_log(path)
+                os.dup2(fresh, sink, inheritable=False)
+                os.close(fresh)
         if for_journal:
             *lines, rest = (rest + data).split(b"\n")
             data = b"".join(map(_journal_line, lines))
@@ -120,6 +128,13 @@ def _copy_lines(queue: int, sink: int) -> None:
                 break
 
 
+def _is_at(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
 def _journal_line(line: bytes) -> bytes:
     """A line of the log with its priority instead of time and level."""
     words = line.split(b" ", 3)  # date, time, level, text
@@ -129,7 +144,7 @@ def _journal_line(line: bytes) -> bytes:
 
 
 class Log:
-    """The destination of both planes' log lines: a file that can be reopened, standard error, the journal, or nothing.
+    """The destination of both planes' log lines: a file, standard error, the journal, or nothing.
 
     ``journal`` is a descriptor of the journal that the launcher has passed, or -1. The log then owns it.
     """
@@ -167,7 +182,9 @@ class Log:
         os.set_blocking(self._queue, False)
         with contextlib.suppress(OSError):  # a user may have only so many large pipes
             fcntl.fcntl(self._queue, fcntl.F_SETPIPE_SZ, _QUEUE_BYTES)
-        self._writer = threading.Thread(target=_copy_lines, args=(reader, self._fd), name="gpufs-log", daemon=True)
+        self._writer = threading.Thread(
+            target=_copy_lines, args=(reader, self._fd, self._path), name="gpufs-log", daemon=True
+        )
         # The main thread handles the signals: it blocks them while it mounts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -179,19 +196,6 @@ class Log:
     def fd(self) -> int:
         """The descriptor of the log itself, -1 if there is none."""
         return self._fd
-
-    def reopen(self) -> None:
-        """After a log rotation renamed the file: continues in a new file of the old name. May block."""
-        if self._path is None:
-            return
-        try:
-            fresh = _open_log(self._path)
-        except OSError as failure:
-            log.error("cannot reopen the log, which stays in the old file: %s: %s", self._path, failure.strerror)
-            return
-        # The writer keeps using the same descriptor number.
-        os.dup2(fresh, self._fd, inheritable=False)
-        os.close(fresh)
 
     def close(self) -> None:
         """Waits at most a second until the queued lines are written. Later lines are dropped."""

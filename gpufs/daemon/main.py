@@ -6,8 +6,8 @@ there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "m
 descriptor of systemd's journal, for the log.
 
 It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
-a mount that is in use is detached, and calls on its open files fail from then on. SIGHUP reopens the log file. If the
-daemon dies in another way, its guard unmounts (gpufs/daemon/guard.py).
+a mount that is in use is detached, and calls on its open files fail from then on. If the daemon dies in another way,
+its guard unmounts (gpufs/daemon/guard.py).
 """
 
 import argparse
@@ -98,17 +98,16 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
         control = parts.enter_context(ExitStack())
         control.callback(os.close, control_fd)
         early = _note_signals()
-        guard = None
         if values["auto_unmount"]:
-            guard = parts.enter_context(supervision.Guard(request.mountpoint, values["log_file"]))
+            watch = parts.enter_context(supervision.guard(request.mountpoint, values["log_file"]))
         ended = threading.Event()  # the kernel has ended the connection
         try:
             fuse_fd, entry = parts.enter_context(mountpoint.mounted(request, ended.is_set))
         except BaseException:
             os.close(relay_fd)
             raise
-        if guard is not None:
-            guard.watch(entry.identity)
+        if values["auto_unmount"]:
+            watch(entry.identity)
         counters.belongs_to(entry.device)
         with _start_failures():
             mount = engine.Mount(

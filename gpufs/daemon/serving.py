@@ -5,8 +5,10 @@ import errno
 import functools
 import logging
 import os
+import select
 import signal
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import pyfuse3
 import trio
@@ -17,11 +19,12 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.quotas import Quotas
 from gpufs.fs.tree import Tree
+from gpufs.service import Service
 
 log = logging.getLogger("gpufs.daemon")
 
-# These signals end the mount or reopen the log file. They are blocked until their handler runs: a default action right
-# after mounting would end the process and leave a dead mount.
+# These signals end the mount, SIGHUP only with a terminal. They are blocked until their handler runs: a default action
+# right after mounting would end the process and leave a dead mount.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
@@ -31,8 +34,8 @@ _TASKS = 10_000
 _COPIES_GRACE = 6.0
 # Seconds at the end for requests in progress. Those that wait for a server that hangs are abandoned.
 _REQUESTS_GRACE = 2.0
-# Seconds to reopen the log file.
-_REOPEN_GRACE = 5.0
+# Seconds between two publications of the gauges.
+_PUBLISH_SECONDS = 1.0
 # Seconds until the daemon watches the mount's flags again after it found no thread or descriptor.
 _FLAGS_PAUSE = 1.0
 # Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
@@ -40,6 +43,7 @@ _TRIM_SECONDS = 5.0
 _TRIM_INODES = 1000
 
 
+@dataclass(eq=False)
 class Serving:
     """One mount while it answers requests.
 
@@ -53,40 +57,27 @@ class Serving:
         What the user is told once the mount answers.
     """
 
-    def __init__(
-        self,
-        request: MountRequest,
-        answer: Answer,
-        logs: Log,
-        mount: engine.Mount,
-        entry: mounting.MountEntry,
-        *,
-        socket_path: str,
-        early: list[int],
-        owner: int,
-        notes: list[str],
-    ) -> None:
-        self.entry = entry
-        self.socket_path = socket_path
-        self.service: service.Service | None = None
-        self._request = request
-        self._answer = answer
-        self._log = logs
-        self._mount = mount
-        self._early = early
-        self._owner = owner
-        self._notes = notes
-        self._manager = supervision.ServiceManager()
-        self._copies = trio.CancelScope()
-        self._copies_ended = trio.Event()
-        self._requests = trio.CancelScope()  # around the loop that answers requests
+    request: MountRequest
+    answer: Answer
+    log: Log
+    mount: engine.Mount
+    entry: mounting.MountEntry
+    socket_path: str
+    early: list[int]
+    owner: int
+    notes: list[str]
+    service: Service | None = field(default=None, init=False)
+    _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
+    _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
+    _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
+    _requests: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)  # of the loop that answers them
 
     async def run(self, tree: Tree) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._watch_end)
-            if self._owner >= 0:
+            if self.owner >= 0:
                 nursery.start_soon(self._watch_owner)
             nursery.start_soon(self._watch_flags)
             nursery.start_soon(self._serve_clients, tree)
@@ -101,9 +92,9 @@ class Serving:
 
     async def _serve_clients(self, tree: Tree) -> None:
         """Runs the service that copies for other processes and lets them attach files."""
-        config = self._request.config
+        config = self.request.config
         served = service.ServedMount(
-            self._mount, tree, Quotas(tree, self._mount).set, trust_readers=bool(config["trust_readers"])
+            self.mount, tree, Quotas(tree, self.mount).set, trust_readers=bool(config["trust_readers"])
         )
         with self._copies:
             async with trio.open_nursery() as nursery:
@@ -130,25 +121,23 @@ class Serving:
             if mountpoint.present(self.entry) is None:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
-        transport = self._mount.statistics()["transport"]
-        if self._request.config["transport"] == "uring" and transport["name"] != "io_uring":
+        transport = self.mount.statistics()["transport"]
+        if self.request.config["transport"] == "uring" and transport["name"] != "io_uring":
             raise StartFailure(errno.ENOTSUP, f"transport: {transport['reason']}")
-        mountpoint.set_read_ahead(
-            self.entry.device, self._request.config["read_ahead"]
-        )  # after INIT, which sets it too
-        if not self._request.foreground:
+        mountpoint.set_read_ahead(self.entry.device, self.request.config["read_ahead"])  # after INIT, which sets it too
+        if not self.request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             for number in (0, 1, 2):
-                os.dup2(self._log.fd if number == 2 and self._log.fd >= 0 else null, number)
+                os.dup2(self.log.fd if number == 2 and self.log.fd >= 0 else null, number)
             os.close(null)
         try:
-            self._answer.give(
+            self.answer.give(
                 {
                     "ok": True,
                     "pid": os.getpid(),
-                    "mountpoint": self._request.mountpoint,
-                    "driver": self._mount.engine.driver,
+                    "mountpoint": self.request.mountpoint,
+                    "driver": self.mount.engine.driver,
                     "identity": self.entry.identity,
                     "devices": [
                         {
@@ -157,25 +146,25 @@ class Serving:
                             "uuid": device.info.uuid or None,
                             "total_bytes": device.info.total_bytes,
                         }
-                        for device in self._mount.engine.devices
+                        for device in self.mount.engine.devices
                     ],
                     "transport": transport["name"],
-                    "notes": self._notes,
+                    "notes": self.notes,
                 }
             )
         except OSError:
             log.error("the launcher has gone: the mount ends")
             await mountpoint.unmount(self.entry)
             return
-        await self._manager.ready(f"serves {self._request.mountpoint}")
-        if self._request.foreground and self._notes:
-            threads.in_background(functools.partial(_print_notes, self._notes))
+        await self._manager.notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serves {self.request.mountpoint}")
+        if self.request.foreground and self.notes:
+            threads.in_background(functools.partial(_print_notes, self.notes))
 
     async def _publish_statistics(self) -> None:
         """Writes the gauges to the counters' file from time to time."""
         while True:
-            self._mount.engine.statistics_publish()
-            await trio.sleep(self._request.config["stats_interval"])
+            self.mount.engine.statistics_publish()
+            await trio.sleep(_PUBLISH_SECONDS)
 
     async def _trim_heap(self, tree: Tree) -> None:
         """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
@@ -191,33 +180,27 @@ class Serving:
     async def _feed_watchdog(self) -> None:
         """Reports to the service manager that the control plane runs, if it wants to know."""
         while self._manager.watchdog_seconds:
-            await self._manager.alive()
+            await self._manager.notify("WATCHDOG=1")
             await trio.sleep(self._manager.watchdog_seconds / 2)
 
     async def _watch_signals(self) -> None:
         with trio.open_signal_receiver(*SIGNALS) as arriving:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            for number in self._early:
+            for number in self.early:
                 signal.raise_signal(number)
             async for number in arriving:
-                if number == signal.SIGHUP and not (self._request.foreground and os.isatty(2)):
-                    await self._manager.reloading()
-                    with trio.move_on_after(_REOPEN_GRACE), suppress(OSError):  # its disk may be frozen
-                        await threads.run(self._log.reopen, abandon_on_cancel=True)
-                    log.info("SIGHUP: the log continues here")
-                    await self._manager.ready(f"serves {self._request.mountpoint}")
-                    continue
-                await self._end(signal.Signals(number).name)
-                return
+                if number != signal.SIGHUP or (self.request.foreground and os.isatty(2)):  # else it has no effect
+                    await self._end(signal.Signals(number).name)
+                    return
 
     async def _watch_owner(self) -> None:
-        await trio.lowlevel.wait_readable(self._owner)
+        await trio.lowlevel.wait_readable(self.owner)
         await self._end("the program that mounted has ended")
 
     async def _end(self, why: str) -> None:
         """Cancels running copies, unmounts, and ends the loop that answers requests."""
         log.info("%s: the mount ends", why)
-        await self._manager.stopping(f"unmounts {self._request.mountpoint}")
+        await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {self.request.mountpoint}")
         self._copies.cancel()
         # Clients get their results and close their files while the mount answers.
         with trio.move_on_after(_COPIES_GRACE):
@@ -227,25 +210,23 @@ class Serving:
 
     async def _watch_flags(self) -> None:
         """Follows remounts, which may change which reads set access times."""
-        changes, entry = mounting.Changes(), self.entry
-        seen = True
-        while True:
-            try:
-                if seen:
+        entry = self.entry
+        with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - never waits
+            changes = select.poll()
+            changes.register(mountinfo, select.POLLPRI)
+            while True:
+                try:
+                    now = mounting.entry_with(self.entry.identity)
+                    if now is not None and now.flags != entry.flags:
+                        entry = now
+                        mountpoint.set_access_times(self.mount, entry.flags)
                     # Abandoned at the end: unmounting wakes the thread up.
-                    await threads.run(changes.wait, abandon_on_cancel=True)
-                seen = False
-                now = mounting.entry_with(self.entry.identity)
-            except OSError:  # no thread or descriptor is free: look again later
-                await trio.sleep(_FLAGS_PAUSE)
-                continue
-            seen = True
-            if now is not None and now.flags != entry.flags:
-                entry = now
-                mountpoint.set_access_times(self._mount, entry.flags)
+                    await threads.run(changes.poll, abandon_on_cancel=True)
+                except OSError:  # no thread or descriptor is free: look again later
+                    await trio.sleep(_FLAGS_PAUSE)
 
     async def _watch_end(self) -> None:
-        await trio.lowlevel.wait_readable(self._mount.ended_fd)
+        await trio.lowlevel.wait_readable(self.mount.ended_fd)
         log.info("unmounted")
         self._copies.cancel()
         self._stop_serving()

@@ -9,7 +9,8 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from errno import EINVAL, ENOENT, EPERM
 from pathlib import Path
 from typing import Any, Final
@@ -68,27 +69,26 @@ def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Pa
     """The files of the mount with this device number that are the user's own, the newest first."""
     found = []
     for folder in folders(uid) if places is None else places:
-        for path in _listed(folder):
-            if path.name.endswith(_ending(device)):
-                status = _status(path)
-                if status is not None and status.st_uid == uid and stat.S_ISREG(status.st_mode):
+        for path in _listed(folder, _ending(device)):
+            with suppress(OSError):
+                status = path.lstat()
+                if status.st_uid == uid and stat.S_ISREG(status.st_mode):
                     found.append((status.st_mtime_ns, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _listed(folder: Path) -> list[Path]:
+def _listed(folder: Path, ending: str = _SUFFIX) -> list[Path]:
     """The files of counters in a folder."""
-    try:
-        return [folder / name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
-    except OSError:
-        return []
+    with suppress(OSError):
+        return [folder / name for name in os.listdir(folder) if name.endswith(ending)]
+    return []
 
 
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return os.lstat(path)
-    except OSError:
-        return None
+def _readable(paths: Iterable[Path], uid: int) -> Iterator[dict[str, Any]]:
+    """The counters in those of the files that are the user's own and can be read."""
+    for path in paths:
+        with suppress(OSError, StatisticsError):
+            yield read(path, uid)
 
 
 def _open(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -150,26 +150,18 @@ def read_mount(device: str, uid: int, mountpoint: str) -> dict[str, Any]:
 
     Raises
     ------
-    OSError
-        ENOENT if there are none.
-    StatisticsError
-        The file does not contain counters, or is damaged.
+    FileNotFoundError
+        There are none that can be read.
     """
-    failure: Exception = FileNotFoundError(ENOENT, os.strerror(ENOENT))
     newest: dict[str, Any] | None = None
     for folder in folders(uid):  # the last is below /tmp, where another user may have made it
-        for path in find(device, uid, [folder])[:_MOST_FILES]:
-            try:
-                found = read(path, uid)
-            except (OSError, StatisticsError) as error:
-                failure = error
-                continue
+        for found in _readable(find(device, uid, [folder])[:_MOST_FILES], uid):
             if found["alive"]:
                 return found
             if found["mountpoint"] == mountpoint:
                 newest = newest or found
     if newest is None:
-        raise failure
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
     return newest
 
 
@@ -178,17 +170,9 @@ def read_left_behind(mountpoint: str, uid: int) -> dict[str, Any] | None:
 
     None if there are none. They stay until the user's next mount there, or for an hour.
     """
-    newest: dict[str, Any] | None = None
-    for folder in folders(uid):
-        for path in _listed(folder):
-            try:
-                found = read(path, uid)
-            except (OSError, StatisticsError):
-                continue
-            fits = not found["alive"] and found["mountpoint"] == mountpoint
-            if fits and (newest is None or found["updated"] > newest["updated"]):
-                newest = found
-    return newest
+    paths = [path for folder in folders(uid) for path in _listed(folder)]
+    dead = [found for found in _readable(paths, uid) if not found["alive"] and found["mountpoint"] == mountpoint]
+    return max(dead, key=lambda found: found["updated"], default=None)
 
 
 def remove_dead(device: str, uid: int) -> None:

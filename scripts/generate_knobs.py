@@ -1,4 +1,4 @@
-"""`python -m gpufs.config` prints docs/knobs.md."""
+"""Prints docs/knobs.md, made from the table of knobs."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -10,8 +10,8 @@ _UNITS: Final = {"SIZE": "bytes", "TIME": "seconds"}
 
 def _page() -> Iterator[str]:
     yield "# Knobs\n"
-    yield "Written by `python -m gpufs.config` from the table in `gpufs/config/knobs.py`; do not edit.\n"
-    yield "Every knob is an option of the command named, an environment variable and a key of the configuration file."
+    yield "Written by `make docs` from the table in `gpufs/config/knobs.py`; do not edit.\n"
+    yield "Every knob is an option of `gpufs mount`, an environment variable and a key of the configuration file."
     yield "A value is looked for in this order, and the first hit wins:\n"
     yield "1. the command line,"
     yield "2. the environment,"
@@ -30,7 +30,6 @@ def _page() -> Iterator[str]:
         yield f"{knob.text}\n"
         yield "| | |"
         yield "|---|---|"
-        yield f"| command | {', '.join(f'`gpufs {command}`' for command in knob.commands)} |"
         yield f"| option | `{knob.option}` |"
         yield f"| environment | `{knob.variable}` |"
         yield f"| file | `{knob.name}` |"
@@ -40,10 +39,5 @@ def _page() -> Iterator[str]:
         yield f"| allowed | {knob.kind.allowed} |\n"
 
 
-def page() -> str:
-    """The text of docs/knobs.md."""
-    return "\n".join(_page()).rstrip("\n") + "\n"
-
-
 if __name__ == "__main__":
-    print(page(), end="")
+    print("\n".join(_page()).rstrip("\n"))

@@ -1,0 +1,110 @@
+"""Asks mounts that may never answer, or answer anything: their daemons may be other users' programs.
+
+Each question is asked in a process of its own. A process that waits for a hung mount may not even end after SIGKILL,
+but this command must. That process also shows the answer as the command will: if it fails over a wrong answer, the
+command gets one line about it, and goes on with the other mounts.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
+from typing import Any, Final
+
+from gpufs.cli._errors import Failure, complain
+from gpufs.cli._mounts import wait_for_end
+from gpufs.mounting import MountEntry
+
+_MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
+
+Show = Callable[[Any], object]
+
+
+def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
+    """Calls functions in parallel that may never return. For each its value, which is one that JSON has, or an OSError.
+
+    ``show`` makes what is printed of a value. The OSErrors are those that the functions raised, ETIMEDOUT for those
+    that do not return, EFBIG for values that are too long, EPROTO for those that cannot be shown.
+    """
+    results: list[Any] = [OSError(ETIMEDOUT, f"no answer within {timeout:g} seconds") for _ in questions]
+    children: dict[int, tuple[int, int]] = {}  # index of the question: process, descriptor of its answer
+    try:
+        for place, question in enumerate(questions):
+            try:
+                children[place] = _start(question, show)
+            except OSError as error:  # too many mounts of other users
+                results[place] = error
+        hung = wait_for_end([pid for pid, _ in children.values()], timeout)
+        for place, (pid, answer) in children.items():
+            if pid not in hung:
+                results[place] = _read(answer)
+    finally:  # also after KeyboardInterrupt
+        for pid, answer in children.values():
+            os.close(answer)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+    return results
+
+
+def _start(question: Callable[[], Any], show: Show) -> tuple[int, int]:
+    answer = os.memfd_create("answer")
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(answer)
+        raise
+    if pid == 0:
+        try:
+            _answer(question, show, answer)
+        finally:
+            os._exit(0)  # also after an exception: the rest is the parent's
+    return pid, answer
+
+
+def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
+    """In the child: writes the value, or the errno and the text of a failure."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):  # it may outlive the command, whose output must end
+        os.dup2(null, fd)
+    try:
+        value = question()
+        # As the output of the command: nested as deeply, and with characters that it cannot write.
+        json.dumps([value, show(value)], indent=2, ensure_ascii=False).encode(errors="surrogateescape")
+        said = {"value": value}
+    except OSError as error:
+        said = {"errno": error.errno or ENOTCONN, "text": error.strerror or str(error)}
+    except Exception as error:  # noqa: BLE001 - a wrong answer can cause any
+        said = {"errno": EPROTO, "text": f"its answer is not understood: {type(error).__name__}: {error}"}
+    text = json.dumps(said).encode()
+    while text:
+        text = text[os.write(answer, text) :]
+
+
+def _read(answer: int) -> Any:
+    size = os.fstat(answer).st_size
+    if size > _MOST_BYTES:
+        return OSError(EFBIG, os.strerror(EFBIG))
+    if not size:
+        return OSError(EPROTO, "the process that asked has crashed")
+    said = json.loads(os.pread(answer, size, 0))
+    return said["value"] if "value" in said else OSError(said["errno"], said["text"])
+
+
+def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a mount. Called by a question. OSError EFBIG if it is larger than any of gpufs."""
+    content = b""
+    with open(os.path.join(entry.mountpoint, ".gpufs", name), "rb", buffering=0) as file:
+        while part := file.read(_MOST_BYTES):
+            content += part
+            if len(content) > _MOST_BYTES:
+                raise OSError(EFBIG, os.strerror(EFBIG))
+    return dict(json.loads(content))
+
+
+def finish(silent: Sequence[tuple[str, object]], asked: int, *, named: bool) -> None:
+    """Complains about mounts that did not answer: mountpoints and reasons. Failure if they were ``named``."""
+    for mountpoint, reason in silent:
+        complain(f"{mountpoint}: {reason}")
+    if named and silent:
+        raise Failure(f"{len(silent)} of {asked} mounts did not answer")
