@@ -25,7 +25,7 @@ BLOCK = 8 * MIB
 BUFFER = 32 * BLOCK  # to the disk in small pieces: half a second or more
 LONG = BUFFER + 256 * MIB  # from the server, which takes twenty seconds for it; fits beside the buffer
 # One thread and small pieces, past the cache.
-SLOW = {"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K", "GPUFS_IO_DIRECT": "on", "GPUFS_IO_FASTPATH": "off"}
+SLOW = {"GPUFS_IO_WORKERS": "1", "GPUFS_IO_CHUNK_BYTES": "64K", "GPUFS_IO_FASTPATH": "off"}
 PROGRAMS = ("cp", "gpufs cp")
 
 
