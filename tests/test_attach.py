@@ -512,7 +512,7 @@ class LyingDaemon:
         if isinstance(request, protocol.Hello):
             protocol.send(sock, protocol.Welcome(1, "", 16))
         elif isinstance(request, protocol.Detach):
-            protocol.send(sock, protocol.Detached(request.id))
+            protocol.send(sock, protocol.Done(request.id))
         elif isinstance(request, protocol.Attach | protocol.Refresh):
             first = isinstance(request, protocol.Attach)
             size = self._sizes.pop(0)

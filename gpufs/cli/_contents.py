@@ -12,9 +12,10 @@ from errno import EBADF, EINVAL, EIO, EISDIR, ENOSPC
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from gpufs import client
 from gpufs.cli._errors import Failure
 from gpufs.cli._status import collect
+from gpufs.client._array import DeviceArray
+from gpufs.client._attach import attach
 from gpufs.client._ends import Entry, open_path, path_of
 from gpufs.client._find import mounts_by_device
 from gpufs.client._outcome import text_of
@@ -61,11 +62,11 @@ class Contents:
         self.size = status.st_size
         self.held_bytes = status.st_blocks * 512
         self.place = place_of(self._fd, mounts)
-        self._array: client.DeviceArray | None = None
+        self._array: DeviceArray | None = None
         self._mapped: memoryview | None = None
         if mounts and self.size >= _LEAST_MAPPED_BYTES and self._in_host_memory(mounts[0]):
             with suppress(OSError):  # holes, registered files, files below backing/: these are read
-                array = client.attach(path_of(self._fd))
+                array = attach(path_of(self._fd))
                 if array.nbytes >= self.size:  # and stays so while it is attached
                     self._array, self._mapped = array, array.memoryview()
 
