@@ -16,14 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import trio
-import trio.testing
 from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, as_nobody, errno_of, in_child, run, start_children, wait_children, wait_until
-
-from gpufs.fs.backing import Share, calls
-from gpufs.fs.backing.inodes import HostInodes
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
@@ -220,31 +215,6 @@ def test_calls_of_one_user_are_bounded(mount: Mounter, host: Path) -> None:
         run("umount", mounted.path)
         hung.release()
         mounted.wait_ended()
-
-
-async def test_calls_of_all_users_leave_some_for_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With smaller bounds than those of a mount, for which no machine has enough processes."""
-    for name, value in (("_CALLS_OF_A_USER", 2), ("_CALLS", 5), ("_RESERVED_CALLS", 1)):
-        monkeypatch.setattr(calls, name, value)
-    inodes = HostInodes({}, 0, lambda parent, name: None)
-    found = os.open(tmp_path, os.O_PATH), os.stat(tmp_path)
-    node = inodes.meet(found, Share("data", str(tmp_path), read_only=False), None)
-    host_calls, answered = calls.HostCalls(inodes), threading.Event()
-
-    async def call(uid: int) -> None:
-        await host_calls.run(uid, node, answered.wait)
-
-    async with trio.open_nursery() as nursery:
-        for uid in (1001, 1001, 1002, 1002):
-            nursery.start_soon(call, uid)
-        await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(OSError) as refused:
-            await call(1003)
-        assert refused.value.errno == errno.EBUSY
-        nursery.start_soon(call, 0)
-        await trio.testing.wait_all_tasks_blocked()
-        answered.set()
-    inodes.close()
 
 
 def errno_of_soon(path: Path) -> int:
