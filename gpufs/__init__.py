@@ -1,9 +1,8 @@
 """gpufs: GPU memory as files.
 
 Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
-first asked for: :func:`attach`, :func:`copy`, :func:`copy_to_each` and :func:`register` from :mod:`gpufs.client`, and
-:func:`mount`; the native engine is :mod:`gpufs.engine`, and a device's driver is opened with an
-:class:`gpufs.engine.Engine`.
+first asked for: :func:`attach`, :func:`copy`, :func:`copy_to_each`, :func:`register` and :func:`mount`; the native
+engine is :mod:`gpufs.engine`, and a device's driver is opened with an :class:`gpufs.engine.Engine`.
 """
 
 import importlib
@@ -12,20 +11,22 @@ from typing import TYPE_CHECKING
 from gpufs._version import __version__
 
 if TYPE_CHECKING:
-    from gpufs.client import (
-        CopyError,
-        CopyProgress,
-        CopyResult,
-        DeviceArray,
-        Registration,
-        attach,
-        copy,
-        copy_to_each,
-        register,
-    )
+    from gpufs.client import CopyError, CopyProgress, CopyResult, copy, copy_to_each
+    from gpufs.client._array import DeviceArray
+    from gpufs.client._attach import attach
+    from gpufs.client._register import Registration, register
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
 
-_MOUNTING = ("DeviceDirectory", "OwnedMount", "mount")
+# The modules of those that are not in gpufs.client.
+_MODULES = {
+    "DeviceArray": "client._array",
+    "DeviceDirectory": "owned_mount",
+    "OwnedMount": "owned_mount",
+    "Registration": "client._register",
+    "attach": "client._attach",
+    "mount": "owned_mount",
+    "register": "client._register",
+}
 
 __all__ = [
     "CopyError",
@@ -46,7 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        module = importlib.import_module("gpufs.owned_mount" if name in _MOUNTING else "gpufs.client")
+        module = importlib.import_module(f"gpufs.{_MODULES.get(name, 'client')}")
         value: object = getattr(module, name)
         globals()[name] = value
         return value

@@ -468,7 +468,7 @@ def lie(listener: socket.socket, sizes: list[int]) -> None:
                 if isinstance(request, protocol.Hello):
                     protocol.send(sock, protocol.Welcome(1, "", 16))
                 elif isinstance(request, protocol.Detach):
-                    protocol.send(sock, protocol.Detached(request.id))
+                    protocol.send(sock, protocol.Done(request.id))
                 elif isinstance(request, protocol.Attach | protocol.Refresh):
                     pieces = int(isinstance(request, protocol.Attach))
                     answer = protocol.Attached(request.id, driver="host", size=sizes.pop(0), pieces=pieces)

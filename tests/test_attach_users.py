@@ -248,7 +248,7 @@ def test_requests_for_what_is_not_attached_give_nothing(folder: Path, shared_mou
         for number in (1, 2, 1 << 31):
             answer, received = client.ask(Refresh(number, 0))
             assert (answer["error"], received) == (EBADF, [])
-            assert client.ask(Detach(number))[0] == {"type": "detached", "id": number}
+            assert client.ask(Detach(number))[0] == {"type": "done", "id": number, "error": 0, "message": ""}
         _, received = client.ask(Attach(7, "r+"), [fd])
         assert len(received) == 1
         for one in received:

@@ -34,7 +34,7 @@ PYTHON_MAY_USE = {
     "gpufs.integrations": {"torch"},
     "gpufs.threads": set(),
     "gpufs.fs": {"threads", "engine", "statistics", "_version"},
-    "gpufs.service": {"threads", "engine", "protocol", "mounting", "units", "_version"},
+    "gpufs.service": {"threads", "engine", "fs", "protocol", "mounting", "units", "_version"},
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {
         "_printable",

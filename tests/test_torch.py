@@ -624,6 +624,31 @@ def test_load_model_does_what_safetensors_does(root: Path) -> None:
 # Memory
 
 
+def test_no_growth(root: Path) -> None:
+    gpufs.torch.publish({str(index): torch.randn(100, 100) for index in range(10)}, root / "model")
+
+    def cycles(count: int) -> None:
+        for _ in range(count):
+            tensors = gpufs.torch.load_file(root / "model")
+            part = tensors["3"][5]
+            del tensors
+            assert part.shape == (100,)
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        maps = len(Path("/proc/self/maps").read_text().splitlines())
+        return Snapshot.of(os.getpid()).descriptors, Snapshot.of(os.getpid()).threads, maps
+
+    cycles(20)
+    used = used_bytes(root)
+    before = held()
+    cycles(1000)
+    wait_for_used(root, used)
+    after = held()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 8  # the allocator's own
+
+
 def test_a_pool_needs_a_gpu(root: Path, shared_mount: GpufsMount) -> None:
     """Host memory is torch's own: the error says what to use, and no memory stays behind."""
     held = os.statvfs(root).f_bfree

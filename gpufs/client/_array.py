@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 from gpufs.client._elements import UINT8, ElementType, element_type
 
 if TYPE_CHECKING:
-    from gpufs.engine import Mapping
+    from gpufs.client._attach import Attachment
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
 
@@ -23,20 +23,6 @@ _WORD: Final = 8  # the strictest alignment of an element in bytes
 _DLPACK_KINDS: Final = {_HOST: 1, "cuda": 2, "hip": 10}
 _CUDA_ARRAY_VERSION: Final = 3
 _ARRAY_VERSION: Final = 3
-
-
-class Attached(Protocol):
-    """Memory of a file that is mapped into this process. It stays mapped as long as this object exists."""
-
-    path: str
-    mode: str
-    driver: str
-    private: bool
-    size: int
-    mapping: Mapping
-
-    def refresh(self) -> None:
-        """Maps what the file has grown by, and sets ``size``."""
 
 
 class DeviceArray:
@@ -80,7 +66,7 @@ class DeviceArray:
 
     def __init__(
         self,
-        attached: Attached,
+        attached: Attachment,
         offset: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
@@ -88,8 +74,8 @@ class DeviceArray:
         *,
         whole: bool = False,
     ) -> None:
-        self._attached: Attached | None = attached
-        self._kept: Attached | None = None  # after close(), for a consumer that relies on this object
+        self._attached: Attachment | None = attached
+        self._kept: Attachment | None = None  # after close(), for a consumer that relies on this object
         self._exported = False  # whether there may be such a consumer
         self._offset = offset
         self._shape = shape
@@ -101,7 +87,7 @@ class DeviceArray:
         self.private = attached.private
 
     @classmethod
-    def of(cls, attached: Attached) -> Self:
+    def of(cls, attached: Attachment) -> Self:
         """The bytes of a whole file."""
         return cls(attached, 0, (attached.size,), (1,), UINT8, whole=True)
 
@@ -290,15 +276,13 @@ class DeviceArray:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> str:
         raise TypeError("a DeviceArray cannot be copied or pickled: attach the file in the other process")
 
-    def _open(self) -> Attached:
+    def _open(self) -> Attachment:
         if self._attached is None:
             raise ValueError(f"the array of {self.path} is closed")
         return self._attached

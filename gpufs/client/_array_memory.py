@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-# Kinds of devices in DLPack.
-_CPU: Final = 1
-_CUDA: Final = 2
-_CUDA_HOST: Final = 3
-_ROCM: Final = 10
-_ROCM_HOST: Final = 11
-_CUDA_MANAGED: Final = 13
-_ON_DEVICE: Final = (_CUDA, _ROCM, _CUDA_MANAGED)
+# Kinds of devices in DLPack: CUDA, ROCm, CUDA's managed memory; and the host's memory, plain or pinned for these.
+_ON_DEVICE: Final = (2, 10, 13)
+_ON_HOST: Final = (1, 3, 11)
 _NOT_CONTIGUOUS: Final = "the array is not contiguous: register a contiguous copy, or the array that it is a view of"
 
 
@@ -91,33 +85,12 @@ def _check_contiguous(shape: tuple[int, ...], strides: Iterable[int] | None, ite
         expected *= length
 
 
-class _DlTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
 def _of_dlpack(array: Any) -> ArrayMemory:
-    """By an unversioned capsule, which every producer makes; unused, it frees itself."""
-    capsule = array.__dlpack__()
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    tensor = ctypes.cast(get(capsule, b"dltensor"), ctypes.POINTER(_DlTensor)).contents
-    shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tensor.strides[: tensor.ndim] if tensor.strides else None
-    _check_contiguous(shape, strides, 1)
-    size = (prod(shape) * tensor.bits * tensor.lanes + 7) // 8
-    if tensor.device_type not in (*_ON_DEVICE, _CPU, _CUDA_HOST, _ROCM_HOST):
-        raise ValueError(f"memory of a device of DLPack's kind {tensor.device_type} cannot be shared")
-    address = (tensor.data or 0) + tensor.byte_offset
+    from gpufs.engine._arrays import read_dlpack
+
+    kind = int(array.__dlpack_device__()[0])
+    if kind not in (*_ON_DEVICE, *_ON_HOST):
+        raise ValueError(f"memory of a device of DLPack's kind {kind} cannot be shared")
+    _, found = read_dlpack(array, writable=False)
     # The capsule as well: the array's own memory may be another.
-    return ArrayMemory(address, size, tensor.device_type in _ON_DEVICE, True, (array, capsule))
+    return ArrayMemory(found.address, found.bytes, kind in _ON_DEVICE, not found.read_only, (array, found.keep))

@@ -7,148 +7,31 @@ import os
 import stat
 import threading
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from gpufs import protocol
 from gpufs.client import _ends, _find
 from gpufs.client._array import DeviceArray
-from gpufs.client._connection import Connection
+from gpufs.client._link import Link, link_to
 from gpufs.client._outcome import text_of
-from gpufs.protocol import READ, READ_WRITE, Attach, Detach, Detached, Pieces, ProtocolError, Refresh
+from gpufs.protocol import READ, READ_WRITE
 
 if TYPE_CHECKING:
-    import socket
-
     from gpufs.engine import Mapping, SharedPiece
-
-    _Answer = tuple[protocol.Attached, list[SharedPiece]]
 
 _GRANULE: Final = 2 << 20
 # Addresses that are reserved so that a file can grow while it is attached.
 _RESERVE_FACTOR: Final = 4
 _LEAST_RESERVE: Final = 1 << 30
-# How long the end of an attachment waits until the daemon has ended the lease.
-_DETACH_SECONDS: Final = 2.0
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED)
 
 
-class _LeaseConnection(Connection):
-    """A connection whose life is that of the leases on it. Any thread may call."""
-
-    __slots__ = ("__weakref__", "_ended", "_lock")
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock)
-        self._lock = threading.Lock()  # held from a request to the end of its answer
-        self._ended: deque[int] = deque()  # leases to end as soon as the lock is free
-        weakref.finalize(self, sock.close).atexit = False
-
-    def forget(self) -> None:
-        """In a forked child: the connection and its leases are the parent's."""
-        self._sock.close()
-        self._lost = True
-        self._lock = threading.Lock()
-
-    def attach(self, fd: int, mode: str) -> _Answer:
-        """Asks for the memory of an open file, which stays the caller's. OSError if the daemon refuses."""
-        with self._lock:
-            number = self._next
-            self._next += 1
-            try:
-                answer = self._ask(Attach(number, mode), (fd,))
-            except BaseException:
-                self._ended.append(number)  # it may be attached all the same
-                raise
-        self._end_leases()
-        return _accepted(*answer)
-
-    def refresh(self, number: int, start: int) -> _Answer:
-        """Asks for the memory from ``start`` on. OSError if the daemon refuses."""
-        with self._lock:
-            answer = self._ask(Refresh(number, start))
-        self._end_leases()
-        return _accepted(*answer)
-
-    @property
-    def alive(self) -> bool:
-        """False once the daemon has ended it."""
-        if self._lost or not self._lock.acquire(blocking=False):
-            return not self._lost
-        try:
-            return self.usable()
-        finally:
-            self._lock.release()
-            self._end_leases()
-
-    def detach(self, number: int) -> None:
-        """Ends a lease. The garbage collector may call this at any point of any thread, also one that has the lock."""
-        self._ended.append(number)
-        self._end_leases()
-
-    def _end_leases(self) -> None:
-        # A thread that finds the lock taken leaves its lease to the one that has it, which looks here afterwards.
-        while self._ended and not self._lost and self._lock.acquire(blocking=False):
-            try:
-                while self._ended:
-                    self._end_lease(self._ended.popleft())
-            except OSError:
-                pass  # the daemon has gone, and all leases with it
-            finally:
-                self._lock.release()
-
-    def _end_lease(self, number: int) -> None:
-        self._send(Detach(number))
-        self._sock.settimeout(_DETACH_SECONDS)
-        try:
-            while True:
-                message = self._receive()
-                if isinstance(message, Detached) and message.id == number:
-                    return
-        finally:
-            if self._sock.fileno() >= 0:
-                self._sock.settimeout(None)
-
-    def _ask(self, request: Attach | Refresh, descriptors: tuple[int, ...] = ()) -> _Answer:
-        """Sends a request and receives the memory. Answers to requests that were abandoned are dropped."""
-        from gpufs.engine import SharedPiece
-
-        number = request.id
-        self._send(request, descriptors)
-        attached: protocol.Attached | None = None
-        pieces: list[SharedPiece] = []
-        try:
-            while attached is None or len(pieces) < attached.pieces:
-                message, fds = self._receive_all(protocol.MAX_PIECES)
-                if isinstance(message, Pieces) and message.id == number and attached is not None:
-                    if not len(message.offsets) == len(message.sizes) == len(fds) > 0:
-                        protocol.close_all(fds)
-                        raise ProtocolError("the daemon sent pieces without their descriptors")
-                    pieces += map(SharedPiece, message.offsets, message.sizes, fds)
-                    continue
-                protocol.close_all(fds)
-                if isinstance(message, protocol.Attached) and message.id == number:
-                    attached = message
-        except BaseException:
-            protocol.close_all([piece.fd for piece in pieces])
-            raise
-        return attached, pieces
-
-
-def _accepted(answer: protocol.Attached, pieces: list[SharedPiece]) -> _Answer:
-    if answer.error:
-        raise OSError(answer.error, answer.message)
-    return answer, pieces
-
-
 class Attachment:
     """The memory of one file, mapped into this process, and its lease. Both end when nothing refers to this object."""
 
-    def __init__(
-        self, path: str, mode: str, connection: _LeaseConnection, mapping: Mapping, answer: protocol.Attached
-    ) -> None:
+    def __init__(self, path: str, mode: str, connection: Link, mapping: Mapping, answer: protocol.Attached) -> None:
         self.path = path
         self.mode = mode
         self.driver = answer.driver
@@ -172,7 +55,7 @@ class Attachment:
             self.size = answer.size
 
 
-def _end(process: int, mapping: Mapping, connection: _LeaseConnection, number: int) -> None:
+def _end(process: int, mapping: Mapping, connection: Link, number: int) -> None:
     if os.getpid() == process:  # else this is a forked child, whose copies of the parent's objects end nothing
         mapping.close()
         connection.detach(number)
@@ -198,33 +81,6 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> N
     if size > mapping.bytes:
         text = f"the daemon gave {mapping.bytes} bytes of memory for a file of {size} bytes"
         raise OSError(errno.EPROTO, text, path)
-
-
-_connections: weakref.WeakValueDictionary[int, _LeaseConnection] = (
-    weakref.WeakValueDictionary()
-)  # by the mount's st_dev
-_connections_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _connections_lock
-    _connections_lock = threading.Lock()
-    for connection in list(_connections.values()):
-        connection.forget()
-    _connections.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _connect(device: int) -> _LeaseConnection:
-    """The connection of this process to the daemon of a mount."""
-    with _connections_lock:
-        connection = _connections.get(device)
-        if connection is None or not connection.alive:
-            connection = _LeaseConnection(_find.connect(device, _find.mounts_by_device()[device], trusting=True))
-            _connections[device] = connection
-        return connection
 
 
 def _open_file(path: str, mode: str) -> int:
@@ -294,7 +150,7 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
     except OSError as error:
         raise _failure(error, name) from None
     try:
-        connection = _connect(os.fstat(fd).st_dev)
+        connection = link_to(os.fstat(fd).st_dev)
         answer, pieces = connection.attach(fd, mode)
     except OSError as error:
         raise _failure(error, name) from None
@@ -306,7 +162,7 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
 def _map(
     path: str,
     mode: str,
-    connection: _LeaseConnection,
+    connection: Link,
     answer: protocol.Attached,
     pieces: list[SharedPiece],
     reserve: int | None,

@@ -8,14 +8,14 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 from gpufs import protocol
 from gpufs._version import __version__
 from gpufs.protocol import (
     ClientMessage,
     Copy,
+    Done,
     Goodbye,
     Hello,
     ProtocolError,
@@ -27,15 +27,10 @@ from gpufs.protocol import (
     Welcome,
 )
 
-T = TypeVar("T", protocol.Registered, protocol.Unregistered, protocol.QuotaSet)
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
 # cancelled. It answers at once unless a file's server or a device hangs.
 _CANCEL_SECONDS: Final = 8.0
-
-
-class IdleError(OSError):
-    """The daemon has ended an idle connection. The last request has not begun."""
 
 
 class Cancellation:
@@ -64,7 +59,7 @@ class Cancellation:
 class Connection:
     """A connection to a daemon over a socket, which it owns. After an exception from :meth:`copy` it is unusable."""
 
-    __slots__ = ("_lost", "_next", "_sock", "last", "requests", "server")
+    __slots__ = ("_lost", "_next", "_sock", "last")
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -74,26 +69,21 @@ class Connection:
         try:
             sock.settimeout(_HELLO_SECONDS)
             protocol.send(sock, Hello([protocol.VERSION], f"gpufs {__version__}"))
-            message = self._receive()
-            if not isinstance(message, Welcome):
+            if not isinstance(self._receive(), Welcome):
                 raise ProtocolError("the daemon sent no welcome")
             sock.settimeout(None)
-            self.server = message.server
-            self.requests = message.requests
         except BaseException:
             sock.close()
             raise
 
     @property
-    def used(self) -> bool:
-        """Whether it has been asked for a copy."""
-        return self._next > 1
-
-    def usable(self) -> bool:
-        """False once the daemon has ended it: unasked, it sends only goodbye."""
+    def ended(self) -> bool:
+        """Whether the daemon has closed the connection, or this side has."""
+        if self._lost or self._sock.fileno() < 0:
+            return True
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return not poll.poll(0)
+        poll.register(self._sock, 0)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Ends the connection; the daemon cancels what is in progress."""
@@ -102,9 +92,7 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def copy(
@@ -151,28 +139,18 @@ class Connection:
                 self._abandon(request.id)
             raise
 
-    def request(self, message: Register | Unregister | SetQuota, descriptors: Sequence[int], answer: type[T]) -> T:
-        """Sends a message and returns its answer. OSError if the daemon ends before.
+    def request(self, message: Register | Unregister | SetQuota, descriptors: Sequence[int] = ()) -> None:
+        """Sends a message and waits until it is done. OSError if the daemon refuses, or ends before.
 
         The answer to a request that was interrupted is skipped by the next one.
         """
         self._send(message, descriptors)
         while True:
-            reply = self._receive()
-            if isinstance(reply, answer) and reply.id == message.id:
-                return reply
-
-    def send(self, message: Unregister) -> None:
-        """Sends a message whose answer nobody waits for; :meth:`request` skips it."""
-        self._send(message)
-
-    def ended(self) -> bool:
-        """Whether the daemon has closed the connection, or this side has."""
-        if self._sock.fileno() < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._sock, 0)
-        return bool(poll.poll(0))
+            answer = self._receive()
+            if isinstance(answer, Done) and answer.id == message.id:
+                break
+        if answer.error:
+            raise OSError(answer.error, answer.message)
 
     def _wait(self, cancel: Cancellation) -> bool:
         """Waits for a message or for the cancellation; True for the latter."""
@@ -233,8 +211,6 @@ class Connection:
                 raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
             message = protocol.decode_server(data)
             if isinstance(message, Goodbye):
-                if message.error == errno.ETIMEDOUT:
-                    raise IdleError(message.error, message.message)
                 raise OSError(message.error or errno.ECONNRESET, message.message)
         except OSError:
             protocol.close_all(descriptors)

@@ -1,4 +1,4 @@
-"""Copies between files, at least one of them on a mount: opening both ends, the room, and what a failure leaves."""
+"""Copies between files, at least one of them on a mount: what programs call."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ import errno
 import os
 import stat
 import sys
-import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Final, Self
 
-from gpufs.client import _ends, _find, _room
-from gpufs.client._connection import Cancellation, IdleError
+from gpufs.client import _ends, _find
+from gpufs.client._connection import Cancellation
 from gpufs.client._connections import Connections
 from gpufs.client._ends import Entry
-from gpufs.client._job import CopyJob, Fastpath, Mounts
+from gpufs.client._job import CopyJob, Fastpath, Settings
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
-from gpufs.protocol import LOAD, STORE, close_all
+from gpufs.protocol import close_all
 
-# Up to this size one read and one write are faster than a request to the daemon.
-_SMALL_BYTES: Final = 128 << 10
-# How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
-_SPACE_SECONDS: Final = 3.0
-_SPACE_RETRY_SECONDS: Final = 0.02
 # The name of a pipe, in messages.
 STREAM: Final = "-"
-_NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 
 
 class Copier:
@@ -51,24 +43,17 @@ class Copier:
     ) -> None:
         if fastpath not in ("auto", "off", "require"):
             raise ValueError(f"fastpath: {fastpath!r} is not one of auto, off, require")
-        self._fastpath: Fastpath = fastpath
-        self._fsync = fsync
-        self._verify = verify
-        self._preserve = preserve
-        self._partial = partial
-        self._patience = _SPACE_SECONDS  # in all: if many files do not fit, only the first ones wait
-        self._connections = Connections(required=fastpath == "require", notice=notice)
+        connections = Connections(required=fastpath == "require", notice=notice)
+        self._settings = Settings(fastpath, fsync, verify, preserve, partial, connections)
 
     def close(self) -> None:
         """Ends the connections."""
-        self._connections.close()
+        self._settings.connections.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def copy_file(
@@ -95,8 +80,7 @@ class Copier:
         cancel: Cancellation | None = None,
     ) -> CopyResult:
         """As :meth:`copy_file`, for names in directories that are open."""
-        began = time.monotonic()
-        self._connections.after_fork()
+        self._settings.connections.after_fork()
         if progress is not None and not callable(progress):
             raise TypeError(f"progress: {progress!r} cannot be called")
         if cancel is not None:
@@ -106,17 +90,9 @@ class Copier:
                 raise CopyError(errno.ECANCELED, "", source.path, destination.path)
         if not destination.path:
             raise CopyError(errno.ENOENT, "", destination.path)
-        mounts = _find.mounts_by_device()
         source_fd, before = _ends.open_source(source)
         try:
-            with destination.located() as located:
-                job = self._open(source, located, source_fd, before, mounts)
-                job.progress, job.cancel = progress, cancel
-                return self._run(job, began)
-        except CopyError:
-            raise
-        except OSError as error:  # of the destination's directory
-            raise _ends.open_failure(error, destination.path) from None
+            return self._copy(source, source_fd, before, destination, progress, cancel)
         finally:
             close_all((source_fd,))
 
@@ -136,8 +112,8 @@ class Copier:
         """
         from gpufs.client._fan_out import FanOut
 
-        self._connections.after_fork()
-        return FanOut(self, source, destinations, progress, cancel).run()
+        self._settings.connections.after_fork()
+        return FanOut(self._settings, source, destinations, progress, cancel).run()
 
     def copy_from_stream(
         self,
@@ -151,13 +127,26 @@ class Copier:
 
         The calling thread reads, so an OSError that a signal handler raises ends the copy.
         """
-        began = time.monotonic()
+        source = Entry.of(STREAM)
+        return self._copy(source, source_fd, os.fstat(source_fd), destination, progress, cancel, stream=True)
+
+    def _copy(
+        self,
+        source: Entry,
+        source_fd: int,
+        before: os.stat_result,
+        destination: Entry,
+        progress: Callable[[CopyProgress], None] | None,
+        cancel: Cancellation | None,
+        *,
+        stream: bool = False,
+    ) -> CopyResult:
+        mounts = _find.mounts_by_device()
         try:
-            mounts = _find.mounts_by_device()
             with destination.located() as located:
-                job = self._open(Entry.of(STREAM), located, source_fd, os.fstat(source_fd), mounts, stream=True)
+                job = CopyJob.open(self._settings, source, located, source_fd, before, mounts, stream=stream)
                 job.progress, job.cancel = progress, cancel
-                return self._run(job, began)
+                return job.run()
         except CopyError:
             raise
         except OSError as error:  # of the destination's directory
@@ -172,166 +161,31 @@ class Copier:
         cancel: Cancellation | None = None,
     ) -> CopyResult:
         """Copies a file into a pipe, or another open file, whose descriptor stays the caller's."""
-        began = time.monotonic()
         source_fd, before = _ends.open_source(source)
         try:
             mounts = _find.mounts_by_device()
             if before.st_dev not in mounts:
                 raise CopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
-            job = CopyJob(
-                source, Entry.of(STREAM), source_fd, destination_fd, before, os.fstat(destination_fd), False, mounts
-            )
-            job.progress, job.cancel = progress, cancel
-            if stat.S_ISREG(before.st_mode) and os.path.samestat(before, job.after):
+            after = os.fstat(destination_fd)
+            if stat.S_ISREG(before.st_mode) and os.path.samestat(before, after):
                 raise CopyError(errno.EINVAL, "is the same file as the output", source.path)
+            output = Entry.of(STREAM)
+            job = CopyJob(self._settings, source, output, source_fd, destination_fd, before, after, False, mounts)
+            job.progress, job.cancel = progress, cancel
             try:
                 job.to_stream()
             except OSError as error:
                 raise job.failure(error, job.clean_up(partial=True)) from None
-            seconds = time.monotonic() - began
-            return CopyResult(source.path, STREAM, job.done, seconds, job.method, job.paths)
+            return job.result()
         finally:
             close_all((source_fd,))
 
-    def _open(
-        self,
-        source: Entry,
-        destination: Entry,
-        source_fd: int,
-        before: os.stat_result,
-        mounts: Mounts,
-        *,
-        stream: bool = False,
-        readable: bool = False,
-    ) -> CopyJob:
-        """Opens the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
-
-        def check_device(device: int) -> None:
-            if before.st_dev not in mounts and device not in mounts:
-                raise CopyError(errno.EXDEV, _NEITHER, source.path, destination.path)
-
-        # With its final mode only once it has its final owner.
-        mode = 0o666 if stream else stat.S_IMODE(before.st_mode) & (0o700 if self._preserve else 0o777)
-        store = readable or before.st_dev in mounts
-        fd, created = _ends.open_destination(destination, before, mode=mode, store=store, check_device=check_device)
-        try:
-            return CopyJob(source, destination, source_fd, fd, before, os.fstat(fd), created, mounts, stream=stream)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def _run(self, job: CopyJob, began: float) -> CopyResult:
-        """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
-        try:
-            self._check_room_of(job)
-            job.empty()
-            self._move(job)
-            digest = self._complete(job)
-            fd, job.destination_fd = job.destination_fd, -1
-            os.close(fd)
-        except OSError as error:
-            left = job.clean_up(partial=self._partial)
-            if isinstance(error, CopyError):
-                error.left, error.bytes_done = left, job.done
-                raise
-            raise job.failure(error, left) from None
-        except BaseException:
-            job.clean_up(partial=self._partial)
-            raise
-        finally:
-            if job.destination_fd >= 0:
-                close_all((job.destination_fd,))
-        seconds = time.monotonic() - began
-        names = (job.source.path, job.destination.path)
-        return CopyResult(*names, job.done, seconds, job.method, job.paths, job.refusals, digest)
-
-    def check_room(
-        self, fd: int, needed: int, *, mounts: Mounts | None = None, cancel: Cancellation | None = None
-    ) -> None:
+    def check_room(self, fd: int, needed: int, *, cancel: Cancellation | None = None) -> None:
         """Raises OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
 
         Waits for the memory of files on a mount that have just been removed.
         """
-        mounts_by_device = _find.mounts_by_device() if mounts is None else mounts
-        here = mounts_by_device.get(os.fstat(fd).st_dev, [])
-        waited = False
-        while text := _room.shortage(fd, needed, here):
-            if self._patience <= 0 or not here:
-                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
-            if cancel is not None and cancel.cancelled:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-            time.sleep(_SPACE_RETRY_SECONDS)
-            self._patience -= _SPACE_RETRY_SECONDS
-            waited = True
-        if waited:
-            self._patience = _SPACE_SECONDS
-
-    def _check_room_of(self, job: CopyJob) -> None:
-        if job.total <= _SMALL_BYTES or not stat.S_ISREG(job.after.st_mode):
-            return
-        needed = _room.data_bytes(job.before, job.total)
-        try:
-            self.check_room(job.destination_fd, needed, mounts=job.mounts, cancel=job.cancel)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or not self._partial:  # which wants as much as fits
-                raise
-
-    def _move(self, job: CopyJob) -> None:
-        source, destination = job.before.st_dev, job.after.st_dev
-        if job.stream:
-            job.from_stream()
-            return
-        if source in job.mounts and destination in job.mounts:
-            if source == destination:
-                job.by_kernel()
-            else:
-                job.through_mount()
-            return
-        small = stat.S_ISREG(job.before.st_mode) and 0 < job.before.st_size <= _SMALL_BYTES
-        if small and self._fastpath == "auto":
-            job.through_mount()
-        elif destination in job.mounts:
-            self._by_daemon(job, LOAD, destination)
-        elif source in job.mounts:
-            self._by_daemon(job, STORE, source)
-        else:  # a directory was replaced after it was opened
-            raise OSError(errno.EXDEV, _NEITHER)
-
-    def _complete(self, job: CopyJob) -> str | None:
-        """Finishes a copy whose bytes are in place; returns the checksum if one was asked for."""
-        on_mount = job.after.st_dev in job.mounts
-        if on_mount:
-            _ends.settle_on_mount(job.destination_fd)
-        if self._preserve:
-            job.whole = True  # without its attributes it still is a copy
-            _ends.preserve(job.destination_fd, job.attributes)
-            job.whole = False
-        if self._fsync and not on_mount:
-            directory = job.destination.directory if job.created else None
-            _ends.make_durable(job.destination_fd, directory, synced=job.synced)
-        return job.verify() if self._verify else None
-
-    def _by_daemon(self, job: CopyJob, direction: str, device: int) -> None:
-        connection = self._connections.take(device, job.mounts[device])
-        if connection is None:
-            job.through_mount()
-            return
-        reused = connection.used
-        try:
-            answered = job.by_daemon(connection, direction, self._fastpath, fsync=self._fsync)
-        except IdleError:
-            connection.close()
-            if not reused:
-                raise
-            # The daemon ended it at the moment when it was used again.
-            self._by_daemon(job, direction, device)
-            return
-        except BaseException:
-            connection.close()
-            raise
-        self._connections.give_back(device, connection)
-        if not answered:
-            job.through_mount()
+        self._settings.check_room(fd, needed, _find.mounts_by_device(), cancel)
 
 
 def copy(

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -14,14 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from gpufs.client import _ends, _find
+from gpufs.client._connection import Cancellation
+from gpufs.client._job import CopyJob, Settings
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.protocol import close_all
 
 if TYPE_CHECKING:
-    from gpufs.client._connection import Cancellation
-    from gpufs.client._copy import Copier
     from gpufs.client._ends import Entry
-    from gpufs.client._job import CopyJob
 
 Outcome: TypeAlias = CopyResult | CopyError
 
@@ -42,17 +40,18 @@ class FanOut:
 
     def __init__(
         self,
-        copier: Copier,
+        settings: Settings,
         source: Entry,
         destinations: Sequence[Entry],
         progress: Callable[[CopyProgress], None] | None,
         cancel: Cancellation | None,
     ) -> None:
-        self._copier = copier
+        self._settings = settings
         self._source = source
         self._destinations = destinations
         self._progress = progress
-        self._cancel = cancel
+        self._cancel = cancel or Cancellation()
+        self._opened = ExitStack()
         self._outcomes: dict[int, Outcome] = {}  # by the place in destinations
         self._lock = threading.Lock()  # guards the next two, and calls of progress
         self._moved: dict[int, int] = {}
@@ -64,7 +63,7 @@ class FanOut:
             source_fd, before = _ends.open_source(self._source)
         except CopyError as error:
             return [error] * len(self._destinations)
-        with ExitStack() as opened:
+        with self._opened as opened:
             opened.callback(close_all, (source_fd,))
             mounts = _find.mounts_by_device()
             groups: dict[int, list[tuple[int, CopyJob]]] = defaultdict(list)
@@ -72,7 +71,7 @@ class FanOut:
             for place, destination in enumerate(self._destinations):
                 try:
                     located = opened.enter_context(destination.located())
-                    job = self._copier._open(self._source, located, source_fd, before, mounts, readable=True)
+                    job = CopyJob.open(self._settings, self._source, located, source_fd, before, mounts, readable=True)
                 except CopyError as error:
                     self._outcomes[place] = error
                     continue
@@ -91,12 +90,10 @@ class FanOut:
                 groups[job.after.st_dev].append((place, job))
             for device, jobs in groups.items():
                 copies = [_Copy(self._source, source_fd)] if device in mounts and device == before.st_dev else []
-                self._copy_group(jobs, copies, opened, shares=device in mounts)
+                self._copy_group(jobs, copies, shares=device in mounts)
         return [self._outcomes[place] for place in range(len(self._destinations))]
 
-    def _copy_group(
-        self, jobs: list[tuple[int, CopyJob]], copies: list[_Copy], opened: ExitStack, *, shares: bool
-    ) -> None:
+    def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[_Copy], *, shares: bool) -> None:
         """Copies to destinations of one file system. ``copies``: what can be read there."""
         attributes = jobs[0][1].attributes
         ours = len(copies)
@@ -105,44 +102,27 @@ class FanOut:
             batch, jobs = jobs[:count], jobs[count:]
             for (_, job), copy in zip(batch, copies, strict=False):
                 job.read_from(*copy)
-            for copied in self._copy_at_once(batch, opened):
+            for copied in filter(None, self._copy_at_once(batch)):
                 # One that may be written only is not a source.
                 if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
                     copies.append(copied)
-        if self._copier._preserve and len(copies) > ours:
+        if self._settings.preserve and len(copies) > ours:
             for copy in copies[ours:]:
                 with suppress(OSError):  # this worked before
                     _ends.preserve(copy.fd, attributes)  # they have been read since
 
-    def _copy_at_once(self, batch: list[tuple[int, CopyJob]], opened: ExitStack) -> list[_Copy]:
-        """Makes copies, the first on this thread; returns those that are complete."""
-        copied: list[_Copy] = []
-        failures: list[BaseException] = []
+    def _copy_at_once(self, batch: list[tuple[int, CopyJob]]) -> list[_Copy | None]:
+        """Makes copies; returns those that are complete, and None for each failure."""
+        if len(batch) == 1:  # on this thread, which an interrupt ends
+            return [self._copy(batch[0])]
+        from concurrent.futures import ThreadPoolExecutor
 
-        def work(one: tuple[int, CopyJob]) -> None:
+        with ThreadPoolExecutor(len(batch)) as pool:
             try:
-                if (copy := self._copy(one)) is not None:
-                    copied.append(copy)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                failures.append(error)
-
-        threads = []
-        for one in batch[1:]:
-            thread = threading.Thread(target=work, args=(one,))
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads: one after the other
-                work(one)
-            else:
-                threads.append(thread)
-        work(batch[0])
-        for thread in threads:
-            thread.join()
-        for copy in copied:
-            opened.callback(close_all, (copy.fd,))
-        if failures:
-            raise failures[0]
-        return copied
+                return list(pool.map(self._copy, batch))
+            except KeyboardInterrupt:
+                self._cancel.cancel()
+                raise
 
     def _copy(self, one: tuple[int, CopyJob]) -> _Copy | None:
         """Makes one copy; returns it, with a descriptor of its own, unless it fails."""
@@ -153,7 +133,7 @@ class FanOut:
             return None
         fd = os.dup(job.destination_fd)
         try:
-            self._outcomes[place] = self._copier._run(job, time.monotonic())
+            self._outcomes[place] = job.run()
         except OSError as error:
             close_all((fd,))
             failure = (
@@ -166,6 +146,7 @@ class FanOut:
             raise
         finally:
             job.destination_fd = -1  # closed
+        self._opened.callback(close_all, (fd,))
         return _Copy(job.destination, fd)
 
     def _report(self, place: int, progress: CopyProgress) -> None:

@@ -54,9 +54,11 @@ def _socket_path(entry: MountEntry, device: int) -> str | None:
         os.close(fd)
 
 
-def _trusted(uid: int) -> bool:
-    """Whether a daemon of this user may get our descriptors: it could keep one and write to our file at any time."""
-    return uid in (0, os.geteuid())
+def check_peer(sock: socket.socket) -> None:
+    """OSError EPERM if the daemon is neither ours nor root's: it could keep our descriptors and use them later."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if uid not in (0, os.geteuid()):
+        raise OSError(errno.EPERM, f"it belongs to user {uid}, which is not trusted with our descriptors")
 
 
 def _connect(path: str, *, trusting: bool) -> socket.socket:
@@ -71,9 +73,8 @@ def _connect(path: str, *, trusting: bool) -> socket.socket:
             raise OSError(errno.ETIMEDOUT, "the daemon does not answer") from None
         except OSError as error:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
-        peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if not trusting and not _trusted(peer[1]):
-            raise OSError(errno.EPERM, f"it belongs to user {peer[1]}, which is not trusted with our descriptors")
+        if not trusting:
+            check_peer(sock)
         return sock
     except BaseException:
         sock.close()

@@ -21,7 +21,6 @@ _MEMORY_TYPE: Final = 2
 _IS_MANAGED: Final = 8
 _DEVICE_ORDINAL: Final = 9
 _IPC_CAPABLE: Final = 10
-_HANDLE_TYPES: Final = 14
 _ON_DEVICE: Final = 2
 _DESCRIPTOR: Final = 1
 
@@ -29,26 +28,7 @@ _LIBRARIES: Final = {
     "cuda": ("libcuda.so.1",),
     "hip": ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"),
 }
-_SYMBOLS: Final = {
-    "cuda": {
-        "attribute": "cuPointerGetAttribute",
-        "range": "cuMemGetAddressRange_v2",
-        "ipc": "cuIpcGetMemHandle",
-        "retain": "cuMemRetainAllocationHandle",
-        "export": "cuMemExportToShareableHandle",
-        "release": "cuMemRelease",
-        "pci": "cuDeviceGetPCIBusId",
-    },
-    "hip": {
-        "attribute": "hipPointerGetAttribute",
-        "range": "hipMemGetAddressRange",
-        "ipc": "hipIpcGetMemHandle",
-        "retain": "hipMemRetainAllocationHandle",
-        "export": "hipMemExportToShareableHandle",
-        "release": "hipMemRelease",
-        "pci": "hipDeviceGetPCIBusId",
-    },
-}
+_PREFIXES: Final = {"cuda": "cu", "hip": "hip"}
 _NOT_SHAREABLE: Final = (
     "this memory was allocated so that no other process can map it. If torch allocated it with expandable segments, "
     "start the program without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; memory of cudaMallocAsync "
@@ -77,15 +57,15 @@ class _Vendor:
         raise OSError(errno.ENODEV, f"{_LIBRARIES[driver][0]} was not found")
 
     def call(self, name: str, *arguments: object) -> int:
-        """The result code; nonzero as well where the library has no such function."""
-        symbol = _SYMBOLS[self._driver][name]
-        function = getattr(self._library, symbol, None)
+        """The result code of a function that both vendors have; nonzero as well where the library lacks it."""
+        symbol = _PREFIXES[self._driver] + name
+        function = getattr(self._library, f"{symbol}_v2", None) or getattr(self._library, symbol, None)
         return int(function(*arguments)) if function is not None else -1
 
     def attribute(self, which: int, address: int) -> int | None:
         """An attribute of an address, None if the library does not know it."""
         value = ctypes.c_uint64(0)  # larger than any of them: the library writes a part of it
-        code = self.call("attribute", ctypes.byref(value), ctypes.c_int(which), ctypes.c_uint64(address))
+        code = self.call("PointerGetAttribute", ctypes.byref(value), ctypes.c_int(which), ctypes.c_uint64(address))
         return value.value if code == 0 else None
 
     @contextmanager
@@ -112,7 +92,7 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
         raise OSError(errno.EINVAL, "this is pinned memory of the host, which cannot be shared")
     with vendor.current(address):
         start, length = ctypes.c_uint64(0), ctypes.c_size_t(0)
-        if vendor.call("range", ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(address)):
+        if vendor.call("MemGetAddressRange", ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(address)):
             raise OSError(errno.EFAULT, f"{address:#x} is not an address of this process's memory on a GPU")
         offset = address - start.value
         if offset + size > length.value:
@@ -121,7 +101,7 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
         handle = _IpcHandle()
         if (
             vendor.attribute(_IPC_CAPABLE, address) in (1, None)
-            and vendor.call("ipc", ctypes.byref(handle), start) == 0
+            and vendor.call("IpcGetMemHandle", ctypes.byref(handle), start) == 0
         ):
             return Share("ipc", -1, offset, writable, 0, pci_address, bytes(handle.bytes))
         fd = _export(vendor, address)
@@ -133,7 +113,7 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
 def _pci_address(vendor: _Vendor, address: int) -> str:
     ordinal = vendor.attribute(_DEVICE_ORDINAL, address)
     text = ctypes.create_string_buffer(64)
-    if ordinal is None or vendor.call("pci", text, ctypes.c_int(64), ctypes.c_int(ordinal)):
+    if ordinal is None or vendor.call("DeviceGetPCIBusId", text, ctypes.c_int(64), ctypes.c_int(ordinal)):
         return ""
     return text.value.decode().lower()
 
@@ -141,11 +121,13 @@ def _pci_address(vendor: _Vendor, address: int) -> str:
 def _export(vendor: _Vendor, address: int) -> int | None:
     """A descriptor of the physical memory behind an address, None if it was not allocated for that."""
     handle = ctypes.c_uint64(0)
-    if vendor.call("retain", ctypes.byref(handle), ctypes.c_uint64(address)):
+    if vendor.call("MemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_uint64(address)):
         return None
     try:
         fd = ctypes.c_int(-1)
-        code = vendor.call("export", ctypes.byref(fd), handle, ctypes.c_int(_DESCRIPTOR), ctypes.c_uint64(0))
+        code = vendor.call(
+            "MemExportToShareableHandle", ctypes.byref(fd), handle, ctypes.c_int(_DESCRIPTOR), ctypes.c_uint64(0)
+        )
         return fd.value if code == 0 and fd.value >= 0 else None
     finally:
-        vendor.call("release", handle)
+        vendor.call("MemRelease", handle)

@@ -1,4 +1,4 @@
-"""One copy: how the bytes get from an open file to another.
+"""One copy: the room for it, how the bytes get from an open file to another, and what a failure leaves.
 
 - Between the host and a mount, the mount's daemon copies them ("transfer"). Small files are read and written through
   the mount ("mount"), and so are all files if the daemon's socket cannot be reached.
@@ -13,19 +13,27 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from gpufs.client import _ends, _room
-from gpufs.client._connection import Cancellation, Connection
+from gpufs.client._connection import Cancellation
+from gpufs.client._connections import Connections
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import CopyError, CopyProgress, text_of
+from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
-from gpufs.protocol import STORE, Progress, statx
+from gpufs.protocol import LOAD, STORE, Progress, close_all, statx
 from gpufs.units import bytes_text
 
 Fastpath = Literal["auto", "off", "require"]
 Mounts = dict[int, list[MountEntry]]  # by st_dev
 
+# Up to this size one read and one write are faster than a request to the daemon.
+_SMALL_BYTES: Final = 128 << 10
+# How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
+_SPACE_SECONDS: Final = 3.0
+_SPACE_RETRY_SECONDS: Final = 0.02
+_NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 _STREAM_BYTES: Final = 4 << 20
 _PROGRESS_SECONDS: Final = 0.1
 # One copy_file_range at a time should take about this long, so that cancellation and progress come soon.
@@ -49,6 +57,37 @@ class _DeviceError(OSError):
         self.device_code = device_code
 
 
+@dataclass
+class Settings:
+    """How copies are made, and what they share; see Copier.
+
+    ``patience``: for how long copies may still wait for memory, in all: if many files do not fit, only the first wait.
+    """
+
+    fastpath: Fastpath
+    fsync: bool
+    verify: bool
+    preserve: bool
+    partial: bool
+    connections: Connections
+    patience: float = _SPACE_SECONDS
+
+    def check_room(self, fd: int, needed: int, mounts: Mounts, cancel: Cancellation | None) -> None:
+        """As Copier.check_room()."""
+        here = mounts.get(os.fstat(fd).st_dev, [])
+        waited = False
+        while text := _room.shortage(fd, needed, here):
+            if self.patience <= 0 or not here:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
+            if cancel is not None and cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            time.sleep(_SPACE_RETRY_SECONDS)
+            self.patience -= _SPACE_RETRY_SECONDS
+            waited = True
+        if waited:
+            self.patience = _SPACE_SECONDS
+
+
 class CopyJob:
     """One copy: both ends open, and what has been moved. ``before``, ``after``: attributes of source and destination
     when they were opened. ``created``: the destination did not exist.
@@ -56,6 +95,7 @@ class CopyJob:
 
     def __init__(
         self,
+        settings: Settings,
         source: Entry,
         destination: Entry,
         source_fd: int,
@@ -67,6 +107,7 @@ class CopyJob:
         *,
         stream: bool = False,
     ) -> None:
+        self.settings = settings
         self.source = source
         self.destination = destination
         self.source_fd = source_fd
@@ -87,7 +128,107 @@ class CopyJob:
         self.refusals: tuple[str, ...] = ()
         self.synced = False
         self._emptied = False
+        self._began = time.monotonic()
         self._reported = 0.0
+
+    @classmethod
+    def open(
+        cls,
+        settings: Settings,
+        source: Entry,
+        destination: Entry,
+        source_fd: int,
+        before: os.stat_result,
+        mounts: Mounts,
+        *,
+        stream: bool = False,
+        readable: bool = False,
+    ) -> CopyJob:
+        """Opens the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
+
+        def check_device(device: int) -> None:
+            if before.st_dev not in mounts and device not in mounts:
+                raise CopyError(errno.EXDEV, _NEITHER, source.path, destination.path)
+
+        # With its final mode only once it has its final owner.
+        mode = 0o666 if stream else stat.S_IMODE(before.st_mode) & (0o700 if settings.preserve else 0o777)
+        store = readable or before.st_dev in mounts
+        fd, created = _ends.open_destination(destination, before, mode=mode, store=store, check_device=check_device)
+        try:
+            after = os.fstat(fd)
+            return cls(settings, source, destination, source_fd, fd, before, after, created, mounts, stream=stream)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def run(self) -> CopyResult:
+        """Copies, and closes the destination. A failure leaves it as ``partial`` says."""
+        self._began = time.monotonic()
+        try:
+            self._check_room()
+            self.empty()
+            self._move()
+            digest = self._complete()
+            fd, self.destination_fd = self.destination_fd, -1
+            os.close(fd)
+        except OSError as error:
+            left = self.clean_up(partial=self.settings.partial)
+            if isinstance(error, CopyError):
+                error.left, error.bytes_done = left, self.done
+                raise
+            raise self.failure(error, left) from None
+        except BaseException:
+            self.clean_up(partial=self.settings.partial)
+            raise
+        finally:
+            if self.destination_fd >= 0:
+                close_all((self.destination_fd,))
+        return self.result(digest)
+
+    def result(self, digest: str | None = None) -> CopyResult:
+        """What a copy that has succeeded returns."""
+        names = (self.source.path, self.destination.path)
+        seconds = time.monotonic() - self._began
+        return CopyResult(*names, self.done, seconds, self.method, self.paths, self.refusals, digest)
+
+    def _check_room(self) -> None:
+        if self.total <= _SMALL_BYTES or not stat.S_ISREG(self.after.st_mode):
+            return
+        needed = _room.data_bytes(self.before, self.total)
+        try:
+            self.settings.check_room(self.destination_fd, needed, self.mounts, self.cancel)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self.settings.partial:  # which wants as much as fits
+                raise
+
+    def _move(self) -> None:
+        source, destination = self.before.st_dev, self.after.st_dev
+        if self.stream:
+            self.from_stream()
+        elif source in self.mounts and source == destination:
+            self.by_kernel()
+        elif source not in self.mounts and destination not in self.mounts:
+            raise OSError(errno.EXDEV, _NEITHER)  # a directory was replaced after it was opened
+        elif (source in self.mounts and destination in self.mounts) or self._is_small() or not self.by_daemon():
+            self.through_mount()
+
+    def _is_small(self) -> bool:
+        size = self.before.st_size if stat.S_ISREG(self.before.st_mode) else 0
+        return 0 < size <= _SMALL_BYTES and self.settings.fastpath == "auto"
+
+    def _complete(self) -> str | None:
+        """Finishes a copy whose bytes are in place; returns the checksum if one was asked for."""
+        on_mount = self.after.st_dev in self.mounts
+        if on_mount:
+            _ends.settle_on_mount(self.destination_fd)
+        if self.settings.preserve:
+            self.whole = True  # without its attributes it still is a copy
+            _ends.preserve(self.destination_fd, self.attributes)
+            self.whole = False
+        if self.settings.fsync and not on_mount:
+            directory = self.destination.directory if self.created else None
+            _ends.make_durable(self.destination_fd, directory, synced=self.synced)
+        return self.verify() if self.settings.verify else None
 
     def read_from(self, copy: Entry, copy_fd: int) -> None:
         """Reads another copy of the source instead of the source itself."""
@@ -165,11 +306,15 @@ class CopyJob:
             raise CopyError(errno.EIO, text, self.source.path, self.destination.path, bytes_total=self.total)
         return str(ours)
 
-    def by_daemon(self, connection: Connection, direction: str, fastpath: Fastpath, *, fsync: bool) -> bool:
-        """False when the daemon has no buffer for these files and nothing was moved."""
-        host, mount = self.source_fd, self.destination_fd
-        if direction == STORE:
-            host, mount = mount, host
+    def by_daemon(self) -> bool:
+        """False if nothing was moved: the daemon cannot be reached, or has no buffer for these files."""
+        device, direction, host, mount = self.after.st_dev, LOAD, self.source_fd, self.destination_fd
+        if device not in self.mounts:
+            device, direction, host, mount = self.before.st_dev, STORE, mount, host
+        fastpath, fsync, connections = self.settings.fastpath, self.settings.fsync, self.settings.connections
+        connection = connections.take(device, self.mounts[device])
+        if connection is None:
+            return False
 
         def report(progress: Progress) -> None:
             self.total = max(self.total, progress.total)
@@ -190,7 +335,9 @@ class CopyJob:
         except BaseException:
             if connection.last is not None:
                 self.done = connection.last.done
+            connection.close()
             raise
+        connections.give_back(device, connection)
         if result.error in _NOT_BY_DAEMON and not result.done and fastpath != "require":
             return False
         self.method = "transfer"

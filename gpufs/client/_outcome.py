@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 # What the kernel answers for a mount whose connection has ended.
@@ -47,22 +48,14 @@ class CopyError(OSError):
         self.left = left
 
     def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
-        counts = (self.bytes_done, self.bytes_total, self.device_code, self.left)
-        return _copy_error, (self.errno, self.strerror, self.filename, self.filename2, *counts)
+        counts = {name: getattr(self, name) for name in ("bytes_done", "bytes_total", "device_code", "left")}
+        return partial(CopyError, **counts), (self.errno, self.strerror, self.filename, self.filename2)
 
     def __str__(self) -> str:
         where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
         code = f" (device code {self.device_code})" if self.device_code else ""
         left = f" ({self.left})" if self.left else ""
         return f"{where}: {self.strerror}{code}{left}"
-
-
-def _copy_error(
-    error: int, message: str, filename: str, filename2: str | None, done: int, total: int, code: int, left: str
-) -> CopyError:
-    return CopyError(
-        error, message, filename, filename2, bytes_done=done, bytes_total=total, device_code=code, left=left
-    )
 
 
 class CopyProgress(NamedTuple):

@@ -30,8 +30,6 @@ def set_quota(directory: str, uid: int | None, limit: int) -> None:
             raise OSError(errno.EXDEV, "is not on a gpufs mount")
         # It gets the descriptor of its own directory and nothing else.
         with Connection(_find.connect(device, mounts, trusting=True)) as daemon:
-            answer = daemon.request(protocol.SetQuota(1, uid, limit), (fd,), protocol.QuotaSet)
+            daemon.request(protocol.SetQuota(1, uid, limit), (fd,))
     finally:
         os.close(fd)
-    if answer.error:
-        raise OSError(answer.error, answer.message)

@@ -6,18 +6,18 @@ import errno
 import json
 import os
 import threading
-from types import TracebackType
 from typing import Any, Final, Self
 
-from gpufs import mounting, protocol
 from gpufs.client import _find
 from gpufs.client._array_memory import ArrayMemory, memory_of
-from gpufs.client._connection import Connection, IdleError
 from gpufs.client._gpu_memory import share_gpu_memory
+from gpufs.client._link import Link, link_to
 from gpufs.client._shared_memory import Share, share_host_memory
 
 _STATUS: Final = ".gpufs/status"
-_MOST_IDS: Final = (1 << 32) - 1
+
+# Those that have not been closed: the links and the arrays of these stay, also where the program drops them.
+_registrations: set[Registration] = set()
 
 
 class Registration:
@@ -31,12 +31,15 @@ class Registration:
         Its size in bytes.
     """
 
-    def __init__(self, link: _Link, number: int, path: str, memory: ArrayMemory) -> None:
+    def __init__(self, link: Link, number: int, path: str, memory: ArrayMemory) -> None:
         self.path = path
         self.nbytes = memory.size
         self._link = link
         self._number = number
         self._memory: ArrayMemory | None = memory  # kept allocated
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        _registrations.add(self)
 
     @property
     def closed(self) -> bool:
@@ -55,7 +58,18 @@ class Registration:
             ETIMEDOUT: a copy from or to the file does not end, for example because a disk hangs. The memory must stay
             allocated; close() can be called again.
         """
-        if self._memory is not None and self._link.unregister(self._number, self.path):
+        if self._pid != os.getpid():
+            return  # a forked child: the registration is its parent's
+        with self._lock:
+            if self._memory is None:
+                return
+            try:
+                self._link.unregister(self._number)
+            except OSError as error:
+                if error.errno == errno.ETIMEDOUT:
+                    raise OSError(error.errno, error.strerror, self.path) from None
+                # Otherwise the daemon has ended, and with it its use of the memory.
+            _registrations.discard(self)
             self._memory = None
 
     def __repr__(self) -> str:
@@ -64,75 +78,8 @@ class Registration:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Link:
-    """The connection to one mount's daemon that keeps this process's registrations there."""
-
-    def __init__(self, connection: Connection, driver: str) -> None:
-        self.driver = driver
-        self._connection = connection
-        self._lock = threading.Lock()  # one request at a time; guards all below
-        self._next = 1
-        self._pid = os.getpid()
-        self._registrations: dict[int, Registration] = {}  # keeps the arrays allocated until close()
-
-    def ended(self) -> bool:
-        return self._connection.ended()
-
-    def close(self) -> None:
-        """Also in a forked child, where the connection must not outlive the parent."""
-        self._connection.close()
-
-    def register(self, file: int, share: Share, path: str, memory: ArrayMemory) -> Registration:
-        with self._lock:
-            number = self._next
-            self._next = self._next % _MOST_IDS + 1
-            request = protocol.Register(
-                number,
-                share.kind,
-                share.offset,
-                memory.size,
-                share.writable,
-                share.whole,
-                share.pci_address,
-                share.handle,
-            )
-            descriptors = [file] if share.fd < 0 else [file, share.fd]
-            try:
-                answer = self._connection.request(request, descriptors, protocol.Registered)
-            except BaseException as failure:
-                if not isinstance(failure, OSError):  # interrupted: the daemon may have registered it
-                    self._connection.send(protocol.Unregister(number))
-                raise
-            if answer.error:
-                raise OSError(answer.error, answer.message)
-            registration = Registration(self, number, path, memory)
-            self._registrations[number] = registration
-            return registration
-
-    def unregister(self, number: int, path: str) -> bool:
-        """True once the daemon does not use the memory any more."""
-        if os.getpid() != self._pid:
-            return False  # a forked child: the registration is its parent's
-        with self._lock:
-            try:
-                answer = self._connection.request(protocol.Unregister(number), [], protocol.Unregistered)
-            except OSError:
-                self._registrations.pop(number, None)  # the daemon has ended, and with it what it had of us
-                return True
-            if answer.error == errno.ETIMEDOUT:
-                raise OSError(answer.error, answer.message, path)
-            self._registrations.pop(number, None)
-            return True
-
-
-_lock = threading.Lock()  # guards _links
-_links: dict[int, _Link] = {}  # by the st_dev of the mount
 
 
 def register(array: Any, path: str | os.PathLike[str], *, size: int | None = None, mode: int = 0o600) -> Registration:
@@ -181,25 +128,19 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     if mounts is None:
         raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
+        link = link_to(device)
+        if not link.driver:
+            with open(os.path.join(mounts[0].mountpoint, _STATUS)) as file:
+                link.driver = json.load(file)["driver"]
+        share = _share(memory, link.driver)
         try:
-            return _register(device, mounts, name, mode, memory)
-        except IdleError:  # the daemon has just ended a connection without registrations
-            return _register(device, mounts, name, mode, memory)
+            return _create(link, share, name, mode, memory)
+        finally:
+            share.close()
     except OSError as error:
         if error.filename is None:
             raise OSError(error.errno, error.strerror, name) from None
         raise
-
-
-def _register(
-    device: int, mounts: list[mounting.MountEntry], path: str, mode: int, memory: ArrayMemory
-) -> Registration:
-    link = _link(device, mounts)
-    share = _share(memory, link.driver)
-    try:
-        return _create(link, share, path, mode, memory)
-    finally:
-        share.close()
 
 
 def _share(memory: ArrayMemory, driver: str) -> Share:
@@ -212,38 +153,16 @@ def _share(memory: ArrayMemory, driver: str) -> Share:
     return share_gpu_memory(driver, memory.address, memory.size, writable=memory.writable)
 
 
-def _create(link: _Link, share: Share, path: str, mode: int, memory: ArrayMemory) -> Registration:
+def _create(link: Link, share: Share, path: str, mode: int, memory: ArrayMemory) -> Registration:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         try:
-            return link.register(file, share, path, memory)
+            number = next(link.numbers)
+            link.register(number, share, memory.size, file)
+            return Registration(link, number, path, memory)
         except BaseException:
             if os.path.samestat(os.fstat(file), os.lstat(path)):
                 os.unlink(path)
             raise
     finally:
         os.close(file)
-
-
-def _link(device: int, mounts: list[mounting.MountEntry]) -> _Link:
-    with _lock:
-        link = _links.get(device)
-        if link is not None and link.ended():
-            link.close()
-            link = None
-        if link is None:
-            with open(os.path.join(mounts[0].mountpoint, _STATUS)) as file:
-                driver = json.load(file)["driver"]
-            link = _links[device] = _Link(Connection(_find.connect(device, mounts)), driver)
-        return link
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-    for link in _links.values():
-        link.close()
-    _links.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

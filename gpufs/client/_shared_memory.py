@@ -10,7 +10,8 @@ import errno
 import fcntl
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from gpufs.protocol import ShareKind
@@ -52,39 +53,23 @@ class _Mapping:
     path: str
 
 
-@dataclass
-class _Run:
-    """Mappings side by side that show consecutive parts of one file."""
-
-    mappings: list[_Mapping] = field(default_factory=list)
-
-    def add(self, mapping: _Mapping) -> bool:
-        if self.mappings:
-            last = self.mappings[-1]
-            follows = (mapping.start, mapping.file) == (last.end, last.file)
-            if not follows or mapping.offset != last.offset + last.end - last.start:
-                return False
-        self.mappings.append(mapping)
-        return True
-
-
 def share_host_memory(address: int, size: int, *, writable: bool) -> Share:
     """The file behind a range of this process's memory, open for what ``writable`` asks for.
 
     OSError EINVAL if it is not shared memory, with what to do about it.
     """
-    run = _Run()
-    for mapping in _mappings():
-        if mapping.end <= address:
-            continue
-        if mapping.start >= address + size or not run.add(mapping):
-            break
-    if not run.mappings or run.mappings[0].start > address:
+    run = [one for one in _mappings() if one.end > address and one.start < address + size]
+    if not run or run[0].start > address:
         raise OSError(errno.EFAULT, f"no memory is mapped at address {address:#x}")
-    first, last = run.mappings[0], run.mappings[-1]
+    first = run[0]
     if not first.shared or not first.file[1]:
         raise OSError(errno.EINVAL, f"the memory is private to this process, so no other can show it: {_REMEDY}")
-    if last.end < address + size:
+    # Mappings side by side may show one part of a file: the kernel splits a mapping whose attributes change.
+    together = all(
+        (two.start, two.file, two.offset) == (one.end, one.file, one.offset + one.end - one.start)
+        for one, two in pairwise(run)
+    )
+    if not together or run[-1].end < address + size:
         raise OSError(errno.EINVAL, f"the memory is not one part of one file in memory: {_REMEDY}")
     fd = _open(first, writable=writable)
     if fd is None:

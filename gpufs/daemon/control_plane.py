@@ -10,7 +10,6 @@ from gpufs.fs.backing import BackingHandler, Share
 from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, readme_text, version_text
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
-from gpufs.fs.names import NamesHandler
 from gpufs.fs.quotas import Quotas
 from gpufs.fs.replies import Replies
 from gpufs.fs.tree import Tree
@@ -42,7 +41,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         copies=lambda uid: serving.service.copies(uid) if serving.service is not None else [],
     )
     counted = MountStatistics(opened, request.mountpoint)
-    contents: dict[str, Callable[[int], bytes]] = {  # by the user that opens the file
+    contents: dict[str, Callable[[int], bytes | engine.Trace]] = {  # by the user that opens the file
         "version": lambda _: version_text(),
         "status": status.as_bytes,
         "stats": lambda _: counted.as_bytes(),
@@ -50,6 +49,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         "activity": activity.as_bytes,
         "socket": lambda _: os.fsencode(serving.socket_path) + b"\n",
         "leases": lambda uid: leases_text(leases(uid)),
+        "trace": lambda _: engine.Trace(),
     }
     tree = Tree(
         mount,
@@ -60,13 +60,11 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
         readme=readme_text(request.mountpoint, opened.devices, [share[0] for share in values["backing"] or ()]),
         control_files=contents,
-        streams={"trace": engine.Trace},
     )
     handles = Handles()
     replies = Replies(values["entry_timeout"], values["attribute_timeout"])
-    names = NamesHandler(tree, mount, handles, replies)
     if not values["backing"]:
-        return Operations(mount, handles, names), tree
+        return Operations(mount, handles, tree, replies), tree
     shares = [Share(*one) for one in values["backing"]]
     ids = {"uid": os.geteuid(), "gid": os.getegid()}
     try:
@@ -74,4 +72,4 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
     except OSError as failure:
         path = os.fsdecode(failure.filename) if failure.filename else "backing"
         raise StartFailure.of(failure, f"backing: {path}: ") from None
-    return Operations(mount, handles, names, backing), tree
+    return Operations(mount, handles, tree, replies, backing), tree

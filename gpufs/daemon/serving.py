@@ -93,19 +93,19 @@ class Serving:
     async def _serve_clients(self, tree: Tree) -> None:
         """Runs the service that copies for other processes and lets them attach files."""
         config = self.request.config
-        served = service.ServedMount(
-            self.mount, tree, Quotas(tree, self.mount).set, trust_readers=bool(config["trust_readers"])
-        )
         with self._copies:
             async with trio.open_nursery() as nursery:
                 try:
                     self.service = await nursery.start(
                         functools.partial(
                             service.serve,
-                            served,
+                            self.mount,
+                            tree,
+                            Quotas(tree, self.mount).set,
                             path=self.socket_path,
                             device=self.entry.st_dev,
                             allow_other=bool(config["allow_other"]),
+                            trust_readers=bool(config["trust_readers"]),
                         )
                     )
                 except OSError as failure:

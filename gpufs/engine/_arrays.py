@@ -117,7 +117,7 @@ def device_range(engine: Engine, memory: object, *, writable: bool) -> tuple[Dev
     if isinstance(memory, SupportsDLPack):
         if _DRIVER_OF.get(_dlpack_kind(memory)) != engine.driver:
             raise ValueError(f"memory: the array is not on a device of the {engine.driver} driver")
-        device, array = _read_dlpack(memory, writable=writable)
+        device, array = read_dlpack(memory, writable=writable)
         return DeviceRange(device, array.address, array.bytes), array.keep
     raise TypeError(f"memory: {type(memory).__name__} is neither a Buffer nor an array on a device")
 
@@ -197,7 +197,7 @@ def host_range(memory: Any, *, writable: bool) -> HostRange:
             raise
         if _dlpack_kind(memory) not in _HOST_KINDS:
             raise ValueError("memory: the array is not in host memory") from None
-        return _read_dlpack(memory, writable=writable)[1]
+        return read_dlpack(memory, writable=writable)[1]
     return HostRange(int(ffi.cast("uintptr_t", view)), len(view), not writable and not _is_writable(memory), view)
 
 
@@ -218,7 +218,7 @@ def _dlpack_kind(memory: SupportsDLPack) -> int:
         raise ValueError(f"memory: {type(memory).__name__}.__dlpack_device__() is not understood: {error}") from error
 
 
-def _read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRange]:
+def read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRange]:
     """Return the device and the memory of an array, by a capsule of version 1 or of before versions.
 
     The latter cannot mark what is read-only. The capsule is not consumed: it frees what it holds when it is collected,

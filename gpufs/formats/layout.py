@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpufs.formats import FormatError, npy, safetensors
+from gpufs.formats import FormatError, safetensors
 
 # The name of the array in an npy file, which names none.
 ARRAY_NAME = "array"
+_MAGIC = b"\x93NUMPY"  # of npy files
+# Magic, version, and the largest length field.
+_NPY_PREFIX_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,8 @@ def read_layout(name: str, size: int, read: Callable[[int, int], bytes]) -> Layo
         The header is damaged. The text has the figures.
     """
     prefix = read(0, min(size, safetensors.LENGTH_BYTES + 1))
-    if name.endswith(".npy") or prefix.startswith(npy.MAGIC):
-        found = npy.read_header(size, read)
-        kind = (str(found.dtype), 8 * found.dtype.itemsize)
-        return Layout(
-            "npy", (TensorPlace(ARRAY_NAME, *kind, found.shape, found.offset, found.bytes, found.fortran_order),)
-        )
+    if name.endswith(".npy") or prefix.startswith(_MAGIC):
+        return Layout("npy", (_read_npy(size, read),))
     if not name.endswith(".safetensors") and not _resembles_safetensors(prefix, size):
         return None
     length = safetensors.header_bytes(prefix, size)
@@ -94,3 +94,40 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
     except FormatError:
         return False
     return prefix.endswith(b"{")
+
+
+def _read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
+    """The array of an npy file."""
+    from numpy.lib import format as npy
+
+    prefix = read(0, min(size, _NPY_PREFIX_BYTES))
+    if not prefix.startswith(_MAGIC) or len(prefix) < _NPY_PREFIX_BYTES:
+        raise FormatError(f"the file has {size} bytes and begins with {prefix[: len(_MAGIC)]!r}, not {_MAGIC!r}")
+    major = prefix[len(_MAGIC)]
+    # Version 3.0 is 2.0 with UTF-8 in the names of fields.
+    width, parse = (2, npy.read_array_header_1_0) if major == 1 else (4, npy.read_array_header_2_0)
+    if major not in (1, 2, 3):
+        raise FormatError(f"the header has version {major}.{prefix[len(_MAGIC) + 1]}; 1.0, 2.0 and 3.0 are known")
+    begin = len(_MAGIC) + 2
+    length = int.from_bytes(prefix[begin : begin + width], "little")
+    offset = begin + width + length
+    if offset > size:
+        raise FormatError(f"the header ends at {offset} and the file at {size}")
+    try:
+        shape, fortran_order, dtype = parse(io.BytesIO(read(begin, offset - begin)))
+    except Exception as error:  # noqa: BLE001 - numpy raises many kinds, also tokenize's
+        raise FormatError(f"the header of {length} bytes is not valid: {' '.join(str(error).split())}") from None
+    count = 1
+    for extent in shape:
+        if extent < 0:
+            raise FormatError(f"the shape {list(shape)} has a negative extent")
+        count *= extent
+    if dtype.hasobject:
+        raise FormatError("the array contains Python objects, whose size is not in the header")
+    if count * dtype.itemsize > size - offset:
+        raise FormatError(
+            f"{list(shape)} elements of {dtype} need {count * dtype.itemsize} bytes; the file has {size - offset} "
+            "after its header"
+        )
+    bits = 8 * dtype.itemsize
+    return TensorPlace(ARRAY_NAME, str(dtype), bits, shape, offset, count * dtype.itemsize, fortran_order)

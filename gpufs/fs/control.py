@@ -30,17 +30,17 @@ class MountStatus:
     knobs: Mapping[str, Any]
     statistics: Callable[[], Mapping[str, Any]]
     files: Callable[[int], int]
-    transfers: Callable[[], Mapping[str, Any]] | None = None
-    leases: Callable[[int], list[dict[str, Any]]] | None = None  # and registrations, that a user may see
-    quotas: Callable[[int], list[dict[str, Any]]] | None = None  # that a user may see
-    io: Callable[[], Mapping[str, Any]] | None = None  # the engine's: what moved by which path, and what was refused
+    transfers: Callable[[], Mapping[str, Any]]
+    leases: Callable[[int], list[dict[str, Any]]]  # and registrations, that a user may see
+    quotas: Callable[[int], list[dict[str, Any]]]  # that a user may see
+    io: Callable[[], Mapping[str, Any]]  # the engine's: what moved by which path, and what was refused
     started: float = field(default_factory=time.time)
 
     def as_dict(self, uid: int) -> dict[str, Any]:
         """The status now, for this user. Sizes in bytes, ``started`` in seconds since 1970, ``uptime`` in seconds."""
         hidden = () if uid in (0, os.geteuid()) else _PRIVATE
         statistics = dict(self.statistics())
-        status: dict[str, Any] = {
+        return {
             "version": __version__,
             "mountpoint": self.mountpoint,
             "pid": os.getpid(),
@@ -52,16 +52,11 @@ class MountStatus:
             "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
             "statistics": statistics,
+            "transfers": self.transfers(),
+            "leases": self.leases(uid),
+            "quotas": self.quotas(uid),
+            "io": self.io(),
         }
-        if self.transfers is not None:
-            status["transfers"] = dict(self.transfers())
-        if self.leases is not None:
-            status["leases"] = self.leases(uid)
-        if self.quotas is not None:
-            status["quotas"] = self.quotas(uid)
-        if self.io is not None:
-            status["io"] = dict(self.io())
-        return status
 
     def as_bytes(self, uid: int) -> bytes:
         """The text of ``.gpufs/status`` for this user: one JSON object."""
@@ -145,7 +140,7 @@ class MountActivity:
             "devices": [self.status.device(device) for device in self.status.devices],
             "files": files,
             "copies": self.copies(uid),
-            "leases": self.status.leases(uid) if self.status.leases is not None else [],
+            "leases": self.status.leases(uid),
         }
         return json.dumps(activity, indent=2).encode() + b"\n"
 

@@ -5,7 +5,7 @@ of directories except those of the host, and GETATTR, STATX, SETATTR, STATFS and
 of everything in its inode table. In the replies given here it fills in the attributes from that table: Python sets only
 the inode number, the type and the time-outs.
 
-Requests about an inode go to :class:`~gpufs.fs.names.NamesHandler`, or for inodes of the host to
+Requests about an inode go to the :class:`~gpufs.fs.tree.Tree`, or for inodes of the host to
 :class:`~gpufs.fs.backing.BackingHandler`; requests about an open file go to what its handle leads to
 (:mod:`gpufs.fs.handles`).
 
@@ -17,7 +17,10 @@ off for the whole mount.
 import errno
 import functools
 import logging
+import os
+import stat
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import pyfuse3
@@ -25,20 +28,22 @@ import pyfuse3
 from gpufs.engine import Mount
 from gpufs.fs.backing import BackingHandler
 from gpufs.fs.backing.inodes import FIRST_INODE
+from gpufs.fs.control_files import ControlFile
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
-from gpufs.fs.names import NamesHandler
+from gpufs.fs.nodes import Directory, Node, Symlink
+from gpufs.fs.replies import Replies
+from gpufs.fs.tree import Tree
 
 log = logging.getLogger(__name__)
 
-# Requests whose first argument, an inode or the directory of a name, selects the handler.
-_BY_INODE: Final = "lookup create mknod mkdir symlink readlink unlink rmdir opendir open".split()
-# Requests about attributes. The engine answers them for every inode in its table.
-_OF_HOST: Final = "getattr setattr setxattr getxattr listxattr removexattr".split()
+# Requests whose first argument, an inode or the directory of a name, selects who answers. The tree answers the first
+# ones; the engine answers the last ones for all inodes in its table.
+_OF_NAMES: Final = "mknod mkdir symlink unlink rmdir".split()
+_OF_HOST: Final = "opendir getattr setattr setxattr getxattr listxattr removexattr".split()
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Handler = NamesHandler | BackingHandler
 
 
 def _fuse_error(request: str, failure: Exception) -> pyfuse3.FUSEError:
@@ -68,6 +73,41 @@ def _request(
     return wrapped
 
 
+@dataclass(slots=True)
+class _Listing(Opened):
+    """A directory that a program lists. Positions count in ``names``, what it had when the listing began.
+
+    So each name that stays is listed once while others come and go, and a program that creates a name for each one it
+    finds reaches the end.
+    """
+
+    directory: Directory
+    table: Mount
+    reply: pyfuse3.EntryAttributes
+    names: list[bytes] = field(default_factory=list)
+
+    async def readdir(self, start: int, token: pyfuse3.ReaddirToken) -> None:
+        directory, reply, add = self.directory, self.reply, pyfuse3.readdir_reply
+        if start == 0 or not self.names:  # also after rewinddir(3)
+            self.names = list(directory.entries)
+        # The kernel takes no references to "." and "..".
+        for cookie, name, node in ((1, b".", directory), (2, b"..", directory.parent or directory)):
+            if start < cookie:
+                reply.st_ino = node.ino
+                reply.st_mode = stat.S_IFDIR
+                if not add(token, name, reply, cookie):
+                    return
+        for index in range(max(start - 2, 0), len(self.names)):
+            child = directory.entries.get(self.names[index])
+            if child is None:
+                continue
+            reply.st_ino = child.ino
+            reply.st_mode = child.kind
+            if not add(token, self.names[index], reply, index + 3):
+                return
+            self.table.inode_hold(child.ino)
+
+
 class Operations(pyfuse3.Operations):
     """The control plane of one mount, for :func:`pyfuse3.init`."""
 
@@ -76,40 +116,110 @@ class Operations(pyfuse3.Operations):
     enable_acl = False
 
     def __init__(
-        self, table: Mount, handles: Handles, names: NamesHandler, backing: BackingHandler | None = None
+        self, table: Mount, handles: Handles, tree: Tree, replies: Replies, backing: BackingHandler | None = None
     ) -> None:
         super().__init__()
         self._table = table
         self._handles = handles
-        self._names = names
+        self._tree = tree
         self._backing = backing
+        self._reply = replies.entry(0, 0)  # one is enough: pyfuse3 copies a reply before it runs anything else
+        self._no_entry = replies.no_entry
 
     def _directory(self, fh: int) -> Opened:
         """An open directory. The engine opens all but those of the host; Python learns of them when they are read."""
         opened = self._handles.get(fh)
         if opened is None and (inode := self._table.directory_of(fh)) is not None:
-            opened = self._names.listing(inode)
+            opened = _Listing(self._tree.directory(inode), self._table, self._reply)
             self._handles.add(opened, fh)
         return opened or self._handles.existing(fh)
 
-    def _handler(self, inode: int) -> Handler:
-        return self._names if self._backing is None or inode < FIRST_INODE else self._backing
+    def _host(self, inode: int) -> BackingHandler | None:
+        """What answers for an inode of the host; None for another one."""
+        return self._backing if inode >= FIRST_INODE else None
+
+    def _hosts(self, one: int, other: int) -> BackingHandler | None:
+        """As _host(), for two inodes of one request. EXDEV unless both or none are the host's."""
+        host = self._host(one)
+        if host is not self._host(other):
+            raise error(errno.EXDEV)
+        return host
+
+    def _referenced(self, node: Node) -> pyfuse3.EntryAttributes:
+        """The reply that gives the kernel one more reference to a node."""
+        self._table.inode_hold(node.ino)
+        self._reply.st_ino = node.ino
+        self._reply.st_mode = node.kind
+        return self._reply
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for inode, count in inode_list:
             try:
-                self._handler(inode).forget(inode, count)
+                (self._host(inode) or self._tree).forget(inode, count)
             except Exception:
                 log.exception("forget of inode %d failed", inode)
+
+    @_request
+    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        if host := self._host(parent_inode):
+            return await host.lookup(parent_inode, name, ctx)
+        try:
+            return self._referenced(self._tree.lookup(parent_inode, name))
+        except FileNotFoundError:
+            return self._no_entry
+
+    @_request
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        try:
+            if host := self._host(parent_inode):
+                return await host.create(parent_inode, name, mode, flags, ctx)
+            node = self._tree.create(parent_inode, name, mode, ctx)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            # The kernel remembers that there was no such name. On ESTALE it looks the name up again and opens the file.
+            raise error(errno.ESTALE) from None
+        try:
+            info = pyfuse3.FileInfo(fh=self._table.file_open(node.ino, flags), direct_io=True, keep_cache=False)
+        except OSError:
+            if node.names:
+                self._tree.unlink(parent_inode, name)
+            else:
+                self._tree.forget(node.ino, 0)
+            raise
+        return info, self._referenced(node)
+
+    @_request
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        if host := self._host(inode):
+            return await host.open(inode, flags, ctx)
+        node = self._tree.node(inode)
+        if not isinstance(node, ControlFile):
+            raise error(errno.EISDIR if isinstance(node, Directory) else errno.EINVAL)
+        if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
+            raise error(errno.EACCES)
+        handle = self._handles.add(await node.open(ctx.uid))
+        return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
+
+    @_request
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+        if host := self._host(inode):
+            return await host.readlink(inode, ctx)
+        node = self._tree.node(inode)
+        if not isinstance(node, Symlink):
+            raise error(errno.EINVAL)
+        self._table.inode_read(inode)
+        return node.target
 
     @_request
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        handler = self._handler(inode)
-        if handler is not self._handler(new_parent_inode):
-            raise error(errno.EXDEV)
-        return await handler.link(inode, new_parent_inode, new_name, ctx)
+        if host := self._hosts(inode, new_parent_inode):
+            return await host.link(inode, new_parent_inode, new_name, ctx)
+        return self._referenced(self._tree.link(inode, new_parent_inode, new_name, ctx))
 
     @_request
     async def rename(
@@ -121,10 +231,11 @@ class Operations(pyfuse3.Operations):
         flags: int,
         ctx: pyfuse3.RequestContext,
     ) -> None:
-        handler = self._handler(parent_inode_old)
-        if handler is not self._handler(parent_inode_new):
-            raise error(errno.EXDEV)
-        await handler.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx)
+        names = (parent_inode_old, name_old, parent_inode_new, name_new)
+        if host := self._hosts(parent_inode_old, parent_inode_new):
+            await host.rename(*names, flags, ctx)
+        else:
+            self._tree.rename(*names, flags, ctx)
 
     @_request
     async def access(self, inode: int, mode: int, ctx: pyfuse3.RequestContext) -> bool:
@@ -157,31 +268,26 @@ class Operations(pyfuse3.Operations):
     @_request
     async def release(self, fh: int) -> None:
         opened = self._handles.pop(fh)
-        if opened is None:
-            self._table.file_release(fh)
-        else:
+        if opened is not None:
             await opened.release()
 
     @_request
     async def releasedir(self, fh: int) -> None:
-        opened = self._handles.pop(fh)
-        if opened is not None:
-            await opened.release()
+        await self.release(fh)
 
 
 def _by_inode(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def request(self: Operations, inode: int, *arguments: Any) -> Any:
-        try:
-            handler = self._handler(inode)
-            if handler is self._names and name in _OF_HOST:
-                raise error(errno.ESTALE)  # the inode has just gone from the engine's table
-            return await getattr(handler, name)(inode, *arguments)
-        except Exception as failure:  # noqa: BLE001 - logged and turned into an errno
-            raise _fuse_error(name, failure) from None
+        if host := self._host(inode):
+            return await getattr(host, name)(inode, *arguments)
+        if name in _OF_HOST:
+            raise error(errno.ESTALE)  # the inode has just gone from the engine's table
+        node = getattr(self._tree, name)(inode, *arguments)
+        return None if node is None else self._referenced(node)
 
     request.__name__ = name
-    return request
+    return _request(request)
 
 
-for _name in (*_BY_INODE, *_OF_HOST):
+for _name in (*_OF_NAMES, *_OF_HOST):
     setattr(Operations, _name, _by_inode(_name))

@@ -58,18 +58,8 @@ class Quotas:
                 found.append(_entry(f"gpu{device}", int(user), account))
         for key, account in known["directories"].items():
             if everything or self._table.inode_get(int(key)).uid == uid:
-                found.append(_entry(os.fsdecode(self._path(int(key))), None, account))
+                found.append(_entry(os.fsdecode(self._tree.path(self._tree.directory(int(key)))), None, account))
         return found
-
-    def _path(self, ino: int) -> bytes:
-        """A directory's path from the mountpoint on."""
-        parts: list[bytes] = []
-        node = self._tree.directory(ino)
-        while node is not self._tree.root and node.parent is not None:
-            names = (name for name, entry in node.parent.entries.items() if entry.node is node)
-            parts.append(next(names, b"(removed)"))
-            node = node.parent
-        return b"/".join(reversed(parts))
 
 
 def _entry(path: str, uid: int | None, account: dict[str, int]) -> dict[str, Any]:

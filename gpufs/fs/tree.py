@@ -14,13 +14,18 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
-from gpufs.engine import NO_LIMIT, Attributes, Mount
-from gpufs.fs.control_files import ControlFile, ControlStream, StreamFile
+from gpufs.engine import NO_LIMIT, Attributes, Mount, Trace
+from gpufs.fs.control_files import ControlFile
 from gpufs.fs.errors import error
-from gpufs.fs.nodes import BufferFile, Directory, Node, Special, Symlink
+from gpufs.fs.nodes import BufferFile, Directory, Node, Symlink
+
+if TYPE_CHECKING:
+    from pyfuse3 import RequestContext
 
 ROOT_INODE = 1
+UNNAMED = b"/"  # the name that the data plane gives for O_TMPFILE
 NAME_MAX = 255
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -28,6 +33,7 @@ RENAME_WHITEOUT = 4
 BUFFER_BLOCK_SIZE = 1 << 20  # what programs read at once: larger only makes small reads slow
 BLOCK_SIZE = 4096
 
+_OWNERS_FILES = ("trace",)  # control files for the mount's owner alone
 _SECOND = 1_000_000_000
 _RENAME_FLAGS = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _SPECIAL_KINDS = (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
@@ -51,9 +57,7 @@ class Tree:
     ``uuids``: of the devices, which have the directories gpu0, gpu1, ...; "" if a device has none. The directories
     belong to ``uid`` and ``gid`` with the permission bits ``device_mode``. ``.gpufs/by-uuid`` has a symbolic link to
     each, for a name that stays the same whatever the order of the devices. ``readme``: the text of ``README`` in the
-    root. ``control_files``: name below ``.gpufs`` to
-    the function that makes the content; ``streams``: the same for files that are read as they grow, by their owner
-    alone.
+    root. ``control_files``: name below ``.gpufs`` to the function that makes the content.
     """
 
     def __init__(
@@ -65,8 +69,7 @@ class Tree:
         gid: int,
         device_mode: int = 0o755,
         readme: bytes,
-        control_files: dict[str, Callable[[int], bytes]],
-        streams: dict[str, Callable[[], ControlStream]] | None = None,
+        control_files: dict[str, Callable[[int], bytes | Trace]],
     ) -> None:
         self._table = table
         self._next_ino = ROOT_INODE + 1
@@ -83,13 +86,12 @@ class Tree:
         self.root.names = 1
         self.place(self.root, b".gpufs", control, 0o555, uid, gid)
         for name, produce in control_files.items():
-            self.place(control, name.encode(), ControlFile(self._take_ino(), produce), 0o444, uid, gid)
-        for name, begin in (streams or {}).items():
-            self.place(control, name.encode(), StreamFile(self._take_ino(), begin), 0o400, uid, gid)
+            mode = 0o400 if name in _OWNERS_FILES else 0o444
+            self.place(control, name.encode(), ControlFile(self._take_ino(), produce), mode, uid, gid)
         text = ControlFile(self._take_ino(), lambda _: readme)
         self.place(self.root, b"README", text, 0o444, uid, gid, size=len(readme))
         self.place(control, b"by-uuid", by_uuid, 0o555, uid, gid)
-        self._count_subdirectories(control)
+        self._update_links(control)
         for index, gpu in enumerate(gpus):
             self.place(self.root, b"gpu%d" % index, gpu, device_mode, uid, gid)
             uuid = uuids[index].encode()
@@ -118,9 +120,9 @@ class Tree:
         """The node behind a name; "." and ".." as well. ENOENT if there is none."""
         directory = self.nodes.get(parent)
         if isinstance(directory, Directory):
-            entry = directory.entries.get(name)
-            if entry is not None and entry.node is not None:
-                return entry.node
+            node = directory.entries.get(name)
+            if node is not None:
+                return node
         if name == b".":  # also for other nodes: file handles of an NFS export are resolved in this way
             return self.node(parent)
         directory = self.directory(parent)
@@ -149,68 +151,68 @@ class Tree:
             if node is not None and node.names and node.parent is not None:
                 wanted.setdefault(node.parent, set()).add(ino)
         return {
-            entry.node.ino: b"/".join([*self._path(directory), name])
+            node.ino: b"/".join([self.path(directory), name])
             for directory, below in wanted.items()
-            for name, entry in directory.entries.items()
-            if entry.node is not None and entry.node.ino in below
+            for name, node in directory.entries.items()
+            if node.ino in below
         }
 
-    def _path(self, directory: Directory) -> list[bytes]:
-        names: list[bytes] = []
+    def path(self, directory: Directory) -> bytes:
+        """A directory's path below the root."""
+        parts: list[bytes] = []
         while directory is not self.root and directory.parent is not None:
             above = directory.parent
-            names.insert(0, next((name for name, entry in above.entries.items() if entry.node is directory), b"?"))
+            names = (name for name, entry in above.entries.items() if entry is directory)
+            parts.append(next(names, b"(removed)"))
             directory = above
-        return names
+        return b"/".join(reversed(parts))
 
     # ---- making ----
 
-    def create(self, parent: int, name: bytes, mode: int, uid: int, gid: int, umask: int = 0) -> BufferFile:
-        """A new empty file."""
+    def create(self, parent: int, name: bytes, mode: int, ctx: "RequestContext") -> BufferFile:
+        """A new empty file. UNNAMED: without a name, which :meth:`link` may give it once."""
+        if name == UNNAMED:
+            directory = self.directory(parent)
+            if directory.fixed:
+                raise error(errno.EPERM)
+            node = BufferFile(self._take_ino(), directory.device, unnamed=True)
+            self._add(node, mode, ctx.uid, ctx.gid, nlink=0, parent=directory.ino, umask=ctx.umask)
+            node.parent = directory
+            return node
         directory = self._open_for_new(parent, name)
         node = BufferFile(self._take_ino(), directory.device)
-        self._make(directory, name, node, mode, uid, gid, umask)
+        self._make(directory, name, node, mode, ctx)
         return node
 
-    def create_unnamed(self, parent: int, mode: int, uid: int, gid: int, umask: int = 0) -> BufferFile:
-        """A new empty file without a name, which :meth:`link` may give it once."""
-        directory = self.directory(parent)
-        if directory.fixed:
-            raise error(errno.EPERM)
-        node = BufferFile(self._take_ino(), directory.device, unnamed=True)
-        self._add(node, mode, uid, gid, nlink=0, parent=directory.ino, umask=umask)
-        node.parent = directory
-        return node
-
-    def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int, umask: int = 0) -> Directory:
+    def mkdir(self, parent: int, name: bytes, mode: int, ctx: "RequestContext") -> Directory:
         """A new directory."""
         directory = self._open_for_new(parent, name)
         node = Directory(self._take_ino(), directory.device)
-        self._make(directory, name, node, mode, uid, gid, umask)
+        self._make(directory, name, node, mode, ctx)
         return node
 
-    def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Symlink:
+    def symlink(self, parent: int, name: bytes, target: bytes, ctx: "RequestContext") -> Symlink:
         """A new symbolic link."""
         directory = self._open_for_new(parent, name)
         node = Symlink(self._take_ino(), directory.device, target)
-        self._make(directory, name, node, 0o777, uid, gid, 0, size=len(target))
+        self._make(directory, name, node, 0o777, ctx, size=len(target))
         return node
 
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, uid: int, gid: int, umask: int = 0) -> Node:
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> Node:
         """A new regular file, FIFO, socket or device node, by the type in ``mode``."""
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind == stat.S_IFREG:
-            return self.create(parent, name, mode, uid, gid, umask)
+            return self.create(parent, name, mode, ctx)
         if kind not in _SPECIAL_KINDS:
             raise error(errno.EINVAL)
         directory = self._open_for_new(parent, name)
-        node = Special(self._take_ino(), kind, directory.device)
+        node = Node(self._take_ino(), kind, directory.device)
         if kind not in (stat.S_IFCHR, stat.S_IFBLK):
             rdev = 0
-        self._make(directory, name, node, mode, uid, gid, umask, rdev=rdev)
+        self._make(directory, name, node, mode, ctx, rdev=rdev)
         return node
 
-    def link(self, ino: int, parent: int, name: bytes) -> Node:
+    def link(self, ino: int, parent: int, name: bytes, ctx: "RequestContext") -> Node:
         """One more name for a node."""
         node = self.node(ino)
         if isinstance(node, Directory) or node.fixed:
@@ -233,8 +235,8 @@ class Tree:
 
     # ---- unmaking ----
 
-    def unlink(self, parent: int, name: bytes) -> Node:
-        """Removes a name of anything but a directory; the node that lost it."""
+    def unlink(self, parent: int, name: bytes, ctx: "RequestContext | None" = None) -> None:
+        """Removes a name of anything but a directory."""
         directory = self._open_for_removal(parent)
         node = self._existing(directory, name)
         if isinstance(node, Directory):
@@ -243,7 +245,6 @@ class Tree:
         node.names -= 1
         self._update_links(node)
         self._drop_if_unused(node)
-        return node
 
     def remove_names(self, ino: int, most: int) -> list[tuple[int, bytes]]:
         """Removes the names of a file, so many at most; the directories and the names that it had there."""
@@ -255,7 +256,7 @@ class Tree:
         for directory in chain([node.parent] if node.parent else [], self._directories()):
             if node.names == 0 or len(removed) == most:
                 break
-            names = (name for name, entry in directory.entries.items() if entry.node is node)
+            names = (name for name, entry in directory.entries.items() if entry is node)
             for name in list(islice(names, most - len(removed))):
                 self.unlink(directory.ino, name)
                 removed.append((directory.ino, name))
@@ -264,7 +265,7 @@ class Tree:
     def _directories(self) -> Iterator[Directory]:
         yield from [node for node in self.nodes.values() if isinstance(node, Directory)]
 
-    def rmdir(self, parent: int, name: bytes) -> Directory:
+    def rmdir(self, parent: int, name: bytes, ctx: "RequestContext") -> None:
         """Removes an empty directory."""
         directory = self._open_for_removal(parent)
         if name == b".":
@@ -278,9 +279,8 @@ class Tree:
             raise error(errno.ENOTEMPTY)
         self._detach(directory, name)
         self._close_directory(node)
-        self._count_subdirectories(directory)
+        self._update_links(directory)
         self._drop_if_unused(node)
-        return node
 
     def rename(
         self,
@@ -289,15 +289,14 @@ class Tree:
         new_parent: int,
         new_name: bytes,
         flags: int,
-        uid: int = 0,
-        gid: int = 0,
-    ) -> Node | None:
-        """Moves a name, over what is there; the node that lost its name by that, if one did.
+        ctx: "RequestContext",
+    ) -> None:
+        """Moves a name, over what is there.
 
         ``flags``: RENAME_NOREPLACE (EEXIST if the new name is taken), RENAME_WHITEOUT (the old name becomes a device
-        node 0:0 of ``uid`` and ``gid``, by which overlays mark removed names), or RENAME_EXCHANGE alone (both must
-        exist). The replaced name keeps its place in listings, so a
-        program that lists the directory at the same time sees it exactly once.
+        node 0:0 of the caller, by which overlays mark removed names), or RENAME_EXCHANGE alone (both must exist). The
+        replaced name keeps its place in listings, so a program that lists the directory at the same time sees it
+        exactly once.
         """
         if flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE):
             raise error(errno.EINVAL)
@@ -309,7 +308,7 @@ class Tree:
         if {old_name, new_name} & {b".", b"..", b""}:
             raise error(errno.EBUSY)
         node = self._existing(source_directory, old_name)
-        target = target_directory.get(new_name)
+        target = target_directory.entries.get(new_name)
         if flags & RENAME_NOREPLACE and target is not None:
             raise error(errno.EEXIST)
         if flags == RENAME_EXCHANGE and target is None:
@@ -324,27 +323,21 @@ class Tree:
             if isinstance(target, Directory) and target.contains(source_directory):
                 raise error(errno.EINVAL)
             self._exchange(source_directory, old_name, node, target_directory, new_name, target)
-            return None
+            return
         if node is target:
-            return None
+            return
         if target is not None:
             self._check_replaceable(node, target)
 
         whiteout = None
         if flags & RENAME_WHITEOUT:  # made first: without memory for it nothing changes
-            whiteout = Special(self._take_ino(), stat.S_IFCHR, source_directory.device)
-            self._add(whiteout, 0, uid, gid, nlink=1, parent=source_directory.ino)
-        in_place = target is None and target_directory is source_directory and not flags & RENAME_WHITEOUT
-        if in_place:
-            self._table.name_set(source_directory.ino, new_name, node.ino)
-            source_directory.rename(old_name, new_name)
-            self._table.name_remove(source_directory.ino, old_name)
-        else:
-            self._attach(target_directory, new_name, node)
+            whiteout = Node(self._take_ino(), stat.S_IFCHR, source_directory.device)
+            self._add(whiteout, 0, ctx.uid, ctx.gid, nlink=1, parent=source_directory.ino)
+        self._attach(target_directory, new_name, node)
         if whiteout is not None:
             self._attach(source_directory, old_name, whiteout)
             whiteout.names = 1
-        elif not in_place:
+        else:
             self._detach(source_directory, old_name)
         if isinstance(target, Directory):
             self._close_directory(target)
@@ -353,10 +346,10 @@ class Tree:
             self._update_links(target)
         self._update_links(node)
         if isinstance(node, Directory):
-            self._count_subdirectories(source_directory, target_directory)
+            self._update_links(source_directory)
+            self._update_links(target_directory)
         if target is not None:
             self._drop_if_unused(target)
-        return target
 
     # ---- limits ----
 
@@ -405,7 +398,7 @@ class Tree:
 
     def _existing(self, directory: Directory, name: bytes) -> Node:
         check_name(name)
-        node = directory.get(name)
+        node = directory.entries.get(name)
         if node is None:
             raise error(errno.ENOENT)
         return node
@@ -435,7 +428,8 @@ class Tree:
         self._update_links(one)
         self._update_links(other)
         if isinstance(one, Directory) != isinstance(other, Directory):
-            self._count_subdirectories(one_directory, other_directory)
+            self._update_links(one_directory)
+            self._update_links(other_directory)
 
     def _make(
         self,
@@ -443,20 +437,19 @@ class Tree:
         name: bytes,
         node: Node,
         mode: int,
-        uid: int,
-        gid: int,
-        umask: int,
+        ctx: "RequestContext",
         *,
         size: int = 0,
         rdev: int = 0,
     ) -> None:
         """Adds a new node as a user asked for it."""
         nlink = 2 if isinstance(node, Directory) else 1
-        self._add(node, mode, uid, gid, nlink=nlink, size=size, rdev=rdev, parent=directory.ino, umask=umask)
+        ids, above = (ctx.uid, ctx.gid), directory.ino
+        self._add(node, mode, *ids, nlink=nlink, size=size, rdev=rdev, parent=above, umask=ctx.umask)
         self._attach(directory, name, node)
         node.names = 1
         if isinstance(node, Directory):
-            self._count_subdirectories(directory)
+            self._update_links(directory)
 
     def place(
         self, directory: Directory, name: bytes, node: Node, mode: int, uid: int, gid: int, size: int = 0
@@ -520,11 +513,6 @@ class Tree:
     def _detach(self, directory: Directory, name: bytes) -> None:
         directory.detach(name)
         self._table.name_remove(directory.ino, name)
-
-    def _count_subdirectories(self, *directories: Directory) -> None:
-        """The names of directories came or went: sets the link counts."""
-        for directory in directories:
-            self._update_links(directory)
 
     def _update_links(self, node: Node) -> None:
         """Sets the link count, and the change time to now."""

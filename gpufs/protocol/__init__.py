@@ -91,15 +91,6 @@ Flag = Annotated[bool, lambda value: type(value) is bool]
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """How a request ended: ``error`` is 0, or ``message`` says why."""
-
-    id: Id
-    error: Errno
-    message: Text
-
-
-@dataclass(frozen=True)
 class Hello:
     """The client's first message: the versions it speaks and who it is, for logs."""
 
@@ -174,20 +165,6 @@ class Unregister:
 
 
 @dataclass(frozen=True)
-class Registered(_Answer):
-    """The answer to ``register``: ``error`` 0 if the file now shows the memory."""
-
-    TYPE: ClassVar[str] = "registered"
-
-
-@dataclass(frozen=True)
-class Unregistered(_Answer):
-    """The answer to ``unregister``: ``error`` 0 if the daemon no longer uses the memory, else ETIMEDOUT."""
-
-    TYPE: ClassVar[str] = "unregistered"
-
-
-@dataclass(frozen=True)
 class SetQuota:
     """Sets a limit, in bytes, NO_LIMIT or DEFAULT_LIMIT. The descriptor of a directory comes with it.
 
@@ -199,13 +176,6 @@ class SetQuota:
     id: Id
     uid: Annotated[int | None, _optional(_integer(0, (1 << 32) - 2))]
     limit: Annotated[int, _integer(DEFAULT_LIMIT, MAX_OFFSET)]
-
-
-@dataclass(frozen=True)
-class QuotaSet(_Answer):
-    """The answer to ``set_quota``: ``error`` 0 if the limit is in force."""
-
-    TYPE: ClassVar[str] = "quota_set"
 
 
 @dataclass(frozen=True)
@@ -294,11 +264,13 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Detached:
-    """The answer to Detach: the lease has ended."""
+class Done:
+    """The answer to Detach, Register, Unregister and SetQuota: ``error`` is 0, or ``message`` says why it failed."""
 
-    TYPE: ClassVar[str] = "detached"
+    TYPE: ClassVar[str] = "done"
     id: Id
+    error: Errno = 0
+    message: Text = ""
 
 
 @dataclass(frozen=True)
@@ -311,9 +283,7 @@ class Goodbye:
 
 
 ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota
-ServerMessage = (
-    Welcome | Progress | Result | Attached | Pieces | Detached | Registered | Unregistered | QuotaSet | Goodbye
-)
+ServerMessage = Welcome | Progress | Result | Attached | Pieces | Done | Goodbye
 
 
 class _Kind(NamedTuple):

@@ -4,8 +4,6 @@ Runs in the daemon's trio loop: :func:`serve` is started in its nursery. Nothing
 client may read and write is what the kernel let it open. docs/protocol.md has the protocol and the rules.
 """
 
-from gpufs.service._limits import Limits
-from gpufs.service._mount import ServedMount
 from gpufs.service._server import Service, serve, sweep
 
-__all__ = ["Limits", "ServedMount", "Service", "serve", "sweep"]
+__all__ = ["Service", "serve", "sweep"]

@@ -8,12 +8,12 @@ writes them.
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, ENOTDIR, EPERM, EXDEV
 from typing import Final
 
 from gpufs.protocol import LOAD, READ_WRITE
 from gpufs.protocol.statx import Identity, file_system_type, identity, open_flags
+from gpufs.service._holders import trusted
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
 _KERNEL_FILE_SYSTEMS: Final = frozenset(
@@ -62,14 +62,6 @@ _SERVED_FILE_SYSTEMS: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """The two ends of a copy that has been allowed. ``size``: of the host's file when it began, None for a device."""
-
-    ino: int
-    size: int | None
-
-
 def _check_mode(fd: int, *, write: bool, what: str) -> None:
     flags = open_flags(fd)
     if flags & os.O_PATH:
@@ -83,28 +75,34 @@ def _check_mode(fd: int, *, write: bool, what: str) -> None:
         raise OSError(EBADF, f"{what} is open for appending")
 
 
-def check_modes(direction: str, host_fd: int, mount_fd: int) -> None:
-    """OSError EBADF unless both descriptors may be used for the direction. Asks no file system anything."""
+def _device_file(fd: int, what: str, device: int) -> Identity:
+    """The identity of a regular file of our mount, whose st_dev is ``device``. OSError for anything else."""
+    found = identity(fd)
+    if found.device != device:
+        raise OSError(EXDEV, f"{what} is not on this mount")
+    if stat.S_ISDIR(found.mode):
+        raise OSError(EISDIR, os.strerror(EISDIR))
+    if not stat.S_ISREG(found.mode):
+        raise OSError(EINVAL, f"{what} is not a regular file")
+    return found
+
+
+def check_copy(direction: str, host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identity]:
+    """The identities of both ends of a copy; ``device`` is the st_dev of our mount. Asks no file system anything.
+
+    OSError EBADF unless both descriptors may be used for the direction, EDEADLK when the host's file is on our mount,
+    EXDEV when the other is not, EINVAL or EISDIR for what is neither a regular file nor, on the host's side, a block
+    device.
+    """
     load = direction == LOAD
     _check_mode(host_fd, write=not load, what="the host's file")
     _check_mode(mount_fd, write=load, what="the file on the mount")
-
-
-def identify(host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identity]:
-    """The identities of both files; ``device`` is the st_dev of our mount. Asks no file system anything.
-
-    OSError EDEADLK when the host's file is on our mount, EXDEV when the other is not, EINVAL or EISDIR for what is
-    neither a regular file nor, on the host's side, a block device.
-    """
-    host, mount = identity(host_fd), identity(mount_fd)
-    if mount.device != device:
-        raise OSError(EXDEV, "the file on the mount is not on this mount")
+    host = identity(host_fd)
     if host.device == device:
         raise OSError(EDEADLK, "both files are on this mount: copy_file_range copies between them")
-    if stat.S_ISDIR(host.mode) or stat.S_ISDIR(mount.mode):
+    mount = _device_file(mount_fd, "the file on the mount", device)
+    if stat.S_ISDIR(host.mode):
         raise OSError(EISDIR, os.strerror(EISDIR))
-    if not stat.S_ISREG(mount.mode):
-        raise OSError(EINVAL, "the file on the mount is not a regular file")
     if not stat.S_ISREG(host.mode) and not stat.S_ISBLK(host.mode):
         raise OSError(EINVAL, "the host's file is neither a regular file nor a block device")
     return host, mount
@@ -137,14 +135,17 @@ def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
     _check_mode(fd, write=False, what=what)
     if mode == READ_WRITE:
         _check_mode(fd, write=True, what=what)
-    found = identity(fd)
-    if found.device != device:
-        raise OSError(EXDEV, f"{what} is not on this mount")
-    if stat.S_ISDIR(found.mode):
-        raise OSError(EISDIR, os.strerror(EISDIR))
-    if not stat.S_ISREG(found.mode):
-        raise OSError(EINVAL, f"{what} is not a regular file")
-    return found.ino, open_flags(fd) & (os.O_ACCMODE | os.O_APPEND) == os.O_RDWR
+    ino = _device_file(fd, what, device).ino
+    return ino, open_flags(fd) & (os.O_ACCMODE | os.O_APPEND) == os.O_RDWR
+
+
+def check_registrable(fd: int, device: int) -> int:
+    """The inode of a file that a client has created for its memory. Asks no file system anything.
+
+    OSError EBADF unless its descriptor is open for writing, and as of :func:`check_attachable`.
+    """
+    _check_mode(fd, write=True, what="the file on the mount")
+    return _device_file(fd, "the file on the mount", device).ino
 
 
 def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
@@ -153,7 +154,7 @@ def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
     ``uid``: the client's user; ``device``: the st_dev of our mount. OSError EPERM unless it is root or the mount's
     owner, EINVAL without one descriptor, EXDEV and ENOTDIR for what is not a directory of the mount.
     """
-    if uid not in (0, os.geteuid()):
+    if not trusted(uid):
         raise OSError(EPERM, "only root and the user who mounted may change limits")
     if len(descriptors) != 1:
         raise OSError(EINVAL, "a limit takes the descriptor of one directory")

@@ -1,6 +1,5 @@
 """The copies of one client, from their checks to their results."""
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -10,21 +9,19 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
 
 import trio
 
-from gpufs import protocol, threads
-from gpufs.engine import Transfer
+from gpufs import protocol
+from gpufs.engine import BackingFile, Transfer
 from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
-from gpufs.service._holdings import Abandoned, Descriptor, Holdings
-from gpufs.service._limits import Limits
-from gpufs.service._mount import ServedMount, drop_set_id
-from gpufs.service._peer import Client, Peer, path_of
+from gpufs.service._channel import Channel, path_of
+from gpufs.service._holdings import Descriptor, Holdings
+from gpufs.service._mount import ServedMount
 
 # Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
@@ -38,55 +35,12 @@ _FASTPATH: Final[dict[str | None, Literal["auto", "on", "off", "require"]]] = {
 }
 
 
-@dataclass(slots=True)
-class Counters:
-    """What the service has done since it started. Names with "bytes" count bytes."""
-
-    connections: int = 0  # now
-    running: int = 0  # copies now
-    accepted: int = 0  # connections
-    rejected: int = 0  # connections over a limit
-    violations: int = 0  # connections ended because of what the client sent
-    refused: int = 0  # copies that a rule forbids
-    completed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    path_bytes: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-
-
 @dataclass(frozen=True, slots=True)
-class _State:
-    """How far a copy is, in bytes. ``done``: from the start without a gap; ``error``: errno, once it has ended."""
+class _Ends:
+    """The two ends of a copy that has been allowed. ``size``: of the host's file when it began, None for a device."""
 
-    total: int = 0
-    moved: int = 0
-    done: int = 0
-    paths: dict[str, int] = field(default_factory=dict)
-    refusals: tuple[str, ...] = ()
-    error: int = 0
-    device_code: int = 0
-    message: str = ""
-    ended: bool = True
-
-    @classmethod
-    def of(cls, transfer: Transfer) -> "_State":
-        now = transfer.progress()
-        failure = transfer.failure() if now.error else None
-        paths = {"fastpath": now.fastpath_bytes, "fallback": now.fallback_bytes, "hole": now.hole_bytes}
-        return cls(
-            now.total,
-            now.moved,
-            now.prefix,
-            {path: count for path, count in paths.items() if count},
-            now.refusals,
-            now.error,
-            now.device_code,
-            str(failure.strerror) if failure else "",
-            now.state == "done",
-        )
+    ino: int
+    size: int | None
 
 
 @dataclass(slots=True)
@@ -99,17 +53,17 @@ class _CopyTask:
     began: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.time)
     paths: tuple[str, str] = ("", "")  # of the host's file and of the file on the mount, as this process sees them
-    ends: _checks.Ends | None = None  # set before the transfer
+    ends: _Ends | None = None  # set before the transfer
     # Guards the two below: an abandoned thread must not start a cancelled transfer.
     lock: threading.Lock = field(default_factory=threading.Lock)
     transfer: Transfer | None = None
     cancelled: bool = False
 
     def start(self, start: Callable[[], Transfer]) -> None:
-        """Starts the transfer; Abandoned if the copy has been cancelled."""
+        """Starts the transfer. OSError ECANCELED if the copy has been cancelled."""
         with self.lock:
             if self.cancelled:
-                raise Abandoned
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             self.transfer = self.holdings.hold(start())
 
     def cancel(self) -> None:
@@ -120,43 +74,54 @@ class _CopyTask:
                 self.transfer.cancel()
         self.scope.cancel()
 
-    def progress(self) -> _State:
-        """How far it is."""
+    def progress(self) -> tuple[int, int]:
+        """The bytes to move, and those that have been moved."""
         with self.lock:
-            return _State(ended=False) if self.transfer is None else _State.of(self.transfer)
+            if self.transfer is None:
+                return 0, 0
+            now = self.transfer.progress()
+            return now.total, now.moved
 
     def end(self) -> None:
         """Comes before the transfer is closed: the client may still cancel it until it gets the result."""
         with self.lock:
             self.transfer = None
 
+    def result(self, failure: OSError | None = None, **changes: Any) -> Result:
+        """The message about a copy that has moved nothing, or as ``changes`` says."""
+        error = failure.errno or errno.EIO if failure else 0
+        text = failure.strerror or os.strerror(error) if failure else ""
+        code = getattr(failure, "device_code", 0)
+        result = Result(self.copy.id, error, code, protocol.shorten(text), 0, {}, [], time.monotonic() - self.began)
+        return dataclasses.replace(result, **changes)
+
+
+def _paths(transfer: Transfer) -> dict[str, int]:
+    """The bytes by the path that moved them."""
+    now = transfer.progress()
+    paths = {"fastpath": now.fastpath_bytes, "fallback": now.fallback_bytes, "hole": now.hole_bytes}
+    return {path: count for path, count in paths.items() if count}
+
+
+def _drop_set_id(fd: int) -> None:
+    """Clears the set-id bits of the host's file behind a descriptor, as the client's own write would have.
+
+    Set-gid without group execution once meant mandatory locking and stays.
+    """
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    cleared = mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
+    if cleared != mode:
+        os.fchmod(fd, cleared)
+
 
 class ClientCopies:
     """Serves the copies of one connection."""
 
-    def __init__(
-        self,
-        client: Client,
-        peer: Peer,
-        number: int,
-        program: str,
-        mount: ServedMount,
-        device: int,
-        limits: Limits,
-        counters: Counters,
-        ended: Callable[[], None],
-    ) -> None:
-        """``number``: of the connection; ``device``: the st_dev of the mount; ``ended``: called after each copy."""
-        self._client = client
-        self._peer = peer
-        self._program = program
+    def __init__(self, channel: Channel, served: ServedMount) -> None:
+        self._channel = channel
+        self._served = served
         # Whose share of the engine's threads it uses. A process in another PID namespace has no number here.
-        self._share = peer.pid if peer.pid > 0 else _CONNECTION_BIT | number
-        self._mount = mount
-        self._device = device
-        self._limits = limits
-        self._counters = counters
-        self._ended = ended
+        self._share = channel.peer.pid if channel.peer.pid > 0 else _CONNECTION_BIT | channel.number
         self._tasks: dict[int, _CopyTask] = {}
 
     def __len__(self) -> int:
@@ -167,17 +132,17 @@ class ClientCopies:
         return [self._shown(task) for task in self._tasks.values()]
 
     def _shown(self, task: _CopyTask) -> dict[str, Any]:
-        state = task.progress()
+        total, moved = task.progress()
         source, destination = task.paths if task.copy.direction == LOAD else reversed(task.paths)
         return {
             "direction": task.copy.direction,
             "source": source,
             "destination": destination,
-            "pid": self._peer.pid,
-            "uid": self._peer.uid,
-            "program": self._program,
-            "total": state.total,
-            "moved": state.moved,
+            "pid": self._channel.peer.pid,
+            "uid": self._channel.peer.uid,
+            "program": self._channel.peer.program,
+            "total": total,
+            "moved": moved,
             "since": task.since,
         }
 
@@ -195,61 +160,65 @@ class ClientCopies:
             raise ProtocolError(f"a copy message with {len(descriptors)} descriptors")
         if copy.id in self._tasks:
             raise ProtocolError("a copy message whose id is in use")
-        if len(self._tasks) >= self._limits.requests:
+        if len(self._tasks) >= self._served.limits.requests:
             raise ProtocolError("too many requests at once")
         task = _CopyTask(copy)
         self._tasks[copy.id] = task
-        host, mount = map(task.holdings.hold_descriptor, descriptors)
+        host, mount = (task.holdings.hold(Descriptor(fd)) for fd in descriptors)
         nursery.start_soon(self._serve_copy, task, host, mount)
 
     async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """Serves one copy from its checks to its result, whatever happens."""
-        self._counters.running += 1
-        state = _State(error=errno.ECANCELED)
-        refused = False
+        limits = self._served.limits
+        result = task.result(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
         try:
             try:
-                with task.scope, trio.fail_after(self._limits.prepare):
-                    await self._client.in_thread(functools.partial(self._prepare, task, host, mount), task.holdings)
+                with task.scope, trio.fail_after(limits.prepare):
+                    await self._channel.in_thread(functools.partial(self._prepare, task, host, mount), task.holdings)
             except OSError as error:
-                refused = True
-                state = _State(
-                    error=error.errno or errno.EIO,
-                    device_code=getattr(error, "device_code", 0),
-                    message=error.strerror or str(error),
-                )
+                result = task.result(error)
             except trio.TooSlowError:
-                refused = True
-                state = _State(error=errno.ETIMEDOUT, message="the host's file does not answer")
+                result = task.result(OSError(errno.ETIMEDOUT, "the host's file does not answer"))
                 task.cancel()
             if task.transfer is not None:
                 await self._watch(task)
         finally:
             # Cancellation does not stop what follows: the files must be consistent and everything be closed.
             task.cancel()
-            patience = self._limits.send
+            patience = limits.send
             if trio.current_effective_deadline() == -math.inf:  # the mount is ending
-                patience = min(patience, self._limits.last_send)
+                patience = min(patience, limits.last_send)
             with trio.CancelScope(shield=True):
-                deadline = trio.current_time() + self._limits.grace  # for all steps together: a server may hang in each
+                deadline = trio.current_time() + limits.grace  # for all steps together: a server may hang in each
                 try:
                     if task.transfer is not None:
-                        state = await self._finish(task, host, deadline)
+                        result = await self._finish(task, host, deadline)
                 finally:
                     task.end()
-                    await self._close_holdings(task, deadline)
-                    self._account(task, state, refused)
+                    # Waits a little: the client may unmount the file's disk next. Less if an abandoned thread still
+                    # uses it: the file's server may hang.
+                    if task.holdings.in_use:
+                        deadline = min(deadline, trio.current_time() + limits.abandoned)
+                    with trio.move_on_at(deadline):
+                        await task.holdings.close()
                     del self._tasks[task.copy.id]
-                    self._counters.running -= 1
-                    self._ended()
-                await self._send_result(task, state, patience)
+                    self._channel.log(
+                        logging.INFO,
+                        "%s of %d bytes in %.3f s: %s",
+                        task.copy.direction,
+                        result.done,
+                        result.seconds,
+                        f"{errno.errorcode.get(result.error, result.error)} {result.message}"
+                        if result.error
+                        else "done",
+                    )
+                await self._channel.answer(result, seconds=patience)
 
     def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""
-        copy = task.copy
-        _checks.check_modes(copy.direction, host.fd, mount.fd)
-        on_host, on_mount = _checks.identify(host.fd, mount.fd, self._device)
-        buffer = task.holdings.hold(self._mount.open_buffer(on_mount.ino))
+        copy, served = task.copy, self._served
+        on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.device)
+        buffer = task.holdings.hold(served.open_buffer(on_mount.ino))
         task.paths = (path_of(host.fd), path_of(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
         mount.close()
@@ -261,14 +230,14 @@ class ClientCopies:
         size = None
         found = os.fstat(host.fd)
         if copy.direction == LOAD:
-            self._mount.written(on_mount.ino)
+            served.mount.inode_written(on_mount.ino)
             wanted = found.st_size - copy.host_offset
-            self._mount.await_space(buffer, wanted if copy.size is None else min(wanted, copy.size))
+            served.await_space(buffer, wanted if copy.size is None else min(wanted, copy.size))
         else:
-            drop_set_id(host.fd)
+            _drop_set_id(host.fd)
             size = found.st_size if stat.S_ISREG(found.st_mode) else None
-        file = task.holdings.hold(self._mount.open_host(host.fd))
-        task.ends = _checks.Ends(on_mount.ino, size)
+        file = task.holdings.hold(BackingFile(served.mount.engine, host.fd))
+        task.ends = _Ends(on_mount.ino, size)
         task.start(
             lambda: Transfer(
                 cast(Any, copy.direction),
@@ -288,109 +257,43 @@ class ClientCopies:
         """Waits for the end of the transfer and reports its progress."""
         transfer, copy = task.transfer, task.copy
         assert transfer is not None
-        interval = max(copy.progress, self._limits.progress) if copy.progress else math.inf
+        interval = max(copy.progress, self._served.limits.progress) if copy.progress else math.inf
         ended = False
         while not ended:
             with trio.move_on_after(interval):
                 await trio.lowlevel.wait_readable(transfer.event_fd)
                 ended = True
             if copy.progress:
-                state = _State.of(transfer)
-                self._client.send_if_possible(protocol.Progress(copy.id, state.total, state.moved, state.paths))
+                self._channel.send_if_possible(protocol.Progress(copy.id, *task.progress(), _paths(transfer)))
 
-    async def _finish(self, task: _CopyTask, host: Descriptor, deadline: float) -> _State:
+    async def _finish(self, task: _CopyTask, host: Descriptor, deadline: float) -> Result:
         """After the transfer has ended or was cancelled: fixes the file's length and times, and the kernel's caches."""
         transfer, ends, copy = task.transfer, task.ends, task.copy
         assert transfer is not None
         assert ends is not None
         with trio.move_on_at(deadline):
             await trio.lowlevel.wait_readable(transfer.event_fd)
-        state = _State.of(transfer)
-        if not state.ended:
-            return dataclasses.replace(
-                state, error=errno.ETIMEDOUT, message="cancelled, but the device does not answer"
-            )
+        now = transfer.progress()
+        moved = {"done": now.prefix, "paths": _paths(transfer), "refusals": list(now.refusals)}
+        if now.state != "done":
+            return task.result(OSError(errno.ETIMEDOUT, "cancelled, but the device does not answer"), **moved)
+        failure: OSError | None = transfer.failure()
 
         def settle() -> None:
             if copy.direction == LOAD:
-                self._mount.written(ends.ino)
+                self._served.mount.inode_written(ends.ino)
                 return
-            drop_set_id(host.fd)
-            if state.error and ends.size is not None:
-                wanted = max(ends.size, copy.host_offset + state.done)
+            _drop_set_id(host.fd)
+            if failure and ends.size is not None:
+                wanted = max(ends.size, copy.host_offset + now.prefix)
                 if os.fstat(host.fd).st_size > wanted:
                     os.ftruncate(host.fd, wanted)
 
         try:
             with trio.fail_at(deadline):
-                await self._client.in_thread(settle, task.holdings)
+                await self._channel.in_thread(settle, task.holdings)
         except OSError as error:
-            if not state.error:
-                return dataclasses.replace(state, error=error.errno or errno.EIO, message=error.strerror or "")
+            return task.result(failure or error, **moved)
         except trio.TooSlowError:
-            self._client.log(logging.INFO, "a file does not answer after its copy")
-        return state
-
-    async def _close_holdings(self, task: _CopyTask, deadline: float) -> None:
-        """Closes what the copy held, and waits a little for that: the client may unmount the file's disk next.
-
-        It waits less if an abandoned thread still uses it: the file's server may hang.
-        """
-        closed = trio.Event()
-        token = trio.lowlevel.current_trio_token()
-
-        def report() -> None:
-            with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(closed.set)
-
-        if task.holdings.in_use:
-            deadline = min(deadline, trio.current_time() + self._limits.abandoned)
-        threads.in_background(functools.partial(task.holdings.drop, report))
-        with trio.move_on_at(deadline):
-            await closed.wait()
-
-    async def _send_result(self, task: _CopyTask, state: _State, patience: float) -> None:
-        text = state.message or (os.strerror(state.error) if state.error else "")
-        result = Result(
-            task.copy.id,
-            state.error,
-            state.device_code,
-            protocol.shorten(text),
-            state.done,
-            state.paths,
-            list(state.refusals),
-            time.monotonic() - task.began,
-        )
-        try:
-            with trio.move_on_after(patience) as scope:
-                await self._client.send(result)
-            sent = not scope.cancelled_caught
-        except OSError:
-            sent = False  # the client has gone
-        if not sent:
-            self._client.hang_up()
-
-    def _account(self, task: _CopyTask, state: _State, refused: bool) -> None:
-        copy, counters = task.copy, self._counters
-        if refused:
-            counters.refused += 1
-        elif state.error == errno.ECANCELED:
-            counters.cancelled += 1
-        elif state.error:
-            counters.failed += 1
-        else:
-            counters.completed += 1
-        if copy.direction == LOAD:
-            counters.loaded_bytes += state.done
-        else:
-            counters.stored_bytes += state.done
-        counters.path_bytes.update(state.paths)
-        counters.refusals.update(state.refusals)
-        self._client.log(
-            logging.INFO,
-            "%s of %d bytes in %.3f s: %s",
-            copy.direction,
-            state.done,
-            time.monotonic() - task.began,
-            f"{errno.errorcode.get(state.error, state.error)} {state.message}" if state.error else "done",
-        )
+            self._channel.log(logging.INFO, "a file does not answer after its copy")
+        return task.result(failure, **moved)

@@ -4,11 +4,16 @@ Using and closing them can block for as long as a file's server likes, so it hap
 abandoned. Such a thread must not find its descriptor's number closed, and reused, by others.
 """
 
+import contextlib
+import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Protocol, TypeVar
+
+import trio
+
+from gpufs import threads
 
 
 class Closable(Protocol):
@@ -17,80 +22,55 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-T = TypeVar("T", bound=Closable)
-
-
-class Abandoned(Exception):
-    """The copy is over; a thread that still works for it ends with this."""
+T = TypeVar("T")
+Held = TypeVar("Held", bound=Closable)
 
 
 class Holdings:
-    """What one copy or lease holds. Any thread may call; use() and drop() may block while they close things."""
+    """What one copy or lease holds. One thread at a time uses it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below; nothing is closed under it
+        self._lock = threading.Lock()  # held by the thread that uses or closes it
         self._closers: list[Callable[[], None]] = []
-        self._users = 0
-        self._dropped = False
-        self._then: Callable[[], None] | None = None
+        self._closed = False
 
-    def hold_descriptor(self, fd: int) -> "Descriptor":
-        """Takes over an open descriptor."""
-        return self.hold(Descriptor(fd))
-
-    def hold(self, item: T) -> T:
+    def hold(self, item: Held) -> Held:
         """Takes over an object. Its close() runs at the end, in reverse order."""
-        with self._lock:
-            self._closers.append(item.close)
+        self._closers.append(item.close)
         return item
 
-    def release(self, item: Closable) -> None:
-        """Forgets an object that has been closed. Nothing happens once everything has been dropped."""
-        with self._lock, suppress(ValueError):
-            self._closers.remove(item.close)
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Calls a function at the end, as for an object."""
+        self._closers.append(function)
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Nothing is closed inside of this context. Abandoned if everything has been dropped."""
+    def use(self, work: Callable[[], T]) -> T:
+        """On a thread: runs work, during which nothing is closed. OSError ECANCELED if everything is closed."""
         with self._lock:
-            if self._dropped:
-                raise Abandoned
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-            self._close_if_over()
+            if self._closed:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            return work()
 
     @property
     def in_use(self) -> bool:
         """Whether a thread is using what is held."""
-        with self._lock:
-            return self._users > 0
+        return self._lock.locked()
 
-    def drop(self, then: Callable[[], None]) -> None:
-        """Closes everything, now or when the last use ends, and then calls ``then``, on any thread."""
-        with self._lock:
-            self._dropped = True
-            self._then = then
-        self._close_if_over()
+    async def close(self) -> None:
+        """Closes everything on a thread once no other one uses it. Cancellation ends only the wait for that."""
+        closed = trio.Event()
+        token = trio.lowlevel.current_trio_token()
 
-    def _close_if_over(self) -> None:
-        with self._lock:
-            if not self._dropped or self._users:
-                return
-            closers, self._closers = self._closers, []
-            then, self._then = self._then, None
-        try:
-            for close in reversed(closers):
-                try:
-                    close()
-                except OSError:
-                    pass  # the descriptor is closed all the same; the result has reported what became of the data
-        finally:
-            if then is not None:
-                then()
+        def work() -> None:
+            with self._lock:
+                self._closed = True
+                while self._closers:
+                    with contextlib.suppress(OSError):  # the descriptor is closed all the same
+                        self._closers.pop()()
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(closed.set)
+
+        threads.in_background(work)
+        await closed.wait()
 
 
 class Descriptor:

@@ -9,15 +9,12 @@ class Limits:
 
     connections: int = 1024  # of all users together except root and the mount's owner
     connections_per_user: int = 256  # a program that has files attached keeps one
-    bad_connections: int = 20  # of a user within ten seconds; until they are over, further ones are refused
     requests: int = 16  # in progress on one connection
     attachments: int = 4096  # of one connection
     attachments_per_user: int = 16384
     private_share: float = 0.5  # of a device's memory, for private copies of one user except root and the mount's owner
     threads: int = 4  # that one connection may block on its files
-    messages_per_second: int = 500  # of one connection; more are read later
     hello: float = 15.0  # until the first message
-    idle: float = 300.0  # without a message or a request in progress
     prepare: float = 30.0  # for a file's server to answer before a copy starts
     send: float = 10.0  # for a client to receive a result
     progress: float = 0.02  # the least time between two progress messages

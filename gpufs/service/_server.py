@@ -7,31 +7,24 @@ import os
 import re
 import socket
 import stat
-import struct
 import time
-from collections import Counter
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 import trio
 
 from gpufs import protocol
+from gpufs.engine import Mount
+from gpufs.fs.tree import Tree
+from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
-from gpufs.service._copies import Counters
-from gpufs.service._leases import LeaseTable
+from gpufs.service._holders import HolderTable, trusted
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
-from gpufs.service._peer import Peer
-from gpufs.service._register import Registry
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 64
-# Connections are refused at a rate that leaves the control plane time for other work: so many, then a pause.
-_REFUSALS = 16
-_REFUSAL_PAUSE = 0.005
-# Bad connections of a user are counted for so many seconds.
-_BAD_SECONDS = 10.0
 # The names of sockets, and for how many seconds one may exist before its daemon listens.
 _NAME = re.compile(r"\d+-\d+-\d+\.socket")
 _NEW = 60.0
@@ -39,37 +32,27 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Service:
-    """A running service; :func:`serve` hands it out."""
+    """A running service; :func:`serve` hands it out. Only the trio thread uses it."""
 
-    def __init__(self, mount: ServedMount, device: int, limits: Limits) -> None:
-        self._mount = mount
-        self._device = device
-        self._limits = limits
-        self._counters = Counters()
-        self._leases = LeaseTable(limits)
-        self._registry = Registry(mount, device, limits)
+    def __init__(self, served: ServedMount) -> None:
+        self._served = served
         self._clients: set[ClientConnection] = set()
-        self._users: Counter[int] = Counter()  # connections of each user
-        self._strangers = 0  # connections of all users except root and this process's own
-        self._bad: Counter[int] = Counter()  # bad connections of each user since the time below
-        self._bad_since = 0.0
 
     def statistics(self) -> dict[str, Any]:
-        """Counters since the start, and what runs now; sizes in bytes. Any thread may call."""
-        counters = {field.name: getattr(self._counters, field.name) for field in fields(self._counters)}
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in counters.items()}
+        """The connections and the copies now."""
+        return {"connections": len(self._clients), "running": sum(client.running for client in self._clients)}
 
     def leases(self, uid: int) -> list[dict[str, Any]]:
-        """The leases and registrations that a user may see, oldest first. Any thread may call."""
-        return sorted(self._leases.as_list(uid) + self._registry.as_list(uid), key=lambda one: float(one["since"]))
+        """The leases and registrations that a user may see, oldest first."""
+        return self._served.holders.as_list(uid)
 
     def copies(self, uid: int) -> list[dict[str, Any]]:
-        """The copies in progress that a user may see, oldest first. Only the trio thread calls it."""
+        """The copies in progress that a user may see, oldest first."""
         copies = [copy for client in self._clients for copy in client.copies(uid)]
         return sorted(copies, key=lambda one: float(one["since"]))
 
     async def _run(self, listener: socket.socket) -> None:
-        number = refusals = 0
+        number = 0
         async with trio.open_nursery() as nursery:
             while True:
                 try:
@@ -85,59 +68,30 @@ class Service:
                         raise
                     continue
                 number += 1
-                peer = _peer_of(sock)
+                peer = peer_of(sock)
                 if self._over_limit(peer.uid):
-                    self._counters.rejected += 1
                     _reject(sock)
-                    refusals += 1
-                    await trio.sleep(0 if refusals % _REFUSALS else _REFUSAL_PAUSE)
-                    continue
-                self._counters.accepted += 1
-                self._counters.connections += 1
-                self._strangers += not _trusted(peer.uid)
-                self._users[peer.uid] += 1
-                nursery.start_soon(self._serve_client, sock, peer, number)
+                else:
+                    client = ClientConnection(sock, peer, number, self._served)
+                    self._clients.add(client)
+                    nursery.start_soon(self._serve_client, client)
                 await trio.lowlevel.checkpoint()
 
     def _over_limit(self, uid: int) -> bool:
         """Whether a user may not connect now. Other users' connections limit neither root nor the owner."""
-        if self._users[uid] >= self._limits.connections_per_user:
+        users = [client.peer.uid for client in self._clients]
+        if users.count(uid) >= self._served.limits.connections_per_user:
             return True
-        if _trusted(uid):
-            return False
-        if trio.current_time() >= self._bad_since + _BAD_SECONDS:
-            self._bad.clear()
-            self._bad_since = trio.current_time()
-        return self._strangers >= self._limits.connections or self._bad[uid] >= self._limits.bad_connections
+        return not trusted(uid) and sum(not trusted(user) for user in users) >= self._served.limits.connections
 
-    async def _serve_client(self, sock: socket.socket, peer: Peer, number: int) -> None:
+    async def _serve_client(self, client: ClientConnection) -> None:
         try:
-            shared = (self._mount, self._device, self._limits, self._counters, self._leases, self._registry)
-            client = ClientConnection(sock, peer, number, *shared)
-            self._clients.add(client)
-            try:
-                if not await client.run():
-                    self._bad[peer.uid] += 1
-            finally:
-                self._clients.discard(client)
+            await client.run()
         except Exception:
             # A failure in one connection must not end the mount.
-            log.exception("connection %d (%s) failed", number, peer, extra={"user": peer.uid})
+            log.exception("a connection of %s failed", client.peer, extra={"user": client.peer.uid})
         finally:
-            sock.close()
-            self._counters.connections -= 1
-            self._strangers -= not _trusted(peer.uid)
-            self._users[peer.uid] -= 1
-            if not self._users[peer.uid]:
-                del self._users[peer.uid]
-
-
-def _trusted(uid: int) -> bool:
-    return uid in (0, os.geteuid())
-
-
-def _peer_of(sock: socket.socket) -> Peer:
-    return Peer(*struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))))
+            self._clients.discard(client)
 
 
 def _reject(sock: socket.socket) -> None:
@@ -195,22 +149,26 @@ def sweep(folder: str) -> None:
 
 
 async def serve(
-    mount: ServedMount,
+    mount: Mount,
+    tree: Tree,
+    set_limit: Callable[[int, int | None, int], None],
     *,
     path: str,
     device: int,
     allow_other: bool = False,
-    limits: Limits | None = None,
+    trust_readers: bool = False,
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serves copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
-    alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount. When
-    this is cancelled, copies in progress are cancelled, their clients get results, and their files have the size that
-    was really copied; that takes a few seconds at most. OSError if the socket cannot be created.
+    alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.
+    ``set_limit``, ``trust_readers``: see :class:`ServedMount`. When this is cancelled, copies in progress are
+    cancelled, their clients get results, and their files have the size that was really copied; that takes a few seconds
+    at most. OSError if the socket cannot be created.
     """
-    service = Service(mount, device, limits or Limits())
+    limits = Limits()
+    service = Service(ServedMount(mount, tree, set_limit, device, trust_readers, limits, HolderTable(limits)))
     with _listen(path, allow_other=allow_other) as listener:
         created = os.lstat(path)
         try:

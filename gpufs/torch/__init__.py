@@ -5,41 +5,13 @@ views of the file's memory: nothing is copied, every process that maps the file 
 that memory until it is freed. Views are read-only unless ``mode="r+"`` is given. torch does not know this: writing to
 a read-only view ends the program (SIGSEGV in host memory, a fatal error of the context on a GPU).
 
-:func:`publish` writes such a file from tensors that are in device memory already. Importing this package does not
-import torch; its first use does.
+:func:`publish` writes such a file from tensors that are in device memory already.
 """
 
-from typing import TYPE_CHECKING
-
 from gpufs.formats import FormatError
-
-if TYPE_CHECKING:
-    from gpufs.torch._file import load_file, safe_open
-    from gpufs.torch._module import attach_module, load_model
-    from gpufs.torch._pool import pool
-    from gpufs.torch._publish import publish
-
-_MODULES = {
-    "attach_module": "_module",
-    "load_file": "_file",
-    "load_model": "_module",
-    "pool": "_pool",
-    "publish": "_publish",
-    "safe_open": "_file",
-}
+from gpufs.torch._file import load_file, safe_open
+from gpufs.torch._module import attach_module, load_model
+from gpufs.torch._pool import pool
+from gpufs.torch._publish import publish
 
 __all__ = ["FormatError", "attach_module", "load_file", "load_model", "pool", "publish", "safe_open"]
-
-
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        from importlib import import_module
-
-        value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -22,11 +22,10 @@ from gpufs.fs.errors import error
 T = TypeVar("T")
 
 _THREADS: Final = 32  # for the calls of one user on one file system
-# Calls that may be in progress or wait for a thread: of one user, of all users, and of these a share that only root and
-# the mount's owner may use. pyfuse3 serves more requests at a time, so calls on the host never use up its tasks.
-_CALLS_OF_A_USER: Final = 1024
+# Calls that may be in progress or wait for a thread: of all users, and of one that is not root or the mount's owner.
+# pyfuse3 serves more requests at a time, so calls on the host never use up its tasks.
 _CALLS: Final = 8192
-_RESERVED_CALLS: Final = 1024
+_CALLS_OF_A_USER: Final = 1024
 # Seconds between two attempts to open a file on which another process has a lease, and until that is an error: the
 # kernel breaks a lease after 45 seconds (/proc/sys/fs/lease-break-time).
 _LEASE_RETRY_SECONDS: Final = 0.05
@@ -42,17 +41,21 @@ class HostCalls:
         self._waiting: Counter[int] = Counter()  # calls in progress by user
         self._privileged = (0, os.geteuid())
 
-    async def run(self, uid: int, node: BackingNode, work: Callable[[], T]) -> T:
-        """Runs work that calls the server of a node's file, with the daemon's rights."""
+    async def run(self, uid: int, node: BackingNode, work: Callable[[], T], *others: BackingNode) -> T:
+        """Runs work that calls the server of a node's file, with the daemon's rights. It may use ``others`` as well."""
         key = uid, node.device_number
+        used = (node, *others)
         with self._counted(uid):
             limiter = self._limiters.setdefault(key, trio.CapacityLimiter(_THREADS))
-            node.users += 1
+            for one in used:
+                one.users += 1
             try:
-                await self._inodes.wake(node, functools.partial(self.look_up, uid))
+                for one in used:
+                    await self._inodes.wake(one, functools.partial(self.look_up, uid))
                 return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
             finally:
-                node.users -= 1
+                for one in used:
+                    one.users -= 1
                 if not limiter.borrowed_tokens and not limiter.statistics().tasks_waiting:
                     self._limiters.pop(key, None)
 
@@ -60,7 +63,9 @@ class HostCalls:
         """What a name in a directory leads to."""
         return await self.run(uid, parent, lambda: look_up(parent.fd, name))
 
-    async def run_as_caller(self, ctx: pyfuse3.RequestContext, node: BackingNode, work: Callable[[], T]) -> T:
+    async def run_as_caller(
+        self, ctx: pyfuse3.RequestContext, node: BackingNode, work: Callable[[], T], *others: BackingNode
+    ) -> T:
         """Runs work with the rights of the process that made the request."""
         uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
 
@@ -68,7 +73,7 @@ class HostCalls:
             with acting_as(uid, gid, pid):
                 return work()
 
-        return await self.run(uid, node, run)
+        return await self.run(uid, node, run, *others)
 
     async def retry_past_leases(self, uid: int, flags: int, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Retries a non-blocking open until the file's lease is released; the kernel breaks it in the end.
@@ -96,12 +101,8 @@ class HostCalls:
     @contextlib.contextmanager
     def _counted(self, uid: int) -> Iterator[None]:
         """Counts a call that may wait for the host. EBUSY if there are too many."""
-        most = _CALLS
-        if uid not in self._privileged:
-            most -= _RESERVED_CALLS
-            if self._waiting[uid] >= _CALLS_OF_A_USER:
-                raise error(EBUSY)
-        if self._waiting.total() >= most:
+        most = _CALLS if uid in self._privileged else _CALLS_OF_A_USER
+        if self._waiting[uid] >= most or self._waiting.total() >= _CALLS:
             raise error(EBUSY)
         self._waiting[uid] += 1
         try:

@@ -13,15 +13,14 @@ from typing import Any, Final
 import pyfuse3
 
 from gpufs.fs.backing.calls import HostCalls
-from gpufs.fs.backing.identity import administers, with_daemons_rights
+from gpufs.fs.backing.identity import with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
 from gpufs.fs.backing.open_files import SET_ID, OpenDirectory, OpenFile, OpenFiles, changes, close_quietly, new_mode
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
-from gpufs.fs.names import UNNAMED
 from gpufs.fs.nodes import Directory
 from gpufs.fs.replies import Replies
-from gpufs.fs.tree import Tree
+from gpufs.fs.tree import UNNAMED, Tree
 
 DIRECTORY_NAME: Final = b"backing"
 _SETTABLE: Final = ("update_atime", "update_gid", "update_mode", "update_mtime", "update_size", "update_uid")
@@ -128,7 +127,7 @@ class BackingHandler:
         self._tree = tree
         self._handles = handles
         self.replies = replies
-        self._inodes = HostInodes(tree.nodes, device, engine.invalidate_entry)
+        self._inodes = HostInodes(tree.nodes, device)
         self._calls = HostCalls(self._inodes)
         self._files = OpenFiles(engine, handles, self._calls)
         directory = Directory(FIRST_INODE, -1)
@@ -234,15 +233,9 @@ class BackingHandler:
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         parent, umask = self._changeable(parent_inode), ctx.umask
-        try:
-            fd, found = await self._calls.run_as_caller(
-                ctx, parent, lambda: self._files.create(parent, name, mode, flags, umask)
-            )
-        except FileExistsError:
-            if flags & os.O_EXCL:
-                raise
-            # The kernel knew of no such name: on ESTALE it looks the name up again and opens the file.
-            raise error(ESTALE) from None
+        fd, found = await self._calls.run_as_caller(
+            ctx, parent, lambda: self._files.create(parent, name, mode, flags, umask)
+        )
         try:
             reply = self._adopt(found, parent, name)
             node = self._node(reply.st_ino)
@@ -289,7 +282,7 @@ class BackingHandler:
         def make() -> None:
             os.link(os.fsencode(node.link), new_name, dst_dir_fd=parent.fd, follow_symlinks=True)
 
-        await self._calls.run_as_caller(ctx, node, make)
+        await self._calls.run_as_caller(ctx, node, make, parent)
         return await self._find(ctx.uid, parent, new_name)
 
     async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
@@ -318,7 +311,7 @@ class BackingHandler:
         if old.share is not new.share:
             raise error(EXDEV)
         self._changeable(parent_inode_old)
-        await self._calls.run_as_caller(ctx, old, lambda: _rename(old.fd, name_old, new.fd, name_new, flags))
+        await self._calls.run_as_caller(ctx, old, lambda: _rename(old.fd, name_old, new.fd, name_new, flags), new)
 
     # ---- attributes ----
 
@@ -403,7 +396,7 @@ class BackingHandler:
         node = self._node(inode)
         names = await self._calls.run_as_caller(ctx, node, lambda: os.listxattr(node.link))
         # The daemon sees all of them, the caller perhaps not.
-        if any(name.startswith(_TRUSTED) for name in names) and not administers(ctx.pid):
+        if any(name.startswith(_TRUSTED) for name in names) and ctx.uid != 0:
             names = [name for name in names if not name.startswith(_TRUSTED)]
         return [os.fsencode(name) for name in names]
 

@@ -13,7 +13,6 @@ import pyfuse3
 from gpufs.fs.errors import error
 
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
-_CAP_SYS_ADMIN: Final = 1 << 21
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,13 +61,3 @@ def with_daemons_rights() -> Iterator[None]:
         yield
     finally:
         _libc.setfsuid(caller)
-
-
-def administers(pid: int) -> bool:
-    """Whether a process may see trusted.* attributes, that is, has CAP_SYS_ADMIN. False if it has gone."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            held = next(line for line in status if line.startswith(b"CapEff:"))
-    except (OSError, StopIteration):
-        return False
-    return bool(int(held.split()[1], 16) & _CAP_SYS_ADMIN)

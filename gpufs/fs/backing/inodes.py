@@ -1,10 +1,9 @@
 """The inodes of the host that the kernel knows below ``backing/``, and the descriptors that lead to them.
 
-Each has an O_PATH descriptor. If there are very many, the descriptors of the files that have not been used for longest
-are closed; such a file is found again by its name. If there are still more inodes, the kernel is asked to forget some.
+Each has an O_PATH descriptor. If there are very many, the descriptors that have not been used for longest are closed;
+such an inode is found again by its name.
 """
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -20,9 +19,7 @@ from gpufs.fs.errors import error
 from gpufs.fs.nodes import Node
 
 FIRST_INODE: Final = 1 << 48  # the tree's own numbers are below (native/src/fuse/open_files.h)
-_MANY: Final = 100_000  # inodes, of half a KiB each, above which the kernel is asked to forget some
-_TRIED: Final = 8  # inodes that are considered for each new one
-_FEWEST: Final = 16  # descriptors of files that are kept in any case
+_TRIED: Final = 8  # inodes whose descriptors may be closed for each new one
 _RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 _SYS_OPENAT2: Final = 437  # the same on all architectures
 
@@ -50,7 +47,7 @@ class BackingNode(Node):
     because the inode has no name any more.
     """
 
-    __slots__ = ("asked_to_forget", "entry", "fd", "key", "lookups", "nameless", "share", "users")
+    __slots__ = ("entry", "fd", "key", "lookups", "nameless", "share", "users")
 
     def __init__(self, ino: int, kind: int, fd: int, key: _Key, share: Share) -> None:
         super().__init__(ino, kind, -1)
@@ -61,7 +58,6 @@ class BackingNode(Node):
         self.entry: tuple[int, bytes] | None = None
         self.users = 0
         self.nameless = False
-        self.asked_to_forget = False
 
     @property
     def device_number(self) -> int:
@@ -96,28 +92,23 @@ def look_up(directory: int, path: bytes) -> Found:
 class HostInodes:
     """See above. Owns the descriptors; only the trio thread uses it.
 
-    ``nodes`` is the tree's table of inodes, to which these belong as well; ``device`` the st_dev of this mount;
-    ``forget`` asks the kernel to forget a name.
+    ``nodes`` is the tree's table of inodes, to which these belong as well; ``device`` the st_dev of this mount.
     """
 
-    def __init__(self, nodes: dict[int, Node], device: int, forget: Callable[[int, bytes], None]) -> None:
+    def __init__(self, nodes: dict[int, Node], device: int) -> None:
         self._nodes = nodes
         self._device = device
-        self._forget = forget
         self._next_ino = FIRST_INODE + 1  # FIRST_INODE is the directory backing/
-        # Both begin with the inode that was used longest ago. The second holds those, but no directories, with a
-        # descriptor: the working directory of a program must be found whatever its name becomes.
-        self._known: OrderedDict[_Key, BackingNode] = OrderedDict()
-        self._files: OrderedDict[_Key, BackingNode] = OrderedDict()
-        self._directories = 0
+        self._known: dict[_Key, BackingNode] = {}
+        # Those with a descriptor, beginning with the one that was used longest ago.
+        self._open: OrderedDict[int, BackingNode] = OrderedDict()
 
     def close(self) -> None:
         """Closes the descriptors."""
-        for node in self._known.values():
-            if node.fd >= 0:
-                os.close(node.fd)
+        for node in self._open.values():
+            os.close(node.fd)
         self._known.clear()
-        self._files.clear()
+        self._open.clear()
 
     def get(self, ino: int) -> BackingNode | None:
         """The inode with a number, None if it is none of the host's."""
@@ -137,11 +128,7 @@ class HostInodes:
             node = BackingNode(self._next_ino, kind, -1, key, share)
             self._next_ino += 1
             self._known[key] = self._nodes[node.ino] = node
-            self._directories += kind == stat.S_IFDIR
-            self._ask_to_forget_some()
-        self._known.move_to_end(key)
         node.entry = entry or node.entry
-        node.asked_to_forget = False
         self._give_descriptor(node, fd)
         return node
 
@@ -151,8 +138,7 @@ class HostInodes:
         ``find`` looks a name up in a directory.
         """
         if node.fd >= 0:
-            if node.key in self._files:
-                self._files.move_to_end(node.key)
+            self._open.move_to_end(node.ino)
             return
         parent = self.get(node.entry[0]) if node.entry is not None else None
         if parent is None or node.entry is None:
@@ -168,11 +154,10 @@ class HostInodes:
         node.lookups = max(0, node.lookups - count)
         if node.lookups == 0 and node.names == 0:
             del self._nodes[node.ino]
-            for table in (self._known, self._files):
-                if table.get(node.key) is node:
-                    del table[node.key]
-            self._directories -= node.kind == stat.S_IFDIR
+            if self._known.get(node.key) is node:
+                del self._known[node.key]
             if node.fd >= 0:
+                del self._open[node.ino]
                 os.close(node.fd)
 
     def _give_descriptor(self, node: BackingNode, fd: int) -> None:
@@ -181,36 +166,15 @@ class HostInodes:
             os.close(fd)
         else:
             node.fd = fd
-        if node.kind == stat.S_IFDIR:
-            return
-        self._files[node.key] = node
-        self._files.move_to_end(node.key)
+            self._open[node.ino] = node
+        self._open.move_to_end(node.ino)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = max(_FEWEST, descriptors // 2 - self._directories)
         for _ in range(_TRIED):
-            if len(self._files) <= most:
+            if len(self._open) <= descriptors // 2:
                 return
-            key, oldest = next(iter(self._files.items()))
-            self._files.move_to_end(key)
-            if oldest.users == 0 and oldest is not node:
-                del self._files[key]
+            oldest = next(iter(self._open.values()))
+            self._open.move_to_end(oldest.ino)
+            if oldest.users == 0 and oldest.entry is not None and oldest is not node:
+                del self._open[oldest.ino]
                 os.close(oldest.fd)
                 oldest.fd = -1
-
-    def _ask_to_forget_some(self) -> None:
-        """Asks the kernel to forget inodes if there are very many. It does so later, and only what it does not use.
-
-        Directories are left alone as long as possible: the working directory of a program would lose its name.
-        """
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        many_directories = self._directories > descriptors // 4
-        if len(self._known) <= _MANY and not many_directories:
-            return
-        for _ in range(_TRIED):
-            key, node = next(iter(self._known.items()))
-            self._known.move_to_end(key)
-            busy = node.users > 0 or node.names > 0 or (node.kind == stat.S_IFDIR and not many_directories)
-            if node.entry is not None and not node.asked_to_forget and not busy:
-                node.asked_to_forget = True  # once for each time that it is looked up
-                with contextlib.suppress(OSError):  # the mount ends
-                    self._forget(*node.entry)

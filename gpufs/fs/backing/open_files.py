@@ -21,7 +21,7 @@ from gpufs.fs.backing.identity import acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
-from gpufs.fs.names import UNNAMED
+from gpufs.fs.tree import UNNAMED
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,133 @@
+"""The connection to one client: its messages, its threads, and the process at the other end."""
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import trio
+
+from gpufs import protocol, threads
+from gpufs.protocol import ClientMessage, Goodbye, ProtocolError, ServerMessage
+from gpufs.service._holdings import Holdings
+from gpufs.service._limits import Limits
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Seconds between attempts to send descriptors while the kernel takes no more of them from this process.
+_IN_FLIGHT_PAUSE: Final = 0.01
+_COMMAND_BYTES: Final = 15  # of a process's name, as the kernel keeps it
+
+
+class Peer(NamedTuple):
+    """The process at the other end, for logs and limits; it grants nothing. ``pid``: 0 if it is not visible here."""
+
+    pid: int
+    uid: int
+    program: str
+
+    def __str__(self) -> str:
+        return f"PID {self.pid} ({self.program or 'unknown program'}, user {self.uid})"
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """The process at the other end of a socket."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return Peer(pid, uid, file.read(_COMMAND_BYTES + 1).decode(errors="replace").strip())
+    except OSError:
+        return Peer(pid, uid, "")
+
+
+def path_of(fd: int) -> str:
+    """The path of an open file as this process sees it, "" if it cannot be found."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+class Channel:
+    """A connection. ``number`` names it in logs."""
+
+    def __init__(self, sock: socket.socket, peer: Peer, number: int, limits: Limits) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.number = number
+        self._sock = sock
+        self._limits = limits
+        self._threads = trio.CapacityLimiter(limits.threads)
+        self._sending = trio.Lock()
+
+    def log(self, level: int, text: str, *arguments: object) -> None:
+        log.log(level, "connection %d, %s: " + text, self.number, self.peer, *arguments, extra={"user": self.peer.uid})
+
+    async def receive(self) -> tuple[ClientMessage | None, list[int]]:
+        """The next message and its descriptors, now the caller's; None at the end. No checkpoint after receiving."""
+        await trio.lowlevel.checkpoint()
+        while True:
+            try:
+                data, descriptors = protocol.receive(self._sock, discard=self.discard)
+                break
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._sock)
+        if not data:
+            return None, descriptors
+        try:
+            return protocol.decode_client(data), descriptors
+        except ProtocolError:
+            self.discard(descriptors)
+            raise
+
+    async def answer(self, message: ServerMessage, descriptors: Sequence[int] = (), seconds: float = 0) -> None:
+        """Sends a message. A client that does not take it would wait forever for it: its connection ends.
+
+        ``seconds``: how long it may take, by default as the limits say.
+        """
+        try:
+            with trio.fail_after(seconds or self._limits.send):
+                await self._send(message, descriptors)
+        except (OSError, trio.TooSlowError):
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    async def _send(self, message: ServerMessage, descriptors: Sequence[int]) -> None:
+        async with self._sending:  # one task at a time may wait for a descriptor
+            while True:
+                try:
+                    protocol.send(self._sock, message, descriptors)
+                    return
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._sock)
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:  # the client has not received earlier descriptors yet
+                        raise
+                    await trio.sleep(_IN_FLIGHT_PAUSE)
+
+    def send_if_possible(self, message: ServerMessage) -> None:
+        """For messages that may be dropped: a client that does not read gets no progress."""
+        with contextlib.suppress(OSError):
+            protocol.send(self._sock, message)
+
+    def say_goodbye(self, error: int, text: str) -> None:
+        """The last message, and why."""
+        self.send_if_possible(Goodbye(error, protocol.shorten(text)))
+
+    def discard(self, descriptors: list[int]) -> None:
+        """Closes descriptors on a thread: closing calls the file's server, which may be this process."""
+        if descriptors:
+            threads.in_background(functools.partial(protocol.close_all, descriptors))
+
+    async def in_thread(self, work: Callable[[], T], holdings: Holdings) -> T:
+        """Runs work that may block on one of the client's threads, with these holdings in use.
+
+        Cancellation abandons the thread. OSError ECANCELED if the holdings are closed by then.
+        """
+        return await threads.run(lambda: holdings.use(work), abandon_on_cancel=True, limiter=self._threads)
