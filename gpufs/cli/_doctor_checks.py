@@ -245,9 +245,9 @@ def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
                 "drivers", "host", PROBLEM, driver.reason, "this installation is damaged: install gpufs again"
             )
         else:
-            advice = "install the GPU's driver, and allow this user to open its devices"
+            advice = "if there is a GPU, install its driver and allow this user to open its devices"
             if " lacks " in driver.reason:  # a function of the runtime
-                advice = "install a newer version of it, if there is a GPU"
+                advice = "if there is a GPU, install a newer version of it"
             yield Finding("drivers", driver.name, NOTE, f"no {what}: {driver.reason}", advice)
 
 

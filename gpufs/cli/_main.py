@@ -12,20 +12,20 @@ from gpufs import __version__
 # name: the module that defines `command`
 COMMANDS: Final = {
     "mount": "gpufs.cli.mount",
+    "cp": "gpufs.cli.cp",
     "umount": "gpufs.cli.umount",
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",
     "ls": "gpufs.cli.ls",
-    "leases": "gpufs.cli.leases",
     "top": "gpufs.cli.top",
+    "inspect": "gpufs.cli.inspect",
+    "diff": "gpufs.cli.diff",
+    "leases": "gpufs.cli.leases",
     "quota": "gpufs.cli.quota",
     "stats": "gpufs.cli.stats",
     "metrics": "gpufs.cli.metrics",
     "trace": "gpufs.cli.trace",
     "doctor": "gpufs.cli.doctor",
-    "cp": "gpufs.cli.cp",
-    "inspect": "gpufs.cli.inspect",
-    "diff": "gpufs.cli.diff",
     "mount-helper": "gpufs.cli.mount_helper",
 }
 
@@ -61,9 +61,17 @@ class _Commands(click.Group):
 def program() -> None:
     """GPU memory as files.
 
-    `gpufs mount DIR` shows every GPU as a directory below DIR; a file there is device memory. Without a GPU it uses
-    host memory. Exit codes: 0 success, 1 failure (one line on standard error gives the reason), 2 a wrong command line
-    or configuration.
+    `gpufs mount DIR` shows every GPU as a directory below DIR. A file there is memory of that GPU. Without a GPU it
+    uses host memory.
+
+    \b
+      mkdir -p /tmp/gpufs
+      gpufs mount /tmp/gpufs
+      gpufs cp model.safetensors /tmp/gpufs/gpu0/
+      gpufs umount /tmp/gpufs
+
+    Exit codes: 0 success, 1 failure (one line on standard error gives the reason), 2 a wrong command line or
+    configuration.
     """
 
 

@@ -7,7 +7,7 @@ import click
 from gpufs.cli._main import complete_files
 
 
-@click.command(name="cp")
+@click.command(name="cp", short_help="Copy files into, out of and between devices.")
 @click.argument("names", metavar="SOURCE... [DEST]", nargs=-1, required=True, shell_complete=complete_files)
 @click.option(
     "-t",

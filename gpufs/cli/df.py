@@ -12,7 +12,7 @@ from gpufs.cli._output import json_text, table_lines
 from gpufs.cli._status import memory, text
 
 
-@click.command(name="df")
+@click.command(name="df", short_help="Show the memory of each device, and limits.")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each device, in bytes.")
 @timeout_option(config.STATUS_TIMEOUT)

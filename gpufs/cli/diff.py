@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpufs.formats.summary import Difference
 
 
-@click.command(name="diff")
+@click.command(name="diff", short_help="Compare two files, tensor by tensor.")
 @click.argument("one", metavar="A", shell_complete=complete_files)
 @click.argument("other", metavar="B", shell_complete=complete_files)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")

@@ -15,7 +15,7 @@ from gpufs.cli._output import json_text
 _SIGNS: Final = {OK: "ok", NOTE: "note", PROBLEM: "PROBLEM"}
 
 
-@click.command(name="doctor")
+@click.command(name="doctor", short_help="Say what this machine lacks.")
 @click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and whether a mount would work.")
 def command(paths: tuple[str, ...], as_json: bool) -> int:

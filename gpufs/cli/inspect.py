@@ -17,7 +17,7 @@ _FIRST_BYTES: Final = 64
 _LINE_BYTES: Final = 16
 
 
-@click.command(name="inspect")
+@click.command(name="inspect", short_help="Show the tensors of a file.")
 @click.argument("name", metavar="FILE", shell_complete=complete_files)
 @click.option("--stats", is_flag=True, help="Add minimum, maximum and mean, and count NaN and infinite elements.")
 @click.option("--checksum", is_flag=True, help="Print the SHA-256 as sha256sum does.")

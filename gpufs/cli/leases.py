@@ -8,7 +8,7 @@ from gpufs.cli._knobs import complete_mounts, timeout_option
 from gpufs.cli._output import json_text, table
 
 
-@click.command(name="leases")
+@click.command(name="leases", short_help="Show the programs that use files in place.")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each lease.")
 @timeout_option(config.STATUS_TIMEOUT)

@@ -19,7 +19,7 @@ from gpufs.cli._output import age_text, bytes_text, json_text, table, user_name
 _BLOCK = 512  # unit of st_blocks
 
 
-@click.command(name="ls")
+@click.command(name="ls", short_help="List files with the memory they hold.")
 @click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="List the files of all directories below, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each file, in bytes.")

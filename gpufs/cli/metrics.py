@@ -11,7 +11,7 @@ from gpufs.cli._errors import Failure
 from gpufs.cli._knobs import complete_mounts, timeout_option
 
 
-@click.command(name="metrics")
+@click.command(name="metrics", short_help="Print metrics for Prometheus.")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--listen", metavar="ADDRESS:PORT", help="Serve them by HTTP at this address until interrupted.")
 @timeout_option(config.STATUS_TIMEOUT)

@@ -15,16 +15,16 @@ from gpufs.cli._options import origin, parse
 from gpufs.daemon.startup import MountRequest
 
 
-@click.command(name="mount", cls=KnobCommand)
+@click.command(name="mount", short_help="Mount the memory of the GPUs.", cls=KnobCommand)
 @click.argument("mountpoint", shell_complete=complete_directories)
+@knob_options
 @click.option(
     "-o",
     "options",
     multiple=True,
     metavar="OPTIONS",
-    help="Options of mount(8), separated by commas: ro, noexec, noatime, ..., and those below as name=value.",
+    help="Options of mount(8), separated by commas: ro, noexec, noatime, ..., and those above as name=value.",
 )
-@knob_options
 @click.option(
     "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all_options, help="Show all options."
 )

@@ -13,7 +13,7 @@ from gpufs.cli._knobs import complete_mounts, timeout_option
 from gpufs.cli._output import bytes_text, clock_text, json_text, table_lines
 
 
-@click.command(name="stats")
+@click.command(name="stats", short_help="Show what the mounts have moved.")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @timeout_option(config.STATUS_TIMEOUT)

@@ -12,7 +12,7 @@ from gpufs.cli._output import bytes_text, clock_text, json_text, table, table_li
 from gpufs.cli._status import memory, text
 
 
-@click.command(name="status")
+@click.command(name="status", short_help="Show the mounts of this machine.")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @click.option(

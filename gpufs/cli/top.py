@@ -23,7 +23,7 @@ from gpufs.cli._main import check_seconds
 _KEY_MILLISECONDS: Final = 200  # getch() does not end when a signal comes: Python's handlers run after it
 
 
-@click.command(name="top")
+@click.command(name="top", short_help="Show what happens now.")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--once", is_flag=True, help="Print one picture and end, as it also does without a terminal.")
 @click.option(

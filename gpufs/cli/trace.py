@@ -27,7 +27,7 @@ _PAUSE: Final = 0.02  # seconds between two reads: threads keep more records tha
 _LAST_READS: Final = 1024  # at the end, from a mount that goes on working
 
 
-@click.command(name="trace")
+@click.command(name="trace", short_help="Record what a mount does, for Perfetto.")
 @click.argument("mountpoint", shell_complete=complete_mounts)
 @click.option("-o", "--output", metavar="FILE", required=True, help="File to write the trace to; - is standard output.")
 @click.option(

@@ -17,7 +17,7 @@ _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
 
 
-@click.command(name="umount")
+@click.command(name="umount", short_help="Unmount, and wait for the end of the mount.")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("-a", "--all", "every", is_flag=True, help="Unmount every mount of yours.")
 @click.option(
