@@ -73,7 +73,7 @@ def test_numbers_are_named(
     host: engine.Engine, file: engine.BackingFile, name: str, value: Any, error: type[Exception], said: str
 ) -> None:
     with engine.Buffer(host) as buffer:
-        for move in (file.read, file.write, file.read_future):
+        for move in (file.read, file.write, file.read_async):
             with pytest.raises(error, match=f"^{name}: .*{said}"):
                 move(buffer, **{name: value})
 
@@ -110,11 +110,11 @@ def test_a_failing_callback_does_not_stop_other_futures(
         raise kind("on purpose")
 
     with engine.Buffer(host) as buffer:
-        first = file.read_future(buffer)
+        first = file.read_async(buffer)
         first.add_done_callback(fail)
         assert first.result(60) == MIB
         for _ in range(3):
-            assert file.read_future(buffer).result(60) == MIB
+            assert file.read_async(buffer).result(60) == MIB
 
 
 def test_a_buffer_closed_while_others_use_it(host: engine.Engine, file: engine.BackingFile) -> None:
@@ -146,20 +146,20 @@ def test_a_buffer_closed_while_others_use_it(host: engine.Engine, file: engine.B
 
 EXITS = {
     "a transfer under way": "engine.Transfer('load', file, buffer)",
-    "a future under way": "future = file.read_future(buffer)",
-    "a callback that goes on": "file.read_future(buffer).add_done_callback(lambda _: file.read_future(buffer))",
+    "a future under way": "future = file.read_async(buffer)",
+    "a callback that goes on": "file.read_async(buffer).add_done_callback(lambda _: file.read_async(buffer))",
     "a callback that never ends": (
         "begun = threading.Event()\n"
-        "file.read_future(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait()"
+        "file.read_async(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait()"
     ),
     "a future that somebody waits for at the exit": (
         "import atexit, concurrent.futures\n"
         "def last():\n"
         "    try: future.result(60)\n"
         "    except concurrent.futures.CancelledError: pass\n"
-        "future = file.read_future(buffer); atexit.register(last)"
+        "future = file.read_async(buffer); atexit.register(last)"
     ),
-    "the engine first": "future = file.read_future(buffer); opened.close()",
+    "the engine first": "future = file.read_async(buffer); opened.close()",
     "everything in a cycle": "box = [opened, file, buffer]; box.append(box); del opened, file, buffer, box",
     "a thread that reads": (
         "def work():\n"
@@ -169,12 +169,12 @@ EXITS = {
         "threading.Thread(target=work, daemon=True).start()"
     ),
     "a forked child": (
-        "future = file.read_future(buffer); child = os.fork()\n"
+        "future = file.read_async(buffer); child = os.fork()\n"
         "if child == 0: sys.exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0; assert future.result(60) == 64 << 20"
     ),
     "a child that goes on using it": (
-        "file.read_future(buffer).result(60); child = os.fork()\n"
+        "file.read_async(buffer).result(60); child = os.fork()\n"
         "if child == 0:\n"
         "    for call in (lambda: file.read(buffer), lambda: engine.Engine('host', memory_bytes=2 << 20)):\n"
         "        try: call()\n"
@@ -211,10 +211,10 @@ def test_callbacks_end_before_the_engine(tmp_path: Path) -> None:
         "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n"
         "begun = threading.Event()\n"
         "def go_on(_):\n"
-        "    begun.set(); time.sleep(0.2); file.read_future(buffer).add_done_callback(late)\n"
+        "    begun.set(); time.sleep(0.2); file.read_async(buffer).add_done_callback(late)\n"
         "def late(_):\n"
         "    print('late')\n"
-        "file.read_future(buffer).add_done_callback(go_on); begun.wait()"
+        "file.read_async(buffer).add_done_callback(go_on); begun.wait()"
     )
     done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -231,7 +231,7 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
             engine.Buffer(opened) as buffer,
         ):
             assert file.read(buffer) == MIB
-            futures = [file.read_future(buffer) for _ in range(8)]
+            futures = [file.read_async(buffer) for _ in range(8)]
             concurrent.futures.wait(futures, PATIENCE)
 
     once()

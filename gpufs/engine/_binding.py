@@ -108,7 +108,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "_close", "_finalizer", "_handle")
 
-    def _own(self, handle: int, close: Callable[[int], Any]) -> None:
+    def _own(self, handle: int, close: Callable[[int], Any] = lib.gpufs_close) -> None:
         self._handle = handle
         self._close = close
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), close, handle)

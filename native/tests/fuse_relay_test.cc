@@ -133,8 +133,7 @@ TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
   ASSERT_TRUE(table->hold(2).ok());
   EXPECT_EQ(table->remove(2).error(), EBUSY);
   kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{1}));
-  gpufs_attributes attributes{};
-  ASSERT_TRUE(table->set(2, kSetNlink, &attributes).ok());
+  ASSERT_TRUE(table->set_links(2, 0).ok());
   Bytes body = bytes_of(fuse_batch_forget_in{2, 0});
   append(body, fuse_forget_one{2, 1});
   append(body, fuse_forget_one{2, 1});
@@ -393,7 +392,7 @@ TEST_F(MountTest, ClosedBeforeAnythingHappened) {
 TEST_F(MountTest, ClosedWithoutAStart) {
   Result<RelayPair> device = make_relay_pair();
   Result<RelayPair> relay = make_relay_pair();
-  ASSERT_TRUE(Mount::create(std::move(device.value().native), std::move(relay.value().native), source, {}).ok());
+  ASSERT_TRUE(Mount::create(std::move(device.value().native), std::move(relay.value().native), contexts, {}).ok());
 }
 
 // Whatever comes, each request has exactly one reply and the session goes on.

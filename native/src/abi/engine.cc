@@ -17,6 +17,7 @@
 #include "io/direct_path.h"
 #include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 
@@ -168,19 +169,11 @@ void fill(char (&field)[N], const std::string& text) {
 }
 
 }  // namespace
-}  // namespace gpufs
-
-using gpufs::Engine;
-using gpufs::guarded;
-using gpufs::HandleTable;
-using gpufs::Result;
-using gpufs::Status;
 
 extern "C" {
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine) {
   return guarded([&]() -> Status {
-    if (options == nullptr || options->driver == nullptr || engine == nullptr) return gpufs::null_argument();
     constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
     if (options->slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
     if (options->hip_memory < 0 || options->hip_memory > GPUFS_HIP_MEMORY_PLAIN) {
@@ -189,21 +182,21 @@ gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle
     if (options->lock_policy < 0 || options->lock_policy > GPUFS_LOCK_MANDATORY) {
       return Status(EINVAL, "lock_policy must be auto, off or mandatory");
     }
-    gpufs::EngineOptions opening;
+    EngineOptions opening;
     opening.driver = options->driver;
     opening.driver_options = {options->devices,
                               options->memory_bytes,
                               std::chrono::milliseconds(options->keep_freed_ms),
-                              static_cast<gpufs::HipMemory>(options->hip_memory),
+                              static_cast<HipMemory>(options->hip_memory),
                               {}};
     opening.slab_file_bytes = options->slab_file_bytes;
     std::istringstream chosen(options->chosen_devices != nullptr ? options->chosen_devices : "");
     for (std::string device; std::getline(chosen, device, ',');) opening.driver_options.chosen.push_back(device);
     if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
-    opening.lock_policy = static_cast<gpufs::LockPolicy>(options->lock_policy);
+    opening.lock_policy = static_cast<LockPolicy>(options->lock_policy);
     Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
     if (!opened.ok()) return opened.status();
-    return gpufs::give(HandleTable::instance().put<Engine>(opened.take()), engine);
+    return give(HandleTable::instance().put<Engine>(opened.take()), engine);
   });
 }
 
@@ -220,22 +213,18 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
 }
 
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (json == nullptr) return gpufs::null_argument();
-    return found.counters().describe(json);
-  });
+  return with<Engine>(engine, [&](Engine& found) -> Status { return found.counters().describe(json); });
 }
 
 gpufs_status gpufs_statistics_publish(gpufs_handle engine) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
+  return with<Engine>(engine, [&](Engine& found) -> Status {
     found.publish_gauges();
     return {};
   });
 }
 
 gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (needed == nullptr || (data == nullptr && capacity > 0)) return gpufs::null_argument();
+  return with<Engine>(engine, [&](Engine& found) -> Status {
     found.publish_gauges();
     const std::string_view bytes = found.counters().bytes();
     *needed = bytes.size();
@@ -245,23 +234,39 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t cap
   });
 }
 
+gpufs_status gpufs_trace_start(void) {
+  return guarded([&]() -> Status { return observe::trace::start(); });
+}
+
+gpufs_status gpufs_trace_stop(void) {
+  return guarded([&]() -> Status {
+    observe::trace::stop();
+    return {};
+  });
+}
+
+gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes) {
+  return guarded([&]() -> Status {
+    *bytes = observe::trace::read({static_cast<std::byte*>(data), static_cast<std::size_t>(capacity)});
+    return {};
+  });
+}
+
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (count == nullptr) return gpufs::null_argument();
+  return with<Engine>(engine, [&](Engine& found) -> Status {
     *count = static_cast<int32_t>(found.device_count());
     return {};
   });
 }
 
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
-    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
-    const gpufs::DeviceInfo& known = context.value()->info();
-    gpufs::fill(info->name, known.name);
-    gpufs::fill(info->pci_address, known.pci_address);
-    gpufs::fill(info->uuid, known.uuid);
+    const DeviceInfo& known = context.value()->info();
+    fill(info->name, known.name);
+    fill(info->pci_address, known.pci_address);
+    fill(info->uuid, known.uuid);
     info->index = known.index;
     info->numa_node = known.numa_node;
     info->total_bytes = known.total_bytes;
@@ -273,15 +278,14 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
 }
 
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (memory == nullptr) return gpufs::null_argument();
-    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     *memory = {};
     const Status health = context.value()->device().health();
     memory->health_error = health.error();
     memory->health_device_code = health.device_code();
-    Result<gpufs::MemoryInfo> now = context.value()->device().memory();
+    Result<MemoryInfo> now = context.value()->device().memory();
     if (now.ok()) {
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;
@@ -298,26 +302,27 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
 }
 
 gpufs_status gpufs_host_lock(gpufs_handle engine, const void* address, uint64_t bytes, int32_t read_only) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    return found.host_locks()->lock(
-        address, bytes, read_only != 0 ? gpufs::HostLocks::Access::kSource : gpufs::HostLocks::Access::kBoth);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    return found.host_locks()->lock(address, bytes,
+                                    read_only != 0 ? HostLocks::Access::kSource : HostLocks::Access::kBoth);
   });
 }
 
 gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_t bytes) {
-  return gpufs::with<Engine>(engine,
-                             [&](Engine& found) -> Status { return found.host_locks()->unlock(address, bytes); });
+  return with<Engine>(engine, [&](Engine& found) -> Status { return found.host_locks()->unlock(address, bytes); });
 }
 
 gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
                                       gpufs_host_lock_info* info) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
-    const Result<gpufs::HostLocks::Info> known = found.host_locks()->info(address, bytes);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    const Result<HostLocks::Info> known = found.host_locks()->info(address, bytes);
     if (!known.ok()) return known.status();
     *info = {known.value().whole.start,     known.value().whole.bytes(),       known.value().references,
              known.value().foreign ? 1 : 0, known.value().source_only ? 1 : 0, known.value().device_address};
     return {};
   });
 }
-}
+
+}  // extern "C"
+
+}  // namespace gpufs

@@ -181,7 +181,7 @@ Status RingThread::add_queue(std::uint16_t number, std::size_t entries, unsigned
 Status RingThread::add_memory(std::uint16_t queue, std::size_t entries, bool pinned) {
   const std::size_t stride = kHeadBytes + rings_.payload_bytes_;
   Result<PayloadMemory> memory =
-      PayloadMemory::create(entries * stride - kHeadBytes, pinned ? &rings_.pin_hooks_ : nullptr, pinned);
+      PayloadMemory::create(entries * stride - kHeadBytes, pinned ? rings_.locks_ : nullptr, pinned);
   if (!memory.ok()) return memory.status();
   memory_.push_back(memory.take());
   for (std::size_t i = 0; i < entries; ++i) {
@@ -389,19 +389,19 @@ void RingThread::commit_replies() {
   own_replies_.clear();
 }
 
-Rings::Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin, const PinHooks& hooks,
-             Statistics& statistics)
+Rings::Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin,
+             const std::shared_ptr<HostLocks>& locks, Statistics& statistics)
     : device_(device),
       payload_bytes_(std::max(payload_bytes, kLeastPayload)),
       spin_(spin),
-      pin_hooks_(hooks),
+      locks_(locks),
       statistics_(statistics) {}
 
 Rings::~Rings() { stop(); }
 
 Result<std::unique_ptr<Rings>> Rings::create(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin,
-                                             const PinHooks& hooks, Statistics& statistics) {
-  std::unique_ptr<Rings> rings(new Rings(device, payload_bytes, spin, hooks, statistics));
+                                             const std::shared_ptr<HostLocks>& locks, Statistics& statistics) {
+  std::unique_ptr<Rings> rings(new Rings(device, payload_bytes, spin, locks, statistics));
   std::vector<std::unique_ptr<RingThread>>& threads = rings->threads_;
   const std::vector<unsigned> cpus = allowed_cpus();
   for (std::size_t i = 0; i < cpus.size(); ++i) threads.push_back(std::make_unique<RingThread>(*rings, i));

@@ -84,7 +84,7 @@ Transport::Transport(UniqueFd device, const TransportOptions& options, Statistic
       reader_limit_(choose_readers(options.reader_threads)),
       payload_bytes_(options.payload_bytes),
       spin_(usable_cpus(-1) > 1 ? options.spin : std::chrono::nanoseconds{0}),
-      pin_hooks_(options.pin_hooks),
+      locks_(options.locks),
       statistics_(statistics),
       wants_rings_(options.rings),
       why_no_rings_(options.rings ? "" : "the transport is set to device") {
@@ -98,7 +98,7 @@ Status Transport::start(RequestHandler& handler) {
   if (wants_rings_ && !kernel_offers_rings()) {
     why_no_rings_.store(kNotOffered);
   } else if (wants_rings_) {
-    Result<std::unique_ptr<Rings>> rings = Rings::create(device_.get(), payload_bytes_, spin_, pin_hooks_, statistics_);
+    Result<std::unique_ptr<Rings>> rings = Rings::create(device_.get(), payload_bytes_, spin_, locks_, statistics_);
     if (rings.ok()) {
       rings_ = rings.take();
     } else {
@@ -159,10 +159,10 @@ void Transport::stop() {
 Status Transport::spawn_reader() {
   auto reader = std::make_unique<Reader>();
   do {
-    Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
+    Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, locks_);
     if (!memory.ok()) return memory.status();
     reader->memory.push_back(memory.take());
-  } while (pin_hooks_.pin && reader->memory.size() < kPinnedInTurn);
+  } while (locks_ != nullptr && reader->memory.size() < kPinnedInTurn);
   Reader* raw = reader.get();
 
   const std::lock_guard lock(mutex_);
