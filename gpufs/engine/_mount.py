@@ -141,7 +141,7 @@ class Mount(Handle):
 
     def statistics(self) -> dict[str, Any]:
         """The data plane's counters."""
-        return json_of(lambda *room: lib.gpufs_mount_statistics(self._handle, *room))
+        return json_of(lib.gpufs_mount_statistics, self._handle)
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
         """(inode, bytes read, bytes written) of the files with the most bytes moved since the last call, these first.
@@ -177,7 +177,7 @@ class Mount(Handle):
         Each has ``used_bytes``, and ``limit_bytes`` if there is a limit. Users who use nothing and have no limit are
         left out.
         """
-        return json_of(lambda *room: lib.gpufs_quota_list(self._handle, *room))
+        return json_of(lib.gpufs_quota_list, self._handle)
 
     def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
         """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
@@ -214,7 +214,7 @@ class Mount(Handle):
 
     def name_remove(self, directory: int, name: bytes) -> None:
         """Removes a name from a directory, whose times become now."""
-        check(lib.gpufs_name_remove(self._handle, directory, name, len(name)))
+        check(lib.gpufs_name_set(self._handle, directory, name, len(name), 0))
 
     def inode_get(self, ino: int) -> Attributes:
         """The attributes of an inode as they are now. EngineError ENOENT if unknown."""

@@ -441,6 +441,8 @@ class BackingFile(Handle):
         size: "Number | None" = None,
         file_offset: "Number" = 0,
         buffer_offset: "Number" = 0,
+        *,
+        stream: Stream | StreamLike | None = None,
         **options: Any,
     ) -> OperationFuture:
         """Queues a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
@@ -455,7 +457,8 @@ class BackingFile(Handle):
         TypeError, ValueError
             An argument cannot be used.
         """
-        return self._start(Operation("load", self, memory, size, file_offset, buffer_offset, **options))
+        operation = Operation("load", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
+        return self._start(operation)
 
     def write_async(
         self,
@@ -463,10 +466,13 @@ class BackingFile(Handle):
         size: "Number | None" = None,
         file_offset: "Number" = 0,
         buffer_offset: "Number" = 0,
+        *,
+        stream: Stream | StreamLike | None = None,
         **options: Any,
     ) -> OperationFuture:
         """Queues a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
-        return self._start(Operation("store", self, memory, size, file_offset, buffer_offset, **options))
+        operation = Operation("store", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
+        return self._start(operation)
 
     def _start(self, operation: Operation) -> OperationFuture:
         with _futures_lock:

@@ -298,8 +298,8 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
 gpufs_status gpufs_mount_start(gpufs_handle mount);
 /* An eventfd of the mount's that becomes readable once the connection has ended (unmounted or aborted). */
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd);
-/* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
-gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
+/* JSON object of counters; valid until the calling thread asks for the next text. */
+gpufs_status gpufs_mount_statistics(gpufs_handle mount, const char** text);
 
 /* A file and what has been moved to and from its memory since it was created. */
 typedef struct {
@@ -347,10 +347,9 @@ gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count);
 /* The names in a directory, so that the engine can answer LOOKUP in directories below 2^48. Each change sets the
- * directory's modification and change time. ENOENT if the directory is unknown. */
+ * directory's modification and change time. ino 0: removes the name. ENOENT if the directory is unknown. */
 gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
                             uint64_t ino);
-gpufs_status gpufs_name_remove(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
 /* Sets its link count, and its change time to now. ENOSPC if names may not take more memory. */
 gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links);
@@ -390,7 +389,7 @@ gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t lim
 gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory);
 /* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
  * which is absent if no limit is set. As gpufs_mount_statistics(). */
-gpufs_status gpufs_quota_list(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
+gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text);
 
 /* Memory of another program, as that passed it on; nothing in it is trusted. */
 enum {

@@ -110,7 +110,7 @@ TEST_F(RelayTest, NamesAreFoundWithoutTheControlPlane) {
   const auto missing = look_up("other").as<fuse_entry_out>();
   EXPECT_EQ(missing.nodeid, 0U);
   EXPECT_EQ(missing.entry_valid, 1U);
-  ASSERT_TRUE(table->remove_name(3, "some").ok());
+  ASSERT_TRUE(table->set_name(3, "some", 0).ok());
   EXPECT_EQ(look_up("some").as<fuse_entry_out>().nodeid, 0U);
 
   // Of the control plane: special names, impossible ones, and those in directories of the host.

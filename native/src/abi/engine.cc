@@ -21,20 +21,39 @@
 
 namespace gpufs {
 
-Result<std::shared_ptr<Engine>> Engine::open(const EngineOptions& options) {
-  Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, options.driver_options);
+static_assert(static_cast<int>(LockPolicy::kMandatory) == GPUFS_LOCK_MANDATORY);
+static_assert(static_cast<int>(HipMemory::kPlain) == GPUFS_HIP_MEMORY_PLAIN);
+
+Result<std::shared_ptr<Engine>> Engine::open(const gpufs_engine_options& options) {
+  constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
+  if (options.slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
+  if (options.hip_memory < 0 || options.hip_memory > GPUFS_HIP_MEMORY_PLAIN) {
+    return Status(EINVAL, "hip_memory must be auto, virtual or plain");
+  }
+  if (options.lock_policy < 0 || options.lock_policy > GPUFS_LOCK_MANDATORY) {
+    return Status(EINVAL, "lock_policy must be auto, off or mandatory");
+  }
+  DriverOptions driver_options{options.devices,
+                               options.memory_bytes,
+                               std::chrono::milliseconds(options.keep_freed_ms),
+                               static_cast<HipMemory>(options.hip_memory),
+                               {}};
+  std::istringstream chosen(options.chosen_devices != nullptr ? options.chosen_devices : "");
+  for (std::string device; std::getline(chosen, device, ',');) driver_options.chosen.push_back(device);
+  Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, driver_options);
   if (!driver.ok()) return driver.status();
+  const std::string statistics_path = options.statistics_path != nullptr ? options.statistics_path : "";
   std::shared_ptr<Engine> engine(new Engine());
   engine->driver_ = driver.take();
   Result<std::shared_ptr<observe::Region>> counters =
-      observe::Region::create(engine->driver_->devices().size(), options.statistics_path);
-  if (!counters.ok() && !options.statistics_path.empty()) {
+      observe::Region::create(engine->driver_->devices().size(), statistics_path);
+  if (!counters.ok() && !statistics_path.empty()) {
     log_warning("the counters end with this process: ", counters.status().message());
     counters = observe::Region::create(engine->driver_->devices().size(), "");
   }
   if (!counters.ok()) return counters.status();
   engine->counters_ = counters.take();
-  engine->host_locks_ = std::make_shared<HostLocks>(engine->driver_, options.lock_policy);
+  engine->host_locks_ = std::make_shared<HostLocks>(engine->driver_, static_cast<LockPolicy>(options.lock_policy));
   for (std::size_t index = 0; index < engine->driver_->devices().size(); ++index) {
     Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(engine->driver_, index);
     if (!device.ok()) return device.status();
@@ -157,9 +176,6 @@ Status Engine::close() {
 
 namespace {
 
-static_assert(static_cast<int>(LockPolicy::kMandatory) == GPUFS_LOCK_MANDATORY);
-static_assert(static_cast<int>(HipMemory::kPlain) == GPUFS_HIP_MEMORY_PLAIN);
-
 // Copies the text as far as it fits, always terminated.
 template <std::size_t N>
 void fill(char (&field)[N], const std::string& text) {
@@ -174,27 +190,7 @@ extern "C" {
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine) {
   return guarded([&]() -> Status {
-    constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
-    if (options->slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
-    if (options->hip_memory < 0 || options->hip_memory > GPUFS_HIP_MEMORY_PLAIN) {
-      return Status(EINVAL, "hip_memory must be auto, virtual or plain");
-    }
-    if (options->lock_policy < 0 || options->lock_policy > GPUFS_LOCK_MANDATORY) {
-      return Status(EINVAL, "lock_policy must be auto, off or mandatory");
-    }
-    EngineOptions opening;
-    opening.driver = options->driver;
-    opening.driver_options = {options->devices,
-                              options->memory_bytes,
-                              std::chrono::milliseconds(options->keep_freed_ms),
-                              static_cast<HipMemory>(options->hip_memory),
-                              {}};
-    opening.slab_file_bytes = options->slab_file_bytes;
-    std::istringstream chosen(options->chosen_devices != nullptr ? options->chosen_devices : "");
-    for (std::string device; std::getline(chosen, device, ',');) opening.driver_options.chosen.push_back(device);
-    if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
-    opening.lock_policy = static_cast<LockPolicy>(options->lock_policy);
-    Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
+    Result<std::shared_ptr<Engine>> opened = Engine::open(*options);
     if (!opened.ok()) return opened.status();
     return give(HandleTable::instance().put<Engine>(opened.take()), engine);
   });

@@ -39,14 +39,10 @@ namespace {
 // For longer waits sleeping costs less than spinning, whatever the machine.
 constexpr double kLongestSpin = 0.01;
 
-// A text for a caller's buffer of this capacity.
-Status hand_out(const std::string& json, char* text, std::uint64_t capacity, std::uint64_t* needed) {
-  *needed = json.size() + 1;
-  if (text == nullptr || capacity < *needed)
-    return Status(ERANGE, "the text needs " + std::to_string(*needed) + " bytes");
-  std::memcpy(text, json.c_str(), json.size() + 1);
-  return {};
-}
+static_assert(static_cast<int>(fuse::AccessTimes::kNever) == GPUFS_NOATIME);
+
+// The text that the calling thread has asked for last.
+thread_local std::string last_text;
 
 // body(mount, inode), a Status; ENOENT without this inode.
 template <typename Body>
@@ -124,9 +120,12 @@ gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
   });
 }
 
-gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed) {
-  return with<Mount>(mount,
-                     [&](Mount& found) -> Status { return hand_out(found.statistics(), text, capacity, needed); });
+gpufs_status gpufs_mount_statistics(gpufs_handle mount, const char** text) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    last_text = found.statistics();
+    *text = last_text.c_str();
+    return {};
+  });
 }
 
 gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count) {
@@ -143,21 +142,8 @@ gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files,
 
 gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
-    fuse::AccessTimes wanted{};
-    switch (policy) {
-      case GPUFS_RELATIME:
-        wanted = fuse::AccessTimes::kRelative;
-        break;
-      case GPUFS_STRICTATIME:
-        wanted = fuse::AccessTimes::kAlways;
-        break;
-      case GPUFS_NOATIME:
-        wanted = fuse::AccessTimes::kNever;
-        break;
-      default:
-        return Status(EINVAL, "unknown policy of access times");
-    }
-    found.table().set_access_times(wanted, not_directories != 0);
+    if (policy < GPUFS_RELATIME || policy > GPUFS_NOATIME) return Status(EINVAL, "unknown policy of access times");
+    found.table().set_access_times(static_cast<fuse::AccessTimes>(policy), not_directories != 0);
     return {};
   });
 }
@@ -182,12 +168,6 @@ gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* 
                             uint64_t ino) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     return found.table().set_name(directory, std::string_view(name, static_cast<std::size_t>(name_bytes)), ino);
-  });
-}
-
-gpufs_status gpufs_name_remove(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
-    return found.table().remove_name(directory, std::string_view(name, static_cast<std::size_t>(name_bytes)));
   });
 }
 
@@ -226,8 +206,8 @@ gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* f
 
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
-    if (fuse::is_backing(fh)) return found.backing_files().release(fh);
-    return found.table().release(fh);
+    if (!fuse::is_backing(fh)) return found.table().release(fh);
+    return found.backing_files().remove(fh) != nullptr ? Status() : Status(EBADF, "unknown handle");
   });
 }
 
@@ -267,11 +247,13 @@ gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t direc
   });
 }
 
-gpufs_status gpufs_quota_list(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed) {
+gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     fuse::JsonWriter json;
     found.table().quotas().write(json);
-    return hand_out(json.finish(), text, capacity, needed);
+    last_text = json.finish();
+    *text = last_text.c_str();
+    return {};
   });
 }
 

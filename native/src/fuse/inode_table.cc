@@ -117,12 +117,6 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
 }
 
-void Inode::touch_names_locked() {
-  const Timestamp now = Timestamp::now();
-  set_mtime(attributes_, now);
-  set_ctime(attributes_, now);
-}
-
 std::uint64_t Inode::metadata_locked() const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
@@ -199,18 +193,15 @@ Status InodeTable::remove(std::uint64_t ino) {
 Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino) {
   const std::shared_ptr<Inode> inode = find(directory);
   if (!inode) return unknown_inode(directory);
+  const Timestamp now = Timestamp::now();
   const std::lock_guard lock(inode->mutex_);
-  inode->names_.insert_or_assign(std::string(name), ino);
-  inode->touch_names_locked();
-  return {};
-}
-
-Status InodeTable::remove_name(std::uint64_t directory, std::string_view name) {
-  const std::shared_ptr<Inode> inode = find(directory);
-  if (!inode) return unknown_inode(directory);
-  const std::lock_guard lock(inode->mutex_);
-  if (const auto found = inode->names_.find(name); found != inode->names_.end()) inode->names_.erase(found);
-  inode->touch_names_locked();
+  if (ino != 0) {
+    inode->names_.insert_or_assign(std::string(name), ino);
+  } else if (const auto found = inode->names_.find(name); found != inode->names_.end()) {
+    inode->names_.erase(found);
+  }
+  set_mtime(inode->attributes_, now);
+  set_ctime(inode->attributes_, now);
   return {};
 }
 

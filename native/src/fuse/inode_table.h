@@ -76,9 +76,6 @@ class Inode {
   // The memory that names and attributes take in both planes, at most. With the mutex held.
   [[nodiscard]] std::uint64_t metadata_locked() const;
 
-  // A name in this directory has changed. With the mutex held.
-  void touch_names_locked();
-
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
   [[nodiscard]] bool marks_group_without(const Caller& caller) const;
   // Applies what a directory passes on to a new entry; before the inode is visible.
@@ -136,10 +133,9 @@ class InodeTable {
   // The executor frees the memory once nothing uses it. ENOENT if unknown, EBUSY while there are references.
   Status remove(std::uint64_t ino);
 
-  // Gives a directory a name for an inode, or another inode for the name; its times become now. ENOENT without it.
+  // Gives a directory a name for an inode, or another inode for the name, or removes the name (ino: 0), which may be
+  // unknown; the directory's times become now. ENOENT without it.
   Status set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino);
-  // Removes a name, which may be unknown.
-  Status remove_name(std::uint64_t directory, std::string_view name);
   // What a name leads to, with one more reference; null: there is no such name.
   [[nodiscard]] std::shared_ptr<Inode> look_up(Inode& directory, std::string_view name);
 

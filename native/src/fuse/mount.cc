@@ -195,25 +195,20 @@ void Mount::handle(Request& request) {
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
   }
+  using Names = NameOperations;
+  using NameHandler = bool (Names::*)(const Request&, Responder&);
+  static constexpr std::pair<std::uint32_t, NameHandler> kNameHandlers[] = {{FUSE_LOOKUP, &Names::lookup},
+                                                                            {FUSE_OPEN, &Names::open},
+                                                                            {FUSE_OPENDIR, &Names::opendir},
+                                                                            {FUSE_FSYNCDIR, &Names::fsyncdir},
+                                                                            {FUSE_RELEASEDIR, &Names::releasedir}};
+  for (const auto& [name_opcode, serve] : kNameHandlers) {
+    if (opcode == name_opcode && (names_.*serve)(request, responder)) return;
+  }
   switch (opcode) {
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
       return copy_file_range(request, std::move(responder));
-    case FUSE_LOOKUP:
-      if (names_.lookup(request, responder)) return;
-      break;
-    case FUSE_OPEN:
-      if (names_.open(request, responder)) return;
-      break;
-    case FUSE_OPENDIR:
-      if (names_.opendir(request, responder)) return;
-      break;
-    case FUSE_FSYNCDIR:
-      if (names_.fsyncdir(request, responder)) return;
-      break;
-    case FUSE_RELEASEDIR:
-      if (names_.releasedir(request, responder)) return;
-      break;
     case FUSE_RELEASE:
       return release(request, std::move(responder));
     case FUSE_IOCTL:

@@ -161,7 +161,7 @@ void Relay::forward(Request& request, Responder responder) {
       count(statistics_.relay_refused);
       // A backing file can be closed without the control plane.
       const bool closes = request.header.opcode == FUSE_RELEASE;
-      if (closes && backing_files_.release(request.arguments<fuse_release_in>().fh).ok()) return responder.ok();
+      if (closes && backing_files_.remove(request.arguments<fuse_release_in>().fh) != nullptr) return responder.ok();
       return responder.error(ENOTCONN);
     }
     case Admission::kTwice:

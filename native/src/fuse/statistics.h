@@ -38,11 +38,7 @@ struct Statistics {
   Counter interrupts_remembered;  // came before their request, or after it had ended
   Counter interrupts_relayed;
 
-  Counter reader_grown;   // a further reader was let in
-  Counter reader_shrunk;  // one was sent to sleep
-  Counter spins;          // of a reader, before it sleeps
-  Counter spins_won;      // those that found a request
-  Counter watcher_ticks;
+  Counter spins;  // of a reader, before it sleeps
 
   Counter space_waits;      // writes that waited for removed files' memory
   Counter space_waits_won;  // and then succeeded
