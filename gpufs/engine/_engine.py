@@ -248,12 +248,10 @@ class Engine(Handle):
 
     def statistics_read(self) -> bytes:
         """Return all counters in the form of docs/internals/statistics-file.md, for `gpufs.statistics.parse`."""
-        needed = ffi.new("uint64_t *")
-        lib.gpufs_statistics_read(self._handle, ffi.NULL, 0, needed)
-        room = ffi.new("char[]", int(needed[0]))
-        check(lib.gpufs_statistics_read(self._handle, room, len(room), needed))
-        data: bytes = ffi.buffer(room)[:]
-        return data
+        data, size = ffi.new("char **"), ffi.new("uint64_t *")
+        check(lib.gpufs_statistics_read(self._handle, data, size))
+        copy: bytes = ffi.buffer(data[0], size[0])[:]
+        return copy
 
     def io_statistics(self) -> dict[str, Any]:
         """Return the counters of transfers: which path moved how much, and what the fastpath refused."""

@@ -42,7 +42,7 @@ _SYNCS: Final[dict[str, int]] = {
 _STATES: Final[tuple[Literal["queued", "running", "done"], ...]] = ("queued", "running", "done")  # as GPUFS_TRANSFER_
 _TO_THE_END: Final = (1 << 64) - 1
 _PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can handle signals
-MOST_AT_ONCE: Final = 256  # results
+MOST_AT_ONCE: Final = 64  # results
 _THREAD_STAYS: Final = 1.0  # seconds, when there is nothing to collect
 
 
@@ -516,7 +516,7 @@ class Transfer(Handle):
         The memory cannot be used.
     """
 
-    __slots__ = ("_used",)
+    __slots__ = ()
 
     def __init__(
         self,
@@ -534,7 +534,6 @@ class Transfer(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_transfer_start(file.engine._handle, request, handle))
         file.engine._users.add(used)
-        self._used = used
         self._own(handle[0], functools.partial(close_or_leave, _over_within_a_second, used))
 
     @property

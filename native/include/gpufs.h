@@ -114,8 +114,8 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json);
 /* Writes the gauges (memory, pools) and the time beside the counters. Call it about every second. */
 gpufs_status gpufs_statistics_publish(gpufs_handle engine);
-/* Publishes, and copies everything to data. ERANGE with *needed set if capacity is too small. */
-gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed);
+/* Publishes, and gives a copy of everything, which is valid until the calling thread asks for the next one. */
+gpufs_status gpufs_statistics_read(gpufs_handle engine, const char** data, uint64_t* bytes);
 
 /* Starts to record what the process's threads do, in the format of docs/internals/trace-records.md. EBUSY if it was
  * started already. */

@@ -161,6 +161,14 @@ class Rig {
                                 std::shared_ptr<OperationStream> stream = nullptr) {
     return entry(direction, memory, bytes, std::move(stream), Numbers());
   }
+  Status load(const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
+              std::shared_ptr<OperationStream> stream = nullptr) {
+    return load(memory, bytes, std::move(stream), Numbers());
+  }
+  Status load(const std::shared_ptr<Buffer>& memory, std::uint64_t bytes, std::shared_ptr<OperationStream> stream,
+              const Numbers& numbers, std::uint64_t* id = nullptr) {
+    return submit(entry(Direction::kLoad, memory, bytes, std::move(stream), numbers), id);
+  }
   Status submit(AsyncEngine::Submission given, std::uint64_t* id = nullptr) {
     std::vector<AsyncEngine::Submission> entries;
     entries.push_back(std::move(given));

@@ -33,8 +33,7 @@ TEST_P(AsyncOperations, RunBetweenWorkQueuedBeforeAndAfter) {
   gate.hold(*own.program);
   ASSERT_OK(own.program->call(
       [](void* argument) { static_cast<Seen*>(argument)->count_before = static_cast<Seen*>(argument)->count; }, &seen));
-  ASSERT_OK(
-      rig.submit(rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream, {.cookie = 42, .count = &seen.count})));
+  ASSERT_OK(rig.load(buffer, bytes.size(), own.stream, {.cookie = 42, .count = &seen.count}));
   ASSERT_OK(own.program->call(
       [](void* argument) {
         auto* const what = static_cast<Seen*>(argument);
@@ -68,8 +67,7 @@ TEST_P(AsyncOperations, OnOneStreamKeepTheOrderOfEachThread) {
   const std::shared_ptr<Buffer> buffer = rig.buffer();
   const auto submit_all = [&](std::uint64_t first) {
     for (std::uint64_t number = first; number < first + kCount; ++number) {
-      EXPECT_OK(rig.submit(
-          rig.entry(Direction::kLoad, buffer, kBlock, stream, {.offset = number * kBlock, .cookie = number})));
+      EXPECT_OK(rig.load(buffer, kBlock, stream, {.offset = number * kBlock, .cookie = number}));
     }
   };
   std::thread first([&] { submit_all(0); });
@@ -101,10 +99,9 @@ TEST_P(AsyncOperations, OnSeveralStreamsDoNotWaitForEachOther) {
   };
   ProgramStream slow = rig.program_stream();
   ProgramStream quick = rig.program_stream();
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 5'000, slow.stream, {.cookie = 1})));
+  ASSERT_OK(rig.load(rig.buffer(), 5'000, slow.stream, {.cookie = 1}));
   ASSERT_TRUE(soon([&] { return waiting > 0; }));
-  ASSERT_OK(
-      rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 5'000, quick.stream, {.offset = 10'000, .cookie = 2})));
+  ASSERT_OK(rig.load(rig.buffer(), 5'000, quick.stream, {.offset = 10'000, .cookie = 2}));
   if (slow.stream->waits_for_values() || GetParam() == Kind::kHostCalls) {
     EXPECT_EQ(rig.next().cookie, 2U);
     release = true;
@@ -130,8 +127,7 @@ TEST_P(AsyncOperations, EndWithTheirErrorAndTheStreamGoesOn) {
     size = 4096;
     offset = 0;
     gate.hold(*stream.program);
-    EXPECT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 0, stream.stream,
-                                   {.count = &count, .late_bytes = &size, .late_offset = &offset})));
+    EXPECT_OK(rig.load(buffer, 0, stream.stream, {.count = &count, .late_bytes = &size, .late_offset = &offset}));
     size = late_size;
     offset = late_offset;
     gate.open();
@@ -151,10 +147,8 @@ TEST_P(AsyncOperations, EndWithTheirErrorAndTheStreamGoesOn) {
   EXPECT_EQ(end_with(aligned, 4096, 4096), 0);
 
   // What is known is refused when it is submitted.
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100, aligned.stream)).error(), EINVAL);
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream, {.offset = static_cast<std::uint64_t>(-5)}))
-                .error(),
-            EINVAL);
+  EXPECT_EQ(rig.load(buffer, 100, aligned.stream).error(), EINVAL);
+  EXPECT_EQ(rig.load(buffer, 100, own.stream, {.offset = static_cast<std::uint64_t>(-5)}).error(), EINVAL);
   const UniqueFd reading(::open(("/proc/self/fd/" + std::to_string(rig.fd())).c_str(), O_RDONLY | O_CLOEXEC));
   AsyncEngine::Submission unwritable = rig.entry(Direction::kStore, buffer, 100, own.stream);
   unwritable.request.transfer.file = must(BackingFile::open(reading.get()));
@@ -168,7 +162,7 @@ TEST_P(AsyncOperations, EndWithTheirErrorAndTheStreamGoesOn) {
     *result = -1;
     return true;
   };
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 4096, own.stream, {.offset = 8192, .count = &count})));
+  ASSERT_OK(rig.load(buffer, 4096, own.stream, {.offset = 8192, .count = &count}));
   EXPECT_EQ(rig.next().status.error(), EIO);
   EXPECT_EQ(count, -EIO);
 }
@@ -181,9 +175,9 @@ TEST_P(AsyncOperations, UseFilesAndBuffersAsTheyAreWhenReached) {
   const std::shared_ptr<Buffer> loaded = rig.buffer();
   const std::shared_ptr<Buffer> stored = rig.buffer(pattern(100, 6));
   gate.hold(*own.program);
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 4'000'000, own.stream)));
+  ASSERT_OK(rig.load(loaded, 4'000'000, own.stream));
   ASSERT_OK(rig.submit(rig.entry(Direction::kStore, stored, 3'000, own.stream, {.offset = 5'000'000})));
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, loaded, 0, own.stream)));
+  ASSERT_OK(rig.load(loaded, 0, own.stream));
   const std::vector<std::byte> grown = pattern(3'000'000, 7);
   rig.fill_file(grown);
   const std::vector<std::byte> more = pattern(2'000, 8);
@@ -244,9 +238,7 @@ TEST_P(AsyncOperations, BlockAtMostFourStreamsOfADevice) {
     buffers.push_back(rig.buffer());
     gate.hold(*streams.back().program);
   }
-  const auto submit = [&](int number) {
-    return rig.submit(rig.entry(Direction::kLoad, buffers[number], bytes.size(), streams[number].stream));
-  };
+  const auto submit = [&](int number) { return rig.load(buffers[number], bytes.size(), streams[number].stream); };
   for (int number = 0; number < BlockedStreams::kMost; ++number) ASSERT_OK(submit(number));
   ASSERT_OK(submit(0));
   const Status refused = submit(BlockedStreams::kMost);
@@ -282,7 +274,7 @@ TEST_P(AsyncOperations, EndSoonWhenCancelled) {
   EXPECT_EQ(rig.queue->cancel(id).error(), ENOENT);
   count = 5;
   gate.open();
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 100, own.stream)));
+  ASSERT_OK(rig.load(buffer, 100, own.stream));
   EXPECT_OK(rig.next().status);  // the stream has passed what was cancelled
   EXPECT_EQ(count, 5);           // and nobody writes there any more
 
@@ -292,7 +284,7 @@ TEST_P(AsyncOperations, EndSoonWhenCancelled) {
     std::this_thread::sleep_for(5ms);
     return false;
   };
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 2 * kMiB, own.stream), &id));
+  ASSERT_OK(rig.load(buffer, 2 * kMiB, own.stream, {}, &id));
   ASSERT_TRUE(soon([&] { return reading.load(); }));
   (void)rig.queue->cancel(0);
   over = rig.next();
@@ -309,9 +301,9 @@ TEST_P(AsyncOperations, KeepTheirFileMemoryAndStreamAlive) {
   ProgramStream own = rig.program_stream();
   Gate gate(rig.device());
   gate.hold(*own.program);
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, bytes.size(), own.stream)));
+  ASSERT_OK(rig.load(buffer, bytes.size(), own.stream));
   own.stream->close();
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 1, own.stream)).error(), EBADF);
+  EXPECT_EQ(rig.load(buffer, 1, own.stream).error(), EBADF);
   own.stream.reset();
   buffer.reset();
   rig.file.reset();
@@ -332,8 +324,8 @@ TEST_P(AsyncOperations, AreCancelledWhenTheEngineCloses) {
     ProgramStream own = rig.program_stream();
     Gate gate(rig.device());
     gate.hold(*own.program);
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 5'000, own.stream, {.count = &count})));
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 5'000)));
+    ASSERT_OK(rig.load(rig.buffer(), 5'000, own.stream, {.count = &count}));
+    ASSERT_OK(rig.load(rig.buffer(), 5'000));
     std::thread opener([&] {
       // shutdown() does not wait for the stream before it has ended the operations.
       EXPECT_TRUE(soon([&] { return rig.engine->outstanding() == 0; }));
@@ -342,7 +334,7 @@ TEST_P(AsyncOperations, AreCancelledWhenTheEngineCloses) {
     rig.engine->shutdown();
     opener.join();
     EXPECT_EQ(count, -ECANCELED);
-    EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1)).error(), ESHUTDOWN);
+    EXPECT_EQ(rig.load(rig.buffer(), 1).error(), ESHUTDOWN);
     EXPECT_EQ(rig.engine->create_stream(0, {}).error(), ESHUTDOWN);
     EXPECT_OK(own.program->synchronize());
   }
@@ -364,7 +356,7 @@ TEST_P(AsyncOperations, WithoutAStreamRunInParallel) {
   std::vector<std::shared_ptr<Buffer>> buffers;
   for (std::uint64_t at = 0; at < bytes.size(); at += 10'000) {
     buffers.push_back(rig.buffer());
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffers.back(), 10'000, nullptr, {.offset = at})));
+    ASSERT_OK(rig.load(buffers.back(), 10'000, nullptr, {.offset = at}));
   }
   for (std::size_t number = 0; number < buffers.size(); ++number) EXPECT_OK(rig.next().status);
   for (std::size_t number = 0; number < buffers.size(); ++number) {
@@ -428,7 +420,7 @@ TEST(AsyncFaults, AnOperationThatItsStreamRefusesIsNotQueued) {
   ProgramStream own = rig.program_stream();
   const std::shared_ptr<Buffer> buffer = rig.buffer();
   rig.plan->call.at(1);
-  const Status refused = rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream));
+  const Status refused = rig.load(buffer, 1'000, own.stream);
   EXPECT_EQ(refused.error(), EIO);
   EXPECT_EQ(refused.device_code(), 700);
   EXPECT_EQ(own.stream->outstanding(), 0U);
@@ -460,7 +452,7 @@ TEST(AsyncFaults, ARefusedAndCancelledOperationIsCountedOnce) {
   });
   rig.plan->call.at(1, 2'000);
   for (int count = 0; count < 2'000; ++count) {
-    EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)).error(), EIO);
+    EXPECT_EQ(rig.load(buffer, 1'000, own.stream).error(), EIO);
   }
   over = true;
   cancelling.join();
@@ -478,18 +470,18 @@ TEST(AsyncFaults, AnOperationThatCannotBlockItsStreamIsCancelled) {
   const std::shared_ptr<Buffer> buffer = rig.buffer();
   gate.hold(*own.program);
   rig.plan->wait_for_value.at(1);
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  ASSERT_OK(rig.load(buffer, 1'000, own.stream));
   const Completion over = rig.next();
   EXPECT_EQ(over.status.error(), EIO);
   EXPECT_EQ(over.prefix, 0U);
   gate.open();
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  ASSERT_OK(rig.load(buffer, 1'000, own.stream));
   EXPECT_OK(rig.next().status);
   // Without an event behind it an operation runs all the same.
   rig.plan->record.at(1);
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  ASSERT_OK(rig.load(buffer, 1'000, own.stream));
   EXPECT_OK(rig.next().status);
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 1'000, own.stream)));
+  ASSERT_OK(rig.load(buffer, 1'000, own.stream));
   EXPECT_OK(rig.next().status);
 }
 
@@ -511,7 +503,7 @@ TEST(AsyncFaults, HostCallsBlockStreamsOfDevicesThatCannotWait) {
     EXPECT_FALSE(one->waits_for_values());
     // Two streams over a driver that may have one thread for the calls of both.
     for (int count = 0; count < 20; ++count) {
-      ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1'000, count % 2 == 0 ? one : other)));
+      ASSERT_OK(rig.load(rig.buffer(), 1'000, count % 2 == 0 ? one : other));
     }
     for (int count = 0; count < 20; ++count) EXPECT_OK(rig.next().status);
   }
@@ -523,13 +515,13 @@ TEST(AsyncFaults, StreamsBeingCapturedIntoAGraphAreRefused) {
     const FakeGpuSetup setup{.capturing = true};
     ProgramStream own = rig.program_stream();
     cuda_test::fake().reset(&setup);
-    EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream)).error(), EBUSY);
+    EXPECT_EQ(rig.load(rig.buffer(), 10, own.stream).error(), EBUSY);
   }
   Rig rig(Kind::kHip);
   const FakeGpuSetup setup{.capturing = true};
   ProgramStream own = rig.program_stream();
   hip_test::fake().reset(&setup);
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 10, own.stream)).error(), EBUSY);
+  EXPECT_EQ(rig.load(rig.buffer(), 10, own.stream).error(), EBUSY);
 }
 
 TEST(AsyncFaults, TheDefaultStreamBelongsToTheCurrentDevice) {
@@ -540,7 +532,7 @@ TEST(AsyncFaults, TheDefaultStreamBelongsToTheCurrentDevice) {
   const std::shared_ptr<Buffer> buffer = rig.buffer({}, 1);
   const std::shared_ptr<OperationStream> implied = must(rig.engine->imply_stream(0, -1));
   EXPECT_EQ(implied->device(), rig.device(1));
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, buffer, 3'000, implied)));
+  ASSERT_OK(rig.load(buffer, 3'000, implied));
   EXPECT_OK(rig.next().status);
   EXPECT_EQ(contents(*buffer), bytes);
   EXPECT_EQ(must(rig.engine->imply_stream(0, 0))->device(), rig.device(0));
@@ -553,13 +545,13 @@ TEST(AsyncFaults, OperationsEndWhenTheirDeviceFails) {
   Gate gate(rig.device());
   gate.hold(*own.program);
   std::int64_t count = 0;
-  ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream, {.count = &count})));
+  ASSERT_OK(rig.load(rig.buffer(), 1'000, own.stream, {.count = &count}));
   cuda_test::fake().fail("cuEventQuery", 1, 719, 1);  // a kernel of the program's has crashed
   const Completion over = rig.next();
   EXPECT_EQ(over.status.error(), EIO);
   EXPECT_EQ(over.status.device_code(), 719);
   EXPECT_EQ(count, -EIO);
-  EXPECT_EQ(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1'000)).error(), EIO);
+  EXPECT_EQ(rig.load(rig.buffer(), 1'000).error(), EIO);
 }
 
 TEST(AsyncFaults, AStreamThatNeverReachesItsOperationsIsAbandoned) {
@@ -573,7 +565,7 @@ TEST(AsyncFaults, AStreamThatNeverReachesItsOperationsIsAbandoned) {
     gate = std::make_unique<Gate>(rig.device());
     ProgramStream own = rig.program_stream();
     gate->hold(*own.program);
-    ASSERT_OK(rig.submit(rig.entry(Direction::kLoad, rig.buffer(), 1'000, own.stream, {.count = &count})));
+    ASSERT_OK(rig.load(rig.buffer(), 1'000, own.stream, {.count = &count}));
     program = std::move(own.program);
   }
   EXPECT_EQ(count, -ECANCELED);

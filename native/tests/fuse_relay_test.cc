@@ -231,10 +231,12 @@ TEST_F(RelayTest, LateRepliesToInterruptedRequestsAreTakenBack) {
       EXPECT_EQ(release.as<fuse_release_in>().fh, 5U);
       control->reply(release.header.unique, 0);
     }
-    for (const std::uint64_t nodeid : each.forgotten) {
-      const RelayedRequest forget = control->expect(FUSE_FORGET);
-      EXPECT_EQ(forget.header.nodeid, nodeid);
-      EXPECT_EQ(forget.as<fuse_forget_in>().nlookup, 1U);
+    if (each.forgotten.empty()) continue;
+    const RelayedRequest forget = control->expect(FUSE_BATCH_FORGET);
+    EXPECT_EQ(forget.as<fuse_batch_forget_in>().count, each.forgotten.size());
+    for (std::size_t one = 0; one < each.forgotten.size(); ++one) {
+      const std::size_t at = sizeof(fuse_batch_forget_in) + one * sizeof(fuse_forget_one);
+      EXPECT_EQ(forget.as<fuse_forget_one>(at).nodeid, each.forgotten[one]);
     }
   }
   EXPECT_FALSE(control->receive(kQuiet));

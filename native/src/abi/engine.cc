@@ -219,13 +219,13 @@ gpufs_status gpufs_statistics_publish(gpufs_handle engine) {
   });
 }
 
-gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed) {
+gpufs_status gpufs_statistics_read(gpufs_handle engine, const char** data, uint64_t* bytes) {
   return with<Engine>(engine, [&](Engine& found) -> Status {
+    thread_local std::string last;
     found.publish_gauges();
-    const std::string_view bytes = found.counters().bytes();
-    *needed = bytes.size();
-    if (data == nullptr || capacity < bytes.size()) return Status(ERANGE, "the statistics need more space");
-    std::memcpy(data, bytes.data(), bytes.size());
+    last = found.counters().bytes();
+    *data = last.data();
+    *bytes = last.size();
     return {};
   });
 }

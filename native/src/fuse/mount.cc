@@ -310,10 +310,7 @@ void Mount::interrupt(const Request& request) {
     count(statistics_.bad_requests);
     return;
   }
-  if (relay_.interrupt(in.unique)) {
-    count(statistics_.interrupts_relayed);
-    return;
-  }
+  if (relay_.interrupt(in.unique)) return;
   const Executor::Cancelled outcome = executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
   const bool remembered = outcome == Executor::Cancelled::kRemembered;

@@ -69,7 +69,6 @@ void Notifier::write(std::int32_t code, std::span<const std::byte> body) {
   count(statistics_.notifications);
   // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
   if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) return;
-  count(statistics_.notification_errors);
   log_warning("the kernel refused a notification (code ", code, ", errno ", error, ")");
 }
 
