@@ -143,7 +143,7 @@ class Buffer(Handle):
         return self._view(**asked)[2]
 
     def _view(self, **asked: Any) -> tuple[int, int, Any]:
-        with Lease._local(self) as lease:
+        with Lease(self, writable=True, label="an array of this process", local=True) as lease:
             size, address = lease.bytes, lease.address
             driver, device = self.engine.driver, self.info.device
             return size, address, dlpack_capsule(lease, driver, device, address, (size,), **asked)
@@ -333,6 +333,8 @@ class Lease(Handle):
         case. Holes of the buffer get memory.
     label
         What messages call the holder, for example "PID 42 (python)".
+    local
+        The memory is used by its address in this process, and is not exported.
 
     Raises
     ------
@@ -353,19 +355,10 @@ class Lease(Handle):
 
     __slots__ = ()
 
-    def __init__(self, buffer: Buffer, *, writable: bool = False, label: str = "") -> None:
-        self._open(buffer, lib.GPUFS_LEASE_WRITE if writable else 0, label)
-
-    @classmethod
-    def _local(cls, buffer: Buffer) -> "Lease":
-        """Make a lease for use of the address in this process."""
-        lease = cls.__new__(cls)
-        lease._open(buffer, lib.GPUFS_LEASE_WRITE | lib.GPUFS_LEASE_LOCAL, "an array of this process")
-        return lease
-
-    def _open(self, buffer: Buffer, flags: int, label: str) -> None:
-        handle = ffi.new("gpufs_handle *")
+    def __init__(self, buffer: Buffer, *, writable: bool = False, label: str = "", local: bool = False) -> None:
         instance("buffer", Buffer, buffer)
+        flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_LEASE_LOCAL if local else 0)
+        handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), handle))
         self._own(handle[0])
 

@@ -230,9 +230,9 @@ typedef struct {
   gpufs_dl_tensor tensor;
 } gpufs_dl_versioned;
 
-/* A gpufs_dl_versioned or gpufs_dl_legacy with a copy of the tensor, which keeps what it belongs to until its deleter is
- * called; any thread may call that. `owner`: the handle of a lease or mapping, whose memory stays, open or closed. 0:
- * `object`, for which release(object) is called, also if this call fails. */
+/* A gpufs_dl_versioned or gpufs_dl_legacy with a copy of the tensor, which keeps what it belongs to until its deleter
+ * is called; any thread may call that. `owner`: the handle of a lease or mapping, whose memory stays, open or closed.
+ * 0: `object`, for which release(object) is called, also if this call fails. */
 gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*),
                                  const gpufs_dl_tensor* tensor, int32_t versioned, int32_t read_only, void** managed);
 /* Calls the deleter. */
