@@ -561,7 +561,7 @@ typedef struct {
   const uint64_t* buffer_offset_cell;
   gpufs_handle stream;   /* 0: see implied */
   int32_t implied;       /* on native_stream, which nobody registered; otherwise at once, in no order with others */
-  int32_t native_device; /* as gpufs_stream_register()'s */
+  int32_t native_device; /* as gpufs_stream_open()'s */
   uint64_t native_stream;
   /* Bytes moved, or a negative errno if it failed before any was: written before the stream goes on, writable until the
    * operation is over. May be NULL. */
