@@ -71,7 +71,7 @@ int main(int count, char** words) {
       gpufs_handle queue = 0;
       must(gpufs_queue_open(engine, 0, &queue));
       gpufs_handle stream = 0;
-      if (mode == "stream") must(gpufs_stream_create(engine, 0, 0, &stream));
+      if (mode == "stream") must(gpufs_stream_open(engine, 0, nullptr, 0, &stream));
       std::vector<gpufs_operation> batch(together);
       for (gpufs_operation& operation : batch) {
         operation.transfer.backing = backing;
@@ -95,8 +95,8 @@ int main(int count, char** words) {
         std::uint64_t some = 0;
         must(gpufs_queue_collect(queue, completions.data(), operations, operations - collected, -1, &some));
         for (std::uint64_t each = 0; each < some; ++each) {
-          if (completions[each].error == 0 && completions[each].bytes == bytes) continue;
-          std::fprintf(stderr, "bench-submissions: an operation failed: %s\n", completions[each].message);
+          if (completions[each].outcome.error == 0 && completions[each].outcome.prefix == bytes) continue;
+          std::fprintf(stderr, "bench-submissions: an operation failed: %s\n", completions[each].outcome.message);
           std::exit(1);
         }
         if (some == 0) break;

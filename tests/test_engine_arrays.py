@@ -169,7 +169,7 @@ def test_arrays_are_released(host: engine.Engine, file: engine.BackingFile, vers
         for _ in range(20):
             file.read(array)
             buffer.write(0, array)  # type: ignore[arg-type]
-            file.read_future(array).result(60)
+            file.read_async(array).result(60)
     gc.collect()
     # The thread of futures releases the last one a moment after it is done.
     wait_until(lambda: sys.getrefcount(array) <= before, 10, "the array to be released")

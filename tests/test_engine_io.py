@@ -92,20 +92,20 @@ def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(data)
     with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
-        file.read_future(buffer, MIB).result(60)  # opens the engine's queue of operations, which stays
+        file.read_async(buffer, MIB).result(60)  # opens the engine's queue of operations, which stays
     wait_for_the_futures_thread()
     before = len(os.listdir("/proc/self/fd"))
     with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
-        parts = [file.read_future(buffer, MIB, at, at) for at in range(0, len(data), MIB)]
+        parts = [file.read_async(buffer, MIB, at, at) for at in range(0, len(data), MIB)]
         assert [part.result(60) for part in parts] == [MIB] * 8
         assert_same(buffer.read_bytes(0, len(data)), data)
         assert not parts[0].cancel()
         assert parts[0].exception() is None
         with engine.BackingFile.open(opened, tmp_path / "copy", "w") as target:
-            done, pending = concurrent.futures.wait([target.write_future(buffer)], PATIENCE)
+            done, pending = concurrent.futures.wait([target.write_async(buffer)], PATIENCE)
             assert not pending
             assert [future.result() for future in done] == [len(data)]
-        failing = file.read_future(buffer, fallback="off", fastpath="off")
+        failing = file.read_async(buffer, fallback="off", fastpath="off")
         with pytest.raises(engine.TransferError):
             failing.result(60)
     wait_for_the_futures_thread()
@@ -120,7 +120,7 @@ def test_cancelled_future(opened: engine.Engine, tmp_path: Path) -> None:
     with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
         for _ in range(100):  # one may be over before a busy machine comes to cancel it
             buffer.resize(0)
-            future = file.read_future(buffer, fastpath="off", share=1)
+            future = file.read_async(buffer, fastpath="off", share=1)
             future.cancel()
             concurrent.futures.wait([future], PATIENCE)
             if future.cancelled():

@@ -82,7 +82,7 @@ def test_numbers_are_named(
     host: engine.Engine, file: engine.BackingFile, name: str, value: Any, error: type[Exception], said: str
 ) -> None:
     with engine.Buffer(host) as buffer:
-        for move in (file.read, file.write, file.read_future):
+        for move in (file.read, file.write, file.read_async):
             with pytest.raises(error, match=f"^{name}: .*{said}"):
                 move(buffer, **{name: value})
 
@@ -111,11 +111,11 @@ def test_a_failing_callback_does_not_stop_other_futures(
         raise kind("on purpose")
 
     with engine.Buffer(host) as buffer:
-        first = file.read_future(buffer)
+        first = file.read_async(buffer)
         first.add_done_callback(fail)
         assert first.result(60) == MIB
         for _ in range(3):
-            assert file.read_future(buffer).result(60) == MIB
+            assert file.read_async(buffer).result(60) == MIB
 
 
 def test_a_buffer_closed_while_others_use_it(host: engine.Engine, file: engine.BackingFile) -> None:
@@ -146,10 +146,10 @@ def test_a_buffer_closed_while_others_use_it(host: engine.Engine, file: engine.B
 
 
 EXITS = {
-    "a future under way": "future = file.read_future(buffer)",
+    "a future under way": "future = file.read_async(buffer)",
     "a callback that never ends": (
         "begun = threading.Event()\n"
-        "file.read_future(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait()"
+        "file.read_async(buffer).add_done_callback(lambda _: (begun.set(), threading.Event().wait())); begun.wait()"
     ),
     "everything in a cycle": "box = [opened, file, buffer]; box.append(box); del opened, file, buffer, box",
     "a thread that reads": (
@@ -160,12 +160,12 @@ EXITS = {
         "threading.Thread(target=work, daemon=True).start()"
     ),
     "a forked child": (
-        "future = file.read_future(buffer); child = os.fork()\n"
+        "future = file.read_async(buffer); child = os.fork()\n"
         "if child == 0: sys.exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0; assert future.result(60) == 64 << 20"
     ),
     "a child that goes on using it": (
-        "file.read_future(buffer).result(60); child = os.fork()\n"
+        "file.read_async(buffer).result(60); child = os.fork()\n"
         "if child == 0:\n"
         "    for call in (lambda: file.read(buffer), lambda: engine.Engine('host', memory_bytes=2 << 20)):\n"
         "        try: call()\n"
@@ -188,6 +188,27 @@ def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
     )
     done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_descriptors_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(noise(MIB))
+
+    def once() -> None:
+        with (
+            engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened,
+            engine.BackingFile.open(opened, path) as file,
+            engine.Buffer(opened) as buffer,
+        ):
+            assert file.read(buffer) == MIB
+            futures = [file.read_async(buffer) for _ in range(8)]
+            concurrent.futures.wait(futures, PATIENCE)
+
+    once()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        once()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # those of the thread that waits for futures
 
 
 @pytest.mark.parametrize("words", [("read",), ("load", "sometimes"), ("load", "auto", "never"), ("store",)], ids=str)

@@ -22,11 +22,20 @@ except ModuleNotFoundError:
 from gpufs.engine._arrays import DeviceRange
 from gpufs.engine._batch import Batch, OperationResult
 from gpufs.engine._binding import EngineError, engine_version, log_configure
-from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo
+from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo, Lease
 from gpufs.engine._dlpack import dlpack_capsule
-from gpufs.engine._engine import Device, DeviceInfo, DeviceMemory, Engine
-from gpufs.engine._lease import Lease, Mapping, SharedPiece
+from gpufs.engine._engine import (
+    Device,
+    DeviceInfo,
+    DeviceMemory,
+    Engine,
+    fastpath_probe,
+    io_configure,
+    refusal_names,
+)
+from gpufs.engine._futures import OperationFuture
 from gpufs.engine._locks import HostLock
+from gpufs.engine._mapping import Mapping, SharedPiece
 from gpufs.engine._mount import (
     DEFAULT_LIMIT,
     NO_LIMIT,
@@ -37,19 +46,10 @@ from gpufs.engine._mount import (
     Mount,
     relay_pair,
 )
-from gpufs.engine._operations import BackingFile, Operation, OperationFuture
 from gpufs.engine._pool import TORCH_ALLOCATOR, AddressPool
 from gpufs.engine._streams import Cells, Late, Stream, SupportsCudaStream, configure_operations
 from gpufs.engine._trace import Trace
-from gpufs.engine._transfer import (
-    BackingInfo,
-    Transfer,
-    TransferError,
-    TransferProgress,
-    fastpath_probe,
-    io_configure,
-    refusal_names,
-)
+from gpufs.engine._transfer import BackingFile, BackingInfo, Operation, Transfer, TransferError, TransferProgress
 
 __all__ = [
     "DEFAULT_LIMIT",

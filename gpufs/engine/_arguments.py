@@ -11,12 +11,16 @@ from gpufs.engine._native import ffi
 _Value = TypeVar("_Value")
 
 
-def unsigned(name: str, value: int) -> int:
-    """Return a size, offset or address of 64 bits. TypeError if it is not an integer, ValueError if it does not fit."""
+def _whole(name: str, value: int) -> int:
     try:
-        number = index(value)
+        return index(value)
     except TypeError:
         raise TypeError(f"{name}: {value!r} is not a whole number") from None
+
+
+def unsigned(name: str, value: int) -> int:
+    """Return a size, offset or address of 64 bits. TypeError if it is not an integer, ValueError if it does not fit."""
+    number = _whole(name, value)
     if not 0 <= number < 1 << 64:
         raise ValueError(f"{name}: {number} is " + ("negative" if number < 0 else "more than 64 bits"))
     return number
@@ -24,10 +28,7 @@ def unsigned(name: str, value: int) -> int:
 
 def signed(name: str, value: int) -> int:
     """Return a number of 32 bits, as :func:`unsigned`."""
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{name}: {value!r} is not a whole number") from None
+    number = _whole(name, value)
     if not -1 << 31 <= number < 1 << 31:
         raise ValueError(f"{name}: {number} is out of range")
     return number

@@ -1,5 +1,6 @@
 """Arrays of other libraries, as address and size."""
 
+import ctypes
 import math
 import re
 from collections.abc import Mapping
@@ -224,32 +225,6 @@ def read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRan
     The latter cannot mark what is read-only. The capsule is not consumed: it frees what it holds when it is collected,
     after the transfer.
     """
-    import ctypes
-
-    class Tensor(ctypes.Structure):
-        _fields_ = (
-            ("data", ctypes.c_void_p),
-            ("device_type", ctypes.c_int32),
-            ("device_id", ctypes.c_int32),
-            ("ndim", ctypes.c_int32),
-            ("code", ctypes.c_uint8),
-            ("bits", ctypes.c_uint8),
-            ("lanes", ctypes.c_uint16),
-            ("shape", ctypes.POINTER(ctypes.c_int64)),
-            ("strides", ctypes.POINTER(ctypes.c_int64)),
-            ("byte_offset", ctypes.c_uint64),
-        )
-
-    class Versioned(ctypes.Structure):
-        _fields_ = (
-            ("major", ctypes.c_uint32),
-            ("minor", ctypes.c_uint32),
-            ("context", ctypes.c_void_p),
-            ("deleter", ctypes.c_void_p),
-            ("flags", ctypes.c_uint64),
-            ("tensor", Tensor),
-        )
-
     give: Any = memory.__dlpack__
     try:
         capsule = give(max_version=_DLPACK_VERSION)
@@ -262,19 +237,19 @@ def read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRan
     is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
     flags = 0
     if is_valid(capsule, b"dltensor_versioned"):
-        versioned = Versioned.from_address(pointer_of(capsule, b"dltensor_versioned"))
+        versioned = ffi.cast("gpufs_dl_versioned *", pointer_of(capsule, b"dltensor_versioned"))
         if versioned.major != _DLPACK_VERSION[0]:
             raise ValueError(f"memory: the array has DLPack of version {versioned.major}, which is not understood")
         flags, tensor = versioned.flags, versioned.tensor
     elif is_valid(capsule, b"dltensor"):
-        tensor = Tensor.from_address(pointer_of(capsule, b"dltensor"))
+        tensor = ffi.cast("gpufs_dl_legacy *", pointer_of(capsule, b"dltensor")).tensor
     else:
         raise ValueError(f"memory: {type(memory).__name__}.__dlpack__() did not return an array")
     read_only = bool(flags & _DLPACK_READ_ONLY)
     if writable and read_only:
         raise _read_only()
-    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
-    strides = tuple(tensor.strides[axis] for axis in range(tensor.ndim)) if tensor.strides else None
+    shape = tuple(ffi.unpack(tensor.shape, tensor.ndim))
+    strides = tuple(ffi.unpack(tensor.strides, tensor.ndim)) if tensor.strides else None
     # Elements smaller than a byte are packed unless the flag says that they are padded.
     bits = tensor.bits * tensor.lanes
     if flags & _DLPACK_PADDED:
@@ -282,4 +257,4 @@ def read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRan
     size = -(-_check_contiguous(shape, strides, 1) * bits // 8)
     # The device of pinned host memory is the GPU that it was pinned for.
     device = 0 if tensor.device_type in _HOST_KINDS else int(tensor.device_id)
-    return device, HostRange(int(tensor.data or 0) + int(tensor.byte_offset), size, read_only, capsule)
+    return device, HostRange(int(ffi.cast("uintptr_t", tensor.data)) + tensor.byte_offset, size, read_only, capsule)

@@ -1,20 +1,17 @@
 """Batches: operations that are submitted together and collected as they end."""
 
-import errno
 import functools
-import itertools
-import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpufs.engine._arguments import instance, seconds, unsigned
-from gpufs.engine._binding import Handle, check, failure
-from gpufs.engine._engine import Engine
+from gpufs.engine._binding import Handle, check
+from gpufs.engine._engine import Engine, refusal_names
 from gpufs.engine._in_use import close_or_leave
 from gpufs.engine._native import ffi, lib
-from gpufs.engine._operations import COLLECTED_AT_A_TIME, Operation, error_of
-from gpufs.engine._transfer import TransferError, refusal_names
+from gpufs.engine._transfer import MOST_AT_ONCE, Operation, OperationQueue, TransferError, error_of
 
 _ALL: Final = (1 << 64) - 1
 _PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can handle signals
@@ -40,41 +37,17 @@ class OperationResult:
 
 
 def _result(operation: Operation, ended: Any) -> OperationResult:
+    outcome = ended.outcome
     return OperationResult(
         operation=operation,
-        bytes=ended.bytes,
-        error=error_of(ended) if ended.error else None,
-        fastpath_bytes=ended.fastpath_bytes,
-        fallback_bytes=ended.fallback_bytes,
-        hole_bytes=ended.hole_bytes,
-        refusals=tuple(refusal_names(ended.refusals)),
+        bytes=outcome.prefix,
+        error=error_of(outcome),
+        fastpath_bytes=outcome.fastpath_bytes,
+        fallback_bytes=outcome.fallback_bytes,
+        hole_bytes=outcome.hole_bytes,
+        refusals=tuple(refusal_names(outcome.refusals)),
         id=ended.id,
     )
-
-
-class _Submitted:
-    """The operations of a batch that were submitted and not collected."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # guards all below
-        self.under_way: dict[int, tuple[Operation, object]] = {}
-
-    def in_use(self) -> object:
-        with self.lock:
-            return list(self.under_way.values())
-
-    def over(self, handle: int) -> bool:
-        """Forget the operations that have ended. Returns whether none is left, or the batch is gone."""
-        found = ffi.new("gpufs_completion[]", COLLECTED_AT_A_TIME)
-        count = ffi.new("uint64_t *")
-        while True:
-            if lib.gpufs_queue_collect(handle, found, COLLECTED_AT_A_TIME, 0, 0, count).error:
-                return True
-            with self.lock:
-                for index in range(count[0]):
-                    self.under_way.pop(found[index].cookie, None)
-                if count[0] < COLLECTED_AT_A_TIME:
-                    return not self.under_way
 
 
 class Batch(Handle):
@@ -85,19 +58,14 @@ class Batch(Handle):
     they end.
     """
 
-    __slots__ = ("_cookies", "_ended", "_submitted", "engine")
+    __slots__ = ("_queue", "engine")
 
     def __init__(self, engine: Engine, capacity: int = 0) -> None:
         instance("engine", Engine, engine)
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_queue_open(engine._handle, unsigned("capacity", capacity), handle))
+        queue = OperationQueue(engine, capacity, _result)
         self.engine = engine
-        self._cookies = itertools.count(1)
-        self._submitted = _Submitted()
-        self._ended: list[OperationResult] = []  # collected, and not returned yet; guarded by that lock
-        engine._users.add(self._submitted)
-        close, event_fd = lib.gpufs_queue_close, lib.gpufs_queue_event_fd
-        self._own(handle[0], functools.partial(close_or_leave, close, event_fd, self._submitted.over, self._submitted))
+        self._queue = queue
+        self._own(queue.handle, functools.partial(close_or_leave, queue.wait, queue))
 
     def submit(self, operations: Iterable[Operation]) -> None:
         """Submit all of them, or none.
@@ -114,24 +82,7 @@ class Batch(Handle):
             instance("operations", Operation, operation)
         if not wanted:
             return
-        array = ffi.new("gpufs_operation[]", len(wanted))
-        cookies = [next(self._cookies) for _ in wanted]
-        kept = {
-            cookie: (operation, operation._fill(array[index], cookie))
-            for index, (cookie, operation) in enumerate(zip(cookies, wanted, strict=True))
-        }
-        with self._submitted.lock:
-            self._submitted.under_way |= kept
-        bad = ffi.new("uint64_t *")
-        status = lib.gpufs_queue_submit(self._handle, array, len(wanted), ffi.NULL, bad)
-        if status.error:
-            error = failure(status)
-            with self._submitted.lock:
-                for cookie in cookies:
-                    self._submitted.under_way.pop(cookie, None)
-            if len(wanted) > 1 and error.errno != errno.EAGAIN:
-                error.add_note(f"operation {bad[0]} of {len(wanted)}")
-            raise error
+        self._queue.submit([(operation, operation) for operation in wanted])
 
     def wait(self, fewest: int = 1, most: int | None = None, timeout: float | None = None) -> list[OperationResult]:
         """Return the results of operations that have ended, in the order in which they ended, each once.
@@ -141,40 +92,28 @@ class Batch(Handle):
         """
         fewest = unsigned("fewest", fewest)
         most = _ALL if most is None else unsigned("most", most)
-        left = seconds("timeout", timeout)
         fewest = min(fewest, most)
+        deadline = time.monotonic() + seconds("timeout", timeout)
+        queue = self._queue
         while True:
-            with self._submitted.lock:
-                missing = fewest - len(self._ended)
-                room = min(most - len(self._ended), len(self._submitted.under_way))
+            with queue.lock:
+                missing = fewest - len(queue.ended) if queue.under_way else 0
+                room = min(most - len(queue.ended), MOST_AT_ONCE)
+            left = deadline - time.monotonic()
             # In parts, so that the interpreter can handle signals.
-            part = min(left, _PART_SECONDS) if missing > 0 else 0.0
-            count = self._collect(room, max(missing, 0), part) if room > 0 else 0
-            left -= part
-            with self._submitted.lock:
-                enough = len(self._ended) >= fewest or left <= 0 or not self._submitted.under_way
-                if enough or (not count and not self.under_way):
-                    results, self._ended = self._ended[:most], self._ended[most:]
+            part = min(max(left, 0.0), _PART_SECONDS) if missing > 0 else 0.0
+            count = queue.collect(max(missing, 0), part, room) if room > 0 else 0
+            with queue.lock:
+                enough = len(queue.ended) >= fewest or left <= 0 or not queue.under_way
+                if (enough and count < MOST_AT_ONCE) or (not count and not self.under_way):
+                    results, queue.ended = queue.ended[:most], queue.ended[most:]
                     return results
-
-    def _collect(self, room: int, fewest: int, seconds: float) -> int:
-        """Take at most ``room`` results from the engine, and return how many there were."""
-        found = ffi.new("gpufs_completion[]", room)
-        count = ffi.new("uint64_t *")
-        check(lib.gpufs_queue_collect(self._handle, found, room, fewest, int(seconds * 1000), count))
-        with self._submitted.lock:
-            for index in range(count[0]):
-                # One that was cancelled while it was refused was never submitted.
-                kept = self._submitted.under_way.pop(found[index].cookie, None)
-                if kept is not None:
-                    self._ended.append(_result(kept[0], found[index]))
-        return int(count[0])
 
     @property
     def under_way(self) -> int:
         """The number of operations that have not ended."""
-        count = ffi.new("uint64_t[2]")
-        check(lib.gpufs_queue_counts(self._handle, count, count + 1))
+        count = ffi.new("uint64_t *")
+        check(lib.gpufs_queue_under_way(self._handle, count))
         return int(count[0])
 
     def cancel(self) -> None:

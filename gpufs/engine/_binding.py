@@ -5,7 +5,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable
-from errno import ERANGE, ETIMEDOUT
+from errno import ETIMEDOUT
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -83,18 +83,12 @@ def engine_version() -> str:
     return text.decode()
 
 
-def json_of(call: Callable[[Any, int, Any], Any]) -> dict[str, Any]:
-    """Return the JSON object that a call (text, capacity, needed) writes, with as much space as it needs."""
-    capacity = 4096
-    while True:
-        text = ffi.new("char[]", capacity)
-        needed = ffi.new("uint64_t *")
-        status = call(text, capacity, needed)
-        if status.error != ERANGE:
-            check(status)
-            counters: dict[str, Any] = json.loads(ffi.string(text))
-            return counters
-        capacity = max(int(needed[0]), capacity * 2)
+def json_of(call: Callable[[int, Any], Any], handle: int) -> dict[str, Any]:
+    """Return the JSON object that a call gives."""
+    text = ffi.new("char **")
+    check(call(handle, text))
+    found: dict[str, Any] = json.loads(ffi.string(text[0]))
+    return found
 
 
 def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> None:
@@ -108,7 +102,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "_close", "_finalizer", "_handle")
 
-    def _own(self, handle: int, close: Callable[[int], Any]) -> None:
+    def _own(self, handle: int, close: Callable[[int], Any] = lib.gpufs_close) -> None:
         self._handle = handle
         self._close = close
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), close, handle)

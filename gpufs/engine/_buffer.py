@@ -1,14 +1,15 @@
-"""Buffers: memory of a device that grows and shrinks like a file."""
+"""Buffers: memory of a device that grows and shrinks like a file; and leases, which share it with other programs."""
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from gpufs.engine._arguments import instance, signed, unsigned
+from gpufs.engine._arguments import instance, signed, text, unsigned
 from gpufs.engine._arrays import host_range
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._dlpack import KIND_OF_DRIVER, dlpack_capsule
 from gpufs.engine._engine import Engine
-from gpufs.engine._lease import Lease
+from gpufs.engine._mapping import SharedPiece
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ KEEP_SIZE: Final[int] = lib.GPUFS_KEEP_SIZE
 PUNCH_HOLE: Final[int] = lib.GPUFS_PUNCH_HOLE
 ZERO_RANGE: Final[int] = lib.GPUFS_ZERO_RANGE
 _NO_LIMIT: Final = (1 << 64) - 1
+_AT_ONCE: Final = 256  # pieces of one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Buffer(Handle):
         check(lib.gpufs_buffer_create(engine._handle, signed("device", device), handle))
         self.engine = engine
         self._views = []
-        self._own(handle[0], lib.gpufs_buffer_close)
+        self._own(handle[0])
 
     @classmethod
     def _adopt(cls, engine: Engine, handle: int) -> Self:
@@ -96,7 +98,7 @@ class Buffer(Handle):
         buffer = cls.__new__(cls)
         buffer.engine = engine
         buffer._views = []
-        buffer._own(handle, lib.gpufs_buffer_close)
+        buffer._own(handle)
         return buffer
 
     def __len__(self) -> int:
@@ -141,7 +143,7 @@ class Buffer(Handle):
         return self._view(**asked)[2]
 
     def _view(self, **asked: Any) -> tuple[int, int, Any]:
-        with Lease._local(self) as lease:
+        with Lease(self, writable=True, label="an array of this process", local=True) as lease:
             size, address = lease.bytes, lease.address
             driver, device = self.engine.driver, self.info.device
             return size, address, dlpack_capsule(lease, driver, device, address, (size,), **asked)
@@ -314,6 +316,101 @@ class Buffer(Handle):
         found = ffi.new("uint64_t *")
         check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
         return int(found[0])
+
+
+class Lease(Handle):
+    """Keeps the memory of a buffer where it is, for another program that maps it.
+
+    While the lease is open, the first ``bytes`` bytes of the buffer cannot be cut off or punched (EBUSY); the buffer
+    can grow. The memory exists until the last lease is closed, also if the buffer or its file is closed or removed.
+
+    Parameters
+    ----------
+    buffer
+        The buffer.
+    writable
+        Whether those who map the memory may write to it. The descriptors of GPUs give access for writing in either
+        case. Holes of the buffer get memory.
+    label
+        What messages call the holder, for example "PID 42 (python)".
+    local
+        The memory is used by its address in this process, and is not exported.
+
+    Raises
+    ------
+    EngineError
+        ENODATA: the buffer has holes, and the lease is not for writing. ENOSPC: no memory for the holes. EOPNOTSUPP:
+        the device cannot share memory; the text says why.
+
+    Examples
+    --------
+    >>> with Engine("host", devices=1, memory_bytes=64 << 20) as engine, Buffer(engine) as buffer:
+    ...     buffer.write(0, b"weights")
+    ...     with Lease(buffer, writable=True) as lease, Mapping("host", "", writable=True, reserve=1 << 21) as mapping:
+    ...         mapping.add(lease.pieces())
+    ...         mapping.bytes
+    7
+    2097152
+    """
+
+    __slots__ = ()
+
+    def __init__(self, buffer: Buffer, *, writable: bool = False, label: str = "", local: bool = False) -> None:
+        instance("buffer", Buffer, buffer)
+        flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_LEASE_LOCAL if local else 0)
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), handle))
+        self._own(handle[0])
+
+    def _info(self) -> Any:
+        info = ffi.new("gpufs_lease_info *")
+        check(lib.gpufs_lease_info_get(self._handle, info))
+        return info
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the buffer that are leased: its size when the lease began, or at the last refresh()."""
+        return int(self._info().bytes)
+
+    @property
+    def address(self) -> int:
+        """The device address of the first byte in this process, valid until refresh() or close(); 0 if empty."""
+        return int(self._info().address)
+
+    def refresh(self) -> None:
+        """Extend the lease to the buffer's size now. Fails as the constructor does; the lease is then as before."""
+        check(lib.gpufs_lease_refresh(self._handle))
+
+    def pieces(self, start: int = 0) -> list[SharedPiece]:
+        """Return descriptors of the memory, in order and without gaps.
+
+        Parameters
+        ----------
+        start
+            0, or the end of a piece that was returned before: to get what refresh() has added.
+
+        Returns
+        -------
+        list of SharedPiece
+            Their descriptors belong to the caller. The last piece may reach beyond the leased bytes.
+        """
+        pieces: list[SharedPiece] = []
+        memory = ffi.new("gpufs_shared_piece[]", _AT_ONCE)
+        count = ffi.new("uint64_t *")
+        try:
+            while True:
+                check(
+                    lib.gpufs_lease_pieces(self._handle, unsigned("start", start), memory, _AT_ONCE, count),
+                )
+                found = [SharedPiece(piece.offset, piece.bytes, piece.fd) for piece in memory[0 : count[0]]]
+                pieces += found
+                if len(found) < _AT_ONCE:
+                    return pieces
+                start = found[-1].offset + found[-1].bytes
+        except BaseException:
+            for piece in pieces:
+                os.close(piece.fd)
+            raise
 
 
 if TYPE_CHECKING:

@@ -73,25 +73,15 @@ def dlpack_capsule(
     if copy:
         raise BufferError("the memory is shared in place: make the copy from the resulting array")
     versioned = max_version is not None and max_version[0] >= 1
-    tensor = ffi.new("gpufs_tensor *")
     extents = ffi.new("int64_t[]", shape)
-    tensor.address = address
-    tensor.shape = extents
-    tensor.dimensions = len(shape)
-    tensor.device_type = kind
-    tensor.device_id = device
-    tensor.type_code = code
-    tensor.type_bits = bits
-    tensor.versioned = versioned
-    tensor.read_only = read_only
+    distances = ffi.NULL if strides is None else ffi.new("int64_t[]", strides)
+    data = ffi.cast("void *", address)
+    tensor = ffi.new("gpufs_dl_tensor *", (data, kind, device, len(shape), code, bits, 1, extents, distances, 0))
     managed = ffi.new("void **")
-    if strides is not None:
-        distances = ffi.new("int64_t[]", strides)
-        tensor.strides = distances
     if isinstance(owner, Handle):
-        check(lib.gpufs_tensor_export(owner._handle, ffi.NULL, ffi.NULL, tensor, managed))
+        check(lib.gpufs_tensor_export(owner._handle, ffi.NULL, ffi.NULL, tensor, versioned, read_only, managed))
     else:
-        check(lib.gpufs_tensor_export(0, new_reference(owner), _DROP, tensor, managed))
+        check(lib.gpufs_tensor_export(0, new_reference(owner), _DROP, tensor, versioned, read_only, managed))
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)

@@ -1,6 +1,5 @@
 """The engine and its devices."""
 
-import functools
 import json
 import os
 from dataclasses import dataclass
@@ -22,6 +21,13 @@ _LOCK_POLICIES: Final[dict[str, int]] = {
     "auto": lib.GPUFS_LOCK_AUTO,
     "off": lib.GPUFS_LOCK_OFF,
     "mandatory": lib.GPUFS_LOCK_MANDATORY,
+}
+Switch = Literal["auto", "on", "off", "require"]
+SWITCHES: Final[dict[str, int]] = {
+    "auto": lib.GPUFS_AUTO,
+    "on": lib.GPUFS_ON,
+    "off": lib.GPUFS_OFF,
+    "require": lib.GPUFS_REQUIRE,
 }
 _HIP_MEMORY: Final[dict[str, int]] = {
     "auto": lib.GPUFS_HIP_MEMORY_AUTO,
@@ -204,7 +210,7 @@ class Engine(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_engine_open(options, handle))
         self._users = Users()
-        self._own(handle[0], functools.partial(self._users.close, lib.gpufs_engine_close))
+        self._own(handle[0], self._users.close)
         self.driver = driver
         opened = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, opened))
@@ -242,12 +248,10 @@ class Engine(Handle):
 
     def statistics_read(self) -> bytes:
         """Return all counters in the form of docs/internals/statistics-file.md, for `gpufs.statistics.parse`."""
-        needed = ffi.new("uint64_t *")
-        lib.gpufs_statistics_read(self._handle, ffi.NULL, 0, needed)
-        room = ffi.new("char[]", int(needed[0]))
-        check(lib.gpufs_statistics_read(self._handle, room, len(room), needed))
-        data: bytes = ffi.buffer(room)[:]
-        return data
+        data, size = ffi.new("char **"), ffi.new("uint64_t *")
+        check(lib.gpufs_statistics_read(self._handle, data, size))
+        copy: bytes = ffi.buffer(data[0], size[0])[:]
+        return copy
 
     def io_statistics(self) -> dict[str, Any]:
         """Return the counters of transfers: which path moved how much, and what the fastpath refused."""
@@ -276,3 +280,66 @@ def _transfers(device: dict[str, Any], flow: str) -> dict[str, Any]:
         **moved,
         "refusals": backends["fastpath"]["refusals"],
     }
+
+
+def io_configure(
+    engine: Engine,
+    *,
+    chunk_bytes: int = 0,
+    pinned_bytes: int = 0,
+    workers: int = 0,
+    slots: int = 0,
+    fastpath: Switch = "auto",
+    fallback: Switch = "auto",
+    direct: Switch = "auto",
+    file_systems: str = "",
+) -> None:
+    """Sets the options of an engine's transfers, before its first transfer, mount or statistics.
+
+    Parameters
+    ----------
+    chunk_bytes, pinned_bytes
+        Sizes in bytes of a chunk and of all pinned memory; 0 is the default.
+    workers, slots
+        Threads of a client, and pinned buffers of a thread; 0 is the default.
+    fastpath, fallback, direct
+        Which ways a copy may take.
+    file_systems
+        Types of file systems that the fastpath may use in addition to ext4, xfs and block devices, as
+        /proc/self/mountinfo names them, separated by commas; "any" allows all.
+
+    Raises
+    ------
+    EngineError
+        EBUSY once the engine has used its transfers, EINVAL for a value that is out of range.
+    """
+    instance("engine", Engine, engine)
+    types = ffi.new("char[]", text("file_systems", file_systems))
+    options = {
+        "chunk_bytes": unsigned("chunk_bytes", chunk_bytes),
+        "pinned_bytes": unsigned("pinned_bytes", pinned_bytes),
+        "workers": signed("workers", workers),
+        "slots": signed("slots", slots),
+        "fastpath": choice("fastpath", SWITCHES, fastpath),
+        "fallback": choice("fallback", SWITCHES, fallback),
+        "direct": choice("direct", SWITCHES, direct),
+        "file_systems": types,
+    }
+    check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
+
+
+def fastpath_probe(driver: str) -> list[str]:
+    """The reasons why a driver ("host", "cuda", "hip") has no fastpath for any file; empty if it has one.
+
+    Loads the vendor's libraries if they are installed.
+    """
+    refusals = ffi.new("uint32_t *")
+    check(lib.gpufs_fastpath_probe(ffi.new("char[]", text("driver", driver)), refusals))
+    return refusal_names(int(refusals[0]))
+
+
+def refusal_names(mask: int) -> list[str]:
+    """The names of the bits of a refusal mask: why the fastpath did not take a request."""
+    mask = unsigned("mask", mask)
+    bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
+    return [_REFUSALS[bit] if bit < len(_REFUSALS) else f"bit {bit}" for bit in bits]

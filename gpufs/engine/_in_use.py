@@ -5,36 +5,24 @@ import errno
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any
 
-from gpufs.engine._binding import check
-from gpufs.engine._completions import completions
-from gpufs.engine._native import ffi
+from gpufs.engine._native import lib
 
 
-class InUse(Protocol):
-    """An object with work in progress."""
-
-    def in_use(self) -> object:
-        """Return what must live until the work is over."""
-        ...
-
-
-class Used:
-    """Keeps what one piece of work needs, as long as this object lives."""
-
-    __slots__ = ("__weakref__", "_things")
+class InUse:
+    """What work in progress uses. It is kept as long as this object lives."""
 
     def __init__(self, *things: object) -> None:
         self._things = things
 
     def in_use(self) -> object:
-        """Return everything that is kept."""
+        """Return what must live until the work is over."""
         return self._things
 
 
 class Users:
-    """The objects that have work in progress in an engine."""
+    """The work in progress in an engine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _users
@@ -45,35 +33,28 @@ class Users:
         with self._lock:
             self._users.add(user)
 
-    def close(self, close: Callable[[int], Any], handle: int) -> Any:
+    def close(self, handle: int) -> Any:
         """Close the engine. What a stalled device still uses is never released."""
         with self._lock:
             used = [user.in_use() for user in self._users]
-        status = close(handle)
+        status = lib.gpufs_engine_close(handle)
         if status.error == errno.ETIMEDOUT:
-            keep_for_ever(used)
+            _keep_for_ever(used)
         return status
 
 
-def keep_for_ever(things: object) -> None:
+def _keep_for_ever(things: object) -> None:
     """Keep objects until the process ends, even after the interpreter has ended."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))
 
 
-def close_or_leave(
-    close: Callable[[int], Any],
-    event_fd: Callable[[int, Any], Any],
-    over: Callable[[int], bool],
-    used: InUse,
-    handle: int,
-) -> Any:
+def close_or_leave(wait: Callable[[int], bool], used: InUse, handle: int) -> Any:
     """Close a handle that has work in progress.
 
     Parameters
     ----------
-    close, event_fd, over
-        Functions of the handle: close it; store the descriptor that becomes readable when its work may be over; return
-        whether the work is over.
+    wait
+        Waits a second at most until the work of the handle is over, and returns whether it is.
     used
         What the work uses. It is kept alive until then.
     handle
@@ -82,24 +63,19 @@ def close_or_leave(
     Returns
     -------
     status
-        Of closing. If it is ETIMEDOUT, the handle is closed in the background when the work is over.
+        Of closing. If it is ETIMEDOUT, a thread closes the handle when the work is over.
     """
-    status = close(handle)
-    if status.error != errno.ETIMEDOUT:
-        return status
-
-    def again() -> bool:
-        if not over(handle):
-            return True
-        close(handle)
-        keep.clear()
-        return False
-
-    keep: Final = [used]
-    fd = ffi.new("int *")
-    try:
-        check(event_fd(handle, fd))
-        completions.watch(fd[0], again)
-    except (OSError, RuntimeError, MemoryError):
-        keep_for_ever(keep)
+    status = lib.gpufs_close(handle)
+    if status.error == errno.ETIMEDOUT:
+        try:
+            threading.Thread(target=_close_later, args=(wait, used, handle), name="gpufs-close", daemon=True).start()
+        except (RuntimeError, MemoryError):
+            _keep_for_ever(used)
     return status
+
+
+def _close_later(wait: Callable[[int], bool], used: InUse, handle: int) -> None:
+    while not wait(handle):
+        pass
+    lib.gpufs_close(handle)
+    del used

@@ -1,14 +1,12 @@
 """Host memory that is locked, so that devices copy from and to it themselves."""
 
 import errno
-import os
-import weakref
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+import functools
+from typing import TYPE_CHECKING, Any
 
 from gpufs.engine._arguments import instance, unsigned
 from gpufs.engine._arrays import HostRange, host_range
-from gpufs.engine._binding import EngineError, check
+from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
@@ -16,13 +14,11 @@ if TYPE_CHECKING:
     from gpufs.engine._arrays import MemoryBuffer, SupportsDLPack
 
 
-def _unlock(pid: int, engine: int, host: HostRange) -> None:
-    # A forked child has none of its parent's locks.
-    if os.getpid() == pid:
-        lib.gpufs_host_unlock(engine, ffi.cast("void *", host.address), host.bytes)
+def _unlock(host: HostRange, engine: int) -> Any:
+    return lib.gpufs_host_unlock(engine, ffi.cast("void *", host.address), host.bytes)
 
 
-class HostLock:
+class HostLock(Handle):
     """Locks host memory until unlock(), close(), the end of ``with``, or until this object goes.
 
     ``memory``: a contiguous object that has the buffer protocol (numpy array, bytearray, mmap, ...), an array in host
@@ -40,7 +36,7 @@ class HostLock:
     TypeError or ValueError for memory that cannot be locked.
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "_host", "engine")
+    __slots__ = ("_host", "engine")
 
     def __init__(
         self,
@@ -69,7 +65,7 @@ class HostLock:
         self.engine = engine
         self._host: HostRange = host
         # It has the memory, which so lives until it is unlocked.
-        self._finalizer = weakref.finalize(self, _unlock, os.getpid(), engine._handle, host)
+        self._own(engine._handle, functools.partial(_unlock, host))
 
     @property
     def address(self) -> int:
@@ -89,7 +85,7 @@ class HostLock:
     @property
     def locked(self) -> bool:
         """Whether it still is, by this object."""
-        return self._finalizer.alive
+        return not self.closed
 
     @property
     def foreign(self) -> bool:
@@ -116,41 +112,24 @@ class HostLock:
 
     def unlock(self) -> None:
         """Unlocks it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
-        if not self._undo():
+        # Of several threads one alone gets it: the range may be locked by others, whose lock must not be undone.
+        if self._finalizer.detach() is None:
             raise EngineError(
                 errno.ENOENT,
-                f"{self._host.address:#x}-{self._host.address + self._host.bytes:#x} ({self._host.bytes} bytes) is not "
-                "locked by this object any more",
+                f"{self.address:#x}-{self.address + self.size:#x} ({self.size} bytes) is not locked by this object any "
+                "more",
             )
+        status = self._close(self._handle)
+        if status.error not in (0, errno.EBADF):
+            self._own(self._handle, self._close)
+        else:
+            self._host.release()
+        check(status)
 
     def close(self) -> None:
         """Unlocks it. A second call does nothing, nor does one after the engine was closed or in a forked child."""
         try:
-            self._undo()
+            self.unlock()
         except EngineError as error:
-            if error.errno != errno.EBADF:
+            if error.errno not in (errno.EBADF, errno.ENOENT):
                 raise
-            self._finalizer.detach()
-            self._host.release()
-
-    def _undo(self) -> bool:
-        """Unlocks it, and says whether this was the call that did. What the driver fails with leaves it locked."""
-        # Of several threads one alone gets it: the range may be locked by others, whose lock must not be undone.
-        taken = self._finalizer.detach()
-        if taken is None:
-            return False
-        try:
-            check(lib.gpufs_host_unlock(self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes))
-        except BaseException:
-            self._finalizer = weakref.finalize(self, taken[1], *taken[2])
-            raise
-        self._host.release()
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,7 +1,8 @@
 """A mount's data plane and the inode table that both planes share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from errno import EBUSY
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 from gpufs.engine._binding import Handle, check, failure, json_of
@@ -58,49 +59,7 @@ class Attributes:
     device: int = -1
 
 
-def _pack(a: Attributes) -> Any:
-    return ffi.new(
-        _ATTRIBUTES,
-        (
-            a.ino,
-            a.size,
-            a.blocks,
-            a.atime,
-            a.mtime,
-            a.ctime,
-            a.atime_ns,
-            a.mtime_ns,
-            a.ctime_ns,
-            a.mode,
-            a.nlink,
-            a.uid,
-            a.gid,
-            a.rdev,
-            a.blksize,
-            a.device,
-        ),
-    )
-
-
-def _unpack(c: Any) -> Attributes:
-    return Attributes(
-        c.ino,
-        c.size,
-        c.blocks,
-        c.atime,
-        c.mtime,
-        c.ctime,
-        c.atime_ns,
-        c.mtime_ns,
-        c.ctime_ns,
-        c.mode,
-        c.nlink,
-        c.uid,
-        c.gid,
-        c.rdev,
-        c.blksize,
-        c.device,
-    )
+_VALUES: Final = attrgetter(*(field.name for field in fields(Attributes)))
 
 
 def relay_pair() -> tuple[int, int]:
@@ -167,7 +126,7 @@ class Mount(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_open(engine._handle, options, handle))
         self.engine = engine
-        self._own(handle[0], lib.gpufs_mount_close)
+        self._own(handle[0])
 
     def start(self) -> None:
         """Starts the threads; after the descriptor is mounted and before pyfuse3.main."""
@@ -182,7 +141,7 @@ class Mount(Handle):
 
     def statistics(self) -> dict[str, Any]:
         """The data plane's counters."""
-        return json_of(lambda *room: lib.gpufs_mount_statistics(self._handle, *room))
+        return json_of(lib.gpufs_mount_statistics, self._handle)
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
         """(inode, bytes read, bytes written) of the files with the most bytes moved since the last call, these first.
@@ -218,7 +177,7 @@ class Mount(Handle):
         Each has ``used_bytes``, and ``limit_bytes`` if there is a limit. Users who use nothing and have no limit are
         left out.
         """
-        return json_of(lambda *room: lib.gpufs_quota_list(self._handle, *room))
+        return json_of(lib.gpufs_quota_list, self._handle)
 
     def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
         """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
@@ -227,9 +186,7 @@ class Mount(Handle):
         mode is then the requested one, from which ``umask`` is removed unless a list replaces it. 0: everything is as
         in ``attributes``.
         """
-        status = lib.gpufs_inode_add(self._handle, _pack(attributes), parent, umask)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_inode_add(self._handle, ffi.new(_ATTRIBUTES, _VALUES(attributes)), parent, umask))
 
     def inode_remove(self, ino: int) -> bool:
         """Removes an inode that has no references; False if it has. EngineError ENOENT if unknown.
@@ -245,47 +202,33 @@ class Mount(Handle):
 
     def inode_hold(self, ino: int) -> None:
         """Adds a reference, for the kernel if a reply gives it the inode. EngineError ENOENT if unknown."""
-        status = lib.gpufs_inode_hold(self._handle, ino)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_inode_hold(self._handle, ino))
 
     def inode_drop(self, ino: int, count: int) -> None:
         """Drops references. EngineError ENOENT if unknown."""
-        status = lib.gpufs_inode_drop(self._handle, ino, count)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_inode_drop(self._handle, ino, count))
 
     def name_set(self, directory: int, name: bytes, ino: int) -> None:
         """Gives an inode a name in a directory, whose times become now. Lookups find it from now on."""
-        status = lib.gpufs_name_set(self._handle, directory, name, len(name), ino)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_name_set(self._handle, directory, name, len(name), ino))
 
     def name_remove(self, directory: int, name: bytes) -> None:
         """Removes a name from a directory, whose times become now."""
-        status = lib.gpufs_name_remove(self._handle, directory, name, len(name))
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_name_set(self._handle, directory, name, len(name), 0))
 
     def inode_get(self, ino: int) -> Attributes:
         """The attributes of an inode as they are now. EngineError ENOENT if unknown."""
         attributes = ffi.new(_ATTRIBUTES)
-        status = lib.gpufs_inode_get(self._handle, ino, attributes)
-        if status.error:
-            raise failure(status)
-        return _unpack(attributes)
+        check(lib.gpufs_inode_get(self._handle, ino, attributes))
+        return Attributes(*_VALUES(attributes))
 
     def inode_links(self, ino: int, links: int) -> None:
         """Sets the link count, and the change time to now. EngineError ENOSPC if names may not take more memory."""
-        status = lib.gpufs_inode_links(self._handle, ino, links)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_inode_links(self._handle, ino, links))
 
     def inode_read(self, ino: int) -> None:
         """Sets the access time, if that is due, after a read by other means than the mount's native operations."""
-        status = lib.gpufs_inode_read(self._handle, ino)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_inode_read(self._handle, ino))
 
     def inode_written(self, ino: int) -> None:
         """Sets the times and clears set-id bits after a change by other means, for example by a transfer.
@@ -300,9 +243,7 @@ class Mount(Handle):
         The engine itself answers the kernel when a file is opened that exists.
         """
         fh = ffi.new(_FH)
-        status = lib.gpufs_file_open(self._handle, ino, flags, fh)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_file_open(self._handle, ino, flags, fh))
         return int(fh[0])
 
     @staticmethod
@@ -317,16 +258,12 @@ class Mount(Handle):
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
         """
         fh = ffi.new(_FH)
-        status = lib.gpufs_backing_file_open(self._handle, fd, fh)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_backing_file_open(self._handle, fd, fh))
         return int(fh[0])
 
     def file_release(self, fh: int) -> None:
         """The answer to RELEASE. EngineError EBADF for an unknown file handle."""
-        status = lib.gpufs_file_release(self._handle, fh)
-        if status.error:
-            raise failure(status)
+        check(lib.gpufs_file_release(self._handle, fh))
 
     def buffer(self, ino: int) -> Buffer:
         """The buffer of a regular file, which lives at least as long as the result is open.

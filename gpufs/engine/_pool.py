@@ -28,7 +28,7 @@ class AddressPool(Handle):
     def __init__(self, address: int, size: int) -> None:
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_pool_open(address, size, handle))
-        self._own(handle[0], lib.gpufs_pool_close)
+        self._own(handle[0])
 
     def enter(self) -> None:
         """The calling thread allocates from this pool from now on."""

@@ -114,7 +114,7 @@ class Cells(Handle):
         self.device_address = int(address[0])
         self._count = count
         self._memory = ffi.cast("int64_t *", memory[0])
-        self._own(handle[0], lib.gpufs_pinned_close)
+        self._own(handle[0])
 
     def __len__(self) -> int:
         return self._count
@@ -177,13 +177,11 @@ class Stream(Handle):
         for name in fixed:
             flags |= choice("fixed", _FIXED, name)
         handle = ffi.new("gpufs_handle *")
-        if stream is None:
-            check(lib.gpufs_stream_create(engine._handle, signed("device", device or 0), flags, handle))
-        else:
-            where = -1 if device is None else signed("device", device)
-            check(lib.gpufs_stream_register(engine._handle, where, native_handle(stream), flags, handle))
+        native = ffi.NULL if stream is None else ffi.new("uint64_t *", native_handle(stream))
+        where = (0 if stream is None else -1) if device is None else signed("device", device)
+        check(lib.gpufs_stream_open(engine._handle, where, native, flags, handle))
         self.engine = engine
-        self._own(handle[0], lib.gpufs_stream_close)
+        self._own(handle[0])
 
     def _info(self) -> Any:
         info = ffi.new("gpufs_stream_info *")

@@ -1,119 +1,49 @@
-"""Transfers between files of the host and device memory."""
+"""Files of the host, and the reads and writes between them and device memory: transfers, and operations on streams."""
 
-import errno
 import functools
+import itertools
 import math
+import numbers
 import os
+import threading
 import time
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from errno import EAGAIN, ECANCELED
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
+from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned
 from gpufs.engine._arrays import device_range
-from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._binding import EngineError, Handle, check, failure
 from gpufs.engine._buffer import Buffer
-from gpufs.engine._engine import Engine
-from gpufs.engine._in_use import Used, close_or_leave
+from gpufs.engine._engine import SWITCHES, Engine, Switch, refusal_names
+from gpufs.engine._futures import OperationFuture, set_outcomes, watch_the_exit
+from gpufs.engine._in_use import InUse, close_or_leave
 from gpufs.engine._native import ffi, lib
+from gpufs.engine._streams import Stream, StreamLike, native_handle, number_address
 
 if TYPE_CHECKING:
-    from gpufs.engine._buffer import Memory
+    import ctypes
 
-Switch = Literal["auto", "on", "off", "require"]
+    from gpufs.engine._arrays import MemoryBuffer
+    from gpufs.engine._buffer import Memory
+    from gpufs.engine._streams import Late, Number
+
 Direction = Literal["load", "store"]
 Sync = Literal["none", "data", "full"]
 
-_SWITCHES: Final[dict[str, int]] = {
-    "auto": lib.GPUFS_AUTO,
-    "on": lib.GPUFS_ON,
-    "off": lib.GPUFS_OFF,
-    "require": lib.GPUFS_REQUIRE,
-}
 _DIRECTIONS: Final[dict[str, int]] = {"load": lib.GPUFS_LOAD, "store": lib.GPUFS_STORE}
 _SYNCS: Final[dict[str, int]] = {
     "none": lib.GPUFS_SYNC_NONE,
     "data": lib.GPUFS_SYNC_DATA,
     "full": lib.GPUFS_SYNC_FULL,
 }
+_STATES: Final[tuple[Literal["queued", "running", "done"], ...]] = ("queued", "running", "done")  # as GPUFS_TRANSFER_
 _TO_THE_END: Final = (1 << 64) - 1
-_PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can look at signals
-
-
-def io_configure(
-    engine: Engine,
-    *,
-    chunk_bytes: int = 0,
-    pinned_bytes: int = 0,
-    workers: int = 0,
-    slots: int = 0,
-    fastpath: Switch = "auto",
-    fallback: Switch = "auto",
-    direct: Switch = "auto",
-    file_systems: str = "",
-) -> None:
-    """Sets the options of an engine's transfers, before its first transfer, mount or statistics.
-
-    Parameters
-    ----------
-    chunk_bytes, pinned_bytes
-        Sizes in bytes of a chunk and of all pinned memory; 0 is the default.
-    workers, slots
-        Threads of a client, and pinned buffers of a thread; 0 is the default.
-    fastpath, fallback, direct
-        Which ways a copy may take.
-    file_systems
-        Types of file systems that the fastpath may use in addition to ext4, xfs and block devices, as
-        /proc/self/mountinfo names them, separated by commas; "any" allows all.
-
-    Raises
-    ------
-    EngineError
-        EBUSY once the engine has used its transfers, EINVAL for a value that is out of range.
-    """
-    instance("engine", Engine, engine)
-    types = ffi.new("char[]", text("file_systems", file_systems))
-    options = {
-        "chunk_bytes": unsigned("chunk_bytes", chunk_bytes),
-        "pinned_bytes": unsigned("pinned_bytes", pinned_bytes),
-        "workers": signed("workers", workers),
-        "slots": signed("slots", slots),
-        "fastpath": choice("fastpath", _SWITCHES, fastpath),
-        "fallback": choice("fallback", _SWITCHES, fallback),
-        "direct": choice("direct", _SWITCHES, direct),
-        "file_systems": types,
-    }
-    check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
-
-
-def fastpath_probe(driver: str) -> list[str]:
-    """The reasons why a driver ("host", "cuda", "hip") has no fastpath for any file; empty if it has one.
-
-    Loads the vendor's libraries if they are installed.
-    """
-    refusals = ffi.new("uint32_t *")
-    check(lib.gpufs_fastpath_probe(ffi.new("char[]", text("driver", driver)), refusals))
-    return refusal_names(int(refusals[0]))
-
-
-def refusal_names(mask: int) -> list[str]:
-    """The names of the bits of a refusal mask: why the fastpath did not take a request."""
-    mask = unsigned("mask", mask)
-    bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
-    return [ffi.string(lib.gpufs_refusal_name(bit)).decode() or f"bit {bit}" for bit in bits]
-
-
-@dataclass(frozen=True, slots=True)
-class BackingInfo:
-    """What the engine knows about a file of the host."""
-
-    file_system: str  # "ext4"; "" if its mount is not visible to this process
-    block_device: bool
-    readable: bool
-    writable: bool
-    direct: bool  # it could also be opened with O_DIRECT
-    offset_align: int  # of O_DIRECT, bytes
-    memory_align: int
-    fastpath_refusals: tuple[str, ...]  # why the fastpath does not take the file
+_PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can handle signals
+MOST_AT_ONCE: Final = 64  # results
+_THREAD_STAYS: Final = 1.0  # seconds, when there is nothing to collect
 
 
 class TransferError(EngineError):
@@ -144,15 +74,279 @@ class TransferProgress:
     refusals: tuple[str, ...]  # why the fastpath did not take all of it
 
 
-_STATES: Final[dict[int, Literal["queued", "running", "done"]]] = {
-    lib.GPUFS_TRANSFER_QUEUED: "queued",
-    lib.GPUFS_TRANSFER_RUNNING: "running",
-    lib.GPUFS_TRANSFER_DONE: "done",
-}
+def error_of(ended: Any) -> TransferError | None:
+    """Return the failure of what has ended, from the C interface's progress."""
+    if not ended.error:
+        return None
+    text = ffi.string(ended.message).decode(errors="replace")
+    return TransferError(ended.error, text, ended.device_code, ended.prefix)
 
 
-class HostFile(Handle):
-    """A file of the host that is open for transfers, without its reads and writes: see BackingFile."""
+@dataclass(slots=True)
+class _Request:
+    """What is to be moved, and how."""
+
+    direction: Direction
+    file: "BackingFile"
+    memory: "Memory"
+    size: "Number | None" = None
+    file_offset: "Number" = 0
+    buffer_offset: "Number" = 0
+    _: KW_ONLY
+    fastpath: Switch = "auto"
+    fallback: Switch = "auto"
+    sync: Sync = "none"
+    sparse: bool = False
+    share: int = 0
+    client: int = 0
+
+    def __post_init__(self) -> None:
+        choice("direction", _DIRECTIONS, self.direction)
+        choice("fastpath", SWITCHES, self.fastpath)
+        choice("fallback", SWITCHES, self.fallback)
+        choice("sync", _SYNCS, self.sync)
+
+    def _fill_transfer(self, request: Any, size: Any, file_offset: Any, buffer_offset: Any) -> object:
+        """Fill in the C interface's request. Returns what must live until the work is over."""
+        instance("file", BackingFile, self.file)
+        keep: object = None
+        request.backing = self.file._handle
+        if isinstance(self.memory, Buffer):
+            request.buffer = self.memory._handle
+        else:
+            found, keep = device_range(self.file.engine, self.memory, writable=self.direction == "load")
+            request.device = signed("device", found.device)
+            request.address = unsigned("address", found.address)
+            request.address_bytes = unsigned("bytes", found.bytes)
+        request.file_offset = unsigned("file_offset", file_offset)
+        request.buffer_offset = unsigned("buffer_offset", buffer_offset)
+        request.bytes = _TO_THE_END if size is None else unsigned("size", size)
+        request.direction = _DIRECTIONS[self.direction]
+        request.sync = _SYNCS[self.sync]
+        request.sparse = bool(self.sparse)
+        request.fastpath = SWITCHES[self.fastpath]
+        request.fallback = SWITCHES[self.fallback]
+        request.share = signed("share", self.share)
+        request.client = unsigned("client", self.client)
+        return self.file, self.memory, keep
+
+
+@dataclass(slots=True)
+class Operation(_Request):
+    """A read or write to be submitted.
+
+    Parameters
+    ----------
+    size, file_offset, buffer_offset
+        In bytes. A size of None is as much as there is and fits. Late numbers are a :class:`Late`, a 64-bit ctypes
+        integer or 8 bytes of memory, read when the stream reaches the operation. A late size must not grow after the
+        submission.
+    stream
+        A :class:`Stream`, an object with ``__cuda_stream__`` or a handle. None: the operation starts at once, in no
+        order with others.
+    count
+        Writable memory as for late numbers. Receives the bytes moved, or a negative errno, before the stream continues.
+    cookie
+        Is returned with the result. Traces show integers.
+
+    Raises
+    ------
+    ValueError
+        ``direction`` is neither "load" nor "store", or ``fastpath``, ``fallback`` or ``sync`` is another word than
+        those of :class:`Transfer`.
+    """
+
+    _: KW_ONLY
+    stream: "Stream | StreamLike | None" = None
+    count: "Late | ctypes.c_int64 | MemoryBuffer | None" = None
+    cookie: object = None
+
+    def _fill(self, target: Any, cookie: int) -> object:
+        """Fill in the C interface's structure. Returns what must live until the operation has ended."""
+        keep: list[object] = [self.stream]
+
+        def number(name: str, cell: str, value: Any) -> Any:
+            """The number, or 0 where it is late."""
+            if value is None or isinstance(value, numbers.Integral):
+                return value
+            address, kept = number_address(name, value, writable=False)
+            keep.append(kept)
+            setattr(target, cell, ffi.cast("uint64_t *", address))
+            return 0
+
+        size = number("size", "bytes_cell", self.size)
+        file_offset = number("file_offset", "file_offset_cell", self.file_offset)
+        buffer_offset = number("buffer_offset", "buffer_offset_cell", self.buffer_offset)
+        keep.append(self._fill_transfer(target.transfer, size, file_offset, buffer_offset))
+        if isinstance(self.stream, Stream):
+            target.stream = self.stream._handle
+        elif self.stream is not None:
+            target.implied = 1
+            target.native_device = -1
+            target.native_stream = native_handle(self.stream)
+        if self.count is not None:
+            address, kept = number_address("count", self.count, writable=True)
+            keep.append(kept)
+            target.count = ffi.cast("int64_t *", address)
+        target.cookie = cookie
+        if isinstance(self.cookie, int) and 0 <= self.cookie < 1 << 64:
+            target.trace_cookie = self.cookie
+        return keep
+
+
+class OperationQueue(InUse):
+    """Operations that were submitted and not collected, each with what its collector wants to know."""
+
+    def __init__(self, engine: Engine, capacity: int, end: Callable[[Any, Any], Any]) -> None:
+        """``end`` makes the result of what was submitted with an operation, and the C interface's completion."""
+        super().__init__()
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_queue_open(engine._handle, unsigned("capacity", capacity), handle))
+        self.handle = int(handle[0])
+        self.lock = threading.Lock()  # guards all below
+        self.under_way: dict[int, tuple[Any, object]] = {}
+        self.ended: list[Any] = []  # results
+        self._end = end
+        self._cookies = itertools.count(1)
+        engine._users.add(self)
+
+    def in_use(self) -> object:
+        """Return what the operations use."""
+        with self.lock:
+            return list(self.under_way.values())
+
+    def submit(self, operations: Sequence[tuple[Operation, Any]]) -> list[int]:
+        """Submit operations, each with something to end: all of them, or none. Returns their numbers."""
+        count = len(operations)
+        array, ids, bad = ffi.new("gpufs_operation[]", count), ffi.new("uint64_t[]", count), ffi.new("uint64_t *")
+        kept = {}
+        for index, (operation, wanted) in enumerate(operations):
+            cookie = next(self._cookies)
+            kept[cookie] = (wanted, operation._fill(array[index], cookie))
+        with self.lock:
+            self.under_way |= kept
+        status = lib.gpufs_queue_submit(self.handle, array, count, ids, bad)
+        if status.error:
+            error = failure(status)
+            with self.lock:
+                for cookie in kept:
+                    self.under_way.pop(cookie, None)
+            if count > 1 and error.errno != EAGAIN:
+                error.add_note(f"operation {bad[0]} of {count}")
+            raise error
+        return list(ids)
+
+    def collect(self, fewest: int, seconds: float, most: int = MOST_AT_ONCE) -> int:
+        """Add at most so many results to ``ended``: wait so long for ``fewest``. Returns how many operations ended."""
+        found = ffi.new("gpufs_completion[]", most)
+        count = ffi.new("uint64_t *")
+        check(lib.gpufs_queue_collect(self.handle, found, most, fewest, math.ceil(seconds * 1000), count))
+        with self.lock:
+            for index in range(count[0]):
+                # One that was cancelled while it was refused was never submitted.
+                kept = self.under_way.pop(found[index].cookie, None)
+                if kept is not None:
+                    self.ended.append(self._end(kept[0], found[index]))
+        return int(count[0])
+
+    def wait(self, handle: int) -> bool:
+        """Wait a second at most until all operations have ended, and return whether they have, or the queue is gone."""
+        try:
+            self.collect(MOST_AT_ONCE, 1)
+        except EngineError:
+            return True
+        with self.lock:
+            self.ended.clear()
+            return not self.under_way
+
+
+class _Futures(OperationQueue):
+    """All operations of an engine that have futures. The queue is closed with the engine.
+
+    A thread sets the results. It runs while there are futures, and a second longer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, 0, self._outcome)
+        self._changed = threading.Condition(self.lock)  # guards all below, too
+        self._starting = 0  # futures whose operation is not under way yet
+        self._running = False
+
+    @staticmethod
+    def _outcome(future: OperationFuture, ended: Any) -> tuple[OperationFuture, int | Exception | None]:
+        if ended.outcome.error == ECANCELED:
+            return future, None
+        return future, error_of(ended.outcome) or int(ended.outcome.prefix)
+
+    def start(self, operation: Operation) -> OperationFuture:
+        future = OperationFuture(self.handle)
+        with self._changed:
+            if not self._running:  # without a thread nothing is submitted
+                watch_the_exit()
+                threading.Thread(target=self._run, name="gpufs-futures", daemon=True).start()
+                self._running = True
+            self._starting += 1
+        try:
+            (future._id,) = self.submit([(operation, future)])
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self.under_way and not self._changed.wait_for(lambda: self.under_way, _THREAD_STAYS):
+                    if self._starting:
+                        continue
+                    self._running = False
+                    return
+            try:
+                none = not self.collect(1, _THREAD_STAYS)
+            except EngineError:  # the engine was closed over them
+                with self.lock:
+                    lost, self.under_way = list(self.under_way.values()), {}
+                set_outcomes([(future, None) for future, _ in lost])
+                continue
+            if none:
+                time.sleep(0.001)  # the only one is not in the engine's queue yet
+            with self.lock:
+                over, self.ended = self.ended, []
+            set_outcomes(over)
+            over.clear()
+
+
+_futures: Final[weakref.WeakKeyDictionary[Engine, _Futures]] = weakref.WeakKeyDictionary()
+_futures_lock: Final = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class BackingInfo:
+    """What the engine knows about a file of the host."""
+
+    file_system: str  # "ext4"; "" if its mount is not visible to this process
+    block_device: bool
+    readable: bool
+    writable: bool
+    direct: bool  # it could also be opened with O_DIRECT
+    offset_align: int  # of O_DIRECT, bytes
+    memory_align: int
+    fastpath_refusals: tuple[str, ...]  # why the fastpath does not take the file
+
+
+class BackingFile(Handle):
+    """A regular file or block device of the host, for transfers. It keeps its engine alive.
+
+    The engine opens descriptors of its own with the access mode of ``fd``, never a wider one. This may block for as
+    long as the file's server does.
+
+    Raises
+    ------
+    EngineError
+        EBADF for an O_PATH descriptor, EISDIR or EINVAL for another kind of file, EDEADLK for a file on a mount of
+        gpufs.
+    """
 
     __slots__ = ("engine",)
 
@@ -161,7 +355,7 @@ class HostFile(Handle):
         instance("engine", Engine, engine)
         check(lib.gpufs_backing_open(engine._handle, signed("fd", fd), handle))
         self.engine = engine
-        self._own(handle[0], lib.gpufs_backing_close)
+        self._own(handle[0])
 
     @classmethod
     def open(
@@ -188,77 +382,119 @@ class HostFile(Handle):
         info = ffi.new("gpufs_backing_info *")
         check(lib.gpufs_backing_info_get(self._handle, info))
         return BackingInfo(
-            file_system=ffi.string(info.file_system).decode(errors="replace"),
-            block_device=bool(info.block_device),
-            readable=bool(info.readable),
-            writable=bool(info.writable),
-            direct=bool(info.direct),
-            offset_align=info.offset_align,
-            memory_align=info.memory_align,
-            fastpath_refusals=tuple(refusal_names(info.fastpath_refusals)),
+            ffi.string(info.file_system).decode(errors="replace"),
+            bool(info.block_device),
+            bool(info.readable),
+            bool(info.writable),
+            bool(info.direct),
+            info.offset_align,
+            info.memory_align,
+            tuple(refusal_names(info.fastpath_refusals)),
         )
 
+    def read(
+        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
+    ) -> int:
+        """Reads from the file into device memory and waits for the end.
 
-def check_words(direction: str, fastpath: str, fallback: str, sync: str) -> None:
-    """ValueError for an argument that is not one of its words."""
-    choice("direction", _DIRECTIONS, direction)
-    choice("fastpath", _SWITCHES, fastpath)
-    choice("fallback", _SWITCHES, fallback)
-    choice("sync", _SYNCS, sync)
+        An exception that arrives during the wait (KeyboardInterrupt) cancels the read.
 
+        Parameters
+        ----------
+        memory
+            A buffer, or device memory of the program: a :class:`DeviceRange` or an array.
+        size
+            In bytes; None: as much as there is and fits.
+        file_offset, buffer_offset
+            In bytes.
+        options
+            Those of :class:`Transfer`.
 
-def fill_request(
-    request: Any,
-    direction: Direction,
-    backing: HostFile,
-    memory: "Memory",
-    *,
-    file_offset: int,
-    buffer_offset: int,
-    size: int | None,
-    fastpath: Switch,
-    fallback: Switch,
-    sync: Sync,
-    sparse: bool,
-    share: int,
-    client: int,
-) -> object:
-    """Fills in the C interface's request. Returns what must be kept alive while the transfer runs."""
-    if not isinstance(backing, HostFile):
-        raise TypeError(f"backing: {type(backing).__name__} is not BackingFile")
-    request.backing = backing._handle
-    keep: object = None
-    if isinstance(memory, Buffer):
-        request.buffer = memory._handle
-    else:
-        found, keep = device_range(backing.engine, memory, writable=direction == "load")
-        request.device = signed("device", found.device)
-        request.address = unsigned("address", found.address)
-        request.address_bytes = unsigned("bytes", found.bytes)
-    request.file_offset = unsigned("file_offset", file_offset)
-    request.buffer_offset = unsigned("buffer_offset", buffer_offset)
-    request.bytes = _TO_THE_END if size is None else unsigned("size", size)
-    request.direction = choice("direction", _DIRECTIONS, direction)
-    request.sync = choice("sync", _SYNCS, sync)
-    request.sparse = bool(sparse)
-    request.fastpath = choice("fastpath", _SWITCHES, fastpath)
-    request.fallback = choice("fallback", _SWITCHES, fallback)
-    request.share = signed("share", share)
-    request.client = unsigned("client", client)
-    return keep
+        Returns
+        -------
+        int
+            The bytes read: fewer than ``size`` at the end of the file.
+
+        Raises
+        ------
+        TransferError
+            The read failed, also after progress.
+        EngineError, TypeError, ValueError
+            The read could not be queued.
+        """
+        with Transfer("load", self, memory, size, file_offset, buffer_offset, **options) as transfer:
+            return transfer.finish()
+
+    def write(
+        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
+    ) -> int:
+        """Writes device memory to the file and waits; returns the bytes written. Otherwise like :meth:`read`.
+
+        The bytes are durable only with ``sync="data"`` or ``sync="full"``.
+        """
+        with Transfer("store", self, memory, size, file_offset, buffer_offset, **options) as transfer:
+            return transfer.finish()
+
+    def read_async(
+        self,
+        memory: "Memory",
+        size: "Number | None" = None,
+        file_offset: "Number" = 0,
+        buffer_offset: "Number" = 0,
+        *,
+        stream: Stream | StreamLike | None = None,
+        **options: Any,
+    ) -> OperationFuture:
+        """Queues a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
+
+        Numbers may be late, ``options`` are those of :class:`Operation`. Without a stream the read starts at once.
+
+        Raises
+        ------
+        EngineError
+            EAGAIN if too many operations are under way, EINVAL if memory and stream are on different devices, EBUSY for
+            a stream that is being captured into a graph.
+        TypeError, ValueError
+            An argument cannot be used.
+        """
+        operation = Operation("load", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
+        return self._start(operation)
+
+    def write_async(
+        self,
+        memory: "Memory",
+        size: "Number | None" = None,
+        file_offset: "Number" = 0,
+        buffer_offset: "Number" = 0,
+        *,
+        stream: Stream | StreamLike | None = None,
+        **options: Any,
+    ) -> OperationFuture:
+        """Queues a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
+        operation = Operation("store", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
+        return self._start(operation)
+
+    def _start(self, operation: Operation) -> OperationFuture:
+        with _futures_lock:
+            futures = _futures.get(self.engine)
+            if futures is None:
+                futures = _futures[self.engine] = _Futures(self.engine)
+        return futures.start(operation)
 
 
 class Transfer(Handle):
     """A copy between a file and device memory, queued by the constructor. It keeps both alive.
 
     Device memory that is not a buffer must stay valid, and no queued work of the program may use it, until the transfer
-    is done; arrays are kept alive. The outcome is in progress() and result().
+    is done; arrays are kept alive.
 
     Closing cancels a running transfer and waits for its end. It raises EngineError ETIMEDOUT if it has not ended
     within 10 s: then the transfer and its memory are freed when it ends.
 
     Parameters
     ----------
+    direction
+        "load": from the file to the device. "store": from the device to the file.
     size
         In bytes; None: up to the end of the source.
     fastpath, fallback
@@ -280,48 +516,25 @@ class Transfer(Handle):
         The memory cannot be used.
     """
 
-    __slots__ = ("_keep", "backing", "memory")
+    __slots__ = ()
 
     def __init__(
         self,
         direction: Direction,
-        backing: HostFile,
+        file: BackingFile,
         memory: "Memory",
-        *,
+        size: int | None = None,
         file_offset: int = 0,
         buffer_offset: int = 0,
-        size: int | None = None,
-        fastpath: Switch = "auto",
-        fallback: Switch = "auto",
-        sync: Sync = "none",
-        sparse: bool = False,
-        share: int = 0,
-        client: int = 0,
+        **options: Any,
     ) -> None:
+        wanted = _Request(direction, file, memory, size, file_offset, buffer_offset, **options)
         request = ffi.new("gpufs_transfer_request *")
-        self._keep = fill_request(
-            request,
-            direction,
-            backing,
-            memory,
-            file_offset=file_offset,
-            buffer_offset=buffer_offset,
-            size=size,
-            fastpath=fastpath,
-            fallback=fallback,
-            sync=sync,
-            sparse=sparse,
-            share=share,
-            client=client,
-        )
+        used = InUse(wanted._fill_transfer(request, size, file_offset, buffer_offset))
         handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_transfer_start(backing.engine._handle, request, handle))
-        self.backing = backing
-        self.memory = memory
-        used = Used(backing, memory, self._keep)
-        backing.engine._users.add(used)
-        close, event_fd = lib.gpufs_transfer_close, lib.gpufs_transfer_event_fd
-        self._own(handle[0], functools.partial(close_or_leave, close, event_fd, lambda _: True, used))
+        check(lib.gpufs_transfer_start(file.engine._handle, request, handle))
+        file.engine._users.add(used)
+        self._own(handle[0], functools.partial(close_or_leave, _over_within_a_second, used))
 
     @property
     def event_fd(self) -> int:
@@ -330,23 +543,31 @@ class Transfer(Handle):
         check(lib.gpufs_transfer_event_fd(self._handle, fd))
         return int(fd[0])
 
+    def _now(self) -> Any:
+        now = ffi.new("gpufs_transfer_progress *")
+        check(lib.gpufs_transfer_progress_get(self._handle, now))
+        return now
+
     def progress(self) -> TransferProgress:
         """The transfer's progress."""
-        p = ffi.new("gpufs_transfer_progress *")
-        check(lib.gpufs_transfer_progress_get(self._handle, p))
+        now = self._now()
         return TransferProgress(
-            state=_STATES[p.state],
-            error=p.error,
-            device_code=p.device_code,
-            sync_failed=bool(p.sync_failed),
-            total=p.total,
-            moved=p.moved,
-            prefix=p.prefix,
-            fastpath_bytes=p.fastpath_bytes,
-            fallback_bytes=p.fallback_bytes,
-            hole_bytes=p.hole_bytes,
-            refusals=tuple(refusal_names(p.refusals)),
+            state=_STATES[now.state],
+            error=now.error,
+            device_code=now.device_code,
+            sync_failed=bool(now.sync_failed),
+            total=now.total,
+            moved=now.moved,
+            prefix=now.prefix,
+            fastpath_bytes=now.fastpath_bytes,
+            fallback_bytes=now.fallback_bytes,
+            hole_bytes=now.hole_bytes,
+            refusals=tuple(refusal_names(now.refusals)),
         )
+
+    def failure(self) -> TransferError | None:
+        """What went wrong, once it is done."""
+        return error_of(self._now())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is done, up to ``timeout`` seconds (None: without limit). Returns whether it is done."""
@@ -358,18 +579,6 @@ class Transfer(Handle):
             left = deadline - time.monotonic()
             if done[0] or left <= 0:
                 return bool(done[0])
-
-    def result(self) -> None:
-        """Raises the failure of the transfer, if it failed. EngineError EINPROGRESS while it runs."""
-        check(lib.gpufs_transfer_result(self._handle))
-
-    def failure(self) -> EngineError | None:
-        """The failure that result() would raise."""
-        try:
-            self.result()
-        except EngineError as error:
-            return error
-        return None
 
     def cancel(self) -> None:
         """Stops it at its next chunk; never blocks."""
@@ -386,15 +595,13 @@ class Transfer(Handle):
             self.cancel()
             self.wait()
             raise
-        return self.outcome()
+        ended = self._now()
+        error = error_of(ended)
+        if error is not None:
+            raise error
+        return int(ended.prefix)
 
-    def outcome(self) -> int:
-        """The bytes moved by a finished transfer. TransferError if it failed, EngineError EINPROGRESS while it runs."""
-        failure = self.failure()
-        if failure is None:
-            return self.progress().prefix
-        if failure.errno == errno.EINPROGRESS:
-            raise failure
-        raise TransferError(
-            failure.errno or errno.EIO, str(failure.strerror), failure.device_code, self.progress().prefix
-        )
+
+def _over_within_a_second(handle: int) -> bool:
+    done = ffi.new("int32_t *")
+    return bool(lib.gpufs_transfer_wait(handle, 1000, done).error or done[0])

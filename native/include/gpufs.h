@@ -28,6 +28,14 @@ typedef struct {
   int32_t device_code; /* the vendor runtime's code, 0 if the failure is not the device's */
 } gpufs_status;
 
+/* Closes any handle but an engine's, and those that belong to its object. Only these wait or fail, and stay open then:
+ * mount: ends its threads; not from a pyfuse3 handler.
+ * transfer, queue: cancels what is under way and waits until none of it uses its memory any more. ETIMEDOUT: some has
+ *   not ended within 10 s and uses its memory until it does; a queue takes no more, and what has ended is collected.
+ * pool: EBUSY while something is allocated in it.
+ * Memory of a mapping is unmapped once no DLPack tensor of it is left. */
+gpufs_status gpufs_close(gpufs_handle handle);
+
 /* The text of the calling thread's last failed call; "" if none failed. Valid until its next call. */
 const char* gpufs_message(void);
 /* "1.2.3", the same as the Python package's version. */
@@ -106,8 +114,8 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json);
 /* Writes the gauges (memory, pools) and the time beside the counters. Call it about every second. */
 gpufs_status gpufs_statistics_publish(gpufs_handle engine);
-/* Publishes, and copies everything to data. ERANGE with *needed set if capacity is too small. */
-gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed);
+/* Publishes, and gives a copy of everything, which is valid until the calling thread asks for the next one. */
+gpufs_status gpufs_statistics_read(gpufs_handle engine, const char** data, uint64_t* bytes);
 
 /* Starts to record what the process's threads do, in the format of docs/internals/trace-records.md. EBUSY if it was
  * started already. */
@@ -130,7 +138,6 @@ typedef struct {
 } gpufs_buffer_info;
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer);
-gpufs_status gpufs_buffer_close(gpufs_handle buffer);
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info);
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size);
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes);
@@ -185,7 +192,6 @@ gpufs_status gpufs_lease_refresh(gpufs_handle lease);
  * descriptors are the caller's. The last piece may reach beyond the lease's bytes. *count is 0 at the end. */
 gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_piece* pieces, uint64_t capacity,
                                 uint64_t* count);
-gpufs_status gpufs_lease_close(gpufs_handle lease);
 
 /* Maps memory that another program leases; no engine is needed. The device is found by its PCI address (any text on the
  * host driver), since its number differs between programs. Without GPUFS_LEASE_WRITE the memory is mapped read-only.
@@ -196,27 +202,39 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
  * before it mapped. EFBIG: beyond the capacity. */
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count);
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
-/* Unmaps the memory, once no DLPack tensor of it is left. */
-gpufs_status gpufs_mapping_close(gpufs_handle mapping);
 
+/* As DLPack's binary interface has them: version 1, and before there were versions. */
 typedef struct {
-  uint64_t address;
-  const int64_t* shape;
-  const int64_t* strides; /* in elements; NULL: contiguous in C order */
-  int32_t dimensions;
-  int32_t device_type; /* DLPack's numbers, as the next three */
+  void* data;
+  int32_t device_type;
   int32_t device_id;
-  uint8_t type_code;
-  uint8_t type_bits;
-  int32_t versioned; /* DLManagedTensorVersioned instead of DLManagedTensor */
-  int32_t read_only; /* versioned only */
-} gpufs_tensor;
+  int32_t ndim;
+  uint8_t code;
+  uint8_t bits;
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides; /* in elements; NULL: contiguous in C order */
+  uint64_t byte_offset;
+} gpufs_dl_tensor;
+typedef struct {
+  gpufs_dl_tensor tensor;
+  void* context;
+  void (*deleter)(void*);
+} gpufs_dl_legacy;
+typedef struct {
+  uint32_t major;
+  uint32_t minor;
+  void* context;
+  void (*deleter)(void*);
+  uint64_t flags; /* 1: read-only, 4: elements smaller than a byte are padded */
+  gpufs_dl_tensor tensor;
+} gpufs_dl_versioned;
 
-/* A DLPack tensor, which keeps what it belongs to until its deleter is called; any thread may call that. `owner`: the
- * handle of a lease or mapping, whose memory stays, open or closed. 0: `object`, for which release(object) is called,
- * also if this call fails. */
-gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*), const gpufs_tensor* tensor,
-                                 void** managed);
+/* A gpufs_dl_versioned or gpufs_dl_legacy with a copy of the tensor, which keeps what it belongs to until its deleter
+ * is called; any thread may call that. `owner`: the handle of a lease or mapping, whose memory stays, open or closed.
+ * 0: `object`, for which release(object) is called, also if this call fails. */
+gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*),
+                                 const gpufs_dl_tensor* tensor, int32_t versioned, int32_t read_only, void** managed);
 /* Calls the deleter. */
 void gpufs_tensor_release(void* managed, int32_t versioned);
 
@@ -280,10 +298,8 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
 gpufs_status gpufs_mount_start(gpufs_handle mount);
 /* An eventfd of the mount's that becomes readable once the connection has ended (unmounted or aborted). */
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd);
-/* Ends the threads, closes the descriptors and frees the table. Not to be called from a pyfuse3 handler. */
-gpufs_status gpufs_mount_close(gpufs_handle mount);
-/* JSON object of counters into text (NUL terminated). ERANGE with *needed set when capacity is too small. */
-gpufs_status gpufs_mount_statistics(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
+/* JSON object of counters; valid until the calling thread asks for the next text. */
+gpufs_status gpufs_mount_statistics(gpufs_handle mount, const char** text);
 
 /* A file and what has been moved to and from its memory since it was created. */
 typedef struct {
@@ -331,10 +347,9 @@ gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count);
 /* The names in a directory, so that the engine can answer LOOKUP in directories below 2^48. Each change sets the
- * directory's modification and change time. ENOENT if the directory is unknown. */
+ * directory's modification and change time. ino 0: removes the name. ENOENT if the directory is unknown. */
 gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
                             uint64_t ino);
-gpufs_status gpufs_name_remove(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
 /* Sets its link count, and its change time to now. ENOSPC if names may not take more memory. */
 gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links);
@@ -357,7 +372,7 @@ gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* f
 /* Closes a file handle: the answer to RELEASE, which is relayed for backing files alone. EBADF if unknown. */
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh);
 
-/* A handle to the buffer of a regular file, which lives at least as long; gpufs_buffer_close() drops this reference
+/* A handle to the buffer of a regular file, which lives at least as long; closing it drops this reference
  * only. EISDIR or EINVAL for what has no buffer. Closed with the mount. */
 gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* buffer);
 
@@ -374,7 +389,7 @@ gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t lim
 gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory);
 /* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
  * which is absent if no limit is set. As gpufs_mount_statistics(). */
-gpufs_status gpufs_quota_list(gpufs_handle mount, char* text, uint64_t capacity, uint64_t* needed);
+gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text);
 
 /* Memory of another program, as that passed it on; nothing in it is trusted. */
 enum {
@@ -439,8 +454,6 @@ typedef struct {
  * fd stays the caller's. May block for as long as the file's server does. EBADF: O_PATH. EISDIR, EINVAL: another kind
  * of file. EDEADLK: on a mount of gpufs. */
 gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* backing);
-/* Transfers under way go on. */
-gpufs_status gpufs_backing_close(gpufs_handle backing);
 gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info);
 /* What keeps every file from the fastpath of a driver, whose libraries are looked for: bits as above, 0 for nothing. */
 gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals);
@@ -481,6 +494,7 @@ typedef struct {
   uint64_t fallback_bytes;
   uint64_t hole_bytes; /* moved by neither: holes that stayed holes */
   uint32_t refusals;   /* why fastpath did not take all of it */
+  char message[512];   /* the failure's text as far as it fits */
 } gpufs_transfer_progress;
 
 /* Returns once it is queued. Device memory that is not a buffer must stay valid until the transfer is done, and a load
@@ -489,16 +503,10 @@ gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_requ
 /* Waits until it is done, up to timeout_ms (< 0: for ever); *done says whether it is. How it ended: see progress. */
 gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done);
 gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress* progress);
-/* The transfer's own outcome, with its text: EINPROGRESS while it runs. */
-gpufs_status gpufs_transfer_result(gpufs_handle transfer);
 /* Asks it to stop at its next piece; never blocks. */
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer);
 /* An eventfd of the transfer's, readable once it is done; valid until the transfer is closed. */
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd);
-/* Cancels it if it still runs and waits for its end. ETIMEDOUT: it has not ended within 10 s; it uses its memory until
- * it does, and its handle stays open. */
-gpufs_status gpufs_transfer_close(gpufs_handle transfer);
-
 /* ---- operations: reads and writes on streams, and batches of them ---- */
 
 /* Promises about all operations of a stream. FIXED: the number is read when an operation is submitted, though it is
@@ -528,28 +536,22 @@ typedef struct {
   int32_t waits_for_values; /* 0: calls of the host hold it */
 } gpufs_stream_info;
 
-/* A stream of the engine's own on a device. */
-gpufs_status gpufs_stream_create(gpufs_handle engine, int32_t device, uint32_t flags, gpufs_handle* stream);
-/* The program's own, which must live until its operations are over. device: -1 to ask
- * the runtime; its default streams are then those of the device that is current on the calling thread. */
-gpufs_status gpufs_stream_register(gpufs_handle engine, int32_t device, uint64_t native, uint32_t flags,
-                                   gpufs_handle* stream);
+/* A stream of the engine's own on a device (native: NULL), or the program's own, which must live until its operations
+ * are over; device -1 then asks the runtime, whose default streams are those of the device that is current on the
+ * calling thread. Operations that are queued go on when it is closed; a stream of the engine's own goes once all that
+ * is queued on it is done. */
+gpufs_status gpufs_stream_open(gpufs_handle engine, int32_t device, const uint64_t* native, uint32_t flags,
+                               gpufs_handle* stream);
 gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info);
 /* Calls function(argument) when the stream comes to it, on a thread of the driver's: no call of the driver is allowed
  * there, none of this interface that waits for operations, and it should be short, since streams share such threads. */
 gpufs_status gpufs_stream_call(gpufs_handle stream, void (*function)(void*), void* argument);
 /* Waits until all that is queued on it now is done, the program's own work too. */
 gpufs_status gpufs_stream_synchronize(gpufs_handle stream);
-/* Operations that are queued go on. A stream of the engine's own goes once all that is queued on it is done. */
-gpufs_status gpufs_stream_close(gpufs_handle stream);
-
 /* Pinned host memory, zeroed: late numbers and counts that kernels write and read, too. *device_address: of *memory as
  * the device sees it. It must outlive the operations that name it. */
 gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
                                  void** memory, uint64_t* device_address);
-/* The memory is kept for the next block of this size until the engine is closed. */
-gpufs_status gpufs_pinned_close(gpufs_handle pinned);
-
 typedef struct {
   gpufs_transfer_request transfer;
   /* Not NULL: the number is read there when the stream comes to the operation, instead of transfer's. A size is then
@@ -559,11 +561,11 @@ typedef struct {
   const uint64_t* buffer_offset_cell;
   gpufs_handle stream;   /* 0: see implied */
   int32_t implied;       /* on native_stream, which nobody registered; otherwise at once, in no order with others */
-  int32_t native_device; /* as gpufs_stream_register()'s */
+  int32_t native_device; /* as gpufs_stream_open()'s */
   uint64_t native_stream;
-  /* Written before the stream goes on (each may be NULL), writable until the operation is over. */
-  int64_t* count; /* bytes moved; a negative errno if it failed before any was */
-  int32_t* codes; /* two: errno and the device's code, 0 for success */
+  /* Bytes moved, or a negative errno if it failed before any was: written before the stream goes on, writable until the
+   * operation is over. May be NULL. */
+  int64_t* count;
   uint64_t cookie;
   uint64_t trace_cookie; /* shown in traces */
 } gpufs_operation;
@@ -571,14 +573,7 @@ typedef struct {
 typedef struct {
   uint64_t cookie;
   uint64_t id;
-  uint64_t bytes; /* from the start without a gap, also after a failure */
-  uint64_t fastpath_bytes;
-  uint64_t fallback_bytes;
-  uint64_t hole_bytes; /* moved by neither: holes that stayed holes */
-  int32_t error;       /* 0 or an errno; ECANCELED if it was cancelled before its end */
-  int32_t device_code;
-  uint32_t refusals;
-  char message[156]; /* the failure's text as far as it fits */
+  gpufs_transfer_progress outcome;
 } gpufs_completion;
 
 /* A queue of operations: a batch. capacity: under way or not collected, at most; 0: as many as the engine has. */
@@ -592,15 +587,10 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
  * timeout_ms (< 0: for ever). */
 gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completions, uint64_t capacity, uint64_t fewest,
                                  int64_t timeout_ms, uint64_t* collected);
-gpufs_status gpufs_queue_counts(gpufs_handle queue, uint64_t* under_way, uint64_t* uncollected);
-/* An eventfd of the queue's, readable while there is something to collect; valid until the queue is closed. */
-gpufs_status gpufs_queue_event_fd(gpufs_handle queue, int* fd);
+/* Operations that have not ended. */
+gpufs_status gpufs_queue_under_way(gpufs_handle queue, uint64_t* count);
 /* Asks an operation to stop, 0: all of them. ENOENT: it is over. */
 gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id);
-/* Cancels what is under way and waits until none of it uses its memory any more. ETIMEDOUT: some has not ended within
- * 10 s and uses its memory until it does; the queue takes no more, and its handle stays open for collecting. */
-gpufs_status gpufs_queue_close(gpufs_handle queue);
-
 /* ---- pools: allocation within memory that a program has attached ---- */
 
 /* Divides a range of addresses among allocations (torch's, by the functions in native/binding/torch_allocator.cc). Does
@@ -609,8 +599,6 @@ gpufs_status gpufs_pool_open(uint64_t address, uint64_t bytes, gpufs_handle* poo
 /* The calling thread allocates from this pool from now on; 0: from none. */
 gpufs_status gpufs_pool_enter(gpufs_handle pool);
 gpufs_status gpufs_pool_usage(gpufs_handle pool, uint64_t* used, uint64_t* largest_free);
-/* EBUSY while something is allocated in it. */
-gpufs_status gpufs_pool_close(gpufs_handle pool);
 
 /* CFFI END */
 

@@ -135,15 +135,39 @@ class Rig {
     made.stream = must(engine->register_stream(made.program->native(), static_cast<int>(index), promises));
     return made;
   }
+  struct Numbers {
+    std::uint64_t offset = 0;
+    std::uint64_t target = 0;
+    std::uint64_t cookie = 0;
+    std::int64_t* count = nullptr;
+    const std::uint64_t* late_bytes = nullptr;
+    const std::uint64_t* late_offset = nullptr;
+  };
   AsyncEngine::Submission entry(Direction direction, const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
-                                std::shared_ptr<OperationStream> stream = nullptr) {
+                                std::shared_ptr<OperationStream> stream, const Numbers& numbers) {
     AsyncEngine::Submission made;
     made.request.transfer.direction = direction;
     made.request.transfer.file = file;
     made.request.transfer.target = Target::of_buffer(memory);
-    made.request.bytes.value = bytes;
+    made.request.bytes = {bytes, numbers.late_bytes};
+    made.request.file_offset = {numbers.offset, numbers.late_offset};
+    made.request.target_offset.value = numbers.target;
+    made.request.cookie = numbers.cookie;
+    made.request.count = numbers.count;
     made.stream = std::move(stream);
     return made;
+  }
+  AsyncEngine::Submission entry(Direction direction, const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
+                                std::shared_ptr<OperationStream> stream = nullptr) {
+    return entry(direction, memory, bytes, std::move(stream), Numbers());
+  }
+  Status load(const std::shared_ptr<Buffer>& memory, std::uint64_t bytes,
+              std::shared_ptr<OperationStream> stream = nullptr) {
+    return load(memory, bytes, std::move(stream), Numbers());
+  }
+  Status load(const std::shared_ptr<Buffer>& memory, std::uint64_t bytes, std::shared_ptr<OperationStream> stream,
+              const Numbers& numbers, std::uint64_t* id = nullptr) {
+    return submit(entry(Direction::kLoad, memory, bytes, std::move(stream), numbers), id);
   }
   Status submit(AsyncEngine::Submission given, std::uint64_t* id = nullptr) {
     std::vector<AsyncEngine::Submission> entries;

@@ -48,8 +48,7 @@ class BufferOperationsTest : public MountTest {
     kernel->write(2, old, 0, pattern(1 << 20, 1));
     filler = fill_device(0);
     ASSERT_TRUE(table->release(old).ok());
-    gpufs_attributes gone{};
-    ASSERT_TRUE(table->set(2, kSetNlink, &gone).ok());
+    ASSERT_TRUE(table->set_links(2, 0).ok());
   }
 
   std::uint64_t from = 0;

@@ -329,14 +329,13 @@ class DevicesTest : public ::testing::Test {
     for (std::size_t index = 0; index < 2; ++index) contexts.push_back(DeviceContext::create(driver, index).take());
     plan->on_copy = [this] { copies.pass(); };
     plan->on_free = [this] { frees.pass(); };
-    source = std::make_shared<BufferSource>(contexts);
   }
 
   std::uint64_t held(std::size_t device = 0) { return contexts[device]->held_bytes(); }
   // Takes all memory of a device that is free now.
-  std::shared_ptr<Buffer> fill_device(std::int32_t device) {
-    std::shared_ptr<Buffer> filler = source->create(device).take();
-    EXPECT_TRUE(filler->allocate(0, source->memory(device).value().free_bytes, true).ok());
+  std::shared_ptr<Buffer> fill_device(std::size_t device) {
+    std::shared_ptr<Buffer> filler = Buffer::create(contexts[device]).take();
+    EXPECT_TRUE(filler->allocate(0, contexts[device]->device().memory().value().free_bytes, true).ok());
     return filler;
   }
 
@@ -344,7 +343,6 @@ class DevicesTest : public ::testing::Test {
   Gate frees;   // of a buffer's memory
   std::shared_ptr<testing::FaultPlan> plan = std::make_shared<testing::FaultPlan>();
   std::vector<std::shared_ptr<DeviceContext>> contexts;
-  std::shared_ptr<BufferSource> source;
 };
 
 // A mount between a fake kernel and a fake control plane.
@@ -364,7 +362,7 @@ class MountTest : public DevicesTest {
     kernel.emplace(std::move(device.value().control));
     control.emplace(std::move(relay.value().control));
     Result<std::shared_ptr<Mount>> created =
-        Mount::create(std::move(device.value().native), std::move(relay.value().native), source, options);
+        Mount::create(std::move(device.value().native), std::move(relay.value().native), contexts, options);
     ASSERT_TRUE(created.ok()) << created.status().message();
     mount = created.take();
     table = &mount->table();

@@ -17,21 +17,15 @@ class InodeTableTest : public DevicesTest {
   void write(std::uint64_t ino, std::size_t bytes) {
     ASSERT_TRUE(table.find(ino)->buffer()->write(0, pattern(bytes, 1)).ok());
   }
-  void set_links(std::uint64_t ino, std::uint32_t links) {
-    gpufs_attributes attributes{};
-    attributes.nlink = links;
-    ASSERT_TRUE(table.set(ino, kSetNlink, &attributes).ok());
-  }
-
   Executor executor{Executor::Limits{}};
-  InodeTable table{source, executor};
+  InodeTable table{contexts, executor};
 };
 
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   ASSERT_TRUE(table.add(file_attributes(2)).ok());
   write(2, 3 * kGranule);
   EXPECT_EQ(table.orphan_bytes(0), 0U);
-  set_links(2, 0);  // the kernel may still hold it
+  (void)table.set_links(2, 0);  // the kernel may still hold it
   EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
   EXPECT_EQ(table.orphan_bytes(1), 0U);
   EXPECT_EQ(table.orphan_bytes(-1), 3 * kGranule);
@@ -39,9 +33,9 @@ TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   EXPECT_EQ(table.orphan_bytes(0), 0U);
   ASSERT_TRUE(table.release(fh).ok());
   EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
-  set_links(2, 1);  // linked again
+  (void)table.set_links(2, 1);  // linked again
   EXPECT_EQ(table.orphan_bytes(0), 0U);
-  set_links(2, 0);
+  (void)table.set_links(2, 0);
 
   frees.close();
   ASSERT_TRUE(table.remove(2).ok());  // returns although freeing takes long
@@ -68,9 +62,7 @@ TEST_F(InodeTableTest, ManyThreads) {
           file->inode->was_written(SetIdLoss::kExecutable);
           file->inode->was_read(AccessTimes::kRelative);
         }
-        gpufs_attributes attributes{};
-        attributes.nlink = i % 2 == 0 ? 0 : 1;
-        static_cast<void>(table.set(ino, kSetNlink, &attributes));
+        static_cast<void>(table.set_links(ino, i % 2 == 0 ? 0 : 1));
         static_cast<void>(table.orphan_bytes(-1));
         if (i % 3 == 0) static_cast<void>(table.remove(ino));
         if (fh.ok()) {

@@ -110,7 +110,7 @@ TEST_F(RelayTest, NamesAreFoundWithoutTheControlPlane) {
   const auto missing = look_up("other").as<fuse_entry_out>();
   EXPECT_EQ(missing.nodeid, 0U);
   EXPECT_EQ(missing.entry_valid, 1U);
-  ASSERT_TRUE(table->remove_name(3, "some").ok());
+  ASSERT_TRUE(table->set_name(3, "some", 0).ok());
   EXPECT_EQ(look_up("some").as<fuse_entry_out>().nodeid, 0U);
 
   // Of the control plane: special names, impossible ones, and those in directories of the host.
@@ -133,8 +133,7 @@ TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
   ASSERT_TRUE(table->hold(2).ok());
   EXPECT_EQ(table->remove(2).error(), EBUSY);
   kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{1}));
-  gpufs_attributes attributes{};
-  ASSERT_TRUE(table->set(2, kSetNlink, &attributes).ok());
+  ASSERT_TRUE(table->set_links(2, 0).ok());
   Bytes body = bytes_of(fuse_batch_forget_in{2, 0});
   append(body, fuse_forget_one{2, 1});
   append(body, fuse_forget_one{2, 1});
@@ -232,10 +231,12 @@ TEST_F(RelayTest, LateRepliesToInterruptedRequestsAreTakenBack) {
       EXPECT_EQ(release.as<fuse_release_in>().fh, 5U);
       control->reply(release.header.unique, 0);
     }
-    for (const std::uint64_t nodeid : each.forgotten) {
-      const RelayedRequest forget = control->expect(FUSE_FORGET);
-      EXPECT_EQ(forget.header.nodeid, nodeid);
-      EXPECT_EQ(forget.as<fuse_forget_in>().nlookup, 1U);
+    if (each.forgotten.empty()) continue;
+    const RelayedRequest forget = control->expect(FUSE_BATCH_FORGET);
+    EXPECT_EQ(forget.as<fuse_batch_forget_in>().count, each.forgotten.size());
+    for (std::size_t one = 0; one < each.forgotten.size(); ++one) {
+      const std::size_t at = sizeof(fuse_batch_forget_in) + one * sizeof(fuse_forget_one);
+      EXPECT_EQ(forget.as<fuse_forget_one>(at).nodeid, each.forgotten[one]);
     }
   }
   EXPECT_FALSE(control->receive(kQuiet));
@@ -393,7 +394,7 @@ TEST_F(MountTest, ClosedBeforeAnythingHappened) {
 TEST_F(MountTest, ClosedWithoutAStart) {
   Result<RelayPair> device = make_relay_pair();
   Result<RelayPair> relay = make_relay_pair();
-  ASSERT_TRUE(Mount::create(std::move(device.value().native), std::move(relay.value().native), source, {}).ok());
+  ASSERT_TRUE(Mount::create(std::move(device.value().native), std::move(relay.value().native), contexts, {}).ok());
 }
 
 // Whatever comes, each request has exactly one reply and the session goes on.

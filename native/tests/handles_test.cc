@@ -35,7 +35,10 @@ TEST(HandleTableTest, ClosesTheHandlesOfAnOwnerYoungestFirst) {
   HandleTable table;
   std::vector<int> closed;
   const gpufs_handle owner = table.put(std::make_shared<std::string>("engine")).take();
-  const auto note = [&closed](int& value) { closed.push_back(value); };
+  const auto note = [&closed](int& value) {
+    closed.push_back(value);
+    return Status();
+  };
   const gpufs_handle first = table.put<int>(std::make_shared<int>(1), owner, note).take();
   const gpufs_handle second = table.put<int>(std::make_shared<int>(2), owner, note).take();
   const gpufs_handle nested = table.put<int>(std::make_shared<int>(3), first, note).take();
@@ -44,7 +47,7 @@ TEST(HandleTableTest, ClosesTheHandlesOfAnOwnerYoungestFirst) {
   ASSERT_TRUE(table.take<int>(taken).ok());
   ASSERT_TRUE(table.take<std::string>(owner).ok());
   table.close_owned(owner);
-  EXPECT_EQ(closed, (std::vector<int>{2, 3, 1}));
+  EXPECT_EQ(closed, (std::vector<int>{2, 1, 3}));
   for (const gpufs_handle handle : {first, second, nested}) EXPECT_EQ(table.get<int>(handle).error(), EBADF);
   EXPECT_TRUE(table.get<int>(other).ok());
   EXPECT_EQ(table.put(std::make_shared<int>(6), owner).error(), EBADF);

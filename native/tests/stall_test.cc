@@ -128,7 +128,7 @@ TEST_P(Stall, UnlockingMemoryTimesOut) {
   ASSERT_TRUE(soon([&] { return rig->device()->device().blocked_streams().stalled_for() > 1s; }));
   EXPECT_EQ(locks.unlock(theirs.data(), theirs.size()).error(), ETIMEDOUT);
   gate->open();
-  EXPECT_EQ(rig->next().bytes, kBytes);
+  EXPECT_EQ(rig->next().prefix, kBytes);
   EXPECT_OK(locks.unlock(theirs.data(), theirs.size()));
 }
 

@@ -36,14 +36,22 @@ gpufs_status guarded(Body&& body) noexcept {
   }
 }
 
-// The failure of a call whose required pointer is null.
-inline Status null_argument() { return Status(EFAULT, "a required pointer is null"); }
-
 // Stores a result where the caller wants it. A failure stores nothing.
 template <typename T, typename Output>
 Status give(Result<T> result, Output* output) {
   if (result.ok()) *output = result.take();
   return result.status();
+}
+
+// What closing a handle does to most objects.
+template <typename T>
+Status close_of(T& object) {
+  if constexpr (std::is_void_v<decltype(object.close())>) {
+    object.close();
+    return {};
+  } else {
+    return object.close();
+  }
 }
 
 // How long a call with this timeout waits: a negative one for a year, since a longer wait would overflow the clock and

@@ -14,43 +14,33 @@
 #include "gpufs.h"
 #include "memory/host_transfer.h"
 
-using gpufs::Buffer;
-using gpufs::guarded;
-using gpufs::HandleTable;
-using gpufs::Result;
-using gpufs::Status;
+namespace gpufs {
 
 extern "C" {
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer) {
-  return gpufs::with<gpufs::Engine>(engine, [&](gpufs::Engine& owner) -> Status {
-    if (buffer == nullptr) return gpufs::null_argument();
-    Result<std::shared_ptr<gpufs::DeviceContext>> context = owner.device(device);
+  return with<Engine>(engine, [&](Engine& owner) -> Status {
+    Result<std::shared_ptr<DeviceContext>> context = owner.device(device);
     if (!context.ok()) return context.status();
     Result<std::shared_ptr<Buffer>> created = Buffer::create(context.take());
     if (!created.ok()) return created.status();
-    return gpufs::give(HandleTable::instance().put<Buffer>(created.take(), engine), buffer);
+    return give(HandleTable::instance().put<Buffer>(created.take(), engine), buffer);
   });
 }
 
-gpufs_status gpufs_buffer_close(gpufs_handle buffer) {
-  return guarded([&]() -> Status { return HandleTable::instance().take<Buffer>(buffer).status(); });
-}
-
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     *info = {found.size(), found.bytes_held(), found.charge().room(), found.device()->info().index};
     return {};
   });
 }
 
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) { return found.resize(size); });
+  return with<Buffer>(buffer, [&](Buffer& found) { return found.resize(size); });
 }
 
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     const bool keep_size = (mode & GPUFS_KEEP_SIZE) != 0;
     switch (mode & ~static_cast<std::uint32_t>(GPUFS_KEEP_SIZE)) {
       case 0:
@@ -67,41 +57,38 @@ gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t 
 }
 
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* position) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if (position == nullptr) return gpufs::null_argument();
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (whence != GPUFS_SEEK_DATA && whence != GPUFS_SEEK_HOLE) return Status(EINVAL, "not SEEK_DATA or SEEK_HOLE");
-    return gpufs::give(whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset), position);
+    return give(whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset), position);
   });
 }
 
 gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes,
                                uint64_t* done) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if (done == nullptr || (destination == nullptr && bytes > 0)) return gpufs::null_argument();
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     *done = 0;
-    return gpufs::give(gpufs::read_to_host(found, offset, std::span(static_cast<std::byte*>(destination), bytes)),
-                       done);
+    return give(read_to_host(found, offset, std::span(static_cast<std::byte*>(destination), bytes)), done);
   });
 }
 
 gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
                                 uint64_t* done) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if (done == nullptr || (source == nullptr && bytes > 0)) return gpufs::null_argument();
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     *done = 0;
-    return gpufs::give(gpufs::write_from_host(found, offset, std::span(static_cast<const std::byte*>(source), bytes)),
-                       done);
+    return give(write_from_host(found, offset, std::span(static_cast<const std::byte*>(source), bytes)), done);
   });
 }
 
 gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpufs_handle buffer, uint64_t offset,
                                uint64_t bytes, uint64_t* done) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if (done == nullptr) return gpufs::null_argument();
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     *done = 0;
     const Result<std::shared_ptr<Buffer>> from = HandleTable::instance().get<Buffer>(source);
     if (!from.ok()) return from.status();
-    return gpufs::give(found.copy_from(*from.value(), source_offset, offset, bytes, nullptr), done);
+    return give(found.copy_from(*from.value(), source_offset, offset, bytes, nullptr), done);
   });
 }
-}
+
+}  // extern "C"
+
+}  // namespace gpufs

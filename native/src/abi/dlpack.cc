@@ -8,35 +8,7 @@
 namespace gpufs {
 namespace {
 
-// As DLPack's binary interface has them, version 1.0 and before.
-struct DlTensor {
-  void* data;
-  std::int32_t device_type;
-  std::int32_t device_id;
-  std::int32_t ndim;
-  std::uint8_t code;
-  std::uint8_t bits;
-  std::uint16_t lanes;
-  std::int64_t* shape;
-  std::int64_t* strides;
-  std::uint64_t byte_offset;
-};
-static_assert(sizeof(DlTensor) == 48);
-
-struct Legacy {
-  DlTensor tensor;
-  void* context;
-  void (*deleter)(Legacy*);
-};
-
-struct Versioned {
-  std::uint32_t major;
-  std::uint32_t minor;
-  void* context;
-  void (*deleter)(Versioned*);
-  std::uint64_t flags;
-  DlTensor tensor;
-};
+static_assert(sizeof(gpufs_dl_tensor) == 48);
 
 constexpr std::uint64_t kReadOnly = 1;
 
@@ -49,9 +21,9 @@ struct Exported {
 };
 
 template <typename Managed>
-Managed* make(const gpufs_tensor& tensor, const std::shared_ptr<void>& keep) {
+Managed* make(const gpufs_dl_tensor& tensor, const std::shared_ptr<void>& keep) {
   auto exported = std::make_unique<Exported<Managed>>();
-  const auto dimensions = static_cast<std::size_t>(tensor.dimensions);
+  const auto dimensions = static_cast<std::size_t>(tensor.ndim);
   exported->shape.assign(tensor.shape, tensor.shape + dimensions);
   exported->strides.resize(dimensions);
   std::int64_t stride = 1;
@@ -61,39 +33,30 @@ Managed* make(const gpufs_tensor& tensor, const std::shared_ptr<void>& keep) {
   }
   exported->keep = keep;
   Managed& managed = exported->managed;
-  managed.tensor = {reinterpret_cast<void*>(tensor.address),
-                    tensor.device_type,
-                    tensor.device_id,
-                    tensor.dimensions,
-                    tensor.type_code,
-                    tensor.type_bits,
-                    1,
-                    exported->shape.data(),
-                    exported->strides.data(),
-                    0};
-  managed.deleter = [](Managed* released) { delete static_cast<Exported<Managed>*>(released->context); };
+  managed.tensor = tensor;
+  managed.tensor.shape = exported->shape.data();
+  managed.tensor.strides = exported->strides.data();
+  managed.deleter = [](void* released) {
+    delete static_cast<Exported<Managed>*>(static_cast<Managed*>(released)->context);
+  };
   managed.context = exported.get();
   return &exported.release()->managed;
 }
 
 }  // namespace
 
-void* export_tensor(const gpufs_tensor& tensor, const std::shared_ptr<void>& keep) {
-  if (tensor.versioned == 0) return make<Legacy>(tensor, keep);
-  Versioned* const managed = make<Versioned>(tensor, keep);
+void* export_tensor(const gpufs_dl_tensor& tensor, bool versioned, bool read_only, const std::shared_ptr<void>& keep) {
+  if (!versioned) return make<gpufs_dl_legacy>(tensor, keep);
+  gpufs_dl_versioned* const managed = make<gpufs_dl_versioned>(tensor, keep);
   managed->major = 1;
-  managed->flags = tensor.read_only != 0 ? kReadOnly : 0;
+  managed->flags = read_only ? kReadOnly : 0;
   return managed;
 }
 
 void release_tensor(void* managed, bool versioned) {
-  if (versioned) {
-    auto* const tensor = static_cast<Versioned*>(managed);
-    tensor->deleter(tensor);
-  } else {
-    auto* const tensor = static_cast<Legacy*>(managed);
-    tensor->deleter(tensor);
-  }
+  const auto deleter =
+      versioned ? static_cast<gpufs_dl_versioned*>(managed)->deleter : static_cast<gpufs_dl_legacy*>(managed)->deleter;
+  deleter(managed);
 }
 
 }  // namespace gpufs

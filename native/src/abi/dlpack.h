@@ -9,8 +9,8 @@
 
 namespace gpufs {
 
-// A DLManagedTensor or DLManagedTensorVersioned, which holds `keep` until its deleter is called.
-void* export_tensor(const gpufs_tensor& tensor, const std::shared_ptr<void>& keep);
+// A gpufs_dl_legacy or gpufs_dl_versioned, which holds `keep` until its deleter is called.
+void* export_tensor(const gpufs_dl_tensor& tensor, bool versioned, bool read_only, const std::shared_ptr<void>& keep);
 
 void release_tensor(void* managed, bool versioned);
 

@@ -17,23 +17,43 @@
 #include "io/direct_path.h"
 #include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
+#include "observe/trace.h"
 
 namespace gpufs {
 
-Result<std::shared_ptr<Engine>> Engine::open(const EngineOptions& options) {
-  Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, options.driver_options);
+static_assert(static_cast<int>(LockPolicy::kMandatory) == GPUFS_LOCK_MANDATORY);
+static_assert(static_cast<int>(HipMemory::kPlain) == GPUFS_HIP_MEMORY_PLAIN);
+
+Result<std::shared_ptr<Engine>> Engine::open(const gpufs_engine_options& options) {
+  constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
+  if (options.slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
+  if (options.hip_memory < 0 || options.hip_memory > GPUFS_HIP_MEMORY_PLAIN) {
+    return Status(EINVAL, "hip_memory must be auto, virtual or plain");
+  }
+  if (options.lock_policy < 0 || options.lock_policy > GPUFS_LOCK_MANDATORY) {
+    return Status(EINVAL, "lock_policy must be auto, off or mandatory");
+  }
+  DriverOptions driver_options{options.devices,
+                               options.memory_bytes,
+                               std::chrono::milliseconds(options.keep_freed_ms),
+                               static_cast<HipMemory>(options.hip_memory),
+                               {}};
+  std::istringstream chosen(options.chosen_devices != nullptr ? options.chosen_devices : "");
+  for (std::string device; std::getline(chosen, device, ',');) driver_options.chosen.push_back(device);
+  Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, driver_options);
   if (!driver.ok()) return driver.status();
+  const std::string statistics_path = options.statistics_path != nullptr ? options.statistics_path : "";
   std::shared_ptr<Engine> engine(new Engine());
   engine->driver_ = driver.take();
   Result<std::shared_ptr<observe::Region>> counters =
-      observe::Region::create(engine->driver_->devices().size(), options.statistics_path);
-  if (!counters.ok() && !options.statistics_path.empty()) {
+      observe::Region::create(engine->driver_->devices().size(), statistics_path);
+  if (!counters.ok() && !statistics_path.empty()) {
     log_warning("the counters end with this process: ", counters.status().message());
     counters = observe::Region::create(engine->driver_->devices().size(), "");
   }
   if (!counters.ok()) return counters.status();
   engine->counters_ = counters.take();
-  engine->host_locks_ = std::make_shared<HostLocks>(engine->driver_, options.lock_policy);
+  engine->host_locks_ = std::make_shared<HostLocks>(engine->driver_, static_cast<LockPolicy>(options.lock_policy));
   for (std::size_t index = 0; index < engine->driver_->devices().size(); ++index) {
     Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(engine->driver_, index);
     if (!device.ok()) return device.status();
@@ -156,9 +176,6 @@ Status Engine::close() {
 
 namespace {
 
-static_assert(static_cast<int>(LockPolicy::kMandatory) == GPUFS_LOCK_MANDATORY);
-static_assert(static_cast<int>(HipMemory::kPlain) == GPUFS_HIP_MEMORY_PLAIN);
-
 // Copies the text as far as it fits, always terminated.
 template <std::size_t N>
 void fill(char (&field)[N], const std::string& text) {
@@ -168,42 +185,14 @@ void fill(char (&field)[N], const std::string& text) {
 }
 
 }  // namespace
-}  // namespace gpufs
-
-using gpufs::Engine;
-using gpufs::guarded;
-using gpufs::HandleTable;
-using gpufs::Result;
-using gpufs::Status;
 
 extern "C" {
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine) {
   return guarded([&]() -> Status {
-    if (options == nullptr || options->driver == nullptr || engine == nullptr) return gpufs::null_argument();
-    constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
-    if (options->slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
-    if (options->hip_memory < 0 || options->hip_memory > GPUFS_HIP_MEMORY_PLAIN) {
-      return Status(EINVAL, "hip_memory must be auto, virtual or plain");
-    }
-    if (options->lock_policy < 0 || options->lock_policy > GPUFS_LOCK_MANDATORY) {
-      return Status(EINVAL, "lock_policy must be auto, off or mandatory");
-    }
-    gpufs::EngineOptions opening;
-    opening.driver = options->driver;
-    opening.driver_options = {options->devices,
-                              options->memory_bytes,
-                              std::chrono::milliseconds(options->keep_freed_ms),
-                              static_cast<gpufs::HipMemory>(options->hip_memory),
-                              {}};
-    opening.slab_file_bytes = options->slab_file_bytes;
-    std::istringstream chosen(options->chosen_devices != nullptr ? options->chosen_devices : "");
-    for (std::string device; std::getline(chosen, device, ',');) opening.driver_options.chosen.push_back(device);
-    if (options->statistics_path != nullptr) opening.statistics_path = options->statistics_path;
-    opening.lock_policy = static_cast<gpufs::LockPolicy>(options->lock_policy);
-    Result<std::shared_ptr<Engine>> opened = Engine::open(opening);
+    Result<std::shared_ptr<Engine>> opened = Engine::open(*options);
     if (!opened.ok()) return opened.status();
-    return gpufs::give(HandleTable::instance().put<Engine>(opened.take()), engine);
+    return give(HandleTable::instance().put<Engine>(opened.take()), engine);
   });
 }
 
@@ -220,48 +209,60 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
 }
 
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (json == nullptr) return gpufs::null_argument();
-    return found.counters().describe(json);
-  });
+  return with<Engine>(engine, [&](Engine& found) -> Status { return found.counters().describe(json); });
 }
 
 gpufs_status gpufs_statistics_publish(gpufs_handle engine) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
+  return with<Engine>(engine, [&](Engine& found) -> Status {
     found.publish_gauges();
     return {};
   });
 }
 
-gpufs_status gpufs_statistics_read(gpufs_handle engine, void* data, uint64_t capacity, uint64_t* needed) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (needed == nullptr || (data == nullptr && capacity > 0)) return gpufs::null_argument();
+gpufs_status gpufs_statistics_read(gpufs_handle engine, const char** data, uint64_t* bytes) {
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    thread_local std::string last;
     found.publish_gauges();
-    const std::string_view bytes = found.counters().bytes();
-    *needed = bytes.size();
-    if (data == nullptr || capacity < bytes.size()) return Status(ERANGE, "the statistics need more space");
-    std::memcpy(data, bytes.data(), bytes.size());
+    last = found.counters().bytes();
+    *data = last.data();
+    *bytes = last.size();
+    return {};
+  });
+}
+
+gpufs_status gpufs_trace_start(void) {
+  return guarded([&]() -> Status { return observe::trace::start(); });
+}
+
+gpufs_status gpufs_trace_stop(void) {
+  return guarded([&]() -> Status {
+    observe::trace::stop();
+    return {};
+  });
+}
+
+gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes) {
+  return guarded([&]() -> Status {
+    *bytes = observe::trace::read({static_cast<std::byte*>(data), static_cast<std::size_t>(capacity)});
     return {};
   });
 }
 
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (count == nullptr) return gpufs::null_argument();
+  return with<Engine>(engine, [&](Engine& found) -> Status {
     *count = static_cast<int32_t>(found.device_count());
     return {};
   });
 }
 
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
-    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
-    const gpufs::DeviceInfo& known = context.value()->info();
-    gpufs::fill(info->name, known.name);
-    gpufs::fill(info->pci_address, known.pci_address);
-    gpufs::fill(info->uuid, known.uuid);
+    const DeviceInfo& known = context.value()->info();
+    fill(info->name, known.name);
+    fill(info->pci_address, known.pci_address);
+    fill(info->uuid, known.uuid);
     info->index = known.index;
     info->numa_node = known.numa_node;
     info->total_bytes = known.total_bytes;
@@ -273,15 +274,14 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
 }
 
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (memory == nullptr) return gpufs::null_argument();
-    const Result<std::shared_ptr<gpufs::DeviceContext>> context = found.device(device);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     *memory = {};
     const Status health = context.value()->device().health();
     memory->health_error = health.error();
     memory->health_device_code = health.device_code();
-    Result<gpufs::MemoryInfo> now = context.value()->device().memory();
+    Result<MemoryInfo> now = context.value()->device().memory();
     if (now.ok()) {
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;
@@ -298,26 +298,27 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
 }
 
 gpufs_status gpufs_host_lock(gpufs_handle engine, const void* address, uint64_t bytes, int32_t read_only) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    return found.host_locks()->lock(
-        address, bytes, read_only != 0 ? gpufs::HostLocks::Access::kSource : gpufs::HostLocks::Access::kBoth);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    return found.host_locks()->lock(address, bytes,
+                                    read_only != 0 ? HostLocks::Access::kSource : HostLocks::Access::kBoth);
   });
 }
 
 gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_t bytes) {
-  return gpufs::with<Engine>(engine,
-                             [&](Engine& found) -> Status { return found.host_locks()->unlock(address, bytes); });
+  return with<Engine>(engine, [&](Engine& found) -> Status { return found.host_locks()->unlock(address, bytes); });
 }
 
 gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
                                       gpufs_host_lock_info* info) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
-    const Result<gpufs::HostLocks::Info> known = found.host_locks()->info(address, bytes);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    const Result<HostLocks::Info> known = found.host_locks()->info(address, bytes);
     if (!known.ok()) return known.status();
     *info = {known.value().whole.start,     known.value().whole.bytes(),       known.value().references,
              known.value().foreign ? 1 : 0, known.value().source_only ? 1 : 0, known.value().device_address};
     return {};
   });
 }
-}
+
+}  // extern "C"
+
+}  // namespace gpufs

@@ -13,6 +13,7 @@
 #include "base/status.h"
 #include "device/device_context.h"
 #include "drivers/driver.h"
+#include "gpufs.h"
 #include "memory/host_locks.h"
 
 namespace gpufs {
@@ -22,17 +23,9 @@ struct AsyncOptions;   // async/async_engine.h
 struct IoOptions;      // io/io_options.h
 class TransferEngine;  // io/transfer_engine.h
 
-struct EngineOptions {
-  std::string driver;
-  DriverOptions driver_options;
-  std::uint64_t slab_file_bytes = 0;  // files up to this size share slabs; 0: none do
-  std::string statistics_path;        // the file for the counters; empty: none
-  LockPolicy lock_policy = LockPolicy::kAuto;
-};
-
 class Engine {
  public:
-  static Result<std::shared_ptr<Engine>> open(const EngineOptions& options);
+  static Result<std::shared_ptr<Engine>> open(const gpufs_engine_options& options);
 
   [[nodiscard]] const char* driver_name() const { return driver_->name(); }
   [[nodiscard]] std::size_t device_count() const { return devices_.size(); }

@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <vector>
 
+#include "abi/barrier.h"
+
 namespace gpufs {
 namespace {
 
@@ -25,10 +27,15 @@ HandleTable& HandleTable::instance() {
 
 Result<gpufs_handle> HandleTable::put_entry(OpenHandle entry) {
   if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, "the engine does not survive fork()");
-  const std::lock_guard lock(mutex_);
-  if (entry.owner != 0 && !entries_.contains(entry.owner)) return Status(EBADF, "the handle's owner is closed");
-  entries_.emplace(++last_, std::move(entry));
-  return last_;
+  {
+    const std::lock_guard lock(mutex_);
+    if (entry.owner == 0 || entries_.contains(entry.owner)) {
+      entries_.emplace(++last_, std::move(entry));
+      return last_;
+    }
+  }
+  if (entry.close) (void)entry.close();  // nobody else can
+  return Status(EBADF, "the handle's owner is closed");
 }
 
 Result<std::shared_ptr<void>> HandleTable::find(gpufs_handle handle, std::type_index type, bool remove) {
@@ -50,6 +57,28 @@ Result<gpufs_handle> HandleTable::owner_of(gpufs_handle handle) {
   return found->second.owner;
 }
 
+Status HandleTable::close(gpufs_handle handle) {
+  if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, "the engine does not survive fork()");
+  std::function<Status()> close;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(handle);
+    if (found == entries_.end()) return Status(EBADF, "the handle is not open");
+    close = found->second.close;
+  }
+  if (close) {
+    if (Status status = close(); !status.ok()) return status;
+  }
+  decltype(entries_)::node_type closed;
+  {
+    const std::lock_guard lock(mutex_);
+    closed = entries_.extract(handle);
+  }
+  if (closed.empty()) return Status(EBADF, "the handle is not open");  // closed by another thread at the same time
+  close_owned(handle);
+  return {};
+}
+
 void HandleTable::close_owned(gpufs_handle owner) {
   if (owner == 0 || forked_child.load(std::memory_order_relaxed)) return;
   std::vector<gpufs_handle> owned;
@@ -66,9 +95,13 @@ void HandleTable::close_owned(gpufs_handle owner) {
       closing = entries_.extract(handle);
     }
     if (closing.empty()) continue;  // closed by its user at the same time
+    if (closing.mapped().close) (void)closing.mapped().close();
     close_owned(handle);
-    if (closing.mapped().close) closing.mapped().close();
   }
 }
 
 }  // namespace gpufs
+
+extern "C" gpufs_status gpufs_close(gpufs_handle handle) {
+  return gpufs::guarded([&] { return gpufs::HandleTable::instance().close(handle); });
+}

@@ -21,14 +21,14 @@ class HandleTable {
   // The table of the process.
   static HandleTable& instance();
 
-  // owner: the handle of the engine or mount that the object belongs to (0: none). closing: called with the object if
-  // its owner is closed while the handle is still open.
+  // owner: the handle of the engine or mount that the object belongs to (0: none). close: what closing the handle, or
+  // its owner, does to the object.
   template <typename T>
   Result<gpufs_handle> put(std::shared_ptr<T> object, gpufs_handle owner = 0,
-                           std::function<void(T&)> closing = nullptr) {
-    std::function<void()> close;
-    if (closing) close = [object, closing = std::move(closing)] { closing(*object); };
-    return put_entry({typeid(T), std::move(object), owner, std::move(close)});
+                           std::function<Status(T&)> close = nullptr) {
+    std::function<Status()> closing;
+    if (close) closing = [object, close = std::move(close)] { return close(*object); };
+    return put_entry({typeid(T), std::move(object), owner, std::move(closing)});
   }
 
   // EBADF for 0, a closed handle, a number that is not a handle, and a handle of another type.
@@ -39,7 +39,7 @@ class HandleTable {
     return std::static_pointer_cast<T>(found.take());
   }
 
-  // As get(), and closes the handle: of several callers exactly one gets the object. Does not call `closing`.
+  // As get(), and removes the handle: of several callers exactly one gets the object. Does not close the object.
   template <typename T>
   Result<std::shared_ptr<T>> take(gpufs_handle handle) {
     Result<std::shared_ptr<void>> found = find(handle, typeid(T), /*remove=*/true);
@@ -50,7 +50,10 @@ class HandleTable {
   // The owner that put() was called with. EBADF: the handle is not open.
   Result<gpufs_handle> owner_of(gpufs_handle handle);
 
-  // Closes every handle that belongs to `owner`, youngest first. The owner's own handle must have been taken before,
+  // Closes a handle of any type, and those that belong to it. It stays open if closing its object fails.
+  Status close(gpufs_handle handle);
+
+  // Closes every handle that belongs to `owner`, youngest first. The owner's own handle must have been removed before,
   // so that no new ones are added.
   void close_owned(gpufs_handle owner);
 
@@ -59,7 +62,7 @@ class HandleTable {
     std::type_index type;
     std::shared_ptr<void> object;
     gpufs_handle owner;
-    std::function<void()> close;
+    std::function<Status()> close;
   };
 
   Result<gpufs_handle> put_entry(OpenHandle entry);

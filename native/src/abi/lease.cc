@@ -18,12 +18,6 @@
 #include "gpufs.h"
 #include "memory/buffer.h"
 
-using gpufs::Buffer;
-using gpufs::guarded;
-using gpufs::HandleTable;
-using gpufs::Result;
-using gpufs::Status;
-
 namespace gpufs {
 namespace {
 
@@ -59,76 +53,66 @@ std::vector<ExportedMemory> take_over(const gpufs_shared_piece* pieces, std::uin
 }
 
 }  // namespace
-}  // namespace gpufs
 
 extern "C" {
 
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, gpufs_handle* lease) {
-  return gpufs::with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if (lease == nullptr) return gpufs::null_argument();
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();
     Result<std::shared_ptr<Buffer::Lease>> opened =
         found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
     if (!opened.ok()) return opened.status();
-    return gpufs::give(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
+    return give(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
   });
 }
 
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info) {
-  return gpufs::with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
+  return with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
     *info = {found.bytes(), found.address()};
     return {};
   });
 }
 
 gpufs_status gpufs_lease_refresh(gpufs_handle lease) {
-  return gpufs::with<Buffer::Lease>(lease, [](Buffer::Lease& found) { return found.refresh(); });
+  return with<Buffer::Lease>(lease, [](Buffer::Lease& found) { return found.refresh(); });
 }
 
 gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_piece* pieces, uint64_t capacity,
                                 uint64_t* count) {
-  return gpufs::with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
-    if (count == nullptr || (pieces == nullptr && capacity > 0)) return gpufs::null_argument();
+  return with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
     *count = 0;
-    Result<std::vector<gpufs::ExportedMemory>> exported = found.pieces(from, capacity);
+    Result<std::vector<ExportedMemory>> exported = found.pieces(from, capacity);
     if (!exported.ok()) return exported.status();
-    for (gpufs::ExportedMemory& piece : exported.value()) {
+    for (ExportedMemory& piece : exported.value()) {
       pieces[(*count)++] = {piece.offset, piece.bytes, piece.descriptor.release(), 0};
     }
     return {};
   });
 }
 
-gpufs_status gpufs_lease_close(gpufs_handle lease) {
-  return guarded([&]() -> Status { return HandleTable::instance().take<Buffer::Lease>(lease).status(); });
-}
-
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping) {
   return guarded([&]() -> Status {
-    if (driver == nullptr || pci_address == nullptr || mapping == nullptr) return gpufs::null_argument();
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
-    Result<std::shared_ptr<gpufs::Device>> device = gpufs::shared_device(driver, pci_address);
+    Result<std::shared_ptr<Device>> device = shared_device(driver, pci_address);
     if (!device.ok()) return device.status();
-    Result<std::unique_ptr<gpufs::ImportedRange>> range =
+    Result<std::unique_ptr<ImportedRange>> range =
         device.value()->create_import(reserve_bytes, (flags & GPUFS_LEASE_WRITE) != 0);
     if (!range.ok()) return range.status();
-    auto opened = std::make_shared<gpufs::Mapping>(device.take(), range.take());
-    return gpufs::give(HandleTable::instance().put<gpufs::Mapping>(std::move(opened)), mapping);
+    auto opened = std::make_shared<Mapping>(device.take(), range.take());
+    return give(HandleTable::instance().put<Mapping>(std::move(opened)), mapping);
   });
 }
 
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count) {
   return guarded([&]() -> Status {
-    if (pieces == nullptr && count > 0) return gpufs::null_argument();
-    std::vector<gpufs::ExportedMemory> taken = gpufs::take_over(pieces, count);
-    Result<std::shared_ptr<gpufs::Mapping>> found = HandleTable::instance().get<gpufs::Mapping>(mapping);
+    std::vector<ExportedMemory> taken = take_over(pieces, count);
+    Result<std::shared_ptr<Mapping>> found = HandleTable::instance().get<Mapping>(mapping);
     if (!found.ok()) return found.status();
     const std::lock_guard lock(found.value()->mutex);
-    for (gpufs::ExportedMemory& piece : taken) {
+    for (ExportedMemory& piece : taken) {
       if (Status status = found.value()->range->add(piece); !status.ok()) return status;
       piece.descriptor.reset();
     }
@@ -137,41 +121,34 @@ gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* p
 }
 
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info) {
-  return gpufs::with<gpufs::Mapping>(mapping, [&](gpufs::Mapping& found) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
+  return with<Mapping>(mapping, [&](Mapping& found) -> Status {
     const std::lock_guard lock(found.mutex);
     *info = {found.range->base(), found.range->bytes(), found.range->capacity(), found.device->info().index};
     return {};
   });
 }
 
-gpufs_status gpufs_mapping_close(gpufs_handle mapping) {
-  return guarded([&]() -> Status { return HandleTable::instance().take<gpufs::Mapping>(mapping).status(); });
-}
-
-gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*), const gpufs_tensor* tensor,
-                                 void** managed) {
+gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*),
+                                 const gpufs_dl_tensor* tensor, int32_t versioned, int32_t read_only, void** managed) {
   return guarded([&]() -> Status {
     std::shared_ptr<void> keep;
-    if (owner == 0 && release != nullptr) keep = std::shared_ptr<void>(object, release);
-    if (tensor == nullptr || managed == nullptr || (tensor->shape == nullptr && tensor->dimensions > 0)) {
-      return gpufs::null_argument();
-    }
-    if (tensor->dimensions < 0) return Status(EINVAL, "a tensor with a negative number of dimensions");
     if (owner == 0) {
-      if (release == nullptr) return gpufs::null_argument();
+      keep = std::shared_ptr<void>(object, release);
     } else if (Result<std::shared_ptr<Buffer::Lease>> lease = HandleTable::instance().get<Buffer::Lease>(owner);
                lease.ok()) {
       keep = lease.take();
     } else {
-      Result<std::shared_ptr<gpufs::Mapping>> mapping = HandleTable::instance().get<gpufs::Mapping>(owner);
+      Result<std::shared_ptr<Mapping>> mapping = HandleTable::instance().get<Mapping>(owner);
       if (!mapping.ok()) return mapping.status();
       keep = mapping.take();
     }
-    *managed = gpufs::export_tensor(*tensor, keep);
+    *managed = export_tensor(*tensor, versioned != 0, read_only != 0, keep);
     return {};
   });
 }
 
-void gpufs_tensor_release(void* managed, int32_t versioned) { gpufs::release_tensor(managed, versioned != 0); }
-}
+void gpufs_tensor_release(void* managed, int32_t versioned) { release_tensor(managed, versioned != 0); }
+
+}  // extern "C"
+
+}  // namespace gpufs

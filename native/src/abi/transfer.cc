@@ -1,4 +1,4 @@
-// The backing file and transfer functions of the C interface.
+// The functions of the C interface for files, transfers, streams and operations.
 
 #include <algorithm>
 #include <cerrno>
@@ -12,43 +12,31 @@
 #include <vector>
 
 #include "abi/barrier.h"
+#include "abi/engine.h"
 #include "abi/handles.h"
-#include "abi/transfers.h"
+#include "async/async_engine.h"
+#include "async/completion_queue.h"
+#include "async/operation.h"
 #include "gpufs.h"
 #include "io/backing_file.h"
 #include "io/direct_path.h"
 #include "io/refusal.h"
 #include "io/transfer_engine.h"
-#include "observe/trace.h"
 
 namespace gpufs {
 namespace {
 
+static_assert(static_cast<int>(Switch::kOn) == GPUFS_ON && static_cast<int>(Switch::kOff) == GPUFS_OFF);
+
 Result<FastpathMode> fastpath_mode(std::int32_t value) {
-  switch (value) {
-    case GPUFS_AUTO:
-    case GPUFS_ON:
-      return FastpathMode::kAuto;
-    case GPUFS_OFF:
-      return FastpathMode::kOff;
-    case GPUFS_REQUIRE:
-      return FastpathMode::kRequire;
-    default:
-      return Status(EINVAL, "fastpath must be auto, off or require");
-  }
+  if (value < GPUFS_AUTO || value > GPUFS_REQUIRE) return Status(EINVAL, "fastpath must be auto, off or require");
+  if (value == GPUFS_REQUIRE) return FastpathMode::kRequire;
+  return value == GPUFS_OFF ? FastpathMode::kOff : FastpathMode::kAuto;
 }
 
 Result<Switch> three_way(std::int32_t value, const char* name) {
-  switch (value) {
-    case GPUFS_AUTO:
-      return Switch::kAuto;
-    case GPUFS_ON:
-      return Switch::kOn;
-    case GPUFS_OFF:
-      return Switch::kOff;
-    default:
-      return Status(EINVAL, std::string(name) + " must be auto, on or off");
-  }
+  if (value < GPUFS_AUTO || value > GPUFS_OFF) return Status(EINVAL, std::string(name) + " must be auto, on or off");
+  return static_cast<Switch>(value);
 }
 
 // Splits "nfs4,lustre".
@@ -80,21 +68,20 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
 }
 
 void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
-  to = {};
-  to.state = static_cast<std::int32_t>(from.state);
-  to.error = from.status.error();
-  to.device_code = from.status.device_code();
-  to.sync_failed = from.sync_failed ? 1 : 0;
-  to.total = from.total;
-  to.moved = from.moved;
-  to.prefix = from.prefix;
-  to.fastpath_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
-  to.fallback_bytes = from.path_bytes[static_cast<std::size_t>(Path::kFallback)];
-  to.hole_bytes = from.hole_bytes;
-  to.refusals = from.refusals;
+  to = {static_cast<std::int32_t>(from.state),
+        from.status.error(),
+        from.status.device_code(),
+        from.sync_failed ? 1 : 0,
+        from.total,
+        from.moved,
+        from.prefix,
+        from.path_bytes[static_cast<std::size_t>(Path::kFastpath)],
+        from.path_bytes[static_cast<std::size_t>(Path::kFallback)],
+        from.hole_bytes,
+        from.refusals,
+        {}};
+  from.status.message().copy(to.message, sizeof to.message - 1);
 }
-
-}  // namespace
 
 Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_transfer_request& given) {
   HandleTable& handles = HandleTable::instance();
@@ -133,54 +120,97 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
     if (!fastpath.ok()) return fastpath.status();
     request.fastpath = fastpath.value();
   }
-  if (given.fallback != GPUFS_AUTO) {
-    Result<Switch> fallback = three_way(given.fallback, "fallback");
-    if (!fallback.ok()) return fallback.status();
-    request.fallback = fallback.value() == Switch::kOn;
-  }
+  Result<Switch> fallback = three_way(given.fallback, "fallback");
+  if (!fallback.ok()) return fallback.status();
+  if (fallback.value() != Switch::kAuto) request.fallback = fallback.value() == Switch::kOn;
   if (given.share < 0) return Status(EINVAL, "share must not be negative");
   request.share = given.share;
   request.client = given.client;
   return request;
 }
 
-}  // namespace gpufs
+constexpr std::uint32_t kKnownFlags =
+    GPUFS_STREAM_FIXED_BUFFER_OFFSET | GPUFS_STREAM_FIXED_FILE_OFFSET | GPUFS_STREAM_FIXED_SIZE | GPUFS_STREAM_ALIGNED;
+// Of an engine at most: one fails, and not the system, when something submits for ever.
+constexpr std::uint64_t kMostOperations = std::uint64_t{1} << 22;
 
-using gpufs::BackingFile;
-using gpufs::Engine;
-using gpufs::guarded;
-using gpufs::HandleTable;
-using gpufs::Result;
-using gpufs::Status;
-using gpufs::Transfer;
-using gpufs::TransferEngine;
+Result<std::shared_ptr<AsyncEngine>> operations_of(gpufs_handle engine) {
+  Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
+  if (!found.ok()) return found.status();
+  return found.value()->operations();
+}
+
+Result<StreamPromises> promises_from(std::uint32_t flags) {
+  if ((flags & ~kKnownFlags) != 0) return Status(EINVAL, "unknown flags of a stream");
+  return StreamPromises{(flags & GPUFS_STREAM_FIXED_BUFFER_OFFSET) != 0, (flags & GPUFS_STREAM_FIXED_FILE_OFFSET) != 0,
+                        (flags & GPUFS_STREAM_FIXED_SIZE) != 0, (flags & GPUFS_STREAM_ALIGNED) != 0};
+}
+
+std::uint32_t flags_of(const StreamPromises& promises) {
+  std::uint32_t flags = 0;
+  if (promises.fixed_target_offset) flags |= GPUFS_STREAM_FIXED_BUFFER_OFFSET;
+  if (promises.fixed_file_offset) flags |= GPUFS_STREAM_FIXED_FILE_OFFSET;
+  if (promises.fixed_bytes) flags |= GPUFS_STREAM_FIXED_SIZE;
+  if (promises.aligned) flags |= GPUFS_STREAM_ALIGNED;
+  return flags;
+}
+
+// What the handle of a queue stands for: the queue, and the engine that its operations' handles belong to.
+struct QueueEntry {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<AsyncEngine> operations;
+  std::shared_ptr<CompletionQueue> queue;
+
+  [[nodiscard]] Status close() const { return queue->close(operations->stall_timeout()); }
+};
+
+Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
+  AsyncEngine::Submission entry;
+  Result<TransferRequest> transfer = transfer_request_from(*owner.engine, given.transfer);
+  if (!transfer.ok()) return transfer.status();
+  entry.request.transfer = transfer.take();
+  entry.request.bytes = {given.transfer.bytes, given.bytes_cell};
+  entry.request.file_offset = {given.transfer.file_offset, given.file_offset_cell};
+  entry.request.target_offset = {given.transfer.buffer_offset, given.buffer_offset_cell};
+  entry.request.count = given.count;
+  entry.request.cookie = given.cookie;
+  entry.request.trace_cookie = given.trace_cookie;
+  if (given.stream != 0) {
+    Result<std::shared_ptr<OperationStream>> stream = HandleTable::instance().get<OperationStream>(given.stream);
+    if (!stream.ok()) return stream.status();
+    entry.stream = stream.take();
+  } else if (given.implied != 0) {
+    Result<std::shared_ptr<OperationStream>> stream =
+        owner.operations->imply_stream(static_cast<NativeStream>(given.native_stream), given.native_device);
+    if (!stream.ok()) return stream.status();
+    entry.stream = stream.take();
+  }
+  return entry;
+}
+
+}  // namespace
+
+extern "C" {
 
 gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (options == nullptr) return gpufs::null_argument();
-    Result<gpufs::IoOptions> wanted = gpufs::options_from(*options);
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    Result<IoOptions> wanted = options_from(*options);
     if (!wanted.ok()) return wanted.status();
     return found.configure_transfers(wanted.value());
   });
 }
 
 gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* backing) {
-  return gpufs::with<Engine>(engine, [&](Engine& /*owner*/) -> Status {
-    if (backing == nullptr) return gpufs::null_argument();
+  return with<Engine>(engine, [&](Engine& /*owner*/) -> Status {
     Result<std::shared_ptr<BackingFile>> file = BackingFile::open(fd);
     if (!file.ok()) return file.status();
-    return gpufs::give(HandleTable::instance().put<BackingFile>(file.take(), engine), backing);
+    return give(HandleTable::instance().put<BackingFile>(file.take(), engine), backing);
   });
 }
 
-gpufs_status gpufs_backing_close(gpufs_handle backing) {
-  return guarded([&]() -> Status { return HandleTable::instance().take<BackingFile>(backing).status(); });
-}
-
 gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info) {
-  return gpufs::with<BackingFile>(backing, [&](BackingFile& file) -> Status {
-    if (info == nullptr) return gpufs::null_argument();
-    const gpufs::BackingFacts& facts = file.facts();
+  return with<BackingFile>(backing, [&](BackingFile& file) -> Status {
+    const BackingFacts& facts = file.facts();
     *info = {};
     facts.file_system.copy(info->file_system, sizeof info->file_system - 1);
     info->block_device = facts.block_device ? 1 : 0;
@@ -196,98 +226,192 @@ gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* in
 
 gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals) {
   return guarded([&]() -> Status {
-    if (driver == nullptr || refusals == nullptr) return gpufs::null_argument();
-    *refusals = gpufs::make_direct_path(driver)->refusals();
-    return {};
-  });
-}
-
-gpufs_status gpufs_trace_start(void) {
-  return guarded([&]() -> Status { return gpufs::observe::trace::start(); });
-}
-
-gpufs_status gpufs_trace_stop(void) {
-  return guarded([&]() -> Status {
-    gpufs::observe::trace::stop();
-    return {};
-  });
-}
-
-gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes) {
-  return guarded([&]() -> Status {
-    if (data == nullptr || bytes == nullptr) return gpufs::null_argument();
-    *bytes = gpufs::observe::trace::read({static_cast<std::byte*>(data), static_cast<std::size_t>(capacity)});
+    *refusals = make_direct_path(driver)->refusals();
     return {};
   });
 }
 
 const char* gpufs_refusal_name(int32_t bit) {
-  if (bit < 0 || static_cast<std::size_t>(bit) >= gpufs::kRefusalCount) return "";
-  return gpufs::kRefusalNames[static_cast<std::size_t>(bit)].data();
+  if (bit < 0 || static_cast<std::size_t>(bit) >= kRefusalCount) return "";
+  return kRefusalNames[static_cast<std::size_t>(bit)].data();
 }
 
 gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request* request, gpufs_handle* transfer) {
-  return gpufs::with<Engine>(engine, [&](Engine& found) -> Status {
-    if (request == nullptr || transfer == nullptr) return gpufs::null_argument();
+  return with<Engine>(engine, [&](Engine& found) -> Status {
     Result<std::shared_ptr<TransferEngine>> transfers = found.transfers();
     if (!transfers.ok()) return transfers.status();
-    Result<gpufs::TransferRequest> wanted = gpufs::transfer_request_from(found, *request);
+    Result<TransferRequest> wanted = transfer_request_from(found, *request);
     if (!wanted.ok()) return wanted.status();
     Result<std::shared_ptr<Transfer>> started = transfers.value()->start(wanted.value());
     if (!started.ok()) return started.status();
-    const std::shared_ptr<Transfer> kept = started.value();
-    Result<gpufs_handle> handle = HandleTable::instance().put<Transfer>(started.take(), engine);
-    if (!handle.ok()) {
-      kept->cancel();
-      kept->wait();
-      return handle.status();
-    }
-    *transfer = handle.value();
-    return {};
+    return give(HandleTable::instance().put<Transfer>(started.take(), engine, close_of<Transfer>), transfer);
   });
 }
 
 gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done) {
-  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
-    const bool ended = found.wait(gpufs::patience_of(timeout_ms));
-    if (done != nullptr) *done = ended ? 1 : 0;
+  return with<Transfer>(transfer, [&](Transfer& found) -> Status {
+    const bool ended = found.wait(patience_of(timeout_ms));
+    *done = ended ? 1 : 0;
     return {};
   });
 }
 
 gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress* progress) {
-  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
-    if (progress == nullptr) return gpufs::null_argument();
-    gpufs::fill_progress(found.progress(), *progress);
+  return with<Transfer>(transfer, [&](Transfer& found) -> Status {
+    fill_progress(found.progress(), *progress);
     return {};
   });
 }
 
-gpufs_status gpufs_transfer_result(gpufs_handle transfer) {
-  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
-    const gpufs::TransferProgress progress = found.progress();
-    if (progress.state != gpufs::TransferState::kDone) return Status(EINPROGRESS, "the transfer is still running");
-    return progress.status;
-  });
-}
-
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer) {
-  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
+  return with<Transfer>(transfer, [&](Transfer& found) -> Status {
     found.cancel();
     return {};
   });
 }
 
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
-  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
-    if (fd == nullptr) return gpufs::null_argument();
-    return gpufs::give(found.event_fd(), fd);
+  return with<Transfer>(transfer, [&](Transfer& found) -> Status { return give(found.event_fd(), fd); });
+}
+
+gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_options* options) {
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    AsyncOptions wanted;
+    if (options->operations > kMostOperations) return Status(EINVAL, "operations must be at most 4194304");
+    if (options->stream_depth > kMostOperations) return Status(EINVAL, "stream_depth must be at most 4194304");
+    if (options->operations != 0) wanted.operations = static_cast<std::size_t>(options->operations);
+    if (options->stream_depth != 0) wanted.stream_depth = static_cast<std::size_t>(options->stream_depth);
+    if (options->patience_ms >= 0) wanted.patience = patience_of(options->patience_ms);
+    if (options->stream_waits != GPUFS_AUTO && options->stream_waits != GPUFS_OFF) {
+      return Status(EINVAL, "stream_waits must be auto or off");
+    }
+    if (options->stream_waits == GPUFS_OFF) wanted.stream_waits = Switch::kOff;
+    return found.configure_operations(wanted);
   });
 }
 
-gpufs_status gpufs_transfer_close(gpufs_handle transfer) {
-  return gpufs::with<Transfer>(transfer, [&](Transfer& found) -> Status {
-    Status closed = found.close();
-    return closed.ok() ? HandleTable::instance().take<Transfer>(transfer).status() : closed;
+gpufs_status gpufs_stream_open(gpufs_handle engine, int32_t device, const uint64_t* native, uint32_t flags,
+                               gpufs_handle* stream) {
+  return guarded([&]() -> Status {
+    Result<StreamPromises> promises = promises_from(flags);
+    if (!promises.ok()) return promises.status();
+    Result<std::shared_ptr<AsyncEngine>> operations = operations_of(engine);
+    if (!operations.ok()) return operations.status();
+    Result<std::shared_ptr<OperationStream>> made =
+        native == nullptr
+            ? operations.value()->create_stream(device, promises.value())
+            : operations.value()->register_stream(static_cast<NativeStream>(*native), device, promises.value());
+    if (!made.ok()) return made.status();
+    return give(HandleTable::instance().put<OperationStream>(made.take(), engine, close_of<OperationStream>), stream);
   });
 }
+
+gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info) {
+  return with<OperationStream>(stream, [&](OperationStream& found) -> Status {
+    *info = {};
+    info->native = found.native();
+    info->outstanding = found.outstanding();
+    info->device = found.device()->info().index;
+    info->flags = flags_of(found.promises());
+    info->waits_for_values = found.waits_for_values() ? 1 : 0;
+    return {};
+  });
+}
+
+gpufs_status gpufs_stream_call(gpufs_handle stream, void (*function)(void*), void* argument) {
+  return with<OperationStream>(stream,
+                               [&](OperationStream& found) -> Status { return found.call(function, argument); });
+}
+
+gpufs_status gpufs_stream_synchronize(gpufs_handle stream) {
+  return with<OperationStream>(stream, [&](OperationStream& found) -> Status { return found.synchronize(); });
+}
+
+gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
+                                 void** memory, uint64_t* device_address) {
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    Result<std::shared_ptr<DeviceContext>> context = found.device(device);
+    if (!context.ok()) return context.status();
+    Result<PinnedBlock> taken = context.value()->pinned().take(static_cast<std::size_t>(bytes));
+    if (!taken.ok()) return taken.status();
+    const PinnedBlock block = taken.value();
+    const std::shared_ptr<PinnedBlock> shared(new PinnedBlock(block), [device = context.take()](PinnedBlock* released) {
+      device->pinned().release(*released);
+      delete released;
+    });
+    Result<gpufs_handle> handle = HandleTable::instance().put<PinnedBlock>(shared, engine);
+    if (!handle.ok()) return handle.status();
+    *pinned = handle.value();
+    *memory = block.data;
+    *device_address = block.address;
+    return {};
+  });
+}
+
+gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_handle* queue) {
+  return guarded([&]() -> Status {
+    auto entry = std::make_shared<QueueEntry>();
+    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
+    if (!found.ok()) return found.status();
+    Result<std::shared_ptr<AsyncEngine>> operations = operations_of(engine);
+    if (!operations.ok()) return operations.status();
+    if (capacity > kMostOperations) return Status(EINVAL, "a queue has room for 4194304 operations at most");
+    entry->engine = found.take();
+    entry->operations = operations.take();
+    entry->queue = entry->operations->open_queue(static_cast<std::size_t>(capacity));
+    return give(HandleTable::instance().put<QueueEntry>(std::move(entry), engine, close_of<QueueEntry>), queue);
+  });
+}
+
+gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* operations, uint64_t count, uint64_t* ids,
+                                uint64_t* bad) {
+  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+    std::vector<AsyncEngine::Submission> entries;
+    entries.reserve(static_cast<std::size_t>(std::min(count, kMostOperations)));
+    for (std::uint64_t number = 0; number < count; ++number) {
+      Result<AsyncEngine::Submission> entry = entry_from(found, operations[number]);
+      if (!entry.ok()) {
+        if (bad != nullptr) *bad = number;
+        return entry.status();
+      }
+      entries.push_back(entry.take());
+    }
+    std::vector<std::uint64_t> given;
+    std::size_t first_bad = 0;
+    Status status = found.operations->submit(found.queue, std::move(entries), &given, &first_bad);
+    if (bad != nullptr) *bad = first_bad;
+    if (status.ok() && ids != nullptr) std::copy(given.begin(), given.end(), ids);
+    return status;
+  });
+}
+
+gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completions, uint64_t capacity, uint64_t fewest,
+                                 int64_t timeout_ms, uint64_t* collected) {
+  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+    const std::vector<Completion> over =
+        found.queue->collect(static_cast<std::size_t>(std::min(fewest, capacity)), static_cast<std::size_t>(capacity),
+                             patience_of(timeout_ms));
+    for (std::size_t number = 0; number < over.size(); ++number) {
+      completions[number].cookie = over[number].cookie;
+      completions[number].id = over[number].id;
+      fill_progress(over[number], completions[number].outcome);
+    }
+    *collected = over.size();
+    return {};
+  });
+}
+
+gpufs_status gpufs_queue_under_way(gpufs_handle queue, uint64_t* count) {
+  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+    *count = found.queue->under_way().size();
+    return {};
+  });
+}
+
+gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id) {
+  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status { return found.queue->cancel(id); });
+}
+
+}  // extern "C"
+
+}  // namespace gpufs

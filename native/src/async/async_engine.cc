@@ -111,9 +111,8 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
   return added;
 }
 
-Result<std::shared_ptr<OperationStream>> AsyncEngine::create_stream(std::size_t device,
-                                                                    const StreamPromises& promises) {
-  if (device >= devices_.size()) return Status(EINVAL, "no such device");
+Result<std::shared_ptr<OperationStream>> AsyncEngine::create_stream(int device, const StreamPromises& promises) {
+  if (device < 0 || device >= static_cast<int>(devices_.size())) return Status(EINVAL, "no such device");
   Result<std::unique_ptr<Stream>> stream = devices_[device]->context->device().create_stream();
   if (!stream.ok()) return stream.status();
   return add_stream(device, stream.take(), promises, OperationStream::Origin::kOwn);
@@ -259,14 +258,7 @@ void AsyncEngine::pump(Backlog& backlog) {
 }
 
 void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress) {
-  Completion completion;
-  completion.bytes = progress.prefix;
-  completion.status = progress.status;
-  completion.fastpath_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFastpath)];
-  completion.fallback_bytes = progress.path_bytes[static_cast<std::size_t>(Path::kFallback)];
-  completion.hole_bytes = progress.hole_bytes;
-  completion.refusals = progress.refusals;
-  (void)operation->end(std::move(completion));
+  (void)operation->end({progress, 0, 0});
   Backlog& backlog = backlog_of(*operation);
   {
     const std::lock_guard lock(backlog.mutex);

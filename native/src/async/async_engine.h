@@ -46,7 +46,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   std::shared_ptr<CompletionQueue> open_queue(std::size_t capacity);
 
   // A stream of the engine's own on a device.
-  Result<std::shared_ptr<OperationStream>> create_stream(std::size_t device, const StreamPromises& promises);
+  Result<std::shared_ptr<OperationStream>> create_stream(int device, const StreamPromises& promises);
   // The program's own, which must live until what is queued on it is over. device: negative to ask the runtime.
   // EINVAL: there is no such stream on that device, or on any.
   Result<std::shared_ptr<OperationStream>> register_stream(NativeStream native, int device,

@@ -1,8 +1,5 @@
 #include "async/completion_queue.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <string>
@@ -34,10 +31,6 @@ void CompletionQueue::deliver(Completion completion) {
   operation = std::move(found->second);
   under_way_.erase(found);
   done_.push_back(std::move(completion));
-  if (done_.size() == 1 && event_.valid()) {
-    const std::uint64_t one = 1;
-    (void)!::write(event_.get(), &one, sizeof one);
-  }
   changed_.notify_all();
 }
 
@@ -50,20 +43,7 @@ std::vector<Completion> CompletionQueue::collect(std::size_t fewest, std::size_t
     collected.push_back(std::move(done_.front()));
     done_.pop_front();
   }
-  if (done_.empty() && event_.valid()) {
-    std::uint64_t counted = 0;
-    (void)!::read(event_.get(), &counted, sizeof counted);
-  }
   return collected;
-}
-
-Result<int> CompletionQueue::event_fd() {
-  const std::lock_guard lock(mutex_);
-  if (!event_.valid()) {
-    event_ = UniqueFd(::eventfd(done_.empty() ? 0 : 1, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!event_.valid()) return Status::from_errno(errno, "an eventfd for operations");
-  }
-  return event_.get();
 }
 
 Status CompletionQueue::cancel(std::uint64_t id) {
@@ -99,11 +79,6 @@ std::vector<std::shared_ptr<Operation>> CompletionQueue::under_way() const {
   found.reserve(under_way_.size());
   for (const auto& [id, operation] : under_way_) found.push_back(operation);
   return found;
-}
-
-CompletionQueue::OperationCounts CompletionQueue::counts() const {
-  const std::lock_guard lock(mutex_);
-  return {under_way_.size(), done_.size()};
 }
 
 }  // namespace gpufs

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "async/operation.h"
-#include "base/unique_fd.h"
 
 namespace gpufs {
 
@@ -35,8 +34,6 @@ class CompletionQueue {
   // Collects up to `most` that are over, in the order in which they ended, once there are `fewest` or as many as there
   // can be; waits for that up to `patience`.
   std::vector<Completion> collect(std::size_t fewest, std::size_t most, std::chrono::milliseconds patience);
-  // The queue's eventfd, readable while there is something to collect; lives as long as the queue.
-  Result<int> event_fd();
 
   // Asks an operation to stop, 0: all of them. ENOENT: no such operation is under way.
   Status cancel(std::uint64_t id);
@@ -45,11 +42,6 @@ class CompletionQueue {
   Status close(std::chrono::milliseconds timeout);
 
   [[nodiscard]] std::vector<std::shared_ptr<Operation>> under_way() const;
-  struct OperationCounts {
-    std::size_t under_way = 0;
-    std::size_t uncollected = 0;
-  };
-  [[nodiscard]] OperationCounts counts() const;
 
  private:
   const std::size_t capacity_;
@@ -58,7 +50,6 @@ class CompletionQueue {
   std::condition_variable changed_;
   std::map<std::uint64_t, std::shared_ptr<Operation>> under_way_;  // by id
   std::deque<Completion> done_;
-  UniqueFd event_;
   bool closed_ = false;
 };
 

@@ -50,17 +50,11 @@ Status apply_numbers(OperationRequest& request, const OperationStream* stream, b
 }
 
 // Writes the outcome to where the program wants it.
-void publish(const OperationRequest& request, const Completion& completion) {
-  const int error = completion.status.error();
-  if (request.codes != nullptr) {
-    request.codes[0] = error;
-    request.codes[1] = completion.status.device_code();
-  }
-  if (request.count != nullptr) {
-    const bool nothing = error != 0 && completion.bytes == 0;
-    std::atomic_ref<std::int64_t>(*request.count)
-        .store(nothing ? -error : static_cast<std::int64_t>(completion.bytes), std::memory_order_release);
-  }
+void publish(std::int64_t* count, const Status& status, std::uint64_t bytes) {
+  if (count == nullptr) return;
+  const bool nothing = !status.ok() && bytes == 0;
+  std::atomic_ref<std::int64_t>(*count).store(nothing ? -status.error() : static_cast<std::int64_t>(bytes),
+                                              std::memory_order_release);
 }
 
 }  // namespace
@@ -185,7 +179,7 @@ bool Operation::end(Completion completion, bool unless_running) {
   completion.cookie = request.cookie;
   completion.id = id_;
   if (submitted_at_ != 0) trace_phases(request, completion);
-  publish(request, completion);
+  publish(request.count, completion.status, completion.prefix);
   // Before the stream goes on, so that the operations of a stream are collected in its order.
   queue_->deliver(std::move(completion));
   bool holds_stream = false;
@@ -242,11 +236,7 @@ bool Operation::release_stream_early() {
     const std::lock_guard lock(mutex_);
     if (stream_ == nullptr || phase_ != Phase::kRunning || !reached_ || released_early_) return false;
     released_early_ = true;
-    Completion unknown;
-    unknown.status = Status(ETIMEDOUT, "");
-    publish(request_, unknown);
-    request_.count = nullptr;
-    request_.codes = nullptr;
+    publish(std::exchange(request_.count, nullptr), Status(ETIMEDOUT, ""), 0);
   }
   changed_.notify_all();
   stream_->release(*this);
@@ -270,12 +260,12 @@ void Operation::trace_phases(const OperationRequest& request, const Completion& 
     observe::trace::record(record);
   };
   const std::uint64_t now = observe::now_ns();
-  write(observe::TraceKind::kOperation, submitted_at_, now, request.trace_cookie, completion.bytes);
+  write(observe::TraceKind::kOperation, submitted_at_, now, request.trace_cookie, completion.prefix);
   if (stream_ != nullptr) {
     write(observe::TraceKind::kStreamWait, submitted_at_, reached_at_ != 0 ? reached_at_ : now, request.trace_cookie,
           0);
   }
-  if (started_at_ != 0) write(observe::TraceKind::kMove, started_at_, now, transfer_id_, completion.bytes);
+  if (started_at_ != 0) write(observe::TraceKind::kMove, started_at_, now, transfer_id_, completion.prefix);
 }
 
 // ==== streams ====

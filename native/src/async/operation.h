@@ -40,23 +40,17 @@ struct OperationRequest {
   Parameter bytes;
   Parameter file_offset;
   Parameter target_offset;
-  // Where the outcome is written before the stream goes on; the caller's until the operation is over. May be null.
-  std::int64_t* count = nullptr;  // bytes moved; a negative errno if it failed before any was
-  std::int32_t* codes = nullptr;  // two: errno and the device's code, 0 for success
+  // Where the bytes moved are written before the stream goes on, or a negative errno if it failed before any was; the
+  // caller's until the operation is over. May be null.
+  std::int64_t* count = nullptr;
   std::uint64_t cookie = 0;
   std::uint64_t trace_cookie = 0;  // shown in traces: the program's own, where the cookie is its binding's
 };
 
-// How an operation ended. bytes: from the start without a gap, also after a failure or a cancellation.
-struct Completion {
+// How an operation ended.
+struct Completion : TransferProgress {
   std::uint64_t cookie = 0;
   std::uint64_t id = 0;
-  std::uint64_t bytes = 0;
-  Status status;
-  std::uint64_t fastpath_bytes = 0;
-  std::uint64_t fallback_bytes = 0;
-  std::uint64_t hole_bytes = 0;
-  RefusalMask refusals = 0;
 };
 
 // One read or write: queued (perhaps on a stream), bound when the stream reaches it, moved, and over.

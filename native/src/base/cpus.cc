@@ -1,54 +1,50 @@
 #include "base/cpus.h"
 
+#include <sched.h>
+
 #include <algorithm>
-#include <charconv>
 #include <fstream>
-#include <string>
-#include <string_view>
+#include <sstream>
 
 namespace gpufs {
-namespace {
 
-// Reads "0-7,16-23" from sysfs and removes what this process may not use. False if the node is unknown.
-bool cpus_of_node(int node, cpu_set_t* cpus) {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
-  *cpus = allowed;
-  if (node < 0) return true;
-  std::ifstream file("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
-  std::string text;
-  if (!std::getline(file, text)) return false;
-  cpu_set_t listed;
-  CPU_ZERO(&listed);
-  std::string_view rest = text;
-  while (!rest.empty()) {
-    const std::string_view item = rest.substr(0, rest.find(','));
-    rest.remove_prefix(std::min(item.size() + 1, rest.size()));
-    std::size_t first = 0;
-    const std::from_chars_result start = std::from_chars(item.data(), item.data() + item.size(), first);
-    if (start.ec != std::errc()) return false;
-    std::size_t last = first;
-    if (start.ptr != item.data() + item.size()) {
-      if (std::from_chars(start.ptr + 1, item.data() + item.size(), last).ec != std::errc()) return false;
-    }
-    for (std::size_t cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &listed);
+std::vector<int> listed_cpus(const std::string& path) {
+  std::vector<int> cpus;
+  std::ifstream file(path);
+  for (std::string item; std::getline(file, item, ',');) {
+    std::istringstream range(item);
+    int first = 0;
+    int last = 0;
+    char dash = 0;
+    if (!(range >> first)) return {};
+    if (!(range >> dash >> last)) last = first;
+    for (int cpu = first; cpu <= last; ++cpu) cpus.push_back(cpu);
   }
-  CPU_AND(cpus, &allowed, &listed);
-  return CPU_COUNT(cpus) > 0;
+  return cpus;
 }
 
-}  // namespace
-
-int usable_cpus(int node) {
-  cpu_set_t cpus;
-  if (cpus_of_node(node, &cpus) || cpus_of_node(-1, &cpus)) return std::max(CPU_COUNT(&cpus), 1);
-  return 1;
+std::vector<int> allowed_cpus(int node) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  std::vector<int> cpus;
+  if (::sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    }
+  }
+  if (cpus.empty()) cpus.push_back(0);
+  if (node < 0) return cpus;
+  std::vector<int> near = listed_cpus("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
+  std::erase_if(near, [&](int cpu) { return !std::ranges::binary_search(cpus, cpu); });
+  return near.empty() ? cpus : near;
 }
 
 void run_on_node(int node) {
-  cpu_set_t cpus;
-  if (node >= 0 && cpus_of_node(node, &cpus)) (void)::sched_setaffinity(0, sizeof cpus, &cpus);
+  if (node < 0) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : allowed_cpus(node)) CPU_SET(cpu, &set);
+  (void)::sched_setaffinity(0, sizeof set, &set);
 }
 
 }  // namespace gpufs

@@ -113,64 +113,53 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   const gpufs_attributes now = inode->attributes();
   const bool owner = (in.valid & (FATTR_UID | FATTR_GID)) != 0;
   const bool size = (in.valid & FATTR_SIZE) != 0;
-  gpufs_attributes wanted{};
-  std::uint32_t changes = kSetCtimeNow;
-  const auto want = [&](std::uint32_t asked, std::uint32_t change) {
-    if ((in.valid & asked) != 0) changes |= change;
+  AttributeChanges wanted;
+  if ((in.valid & FATTR_UID) != 0) wanted.uid = in.uid;
+  if ((in.valid & FATTR_GID) != 0) wanted.gid = in.gid;
+  if (size) wanted.size = in.size;
+  const auto time = [&](std::uint32_t given, std::uint32_t is_now, std::uint64_t seconds, std::uint32_t nanoseconds) {
+    if ((in.valid & given) == 0) return std::optional<Timestamp>();
+    if ((in.valid & is_now) != 0) return std::optional(Timestamp::now());
+    return std::optional(Timestamp{static_cast<std::int64_t>(seconds), nanoseconds});
   };
-  want(FATTR_MODE, kSetMode);
-  want(FATTR_UID, kSetUid);
-  want(FATTR_GID, kSetGid);
-  want(FATTR_SIZE, kSetSize);
-  want(FATTR_ATIME, (in.valid & FATTR_ATIME_NOW) != 0 ? kSetAtimeNow : kSetAtime);
-  want(FATTR_MTIME, (in.valid & FATTR_MTIME_NOW) != 0 ? kSetMtimeNow : kSetMtime);
-  if (size && (in.valid & FATTR_MTIME) == 0) changes |= kSetMtimeNow;  // even where the size stays
-  wanted.mode = (in.valid & FATTR_MODE) != 0 ? in.mode : now.mode;
-  wanted.uid = in.uid;
-  wanted.gid = in.gid;
-  wanted.size = in.size;
-  wanted.atime = static_cast<std::int64_t>(in.atime);
-  wanted.atime_ns = in.atimensec;
-  wanted.mtime = static_cast<std::int64_t>(in.mtime);
-  wanted.mtime_ns = in.mtimensec;
+  wanted.atime = time(FATTR_ATIME, FATTR_ATIME_NOW, in.atime, in.atimensec);
+  wanted.mtime = time(FATTR_MTIME, FATTR_MTIME_NOW, in.mtime, in.mtimensec);
+  if (size && !wanted.mtime) wanted.mtime = Timestamp::now();  // even where the size stays
+  const std::uint32_t mode = (in.valid & FATTR_MODE) != 0 ? in.mode : now.mode;
   // The kernel clears set-id bits by FATTR_MODE, except those that only callers outside the group clear.
   SetIdLoss loss = owner && (in.valid & FATTR_MODE) == 0 ? SetIdLoss::kExecutable : SetIdLoss::kNone;
-  if ((owner || size) && has_bare_set_gid(wanted.mode) && !Caller::of(request.header).keeps_set_gid_of(now.gid)) {
+  if ((owner || size) && has_bare_set_gid(mode) && !Caller::of(request.header).keeps_set_gid_of(now.gid)) {
     loss = SetIdLoss::kAll;
   }
-  wanted.mode = mode_without_set_id(wanted.mode, loss);
-  if (wanted.mode != now.mode) changes |= kSetMode;
+  const std::uint32_t cleared = mode_without_set_id(mode, loss);
+  if ((in.valid & FATTR_MODE) != 0 || cleared != now.mode) wanted.mode = cleared;
 
   if (size && !inode->buffer()) return responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
   const uid_t user = request.header.uid;
-  const auto apply = [this, inode, changes, user](gpufs_attributes attributes, Responder& reply) {
-    const Status status = table_.set(inode->ino(), changes, &attributes);
+  const auto apply = [this, inode, wanted, user](Responder& reply) {
+    const Status status = table_.set(*inode, wanted);
     if (status.error() == EAGAIN) return false;
+    if (status.error() == EBUSY) {
+      log_user_warning(user, "truncating inode ", inode->ino(), " failed: ", status.message());
+    }
     if (status.ok()) {
       reply_attributes(*inode, reply);
     } else {
-      if (status.error() == EBUSY) {
-        log_user_warning(user, "truncating inode ", inode->ino(), " failed: ", status.message());
-      }
-      // A file that has left the table by now had no name and no user.
-      reply.error(status.error() == ENOENT ? ESTALE : status.error());
+      reply.error(status.error());
     }
     return true;
   };
-  if (!apply(wanted, responder)) {
-    long_requests_.run(*inode, std::move(responder),
-                       [apply, wanted](Cancellation&, Responder& reply) { apply(wanted, reply); });
+  if (!apply(responder)) {
+    long_requests_.run(*inode, std::move(responder), [apply](Cancellation&, Responder& reply) { apply(reply); });
   }
 }
 
 void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Responder responder) {
-  const std::int32_t device = inode->device();
-  const std::int32_t first = device < 0 ? 0 : device;
-  const std::int32_t last = device < 0 ? table_.source().device_count() : device + 1;
   std::uint64_t total = 0;
   std::uint64_t free = 0;
-  for (std::int32_t i = first; i < last; ++i) {
-    Result<MemoryInfo> memory = table_.source().memory(i);
+  for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
+    if (inode->device() >= 0 && inode->device() != device->info().index) continue;
+    const Result<MemoryInfo> memory = device->device().memory();
     if (!memory.ok()) {
       log_warning("statfs failed: ", memory.status().message());
       return responder.error(memory.error());

@@ -5,6 +5,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <optional>
 
 #include "fuse/protocol.h"
 #include "gpufs.h"
@@ -20,18 +21,15 @@ struct Timestamp {
   friend auto operator<=>(const Timestamp&, const Timestamp&) = default;  // NOLINT(modernize-use-nullptr): no pointer
 };
 
-// What InodeTable::set() sets, as bits.
-inline constexpr std::uint32_t kSetMode = 1U << 0;
-inline constexpr std::uint32_t kSetUid = 1U << 1;
-inline constexpr std::uint32_t kSetGid = 1U << 2;
-inline constexpr std::uint32_t kSetSize = 1U << 3;  // regular files: resizes the buffer; others: sets the number
-inline constexpr std::uint32_t kSetAtime = 1U << 4;
-inline constexpr std::uint32_t kSetMtime = 1U << 5;
-inline constexpr std::uint32_t kSetCtime = 1U << 6;
-inline constexpr std::uint32_t kSetAtimeNow = 1U << 7;
-inline constexpr std::uint32_t kSetMtimeNow = 1U << 8;
-inline constexpr std::uint32_t kSetCtimeNow = 1U << 9;
-inline constexpr std::uint32_t kSetNlink = 1U << 10;
+// What a request changes; the rest stays.
+struct AttributeChanges {
+  std::optional<std::uint32_t> mode;
+  std::optional<std::uint32_t> uid;
+  std::optional<std::uint32_t> gid;
+  std::optional<std::uint64_t> size;  // of a regular file: resizes the buffer
+  std::optional<Timestamp> atime;
+  std::optional<Timestamp> mtime;
+};
 
 // Which reads set the access time (mount options).
 enum class AccessTimes : std::uint8_t {

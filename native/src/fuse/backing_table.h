@@ -6,7 +6,6 @@
 #include <fcntl.h>
 
 #include <cerrno>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -23,7 +22,7 @@ struct OpenBacking {
   std::shared_ptr<BackingFile> file;  // the same file as transfers see it
 };
 
-class BackingTable {
+class BackingTable : public OpenFiles<OpenBacking, kBackingHandle> {
  public:
   // fd stays the caller's. Fails as BackingFile::open() does.
   Result<std::uint64_t> open(int fd) {
@@ -32,16 +31,8 @@ class BackingTable {
     if (!file.ok()) return file.status();
     UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
     if (!copy.valid()) return Status::from_errno(errno, "the backing file's descriptor");
-    return files_.add(std::make_shared<OpenBacking>(OpenBacking{std::move(copy), file.take()}));
+    return add(std::make_shared<OpenBacking>(OpenBacking{std::move(copy), file.take()}));
   }
-  // EBADF if unknown. Requests under way keep the file until they end.
-  Status release(std::uint64_t fh) { return files_.remove(fh) ? Status() : Status(EBADF, "unknown handle"); }
-  // Null if unknown.
-  [[nodiscard]] std::shared_ptr<OpenBacking> find(std::uint64_t fh) const { return files_.find(fh); }
-  [[nodiscard]] std::size_t size() const { return files_.size(); }
-
- private:
-  OpenFiles<OpenBacking, kBackingHandle> files_;
 };
 
 }  // namespace gpufs::fuse

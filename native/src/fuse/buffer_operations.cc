@@ -173,9 +173,8 @@ void BufferOperations::write_later(const File& file, std::uint64_t offset, SetId
   long_requests_.run_with_space(*file->inode, std::move(responder),
                                 [this, file, offset, loss, data = std::move(data), measured = std::move(measured)](
                                     Cancellation&, Responder& reply) {
-                                  const std::uint64_t granule = table_.source().granule(file->inode->device());
                                   const Result<std::size_t> written =
-                                      write_what_fits(*file->inode->buffer(), granule, offset, data);
+                                      write_what_fits(*file->inode->buffer(), offset, data);
                                   if (!written.ok()) return client_error(written.status(), "write");
                                   finish_write(*file, loss, written.value(), reply);
                                   measured->done(written.value());
@@ -183,11 +182,12 @@ void BufferOperations::write_later(const File& file, std::uint64_t offset, SetId
                                 });
 }
 
-Result<std::size_t> BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
+Result<std::size_t> BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t offset,
                                                       std::span<const std::byte> data) {
   Result<std::size_t> all = write_to_limit(buffer, offset, data);
   if (!lacks_memory(all.error())) return all;
   // As many granules from the front as fit: write(2) promises a short count.
+  const std::uint64_t granule = buffer.device()->info().granule;
   std::size_t done = 0;
   while (done < data.size()) {
     const std::uint64_t at = offset + done;
@@ -251,7 +251,7 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
     return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
   };
   if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
-  Result<MemoryInfo> memory = table_.source().memory(inode.device());
+  const Result<MemoryInfo> memory = buffer.device()->device().memory();
   if (!memory.ok()) return memory.status();
   if (std::min(memory.value().free_bytes, buffer.charge().room()) < in.length)
     return apply(in.offset, in.length, keep_size);

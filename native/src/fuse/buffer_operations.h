@@ -39,8 +39,7 @@ class BufferOperations {
 
   void write_later(const File& file, std::uint64_t offset, SetIdLoss loss, std::vector<std::byte> data,
                    Responder responder);
-  Result<std::size_t> write_what_fits(Buffer& buffer, std::uint64_t granule, std::uint64_t offset,
-                                      std::span<const std::byte> data);
+  Result<std::size_t> write_what_fits(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data);
   void finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder);
   void finish_copy(Inode& from, Inode& to, SetIdLoss loss, std::uint64_t bytes);
   Status allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const;

@@ -209,28 +209,23 @@ std::uint32_t buffer_open_flags(const InitNegotiation& init) {
   return kOpenNoFlush | direct_flags(init);
 }
 
-void take_back(std::uint32_t opcode, std::span<const std::byte> reply,
-               const std::function<void(std::span<const std::byte> message, bool needs_reply)>& send) {
+HandedOver handed_over_by(std::uint32_t opcode, std::span<const std::byte> reply) {
+  HandedOver found;
   const HandedOut handed_out = handed_out_by(opcode);
   fuse_out_header answered{};
   fuse_open_out open{};
   if (read_struct(reply, 0, &answered) && handed_out.open_at != 0 && read_struct(reply, handed_out.open_at, &open)) {
-    struct {
-      fuse_in_header header;
-      fuse_release_in in;
-    } const release{{sizeof(release), handed_out.closed_by, answered.unique, 0, 0, 0, 0, 0, 0}, {open.fh, 0, 0, 0}};
-    send(std::as_bytes(std::span(&release, 1)), true);
+    found.release.resize(kIn + sizeof(fuse_release_in));
+    const auto length = static_cast<std::uint32_t>(found.release.size());
+    write_struct(found.release, 0, fuse_in_header{length, handed_out.closed_by, answered.unique, 0, 0, 0, 0, 0, 0});
+    write_struct(found.release, kIn, fuse_release_in{open.fh, 0, 0, 0});
   }
   for_each_entry(handed_out, reply, [&](std::size_t at, std::string_view name) {
     fuse_entry_out entry{};
     if (!read_struct(reply, at, &entry) || entry.nodeid == 0) return;
-    if (name == "." || name == "..") return;  // these are not references
-    struct {
-      fuse_in_header header;
-      fuse_forget_in in;
-    } const forget{{sizeof(forget), FUSE_FORGET, 0, entry.nodeid, 0, 0, 0, 0, 0}, {1}};
-    send(std::as_bytes(std::span(&forget, 1)), false);
+    if (name != "." && name != "..") found.references.push_back({entry.nodeid, 1});  // these are not references
   });
+  return found;
 }
 
 }  // namespace gpufs::fuse

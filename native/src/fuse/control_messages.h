@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <vector>
 
@@ -27,9 +26,12 @@ std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte
 // With these flags the kernel opens a buffer.
 [[nodiscard]] std::uint32_t buffer_open_flags(const InitNegotiation& init);
 
-// The messages by which the control plane takes back what a successful reply handed out, for a reply that the kernel
-// never got. `needs_reply`: it will answer the message.
-void take_back(std::uint32_t opcode, std::span<const std::byte> reply,
-               const std::function<void(std::span<const std::byte> message, bool needs_reply)>& send);
+// What a successful reply hands out, for a reply that the kernel never got: references, and the request that closes
+// what was opened (empty: nothing was), which the control plane answers.
+struct HandedOver {
+  std::vector<fuse_forget_one> references;
+  std::vector<std::byte> release;
+};
+[[nodiscard]] HandedOver handed_over_by(std::uint32_t opcode, std::span<const std::byte> reply);
 
 }  // namespace gpufs::fuse

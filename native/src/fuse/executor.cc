@@ -49,7 +49,7 @@ Status Executor::start() {
 }
 
 bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,
-                            std::unique_ptr<Job> job) {
+                            Job job) {
   State& state = *state_;
   QueuedJobs mine(1);
   QueuedJob& entry = mine.front();
@@ -75,7 +75,7 @@ bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t
     }
   }
   entry.cancellation->request();
-  static_cast<void>(entry.job->run(EINTR, *entry.cancellation));
+  static_cast<void>(entry.job(EINTR, *entry.cancellation));
   return !stopped;
 }
 
@@ -145,7 +145,7 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
     return Cancelled::kRunning;
   }
   mine.front().cancellation->request();
-  static_cast<void>(mine.front().job->run(EINTR, *mine.front().cancellation));
+  static_cast<void>(mine.front().job(EINTR, *mine.front().cancellation));
   return Cancelled::kEnded;
 }
 
@@ -183,7 +183,7 @@ std::size_t Executor::stop(std::chrono::milliseconds patience) {
   for (const auto& cancellation : running) cancellation->request();
   for (QueuedJob& entry : mine) {
     entry.cancellation->request();
-    static_cast<void>(entry.job->run(EINTR, *entry.cancellation));
+    static_cast<void>(entry.job(EINTR, *entry.cancellation));
   }
 
   std::unique_lock lock(state.mutex);
@@ -286,11 +286,11 @@ void Executor::work_loop(const std::shared_ptr<State>& shared) {
     wake_for_parked(shared);  // another thread has to watch the deadlines now
     entry->freed = state.freed;
     const int refusal = entry->refusal;
-    Job& job = *entry->job;
+    const Job& job = entry->job;
     std::optional<TimePoint> deadline;
     lock.unlock();
     try {
-      deadline = job.run(refusal, *entry->cancellation);
+      deadline = job(refusal, *entry->cancellation);
     } catch (const std::exception& failure) {
       log_error("a worker's job failed: ", failure.what());
     }
@@ -299,9 +299,9 @@ void Executor::work_loop(const std::shared_ptr<State>& shared) {
       state.park(entry, *deadline);
       continue;
     }
-    std::unique_ptr<Job> last = std::move(entry->job);
+    Job last = std::move(entry->job);
     lock.unlock();
-    last.reset();  // while its subject still counts as busy
+    last = nullptr;  // while its subject still counts as busy
     lock.lock();
     state.active.erase(entry);
     state.ended.notify_all();

@@ -84,12 +84,12 @@ class Executor {
   // job has run with EINTR.
   template <typename Body>
   bool submit(const Lane& lane, const void* subject, std::uint64_t id, Body body) {
-    return submit_entry(lane, subject, id, std::nullopt, std::make_unique<BodyJob<Body>>(std::move(body)));
+    return submit_entry(lane, subject, id, std::nullopt, job_of(std::move(body)));
   }
   // Runs the job with 0 at this time, and again at each time that it returns.
   template <typename Body>
   void submit_at(TimePoint time, Body body) {
-    submit_entry({Lane::Kind::kTimers, -1, 0}, nullptr, 0, time, std::make_unique<BodyJob<Body>>(std::move(body)));
+    submit_entry({Lane::Kind::kTimers, -1, 0}, nullptr, 0, time, job_of(std::move(body)));
   }
 
   // A job that is queued or parked ends now. One that runs is asked to end. For one that is not known here, the number
@@ -117,33 +117,26 @@ class Executor {
   [[nodiscard]] const Limits& limits() const { return state_->limits; }
 
  private:
-  class Job {
-   public:
-    virtual ~Job() = default;
-    virtual std::optional<TimePoint> run(int refusal, Cancellation& cancellation) = 0;
-  };
+  using Job = std::function<std::optional<TimePoint>(int refusal, Cancellation& cancellation)>;
+  // A body as a job, which can be copied though the body cannot.
   template <typename Body>
-  class BodyJob final : public Job {
-   public:
-    explicit BodyJob(Body body) : body_(std::move(body)) {}
-    std::optional<TimePoint> run(int refusal, Cancellation& cancellation) override {
+  static Job job_of(Body body) {
+    return [shared = std::make_shared<Body>(std::move(body))](int refusal,
+                                                              Cancellation& cancellation) -> std::optional<TimePoint> {
       if constexpr (std::is_void_v<std::invoke_result_t<Body&, int, Cancellation&>>) {
-        body_(refusal, cancellation);
+        (*shared)(refusal, cancellation);
         return std::nullopt;
       } else {
-        return body_(refusal, cancellation);
+        return (*shared)(refusal, cancellation);
       }
-    }
-
-   private:
-    Body body_;
-  };
+    };
+  }
 
   struct QueuedJob {
     Lane lane;
     const void* subject = nullptr;
     std::uint64_t id = 0;
-    std::unique_ptr<Job> job;
+    Job job;
     std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
     TimePoint deadline;       // of a parked job
     std::uint64_t freed = 0;  // State::freed when it was last started
@@ -181,8 +174,7 @@ class Executor {
     void park(QueuedJobs::iterator entry, TimePoint deadline);
   };
 
-  bool submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,
-                    std::unique_ptr<Job> job);
+  bool submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time, Job job);
   static void work_loop(const std::shared_ptr<State>& state);
   // The following are called with the mutex held.
   static void wake_for_queue(const std::shared_ptr<State>& state);

@@ -17,21 +17,18 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint32_t kAllSetFlags = kSetMode | kSetUid | kSetGid | kSetSize | kSetAtime | kSetMtime | kSetCtime |
-                                       kSetAtimeNow | kSetMtimeNow | kSetCtimeNow | kSetNlink;
 constexpr std::uint32_t kPermissions = 07777;
-constexpr std::uint32_t kSecond = 1'000'000'000;
 
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
 
-Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, bool in_host_memory)
+Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer)
     : ino_(attributes.ino),
       device_(attributes.device),
       kind_(attributes.mode & S_IFMT),
       buffer_(std::move(buffer)),
-      in_host_memory_(in_host_memory),
+      in_host_memory_(buffer_ && buffer_->device()->info().cpu_addressable),
       birth_{attributes.ctime, attributes.ctime_ns},
       attributes_(attributes) {}
 
@@ -120,12 +117,6 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
 }
 
-void Inode::touch_names_locked() {
-  const Timestamp now = Timestamp::now();
-  set_mtime(attributes_, now);
-  set_ctime(attributes_, now);
-}
-
 std::uint64_t Inode::metadata_locked() const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
@@ -141,18 +132,18 @@ bool InodeTable::charge(std::uint64_t bytes) {
 
 Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent, std::uint32_t umask) {
   if (attributes.ino == 0) return Status(EINVAL, "0 is not an inode number");
-  if (attributes.device < -1 || attributes.device >= source_->device_count()) {
+  if (attributes.device < -1 || attributes.device >= static_cast<std::int32_t>(devices_.size())) {
     return Status(EINVAL, "no device " + std::to_string(attributes.device));
   }
   std::shared_ptr<Buffer> buffer;
   if (is_regular(attributes.mode) && attributes.device >= 0) {
-    Result<std::shared_ptr<Buffer>> created = source_->create(attributes.device);
+    Result<std::shared_ptr<Buffer>> created = Buffer::create(devices_[static_cast<std::size_t>(attributes.device)]);
     if (!created.ok()) return created.status();
     buffer = created.take();
+    buffer->preallocate_on_growth();  // trimmed when the last writer closes it
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
-  const bool in_host_memory = buffer && source_->in_host_memory(attributes.device);
-  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), in_host_memory);
+  auto inode = std::make_shared<Inode>(attributes, std::move(buffer));
   if (parent != 0) {
     const std::shared_ptr<Inode> directory = find(parent);
     if (!directory) return unknown_inode(parent);
@@ -202,18 +193,15 @@ Status InodeTable::remove(std::uint64_t ino) {
 Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino) {
   const std::shared_ptr<Inode> inode = find(directory);
   if (!inode) return unknown_inode(directory);
+  const Timestamp now = Timestamp::now();
   const std::lock_guard lock(inode->mutex_);
-  inode->names_.insert_or_assign(std::string(name), ino);
-  inode->touch_names_locked();
-  return {};
-}
-
-Status InodeTable::remove_name(std::uint64_t directory, std::string_view name) {
-  const std::shared_ptr<Inode> inode = find(directory);
-  if (!inode) return unknown_inode(directory);
-  const std::lock_guard lock(inode->mutex_);
-  if (const auto found = inode->names_.find(name); found != inode->names_.end()) inode->names_.erase(found);
-  inode->touch_names_locked();
+  if (ino != 0) {
+    inode->names_.insert_or_assign(std::string(name), ino);
+  } else if (const auto found = inode->names_.find(name); found != inode->names_.end()) {
+    inode->names_.erase(found);
+  }
+  set_mtime(inode->attributes_, now);
+  set_ctime(inode->attributes_, now);
   return {};
 }
 
@@ -265,62 +253,51 @@ std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
   return found == inodes_.end() ? nullptr : found->second;
 }
 
-Status InodeTable::set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes) {
-  if ((set & ~kAllSetFlags) != 0) return Status(EINVAL, "unknown attributes to set");
-  if (attributes->atime_ns >= kSecond || attributes->mtime_ns >= kSecond || attributes->ctime_ns >= kSecond) {
-    return Status(EINVAL, "nanoseconds of a second or more");
+Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
+  // The part that can fail comes first: the size, which takes the buffer's locks and none of ours.
+  if (changes.size) {
+    if (Status status = inode.buffer()->resize(*changes.size); !status.ok()) return status;
   }
+  const bool pays = changes.uid && inode.buffer_;
+  std::shared_ptr<Account> payer = pays ? quotas_.user(inode.device_, *changes.uid) : nullptr;
+  const std::lock_guard lock(inode.mutex_);
+  gpufs_attributes& ours = inode.attributes_;
+  if (changes.mode) {
+    ours.mode = (ours.mode & ~kPermissions) | (*changes.mode & kPermissions);
+    ExtendedAttributes::Value* const acl = inode.extended_ ? inode.extended_->find(kAccessAcl) : nullptr;
+    if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
+  }
+  if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
+  ours.uid = changes.uid.value_or(ours.uid);
+  ours.gid = changes.gid.value_or(ours.gid);
+  if (changes.atime) set_atime(ours, *changes.atime);
+  if (changes.mtime) set_mtime(ours, *changes.mtime);
+  set_ctime(ours, Timestamp::now());
+  return {};
+}
+
+Status InodeTable::set_links(std::uint64_t ino, std::uint32_t links) {
   std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return unknown_inode(ino);
-
-  // The parts that can fail come first: a new name, and the size, which takes the buffer's locks and none of ours.
-  if ((set & kSetNlink) != 0) {
-    const std::uint32_t links = inode->attributes().nlink;
-    const std::uint64_t more = S_ISDIR(inode->kind_) || attributes->nlink <= links ? 0 : attributes->nlink - links;
-    const auto change = [&](gpufs_attributes& ours, const auto&) {
-      ours.nlink = attributes->nlink;
-      return 0;
-    };
-    if (change_metadata(*inode, more * kNameBytes, change) != 0)
-      return Status(ENOSPC, "the mount's limit for metadata");
-  }
-  if ((set & kSetSize) != 0 && inode->buffer_) {
-    if (Status status = inode->buffer()->resize(attributes->size); !status.ok()) return status;
-  }
-  const bool pays = (set & kSetUid) != 0 && inode->buffer_;
-  std::shared_ptr<Account> payer = pays ? quotas_.user(inode->device_, attributes->uid) : nullptr;
+  const std::uint32_t before = inode->attributes().nlink;
+  const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
   bool doomed = false;
-  {
-    const Timestamp now = Timestamp::now();
-    const std::lock_guard lock(inode->mutex_);
-    gpufs_attributes& ours = inode->attributes_;
-    if ((set & kSetMode) != 0) {
-      ours.mode = (ours.mode & ~kPermissions) | (attributes->mode & kPermissions);
-      ExtendedAttributes::Value* const acl = inode->extended_ ? inode->extended_->find(kAccessAcl) : nullptr;
-      if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
-    }
-    if ((set & kSetUid) != 0) ours.uid = attributes->uid;
-    if (pays) inode->buffer_->charge().move(Charge::kOwner, std::move(payer));
-    if ((set & kSetGid) != 0) ours.gid = attributes->gid;
-    if ((set & kSetSize) != 0 && !inode->buffer_) ours.size = attributes->size;
-    if ((set & kSetAtime) != 0) set_atime(ours, {attributes->atime, attributes->atime_ns});
-    if ((set & kSetMtime) != 0) set_mtime(ours, {attributes->mtime, attributes->mtime_ns});
-    if ((set & kSetAtimeNow) != 0) set_atime(ours, now);
-    if ((set & kSetMtimeNow) != 0) set_mtime(ours, now);
-    doomed = (set & kSetNlink) != 0 && update_orphan_locked(inode);  // removed at the same time
-    if ((set & kSetCtime) != 0) {
-      set_ctime(ours, {attributes->ctime, attributes->ctime_ns});
-    } else if ((set & kSetCtimeNow) != 0) {
-      set_ctime(ours, now);
-    }
+  const auto change = [&](gpufs_attributes& ours, const auto&) {
+    ours.nlink = links;
+    set_ctime(ours, Timestamp::now());
+    doomed = update_orphan_locked(inode);  // removed at the same time
+    return 0;
+  };
+  if (change_metadata(*inode, more * kNameBytes, change) != 0) {
+    return Status(ENOSPC, "the mount's limit for metadata");
   }
-  *attributes = inode->attributes();
   if (doomed) free_later(std::move(inode));
   return {};
 }
 
 Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes) {
-  if (device < 0 || device >= source_->device_count()) return Status(EINVAL, "no device " + std::to_string(device));
+  if (device < 0 || device >= static_cast<std::int32_t>(devices_.size()))
+    return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
   return {};
 }

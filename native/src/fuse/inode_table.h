@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "base/status.h"
+#include "device/device_context.h"
 #include "fuse/attributes.h"
-#include "fuse/buffer_source.h"
 #include "fuse/caller.h"
 #include "fuse/executor.h"
 #include "fuse/extended_attributes.h"
@@ -34,7 +34,7 @@ namespace gpufs::fuse {
 
 class Inode {
  public:
-  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, bool in_host_memory);
+  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer);
 
   [[nodiscard]] std::uint64_t ino() const { return ino_; }
   [[nodiscard]] std::int32_t device() const { return device_; }
@@ -75,9 +75,6 @@ class Inode {
 
   // The memory that names and attributes take in both planes, at most. With the mutex held.
   [[nodiscard]] std::uint64_t metadata_locked() const;
-
-  // A name in this directory has changed. With the mutex held.
-  void touch_names_locked();
 
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
   [[nodiscard]] bool marks_group_without(const Caller& caller) const;
@@ -123,9 +120,9 @@ class InodeTable {
 
   // metadata_limit: bytes of memory that names and attributes may take together; above that is ENOSPC.
   // executor: frees memory, and is stopped before the table goes. user_limit: as Quotas().
-  InodeTable(std::shared_ptr<BufferSource> source, Executor& executor, std::uint64_t metadata_limit = kNoMetadataLimit,
-             std::uint64_t user_limit = Account::kNoLimit)
-      : source_(std::move(source)), executor_(executor), metadata_limit_(metadata_limit), quotas_(user_limit) {}
+  InodeTable(std::vector<std::shared_ptr<DeviceContext>> devices, Executor& executor,
+             std::uint64_t metadata_limit = kNoMetadataLimit, std::uint64_t user_limit = Account::kNoLimit)
+      : devices_(std::move(devices)), executor_(executor), metadata_limit_(metadata_limit), quotas_(user_limit) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
@@ -136,10 +133,9 @@ class InodeTable {
   // The executor frees the memory once nothing uses it. ENOENT if unknown, EBUSY while there are references.
   Status remove(std::uint64_t ino);
 
-  // Gives a directory a name for an inode, or another inode for the name; its times become now. ENOENT without it.
+  // Gives a directory a name for an inode, or another inode for the name, or removes the name (ino: 0), which may be
+  // unknown; the directory's times become now. ENOENT without it.
   Status set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino);
-  // Removes a name, which may be unknown.
-  Status remove_name(std::uint64_t directory, std::string_view name);
   // What a name leads to, with one more reference; null: there is no such name.
   [[nodiscard]] std::shared_ptr<Inode> look_up(Inode& directory, std::string_view name);
 
@@ -157,9 +153,10 @@ class InodeTable {
   void was_read(Inode& inode) const;
   // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
-  // Sets what `set` (kSet...) names, all or nothing, and returns the new attributes in `attributes`. Times that it
-  // does not name stay. An access control list follows the mode.
-  Status set(std::uint64_t ino, std::uint32_t set, gpufs_attributes* attributes);
+  // All or nothing. The change time becomes now, and an access control list follows the mode.
+  Status set(Inode& inode, const AttributeChanges& changes);
+  // ENOENT if unknown. ENOSPC: a new name exceeds the limit for metadata.
+  Status set_links(std::uint64_t ino, std::uint32_t links);
 
   // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where `most` more
   // bytes of metadata fit under the limit; else ENOSPC. It may not add more.
@@ -197,7 +194,7 @@ class InodeTable {
   // Null if unknown.
   [[nodiscard]] std::shared_ptr<OpenFile> file(std::uint64_t fh) const { return files_.find(fh); }
 
-  [[nodiscard]] BufferSource& source() const { return *source_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
 
   // Memory of a device that removed files still hold and will release soon: nothing can open them again in the ordinary
   // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
@@ -226,7 +223,7 @@ class InodeTable {
   // False, and nothing is charged, if that many more bytes of metadata exceed the limit.
   [[nodiscard]] bool charge(std::uint64_t bytes);
 
-  const std::shared_ptr<BufferSource> source_;
+  const std::vector<std::shared_ptr<DeviceContext>> devices_;
   Executor& executor_;
   const std::uint64_t metadata_limit_;
   Quotas quotas_;

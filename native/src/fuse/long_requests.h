@@ -87,11 +87,7 @@ class LongRequests {
             if (!std::exchange(waited, true)) count(statistics_.space_waits);
             if (table_.orphan_bytes(device) > 0 || executor_.freed_count() != noted) return deadline;
           }
-          if (error != 0) {
-            reply.error(cancellation.requested() ? EINTR : error);
-          } else if (waited) {
-            count(statistics_.space_waits_won);
-          }
+          if (error != 0) reply.error(cancellation.requested() ? EINTR : error);
           return std::nullopt;
         });
   }

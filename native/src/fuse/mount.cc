@@ -43,7 +43,7 @@ TransportOptions transport_options(const MountOptions& options) {
           .payload_bytes = max_write_of(options),
           .spin = options.reader_spin,
           .rings = options.rings,
-          .pin_hooks = options.pin_hooks};
+          .locks = options.locks};
 }
 
 std::uint64_t metadata_limit_of(const MountOptions& options) {
@@ -102,11 +102,11 @@ const Mount::InodeHandler* Mount::inode_handler(std::uint32_t opcode) {
 
 // ---- start and end ----
 
-Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<BufferSource> source,
+Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
              const MountOptions& options)
     : ended_(std::move(ended)),
       executor_(limits_of(options)),
-      table_(std::move(source), executor_, metadata_limit_of(options),
+      table_(std::move(devices), executor_, metadata_limit_of(options),
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       transport_(std::move(device), transport_options(options), statistics_),
       long_requests_(table_, executor_, statistics_, options.space_patience),
@@ -118,7 +118,8 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<Bu
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
       names_(table_, relay_, options.entry_timeout, options.attribute_timeout, statistics_) {}
 
-Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
+Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
+                                             std::vector<std::shared_ptr<DeviceContext>> devices,
                                              const MountOptions& options) {
   if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
@@ -138,7 +139,7 @@ Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay, st
   UniqueFd ended(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!ended.valid()) return Status::from_errno(errno, "eventfd");
   std::shared_ptr<Mount> mount(
-      new Mount(std::move(device), std::move(relay), std::move(ended), std::move(source), options));
+      new Mount(std::move(device), std::move(relay), std::move(ended), std::move(devices), options));
   if (Status status = mount->executor_.start(); !status.ok()) return status;
   return mount;
 }
@@ -194,25 +195,20 @@ void Mount::handle(Request& request) {
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
   }
+  using Names = NameOperations;
+  using NameHandler = bool (Names::*)(const Request&, Responder&);
+  static constexpr std::pair<std::uint32_t, NameHandler> kNameHandlers[] = {{FUSE_LOOKUP, &Names::lookup},
+                                                                            {FUSE_OPEN, &Names::open},
+                                                                            {FUSE_OPENDIR, &Names::opendir},
+                                                                            {FUSE_FSYNCDIR, &Names::fsyncdir},
+                                                                            {FUSE_RELEASEDIR, &Names::releasedir}};
+  for (const auto& [name_opcode, serve] : kNameHandlers) {
+    if (opcode == name_opcode && (names_.*serve)(request, responder)) return;
+  }
   switch (opcode) {
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
       return copy_file_range(request, std::move(responder));
-    case FUSE_LOOKUP:
-      if (names_.lookup(request, responder)) return;
-      break;
-    case FUSE_OPEN:
-      if (names_.open(request, responder)) return;
-      break;
-    case FUSE_OPENDIR:
-      if (names_.opendir(request, responder)) return;
-      break;
-    case FUSE_FSYNCDIR:
-      if (names_.fsyncdir(request, responder)) return;
-      break;
-    case FUSE_RELEASEDIR:
-      if (names_.releasedir(request, responder)) return;
-      break;
     case FUSE_RELEASE:
       return release(request, std::move(responder));
     case FUSE_IOCTL:
@@ -314,10 +310,7 @@ void Mount::interrupt(const Request& request) {
     count(statistics_.bad_requests);
     return;
   }
-  if (relay_.interrupt(in.unique)) {
-    count(statistics_.interrupts_relayed);
-    return;
-  }
+  if (relay_.interrupt(in.unique)) return;
   const Executor::Cancelled outcome = executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
   const bool remembered = outcome == Executor::Cancelled::kRemembered;

@@ -9,13 +9,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "fuse/attribute_operations.h"
 #include "fuse/backing_operations.h"
 #include "fuse/buffer_operations.h"
-#include "fuse/buffer_source.h"
 #include "fuse/executor.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
@@ -43,14 +43,15 @@ struct MountOptions {
   std::uint64_t user_bytes = 0;      // device memory for each plain user on each device; 0: no limit
   // How long a write that finds the device full waits for memory of removed files to come back.
   std::chrono::milliseconds space_patience{3000};
-  PinHooks pin_hooks;
+  std::shared_ptr<HostLocks> locks;           // of the memory of requests; null: no device copies from and to it
   std::shared_ptr<TransferEngine> transfers;  // null: the kernel copies between buffers and files of the host
 };
 
 class Mount final : private RequestHandler {
  public:
   // Takes over both descriptors, also when it fails. EINVAL for impossible options.
-  static Result<std::shared_ptr<Mount>> create(UniqueFd device, UniqueFd relay, std::shared_ptr<BufferSource> source,
+  static Result<std::shared_ptr<Mount>> create(UniqueFd device, UniqueFd relay,
+                                               std::vector<std::shared_ptr<DeviceContext>> devices,
                                                const MountOptions& options);
   ~Mount() override { close(); }
   Mount(const Mount&) = delete;
@@ -76,7 +77,7 @@ class Mount final : private RequestHandler {
   static const FileHandler* file_handler(std::uint32_t opcode);
   static const InodeHandler* inode_handler(std::uint32_t opcode);
 
-  Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::shared_ptr<BufferSource> source,
+  Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
         const MountOptions& options);
 
   void handle(Request& request) override;

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -32,7 +33,8 @@ class Notifier {
   Status invalidate_entry(std::uint64_t parent, std::string_view name);
 
  private:
-  Status queue(std::int32_t code, std::vector<std::byte> body);
+  // then: called in any case.
+  Status queue(std::int32_t code, std::vector<std::byte> body, std::function<void()> then);
   void write(std::int32_t code, std::span<const std::byte> body);
 
   Transport& transport_;

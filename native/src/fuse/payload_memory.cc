@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "base/log.h"
 #include "base/math.h"
 #include "fuse/protocol.h"
 
@@ -18,7 +19,8 @@ static_assert(kWriteHeaderBytes <= kPage);
 
 }  // namespace
 
-Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const PinHooks* hooks, bool populated) {
+Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks,
+                                            bool populated) {
   const std::size_t bytes = kPage + round_up(payload_bytes, kPage);
   const int populate = populated ? MAP_POPULATE : MAP_NORESERVE;
   void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | populate, -1, 0);
@@ -27,20 +29,32 @@ Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const Pin
   static_cast<void>(::madvise(base, bytes, MADV_DONTFORK));
   static_cast<void>(::madvise(base, bytes, MADV_DONTDUMP));  // users' data
   if (populated) static_cast<void>(::mlock(base, bytes));    // plain users have a limit; only speed is lost
-  PayloadMemory memory(static_cast<std::byte*>(base), bytes, nullptr);
-  if (hooks != nullptr && hooks->pin) {
-    if (Status status = hooks->pin(memory.payload().data(), memory.payload().size()); !status.ok()) return status;
+  PayloadMemory memory(static_cast<std::byte*>(base), bytes);
+  if (locks != nullptr) {
+    const std::span<std::byte> payload = memory.payload();
+    const Status status =
+        locks->lock(payload.data(), payload.size(), HostLocks::Access::kBoth, HostLocks::Owner::kMount);
+    if (!status.ok() && locks->policy() == LockPolicy::kMandatory) {
+      return status.with_context("locking the memory for requests is mandatory");
+    }
+    if (status.ok()) {
+      memory.locks_ = locks;
+    } else {
+      log_warning("request memory is not locked: ", status.message());
+    }
   }
-  memory.hooks_ = hooks;
   return memory;
 }
 
 PayloadMemory::PayloadMemory(PayloadMemory&& other) noexcept
-    : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_), hooks_(other.hooks_) {}
+    : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_), locks_(std::move(other.locks_)) {}
 
 PayloadMemory::~PayloadMemory() {
   if (base_ == nullptr) return;
-  if (hooks_ != nullptr && hooks_->unpin) hooks_->unpin(payload().data(), payload().size());
+  if (locks_ != nullptr) {
+    const Status status = locks_->unlock(payload().data(), payload().size());
+    if (!status.ok()) log_warning(status.message());
+  }
   ::munmap(base_, bytes_);
 }
 

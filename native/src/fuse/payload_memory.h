@@ -3,24 +3,20 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
+#include <memory>
 #include <span>
 
 #include "base/status.h"
+#include "memory/host_locks.h"
 
 namespace gpufs::fuse {
 
-// Locks memory for the devices that copy from and to it. If pin fails, the memory must not be used.
-struct PinHooks {
-  std::function<Status(void* address, std::size_t bytes)> pin;
-  std::function<void(void* address, std::size_t bytes)> unpin;
-};
-
 class PayloadMemory {
  public:
-  // payload_bytes is rounded up to pages. Memory that is used all the time is populated, locked (best effort), and
-  // pinned as the hooks say.
-  static Result<PayloadMemory> create(std::size_t payload_bytes, const PinHooks* hooks, bool populated = true);
+  // payload_bytes is rounded up to pages. Memory that is used all the time is populated, and locked in RAM (best
+  // effort). locks: locks it for devices as well, or fails if that is mandatory; null: no device copies from and to it.
+  static Result<PayloadMemory> create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks,
+                                      bool populated = true);
 
   PayloadMemory(PayloadMemory&& other) noexcept;
   PayloadMemory& operator=(PayloadMemory&& other) = delete;
@@ -31,12 +27,11 @@ class PayloadMemory {
   [[nodiscard]] std::span<std::byte> payload() const;
 
  private:
-  PayloadMemory(std::byte* base, std::size_t bytes, const PinHooks* hooks)
-      : base_(base), bytes_(bytes), hooks_(hooks) {}
+  PayloadMemory(std::byte* base, std::size_t bytes) : base_(base), bytes_(bytes) {}
 
   std::byte* base_;
   std::size_t bytes_;
-  const PinHooks* hooks_;  // of the transport, which lives longer
+  std::shared_ptr<HostLocks> locks_;  // that have locked it
 };
 
 }  // namespace gpufs::fuse

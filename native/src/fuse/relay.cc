@@ -117,7 +117,6 @@ std::span<std::byte> Relay::clip(Request& request) {
       if (!read_struct(whole, sizeof(fuse_in_header), &in) || in.size <= limit) return whole;
       in.size = limit;
       write_struct(whole, sizeof(fuse_in_header), in);
-      count(statistics_.relay_clipped);
       return whole;
     }
     case FUSE_WRITE: {
@@ -131,7 +130,6 @@ std::span<std::byte> Relay::clip(Request& request) {
       fuse_in_header header = request.header;
       header.len = static_cast<std::uint32_t>(kWriteHeaderBytes + limit);
       write_struct(whole, 0, header);
-      count(statistics_.relay_clipped);
       return whole.first(header.len);
     }
     default:
@@ -158,10 +156,9 @@ void Relay::forward(Request& request, Responder responder) {
     case Admission::kPending:
       break;
     case Admission::kDead: {
-      count(statistics_.relay_refused);
       // A backing file can be closed without the control plane.
       const bool closes = request.header.opcode == FUSE_RELEASE;
-      if (closes && backing_files_.release(request.arguments<fuse_release_in>().fh).ok()) return responder.ok();
+      if (closes && backing_files_.remove(request.arguments<fuse_release_in>().fh) != nullptr) return responder.ok();
       return responder.error(ENOTCONN);
     }
     case Admission::kTwice:
@@ -309,10 +306,13 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   const std::uint32_t opcode = responder.opcode();
   if (answered) {
     if (header.error != 0 || truncated) return;
-    return take_back(opcode, message, [this](std::span<const std::byte> request, bool needs_reply) {
-      if (needs_reply) unread_replies_.fetch_add(1);
-      forward_one_way(request);
-    });
+    const HandedOver handed = handed_over_by(opcode, message);
+    forget(handed.references);
+    if (!handed.release.empty()) {
+      unread_replies_.fetch_add(1);
+      forward_one_way(handed.release);
+    }
+    return;
   }
   if (!responder.pending()) {
     if (unread_replies_.load() > 0) {
@@ -323,7 +323,6 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
     log_warning("the control plane answered an unknown request");
     return;
   }
-  count(statistics_.relay_replies);
   if (truncated || header.len != message.size() || header.error > 0 || header.error < -kMaximumErrno ||
       (header.error != 0 && header.len != sizeof(header))) {
     count(statistics_.relay_bad_replies);
@@ -356,7 +355,6 @@ void Relay::die() {
   }
   for (auto& [unique, responder] : pending) {
     if (!responder.pending()) continue;
-    count(statistics_.relay_refused);
     responder.error(ENOTCONN);
   }
 }

@@ -11,13 +11,13 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <fstream>
 #include <future>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "base/cpus.h"
 #include "base/log.h"
 #include "base/thread.h"
 #include "base/unique_fd.h"
@@ -41,29 +41,8 @@ constexpr unsigned kCompletions = 1024;
 
 // CPUs that the machine may ever have: the kernel has a queue for each.
 unsigned possible_cpus() {
-  std::ifstream file("/sys/devices/system/cpu/possible");  // "0-15"
-  std::string text;
-  if (std::getline(file, text)) {
-    const std::size_t last = text.find_last_of(",-");
-    const std::string number = last == std::string::npos ? text : text.substr(last + 1);
-    if (!number.empty() && std::ranges::all_of(number, [](char c) { return c >= '0' && c <= '9'; })) {
-      return static_cast<unsigned>(std::stoul(number)) + 1;
-    }
-  }
-  return static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_CONF)));
-}
-
-std::vector<unsigned> allowed_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  std::vector<unsigned> cpus;
-  if (::sched_getaffinity(0, sizeof(set), &set) == 0) {
-    for (unsigned cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
-    }
-  }
-  if (cpus.empty()) cpus.push_back(0);
-  return cpus;
+  const std::vector<int> listed = listed_cpus("/sys/devices/system/cpu/possible");
+  return static_cast<unsigned>(listed.empty() ? std::max(1L, ::sysconf(_SC_NPROCESSORS_CONF)) : listed.back() + 1);
 }
 
 }  // namespace
@@ -181,7 +160,7 @@ Status RingThread::add_queue(std::uint16_t number, std::size_t entries, unsigned
 Status RingThread::add_memory(std::uint16_t queue, std::size_t entries, bool pinned) {
   const std::size_t stride = kHeadBytes + rings_.payload_bytes_;
   Result<PayloadMemory> memory =
-      PayloadMemory::create(entries * stride - kHeadBytes, pinned ? &rings_.pin_hooks_ : nullptr, pinned);
+      PayloadMemory::create(entries * stride - kHeadBytes, pinned ? rings_.locks_ : nullptr, pinned);
   if (!memory.ok()) return memory.status();
   memory_.push_back(memory.take());
   for (std::size_t i = 0; i < entries; ++i) {
@@ -271,10 +250,7 @@ void RingThread::spin() {
   const auto until = std::chrono::steady_clock::now() + rings_.spin_;
   do {
     io_uring_cqe* completion = nullptr;
-    if (::io_uring_peek_cqe(&ring_, &completion) == 0 || handed_.load()) {
-      count(rings_.statistics_.spins_won);
-      break;
-    }
+    if (::io_uring_peek_cqe(&ring_, &completion) == 0 || handed_.load()) break;
     ::sched_yield();  // other threads on this CPU go first
   } while (std::chrono::steady_clock::now() < until);
   rings_.spinning_.store(false);
@@ -389,26 +365,26 @@ void RingThread::commit_replies() {
   own_replies_.clear();
 }
 
-Rings::Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin, const PinHooks& hooks,
-             Statistics& statistics)
+Rings::Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin,
+             const std::shared_ptr<HostLocks>& locks, Statistics& statistics)
     : device_(device),
       payload_bytes_(std::max(payload_bytes, kLeastPayload)),
       spin_(spin),
-      pin_hooks_(hooks),
+      locks_(locks),
       statistics_(statistics) {}
 
 Rings::~Rings() { stop(); }
 
 Result<std::unique_ptr<Rings>> Rings::create(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin,
-                                             const PinHooks& hooks, Statistics& statistics) {
-  std::unique_ptr<Rings> rings(new Rings(device, payload_bytes, spin, hooks, statistics));
+                                             const std::shared_ptr<HostLocks>& locks, Statistics& statistics) {
+  std::unique_ptr<Rings> rings(new Rings(device, payload_bytes, spin, locks, statistics));
   std::vector<std::unique_ptr<RingThread>>& threads = rings->threads_;
-  const std::vector<unsigned> cpus = allowed_cpus();
+  const std::vector<int> cpus = allowed_cpus(-1);
   for (std::size_t i = 0; i < cpus.size(); ++i) threads.push_back(std::make_unique<RingThread>(*rings, i));
   const unsigned count = std::min(possible_cpus(), 65536U);
   const std::size_t entries = std::clamp(kAllEntries / count, kFewestEntries, kMostEntries);
   for (unsigned queue = 0; queue < count; ++queue) {
-    const auto own = std::ranges::find(cpus, queue);
+    const auto own = std::ranges::find(cpus, static_cast<int>(queue));
     const bool ours = own != cpus.end();  // or few clients will use it
     const std::size_t at = ours ? static_cast<std::size_t>(own - cpus.begin()) : queue % cpus.size();
     Status status = threads[at]->add_queue(static_cast<std::uint16_t>(queue), entries, ours ? kPinnedEntries : 0);

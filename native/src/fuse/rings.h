@@ -41,7 +41,7 @@ class Rings {
   // rings, or does not allow them.
   // spin: how long a thread spins before it sleeps.
   static Result<std::unique_ptr<Rings>> create(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin,
-                                               const PinHooks& hooks, Statistics& statistics);
+                                               const std::shared_ptr<HostLocks>& locks, Statistics& statistics);
   ~Rings();
   Rings(const Rings&) = delete;
   Rings& operator=(const Rings&) = delete;
@@ -59,13 +59,13 @@ class Rings {
  private:
   friend class RingThread;
 
-  Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin, const PinHooks& hooks,
+  Rings(int device, std::size_t payload_bytes, std::chrono::nanoseconds spin, const std::shared_ptr<HostLocks>& locks,
         Statistics& statistics);
 
   const int device_;
   const std::size_t payload_bytes_;
   const std::chrono::nanoseconds spin_;
-  const PinHooks& pin_hooks_;
+  const std::shared_ptr<HostLocks> locks_;
   Statistics& statistics_;
   std::atomic<bool> spinning_{false};  // one of the threads is
   std::vector<std::unique_ptr<RingThread>> threads_;

@@ -77,16 +77,10 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
       {"interrupts", "received", &statistics.interrupts},
       {"interrupts", "cancelled", &statistics.interrupts_cancelled},
       {"interrupts", "remembered", &statistics.interrupts_remembered},
-      {"interrupts", "relayed", &statistics.interrupts_relayed},
       {"workers", "space_waits", &statistics.space_waits},
-      {"workers", "space_waits_won", &statistics.space_waits_won},
-      {"relay", "replies", &statistics.relay_replies},
       {"relay", "overflowed", &statistics.relay_overflowed},
       {"relay", "bad_replies", &statistics.relay_bad_replies},
-      {"relay", "clipped", &statistics.relay_clipped},
-      {"relay", "refused", &statistics.relay_refused},
       {"notifications", "sent", &statistics.notifications},
-      {"notifications", "errors", &statistics.notification_errors},
   };
   std::string_view group;
   for (const Row& row : rows) {

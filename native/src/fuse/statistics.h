@@ -36,25 +36,15 @@ struct Statistics {
   Counter interrupts;             // all received
   Counter interrupts_cancelled;   // ended or shortened a native operation
   Counter interrupts_remembered;  // came before their request, or after it had ended
-  Counter interrupts_relayed;
 
-  Counter reader_grown;   // a further reader was let in
-  Counter reader_shrunk;  // one was sent to sleep
-  Counter spins;          // of a reader, before it sleeps
-  Counter spins_won;      // those that found a request
-  Counter watcher_ticks;
+  Counter spins;  // of a reader, before it sleeps
 
-  Counter space_waits;      // writes that waited for removed files' memory
-  Counter space_waits_won;  // and then succeeded
+  Counter space_waits;  // writes that waited for removed files' memory
 
-  Counter relay_replies;
   Counter relay_overflowed;   // messages that had to queue because the control plane was busy
   Counter relay_bad_replies;  // malformed, too large, or to an unknown request
-  Counter relay_clipped;      // requests shortened to what the relay can carry
-  Counter relay_refused;      // requests answered because the control plane is gone
 
   Counter notifications;
-  Counter notification_errors;  // except ENOENT: the kernel had nothing cached
 };
 
 // Composes one JSON object. Keys and texts are the caller's constants.

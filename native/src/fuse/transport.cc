@@ -84,7 +84,7 @@ Transport::Transport(UniqueFd device, const TransportOptions& options, Statistic
       reader_limit_(choose_readers(options.reader_threads)),
       payload_bytes_(options.payload_bytes),
       spin_(usable_cpus(-1) > 1 ? options.spin : std::chrono::nanoseconds{0}),
-      pin_hooks_(options.pin_hooks),
+      locks_(options.locks),
       statistics_(statistics),
       wants_rings_(options.rings),
       why_no_rings_(options.rings ? "" : "the transport is set to device") {
@@ -98,7 +98,7 @@ Status Transport::start(RequestHandler& handler) {
   if (wants_rings_ && !kernel_offers_rings()) {
     why_no_rings_.store(kNotOffered);
   } else if (wants_rings_) {
-    Result<std::unique_ptr<Rings>> rings = Rings::create(device_.get(), payload_bytes_, spin_, pin_hooks_, statistics_);
+    Result<std::unique_ptr<Rings>> rings = Rings::create(device_.get(), payload_bytes_, spin_, locks_, statistics_);
     if (rings.ok()) {
       rings_ = rings.take();
     } else {
@@ -159,10 +159,10 @@ void Transport::stop() {
 Status Transport::spawn_reader() {
   auto reader = std::make_unique<Reader>();
   do {
-    Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, &pin_hooks_);
+    Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, locks_);
     if (!memory.ok()) return memory.status();
     reader->memory.push_back(memory.take());
-  } while (pin_hooks_.pin && reader->memory.size() < kPinnedInTurn);
+  } while (locks_ != nullptr && reader->memory.size() < kPinnedInTurn);
   Reader* raw = reader.get();
 
   const std::lock_guard lock(mutex_);
@@ -255,11 +255,7 @@ void Transport::spin_for_request(std::chrono::steady_clock::time_point until) {
   count(statistics_.spins);
   while (!stopping_.load(std::memory_order_relaxed) && sleeping_.load(std::memory_order_relaxed) == 0) {
     pollfd device{device_.get(), POLLIN, 0};
-    if (::poll(&device, 1, 0) != 0) {
-      count(statistics_.spins_won);
-      return;
-    }
-    if (std::chrono::steady_clock::now() >= until) return;
+    if (::poll(&device, 1, 0) != 0 || std::chrono::steady_clock::now() >= until) return;
     ::sched_yield();  // other threads on this CPU go first
   }
 }
@@ -340,7 +336,6 @@ void Transport::watch_loop() {
 }
 
 bool Transport::watch_tick() {
-  count(statistics_.watcher_ticks);
   const std::uint64_t served = served_.load();
   const std::size_t allowed = allowed_.load();
   const std::uint64_t busy = busy_.load(std::memory_order_relaxed);
@@ -361,17 +356,13 @@ bool Transport::watch_tick() {
     window_ticks_ = 0;
     window_peak_ = 0;
     busy_peak_.store(0, std::memory_order_relaxed);
-    count(statistics_.reader_grown);
     allow_one_more();
     return true;
   }
 
   window_peak_ = std::max({window_peak_, busy_peak_.exchange(serving, std::memory_order_relaxed), serving});
   if (++window_ticks_ >= kShrinkTicks) {
-    if (allowed > 1 && window_peak_ < allowed) {
-      count(statistics_.reader_shrunk);
-      allowed_.store(allowed - 1);
-    }
+    if (allowed > 1 && window_peak_ < allowed) allowed_.store(allowed - 1);
     window_ticks_ = 0;
     window_peak_ = 0;
   }
@@ -422,11 +413,7 @@ void Transport::write_statistics(JsonWriter& json) const {
     json.number("readers_started", readers_.size());
     json.number("readers_active", active_);
   }
-  json.number("readers_grown", statistics_.reader_grown);
-  json.number("readers_shrunk", statistics_.reader_shrunk);
   json.number("spins", statistics_.spins);
-  json.number("spins_won", statistics_.spins_won);
-  json.number("watcher_ticks", statistics_.watcher_ticks);
 }
 
 }  // namespace gpufs::fuse

@@ -43,7 +43,7 @@ struct TransportOptions {
   std::size_t payload_bytes = 1 << 20;  // max_write
   std::chrono::nanoseconds spin{0};     // how long a reader spins before it sleeps; not with only one CPU
   bool rings = false;                   // io_uring where the kernel allows it
-  PinHooks pin_hooks;
+  std::shared_ptr<HostLocks> locks;     // of the memory of requests; null: no device copies from and to it
 };
 
 class RequestHandler {
@@ -115,7 +115,7 @@ class Transport {
   const std::size_t reader_limit_;
   const std::size_t payload_bytes_;
   const std::chrono::nanoseconds spin_;
-  const PinHooks pin_hooks_;
+  const std::shared_ptr<HostLocks> locks_;
   Statistics& statistics_;
   RequestHandler* handler_ = nullptr;  // constant once start() has been called
   const bool wants_rings_;

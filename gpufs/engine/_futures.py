@@ -1,0 +1,126 @@
+"""The futures of operations, whose results a thread sets."""
+
+import atexit
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, Final
+
+from gpufs.engine._native import lib
+
+_EXIT_PATIENCE: Final = 1.0  # seconds that the exit waits for a callback
+# How long a task that was cancelled waits until its memory is no longer in use: seconds.
+_MEMORY_PATIENCE: Final = 10.0
+
+
+class OperationFuture(Future[int]):
+    """The outcome of an operation: the bytes moved, or the TransferError that it raises.
+
+    ``await`` it in trio or asyncio, or wait with :mod:`concurrent.futures`. If a task that awaits it in trio is
+    cancelled, so is the operation, and the task continues once the memory is no longer in use, or after 10 s if a
+    device is stalled; asyncio does not wait for that. What the operation needs lives until it is over.
+
+    cancel() asks the operation to stop. If its stream has not reached it, it ends at once and moves nothing. Otherwise
+    it ends when the device has finished its current work, which may be never if the device is stalled. result() raises
+    TimeoutError after its timeout, and can be interrupted.
+    """
+
+    def __init__(self, queue: int) -> None:
+        super().__init__()
+        self._queue = queue  # its handle
+        self._id = 0  # of the operation, once it is submitted
+
+    def cancel(self) -> bool:
+        """Ask the operation to stop. Returns False if it has ended already."""
+        if self.done():
+            return self.cancelled()
+        error = lib.gpufs_queue_cancel(self._queue, self._id).error if self._id else 0
+        return error == 0 or self.cancelled()
+
+    def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
+        """Call ``fn`` with the future once it is done, except while the interpreter exits and closes engines."""
+
+        def call(future: Future[int]) -> None:
+            if not _ending.is_set():
+                fn(future)
+
+        super().add_done_callback(call)
+
+    def __await__(self) -> Generator[Any, Any, int]:
+        # A program that awaits in trio has imported it.
+        trio = sys.modules.get("trio")
+        if trio is not None and trio.lowlevel.in_trio_task():
+            return self._in_trio().__await__()
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()
+
+    async def _in_trio(self) -> int:
+        import trio
+
+        token = trio.lowlevel.current_trio_token()
+        over = trio.Event()
+
+        def wake(_: object) -> None:
+            try:
+                token.run_sync_soon(over.set)
+            except trio.RunFinishedError:
+                pass
+
+        self.add_done_callback(wake)
+        try:
+            await over.wait()
+        except (trio.Cancelled, KeyboardInterrupt) as stopped:
+            self.cancel()
+            with trio.CancelScope(deadline=trio.current_time() + _MEMORY_PATIENCE, shield=True):
+                await over.wait()  # until the memory is free
+            if isinstance(stopped, KeyboardInterrupt) or not self.done() or self.cancelled():
+                raise
+        return self.result()
+
+    def _over(self, outcome: int | Exception | None) -> None:
+        """The operation has ended with this; None: it was cancelled."""
+        try:
+            if outcome is None:
+                super().cancel()
+                self.set_running_or_notify_cancel()
+            elif isinstance(outcome, Exception):
+                self.set_exception(outcome)
+            else:
+                self.set_result(outcome)
+        except BaseException:  # noqa: BLE001 - a program's own callback; the other futures still wait
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+
+_ending: Final = threading.Event()  # the interpreter exits: the engine may be closed at any moment
+_calling: Final = [threading.Lock()]  # held while callbacks run
+
+
+def set_outcomes(over: list[tuple[OperationFuture, int | Exception | None]]) -> None:
+    """Set the results of futures, which calls their callbacks."""
+    with _calling[0]:
+        for future, outcome in over:
+            future._over(outcome)
+
+
+@functools.cache
+def watch_the_exit() -> None:
+    """Keep callbacks from being called while the interpreter exits. Once there is an engine."""
+    # The function that was registered last is called first: before the one that closes the engines.
+    atexit.register(_end)
+
+
+def _end() -> None:
+    _ending.set()
+    if _calling[0].acquire(timeout=_EXIT_PATIENCE):
+        _calling[0].release()
+
+
+def _forked() -> None:
+    _calling[0] = threading.Lock()  # another thread, which the child does not have, may hold it
+
+
+os.register_at_fork(after_in_child=_forked)

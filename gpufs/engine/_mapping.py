@@ -1,0 +1,104 @@
+"""Memory that another program leases, mapped into this one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gpufs.engine._arguments import text, unsigned
+from gpufs.engine._binding import Handle, check
+from gpufs.engine._native import ffi, lib
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPiece:
+    """One piece of a buffer's memory, as a descriptor for another program.
+
+    Attributes
+    ----------
+    offset, bytes
+        The part of the buffer.
+    fd
+        The descriptor, close-on-exec. It belongs to whoever has the piece: pass it to :meth:`Mapping.add`, or close it.
+    """
+
+    offset: int
+    bytes: int
+    fd: int
+
+
+class Mapping(Handle):
+    """Memory that another program leases, mapped into this one. No engine is needed.
+
+    Parameters
+    ----------
+    driver
+        "host", "cuda" or "hip": that of the program that leases the memory.
+    pci_address
+        The device's :attr:`DeviceInfo.pci_address`. Devices have other numbers where CUDA_VISIBLE_DEVICES is set.
+    writable
+        Whether this program may write to the memory.
+    reserve
+        Bytes of addresses, for the memory and what it grows by later.
+
+    Raises
+    ------
+    EngineError
+        ENODEV: this process does not see the device. ENOMEM: no addresses. EOPNOTSUPP: the driver cannot map memory of
+        other programs.
+
+    See Also
+    --------
+    Lease : has an example.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, driver: str, pci_address: str, *, writable: bool, reserve: int) -> None:
+        handle = ffi.new("gpufs_handle *")
+        flags = lib.GPUFS_LEASE_WRITE if writable else 0
+        names = text("driver", driver), text("pci_address", pci_address)
+        check(lib.gpufs_mapping_open(*names, flags, unsigned("reserve", reserve), handle))
+        self._own(handle[0])
+
+    def add(self, pieces: Iterable[SharedPiece]) -> None:
+        """Map pieces after what is mapped. Their descriptors are closed, also after a failure.
+
+        Parameters
+        ----------
+        pieces
+            In order; the first begins at :attr:`bytes`.
+
+        Raises
+        ------
+        EngineError
+            EFBIG: they do not fit into the reserved addresses. EINVAL: they are not the next ones. EACCES: the
+            descriptors do not allow writing.
+        """
+        listed = list(pieces)
+        memory = ffi.new("gpufs_shared_piece[]", [(piece.offset, piece.bytes, piece.fd, 0) for piece in listed])
+        check(lib.gpufs_mapping_add(self._handle, memory, len(listed)))
+
+    def _info(self) -> Any:
+        info = ffi.new("gpufs_mapping_info *")
+        check(lib.gpufs_mapping_info_get(self._handle, info))
+        return info
+
+    @property
+    def address(self) -> int:
+        """The device address of the first byte."""
+        return int(self._info().address)
+
+    @property
+    def bytes(self) -> int:
+        """The mapped bytes, whole pieces: as a rule more than the file has."""
+        return int(self._info().bytes)
+
+    @property
+    def capacity(self) -> int:
+        """The reserved bytes."""
+        return int(self._info().capacity)
+
+    @property
+    def device(self) -> int:
+        """The number of the device in this process, as CUDA or HIP counts."""
+        return int(self._info().device)
