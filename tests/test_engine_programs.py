@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import copy
 import ctypes
 import errno
@@ -233,7 +234,7 @@ def test_a_range_outside_of_the_memory_is_named(file: engine.BackingFile) -> Non
 
 WAITS = {
     "finish": "file.read(buffer)",
-    "future": "file.read_future(buffer).result()",
+    "future": "file.read_async(buffer).result()",
     "batch": "b = engine.Batch(opened); b.submit([engine.Operation('load', file, buffer)]); b.wait()",
     "stream": "s = engine.Stream(opened); file.read_async(buffer, stream=s); s.synchronize()",
 }
@@ -262,7 +263,7 @@ def test_interrupted_while_the_file_hangs(how: str) -> None:
 
 def test_transfers_are_awaited(host: engine.Engine, file: engine.BackingFile) -> None:
     async def both(buffer: engine.Buffer) -> tuple[int, int]:
-        return await file.read_future(buffer), await file.read_async(buffer)
+        return await file.read_async(buffer), await file.read_async(buffer)
 
     with engine.Buffer(host) as buffer:
         assert asyncio.run(both(buffer)) == (MIB, MIB)
