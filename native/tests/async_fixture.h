@@ -91,12 +91,12 @@ class Rig {
       FakeGpuSetup setup;
       setup.devices = devices;
       cuda_test::fake().reset(&setup);
-      driver = must(open_cuda_driver_from(GPUFS_FAKE_CUDA, {}));
+      driver = must(open_cuda_driver({}, GPUFS_FAKE_CUDA));
     } else {
       FakeGpuSetup setup;
       setup.devices = devices;
       hip_test::fake().reset(&setup);
-      driver = must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}));
+      driver = must(open_hip_driver({}, {GPUFS_FAKE_HIP}));
     }
     for (int index = 0; index < devices; ++index) {
       contexts.push_back(must(DeviceContext::create(driver, static_cast<std::size_t>(index))));

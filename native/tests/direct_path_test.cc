@@ -110,14 +110,6 @@ TYPED_TEST(VendorFiles, InterruptionsAreResumedAndShortCopiesContinued) {
   EXPECT_EQ(this->calls().size(), 7U);
 }
 
-TYPED_TEST(VendorFiles, TheEndOfTheFileIsAShortCount) {
-  const auto data = pattern(5 * 4096 + 512, 7);
-  START_OR_SKIP(data);
-  const Moved moved = this->rig_->direct_file().load(this->memory(8 * 4096), 8 * 4096, 0);
-  EXPECT_TRUE(moved.status.ok()) << moved.status.message();
-  EXPECT_EQ(moved.bytes, data.size());
-}
-
 TYPED_TEST(VendorFiles, AFileThatBecomesShorterEndsThere) {
   const auto data = pattern(2 * kMiB, 8);
   START_OR_SKIP(data);

@@ -177,15 +177,6 @@ TEST_P(Transfers, HolesOfABufferBecomeHolesOfTheFile) {
   }
 }
 
-TEST_P(Transfers, AStoreOfAHoleAtTheEndSetsTheSize) {
-  FakeRig rig(GetParam(), FakeRig::without_fastpath());
-  ASSERT_TRUE(rig.buffer->resize(kMiB + 5).ok());
-  rig.open_file();
-  const TransferProgress done = rig.finish(rig.store());
-  ASSERT_TRUE(done.status.ok()) << done.status.message();
-  EXPECT_EQ(rig.file_size(), kMiB + 5);
-}
-
 TEST_P(Transfers, AFileThatReportsNoSize) {
   FakeRig rig(GetParam());
   const UniqueFd status(::open("/proc/self/status", O_RDONLY | O_CLOEXEC));

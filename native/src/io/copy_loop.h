@@ -45,7 +45,7 @@ class CopyLoop {
     Status file_status;             // load: how reading the file ended
     std::vector<BufferHole> holes;  // store
     TargetMemory::Use use;
-    TargetMemory::Window window;
+    Buffer::Pin pin;
     std::uint8_t lane = 0;         // in traces, from 1 on
     std::uint64_t copy_start = 0;  // when the device's work was queued; 0: not traced
     std::uint64_t copy_end = 0;    // when it was seen to be done; 0: not yet

@@ -315,7 +315,6 @@ void TransferEngine::finished(const Transfer& transfer) {
 void TransferEngine::watch_cancelled() {
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) return;  // shutdown() looks after all of them
     if (!watch_.joinable()) {
       Result<std::thread> started = start_thread("gpufs-io-stop", [self = shared_from_this()] { self->watch_main(); });
       if (!started.ok()) {
@@ -355,24 +354,23 @@ void TransferEngine::shutdown() {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    watch_ending_ = true;
-    watch.swap(watch_);
     for (const auto& [key, transfer] : transfers_) transfers.push_back(transfer);
     for (const auto& [node, threads] : threads_) pools.push_back(threads);
   }
-  changed_.notify_all();
-  if (watch.joinable()) watch.join();
   for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->cancel();
   const Clock::time_point end = Clock::now() + options_.shutdown_grace;
-  for (bool last = false; !last;) {
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, kWatchInterval, [&] { return transfers_.empty(); });
-      if (transfers_.empty()) break;
-    }
-    last = Clock::now() >= end;
-    for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/last);
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, end, [&] { return transfers_.empty(); });
   }
+  for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/true);
+  {
+    const std::lock_guard lock(mutex_);
+    watch_ending_ = true;
+    watch.swap(watch_);
+  }
+  changed_.notify_all();
+  if (watch.joinable()) watch.join();
   transfers.clear();
   const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
   for (const std::shared_ptr<TransferThreads>& threads : pools) {

@@ -235,10 +235,11 @@ Status ExtentBuffer::reserve_own(std::uint64_t end) {
   wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
   if (copies && !existing.empty() && !exclusion.stop_writers()) return would_wait();
-  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted);
+  const Extents populated = joined(existing, preallocated_);
+  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted, populated);
   while (wanted > needed && (reserved.error() == ENOMEM || reserved.error() == ENOSPC)) {
     wanted = std::max(needed, wanted / 2);
-    reserved = memory_->reserve(wanted);
+    reserved = memory_->reserve(wanted, populated);
   }
   // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
   if (reserved.error() == ENOMEM) return Status(ENOSPC, reserved.status().message());
