@@ -140,7 +140,7 @@ class Rig {
     AsyncEngine::Submission made;
     made.request.transfer.direction = direction;
     made.request.transfer.file = file;
-    made.request.transfer.target = Target::of_buffer(memory);
+    made.request.transfer.target = memory;
     made.request.bytes.value = bytes;
     made.stream = std::move(stream);
     return made;

@@ -126,7 +126,7 @@ TEST(Hanging, ShutdownLeavesThreadsBehind) {
     facts.may_hang = true;
     TransferRequest wanted;
     wanted.file = BackingFile::adopt(UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 3)), UniqueFd(), facts, *operations);
-    wanted.target = Target::of_buffer(gpu_test::must(Buffer::create(device)));
+    wanted.target = gpu_test::must(Buffer::create(device));
     transfer = gpu_test::must(engine->start(wanted));
     door.await(1);
     engine->shutdown();

@@ -183,7 +183,7 @@ TEST_P(HoleTransfers, MemoryOfTheProgramGetsZerosForHoles) {
   const auto data = make_sparse(rig, 4 * gpu_test::kGranule, {2});
   std::vector<std::byte> memory(data.size(), std::byte{0x5a});
   TransferRequest wanted = rig.load();
-  wanted.target = Target::of_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size());
+  wanted.set_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size());
   const TransferProgress done = rig.finish(wanted);
   ASSERT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(done.hole_bytes, 0U);

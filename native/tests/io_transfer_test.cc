@@ -73,7 +73,7 @@ TEST_P(Transfers, DirectAndBufferedAgree) {
     ASSERT_EQ(rig.finish(wanted).prefix, data.size() - 100);
     rig.make_buffer();
     wanted.direction = Direction::kLoad;
-    wanted.target = Target::of_buffer(rig.buffer);
+    wanted.target = rig.buffer;
     ASSERT_TRUE(rig.finish(wanted).status.ok());
     EXPECT_TRUE(
         same_bytes(std::span<const std::byte>(rig.buffer_contents()).subspan(100), std::span(data).subspan(100)));

@@ -332,7 +332,7 @@ void CopyLoop::submitted(InFlight& slot, Status status, bool queued) {
   slot.copy_end = 0;
   if (!status.ok()) {
     // Copies that did start must end before the memory is freed; their outcome no longer matters.
-    if (queued) settle_stream();
+    if (queued) (void)stream_->synchronize();
     end(slot, status);
   } else if (file_.facts().may_hang) {
     wait_for(slot);  // nothing may be in use while this thread hangs in such a file
@@ -397,7 +397,7 @@ void CopyLoop::drain() {
 
 void CopyLoop::wait_for(InFlight& slot) {
   const Status status = wait_for_device(slot);
-  if (!status.ok()) settle_stream();
+  if (!status.ok()) (void)stream_->synchronize();
   end(slot, status);
 }
 
@@ -413,8 +413,6 @@ Status CopyLoop::wait_for_device(InFlight& slot) {
   }
   return slot.event->synchronize();
 }
-
-void CopyLoop::settle_stream() { (void)stream_->synchronize(); }
 
 // The device is done with the slot: completes its chunk, for a store after writing it to the file.
 void CopyLoop::end(InFlight& slot, const Status& device_status) {

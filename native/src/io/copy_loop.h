@@ -82,7 +82,6 @@ class CopyLoop {
   void drain();
   void wait_for(InFlight& slot);
   Status wait_for_device(InFlight& slot);
-  void settle_stream();
   void end(InFlight& slot, const Status& device_status);
 
   bool wants_direct(const Chunk& chunk);

@@ -40,15 +40,15 @@ void TargetMemory::Use::end() {
 }
 
 void TargetMemory::expect(std::uint64_t bytes) {
-  if (!of_buffer_) return;
-  noted_shrinks_ = target_.buffer()->shrinks();
-  kept_ = target_.buffer()->keep_unpublished();
-  target_.buffer()->expect(offset_ + bytes);
+  if (!grows_) return;
+  noted_shrinks_ = buffer_->shrinks();
+  kept_ = buffer_->keep_unpublished();
+  buffer_->expect(offset_ + bytes);
 }
 
 Status TargetMemory::punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled) {
   holes_ = std::move(holes);
-  Buffer& buffer = *target_.buffer();
+  Buffer& buffer = *buffer_;
   for (const HoleRange& hole : holes_) {
     if (cancelled) return Status(ECANCELED, "cancelled");
     const std::uint64_t start = offset_ + hole.offset;
@@ -70,7 +70,7 @@ std::uint64_t TargetMemory::next_step_locked() const {
 }
 
 bool TargetMemory::start_ahead(std::uint64_t offset, std::uint64_t bytes) {
-  if (!load_ || !of_buffer_) return false;
+  if (!load_ || !grows_) return false;
   const std::lock_guard lock(mutex_);
   if (closed_ || allocating_ || largest_step_ == 0 || allocated_end_ >= total_) return false;
   // Half a step ahead, so that other threads need not wait while this one allocates.
@@ -105,7 +105,7 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   while (start < end) {
     const std::uint64_t run_end = hole == holes_.end() ? end : std::min(end, hole->offset);
     if (start < run_end) {
-      Status status = target_.buffer()->populate(offset_ + start, run_end - start);
+      Status status = buffer_->populate(offset_ + start, run_end - start);
       if (!status.ok()) return status;
     }
     if (hole == holes_.end()) break;
@@ -116,8 +116,8 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
 }
 
 Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
-  if (!load_) return target_.pin_for_read(offset_ + offset, bytes);
-  Result<Buffer::Pin> pinned = target_.pin_for_write(offset_ + offset, bytes);
+  if (!load_) return buffer_->pin_for_read(offset_ + offset, bytes);
+  Result<Buffer::Pin> pinned = buffer_->pin_for_write(offset_ + offset, bytes);
   if (!pinned.ok()) return pinned;
   for (const Buffer::Piece& piece : pinned.value().pieces) {
     if (piece.address == 0) return Status(EIO, "the buffer has no memory where the load writes");
@@ -128,8 +128,8 @@ Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes)
 // ---- the end ----
 
 Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
-  if (!of_buffer_) return {};
-  Buffer& buffer = *target_.buffer();
+  if (!grows_) return {};
+  Buffer& buffer = *buffer_;
   {
     const std::lock_guard lock(mutex_);
     touched = std::max(touched, allocated_end_);
@@ -155,18 +155,18 @@ bool TargetMemory::in_use() const {
 }
 
 void TargetMemory::release() {
-  Target dropped;              // destroyed without the lock
-  std::shared_ptr<void> kept;  // so is this
+  std::shared_ptr<Buffer> dropped;  // destroyed without the lock
+  std::shared_ptr<void> kept;       // so is this
   const std::lock_guard lock(mutex_);
   closed_ = true;
   if (uses_ > 0) return;
-  dropped = std::exchange(target_, Target{});
+  dropped = std::move(buffer_);
   kept = std::move(kept_);
 }
 
 void TargetMemory::note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const {
   const std::lock_guard lock(mutex_);
-  if (target_.buffer() != nullptr) target_.buffer()->activity().note(backend, flow, bytes);
+  if (buffer_ != nullptr) buffer_->activity().note(backend, flow, bytes);
 }
 
 }  // namespace gpufs

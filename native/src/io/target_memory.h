@@ -12,8 +12,7 @@
 #include "base/status.h"
 #include "io/file_holes.h"
 #include "io/scoring.h"
-#include "io/target.h"
-#include "memory/extents.h"
+#include "memory/buffer.h"
 #include "observe/counters.h"
 
 namespace gpufs {
@@ -22,9 +21,11 @@ namespace gpufs {
 class TargetMemory {
  public:
   // smallest_step: allocating less than this ahead of a load is not worth a call.
-  TargetMemory(Target target, std::uint64_t target_offset, Direction direction, std::uint64_t smallest_step)
-      : target_(std::move(target)),
-        of_buffer_(target_.buffer() != nullptr),
+  // grows: the buffer has memory of its own, which a load allocates.
+  TargetMemory(std::shared_ptr<Buffer> buffer, bool grows, std::uint64_t target_offset, Direction direction,
+               std::uint64_t smallest_step)
+      : buffer_(std::move(buffer)),
+        grows_(grows),
         load_(direction == Direction::kLoad),
         offset_(target_offset),
         smallest_step_(smallest_step) {}
@@ -52,7 +53,7 @@ class TargetMemory {
   [[nodiscard]] Use use();
 
   // The next four are for a thread with a Use.
-  [[nodiscard]] const Target& target() const { return target_; }
+  [[nodiscard]] Buffer& buffer() const { return *buffer_; }
   // Before the first byte of a load is written. Announces the end of the load, so that its buffer does not move later.
   void expect(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
@@ -84,8 +85,8 @@ class TargetMemory {
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;
 
-  Target target_;  // without memory once released
-  const bool of_buffer_;
+  std::shared_ptr<Buffer> buffer_;  // null once released
+  const bool grows_;
   const bool load_;
   const std::uint64_t offset_;
   const std::uint64_t smallest_step_;

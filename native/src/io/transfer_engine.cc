@@ -219,7 +219,7 @@ int TransferThreads::shutdown(std::chrono::milliseconds grace, std::chrono::mill
 // ---- transfers ----
 
 Status TransferEngine::check(const TransferRequest& request) {
-  if (request.file == nullptr || !request.target.valid()) return Status(EINVAL, "a transfer needs a file and memory");
+  if (request.file == nullptr || request.target == nullptr) return Status(EINVAL, "a transfer needs a file and memory");
   const BackingFacts& facts = request.file->facts();
   const bool load = request.direction == Direction::kLoad;
   if (load && !facts.readable) return Status(EBADF, "the backing file is not open for reading");
@@ -235,15 +235,15 @@ Status TransferEngine::check(const TransferRequest& request) {
       return Status(EINVAL, "buffer offset and size overflow");
     }
   }
-  if (request.target.buffer() == nullptr) {
-    const std::uint64_t limit = request.target.limit();
+  if (request.address != 0) {
+    const std::uint64_t limit = request.limit();
     if (request.target_offset > limit || (request.bytes != kToTheEnd && end > limit)) {
       const std::string range = request.bytes == kToTheEnd
                                     ? "offset " + std::to_string(request.target_offset)
                                     : "[" + std::to_string(request.target_offset) + ", " + std::to_string(end) + ")";
       return Status(EINVAL, range + " is outside of the device memory, which has " + std::to_string(limit) + " bytes");
     }
-  } else if (load && request.target_offset > request.target.limit()) {
+  } else if (load && request.target_offset > request.limit()) {
     return Status(EFBIG, "the range starts beyond the largest buffer");
   }
   return {};
@@ -282,7 +282,7 @@ std::shared_ptr<TransferThreads> TransferEngine::threads_for(int node) {
 Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& request) {
   const Status checked = check(request);
   if (!checked.ok()) return checked;
-  const std::shared_ptr<TransferThreads> threads = threads_for(request.target.device()->info().numa_node);
+  const std::shared_ptr<TransferThreads> threads = threads_for(request.target->device()->info().numa_node);
   auto transfer = std::make_shared<Transfer>(shared_from_this(), threads, request);
   if (request.bytes == 0 && request.sync == SyncMode::kNone) {
     transfer->conclude_empty();

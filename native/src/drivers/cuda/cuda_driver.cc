@@ -266,12 +266,9 @@ Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address,
   Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const cuda::Library> library = loaded.take();
-  Result<int> ordinal = gpu::find_device(*library, pci_address, "CUDA_VISIBLE_DEVICES");
-  if (!ordinal.ok()) return ordinal.status();
-  Result<std::shared_ptr<gpu::GpuDevice>> device =
-      cuda::CudaDevice::open(library, ordinal.value(), ordinal.value(), {});
-  if (!device.ok()) return device.status();
-  return std::shared_ptr<Device>(device.take());
+  return gpu::open_device_at(*library, pci_address, "CUDA_VISIBLE_DEVICES", [&](int index, int ordinal) {
+    return cuda::CudaDevice::open(library, index, ordinal, {});
+  });
 }
 
 }  // namespace gpufs

@@ -83,7 +83,8 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLib
   return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
 }
 
-Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable) {
+Result<std::shared_ptr<Device>> open_device_at(const VendorLibrary& library, const std::string& pci_address,
+                                               const char* hiding_variable, const OpenDevice& open) {
   const Functions& functions = library.functions();
   int count = 0;
   const api::Code code = functions.device_count(&count);
@@ -91,7 +92,10 @@ Result<int> find_device(const VendorLibrary& library, const std::string& pci_add
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     std::array<char, 64> text{};
     if (functions.device_pci_address(text.data(), int{text.size()}, ordinal) != api::kSuccess) continue;
-    if (::strcasecmp(text.data(), pci_address.c_str()) == 0) return ordinal;
+    if (::strcasecmp(text.data(), pci_address.c_str()) != 0) continue;
+    Result<std::shared_ptr<GpuDevice>> device = open(ordinal, ordinal);
+    if (!device.ok()) return device.status();
+    return std::shared_ptr<Device>(device.take());
   }
   return Status{ENODEV, "this process does not see the GPU at " + pci_address + " (it sees " + std::to_string(count) +
                             "): is it missing in " + hiding_variable + "?"};

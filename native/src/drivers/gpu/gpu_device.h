@@ -230,8 +230,9 @@ class SynchronousWork {
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
                                              const DriverOptions& options, const OpenDevice& open);
 
-// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by
-// which users hide devices from a process.
-Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable);
+// The device with a PCI address. ENODEV, with a message that names the variable by which users hide devices from a
+// process.
+Result<std::shared_ptr<Device>> open_device_at(const VendorLibrary& library, const std::string& pci_address,
+                                               const char* hiding_variable, const OpenDevice& open);
 
 }  // namespace gpufs::gpu

@@ -228,15 +228,12 @@ Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address,
   Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const hip::Library> library = loaded.take();
-  Result<int> ordinal = gpu::find_device(*library, pci_address, "HIP_VISIBLE_DEVICES");
-  if (!ordinal.ok()) return ordinal.status();
   // Memory that was exported is virtual memory, however this process would take its own.
   DriverOptions options;
   options.hip_memory = HipMemory::kVirtual;
-  Result<std::shared_ptr<gpu::GpuDevice>> device =
-      hip::HipDevice::open(library, ordinal.value(), ordinal.value(), options);
-  if (!device.ok()) return device.status();
-  return std::shared_ptr<Device>(device.take());
+  return gpu::open_device_at(*library, pci_address, "HIP_VISIBLE_DEVICES", [&](int index, int ordinal) {
+    return hip::HipDevice::open(library, index, ordinal, options);
+  });
 }
 
 }  // namespace gpufs

@@ -11,8 +11,8 @@
 
 namespace gpufs {
 
-// ENODEV, with a text for users, if there is no runtime, no device, or fewer devices than asked for. The first of the
-// candidates that works is used.
+// Uses the first of the candidates that works. ENODEV, with a text for users: no runtime, no device, or fewer devices
+// than requested.
 Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options,
                                                 const std::vector<std::string>& candidates = hip::Library::names());
 // See open_device().
