@@ -56,8 +56,8 @@ ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRa
   ++owner.snapshots_;
 }
 
-ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<SlabPool::Slot> small)
-    : owner(buffer), slot(std::move(small)), base(slot->address()), extents{{0, slot->bytes()}} {
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small)
+    : owner(buffer), slot(std::move(small)), base(slot->address), extents{{0, slot->bytes}} {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }

@@ -76,15 +76,15 @@ class ExtentBuffer : public Buffer {
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
   struct Snapshot {
     Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, Extents existing);
-    Snapshot(ExtentBuffer& buffer, std::shared_ptr<SlabPool::Slot> small);
+    Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small);
     ~Snapshot();
     Snapshot(const Snapshot&) = delete;
     Snapshot& operator=(const Snapshot&) = delete;
 
     ExtentBuffer& owner;
-    std::shared_ptr<AddressRange> range;   // of the buffer's own memory; null without any
-    std::shared_ptr<SlabPool::Slot> slot;  // of a small file
-    const DeviceAddress base;              // of offset 0
+    std::shared_ptr<AddressRange> range;         // of the buffer's own memory; null without any
+    std::shared_ptr<const SlabPool::Slot> slot;  // of a small file
+    const DeviceAddress base;                    // of offset 0
     const Extents extents;
   };
   using SnapshotPointer = std::shared_ptr<const Snapshot>;
