@@ -91,12 +91,12 @@ class Rig {
       FakeGpuSetup setup;
       setup.devices = devices;
       cuda_test::fake().reset(&setup);
-      driver = must(open_cuda_driver_from(GPUFS_FAKE_CUDA, {}));
+      driver = must(open_cuda_driver({}, GPUFS_FAKE_CUDA));
     } else {
       FakeGpuSetup setup;
       setup.devices = devices;
       hip_test::fake().reset(&setup);
-      driver = must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}));
+      driver = must(open_hip_driver({}, {GPUFS_FAKE_HIP}));
     }
     for (int index = 0; index < devices; ++index) {
       contexts.push_back(must(DeviceContext::create(driver, static_cast<std::size_t>(index))));
@@ -148,7 +148,7 @@ class Rig {
     AsyncEngine::Submission made;
     made.request.transfer.direction = direction;
     made.request.transfer.file = file;
-    made.request.transfer.target = Target::of_buffer(memory);
+    made.request.transfer.target = memory;
     made.request.bytes = {bytes, numbers.late_bytes};
     made.request.file_offset = {numbers.offset, numbers.late_offset};
     made.request.target_offset.value = numbers.target;

@@ -249,15 +249,15 @@ TEST_F(SharedMemoryTest, NoTwoThreadsGetTheSameSlot) {
   for (unsigned thread = 0; thread < 4; ++thread) {
     threads.emplace_back([&, thread] {
       std::mt19937 random(thread);
-      std::vector<std::shared_ptr<SlabPool::Slot>> held;
+      std::vector<std::shared_ptr<const SlabPool::Slot>> held;
       for (int step = 0; step < 2000; ++step) {
         if (held.size() < 20 && random() % 2 == 0) {
           held.push_back(slabs.take(1 + random() % 4096).take());
           const std::uint64_t mark = (std::uint64_t{thread} << 32) + static_cast<std::uint64_t>(step);
           std::uint64_t seen = 1;
-          ASSERT_TRUE(contexts[0]->device().copy_out(&seen, held.back()->address(), sizeof seen).ok());
+          ASSERT_TRUE(contexts[0]->device().copy_out(&seen, held.back()->address, sizeof seen).ok());
           ASSERT_EQ(seen, 0U);
-          ASSERT_TRUE(contexts[0]->device().copy_in(held.back()->address(), &mark, sizeof mark).ok());
+          ASSERT_TRUE(contexts[0]->device().copy_in(held.back()->address, &mark, sizeof mark).ok());
         } else if (!held.empty()) {
           held.erase(held.begin() + static_cast<std::ptrdiff_t>(random() % held.size()));
         }

@@ -164,16 +164,6 @@ TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
   }
 }
 
-TEST_F(BufferPreallocationTest, AFullDeviceIsFullOnceNothingIsLeftToTrim) {
-  start(256 * kMiB);
-  const auto growing = grown(17);
-  const auto filler = make();
-  ASSERT_TRUE(filler->allocate(0, 256 * kMiB - 17 * kGranule, true).ok());
-  EXPECT_EQ(used(), 256 * kMiB);
-  EXPECT_EQ(growing->write(growing->size(), block(0)).error(), ENOSPC);
-  expect_blocks(*growing);
-}
-
 TEST_F(BufferPreallocationTest, AnAllocationWaitsForMemoryThatIsBeingReleased) {
   start(256 * kMiB);
   const auto growing = grown(17);

@@ -65,27 +65,6 @@ TEST_F(BufferTest, GrowthMovesTheRangeNotTheData) {
   EXPECT_EQ(plan->copy_within.calls(), 0);
 }
 
-TEST_F(BufferTest, PinnedMemoryStays) {
-  start(64 * kMiB);
-  const auto buffer = make();
-  const auto data = pattern(4 * kMiB, 2);
-  write(*buffer, 0, data);
-  auto pin = buffer->pin_for_read(0, 4 * kMiB).take();
-  std::atomic<bool> done{false};
-  std::thread shrinking([&] {
-    EXPECT_TRUE(buffer->resize(0).ok());
-    done = true;
-  });
-  while (buffer->size() != 0) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_FALSE(done);  // it waits for the pin, and no reader waits for it
-  EXPECT_TRUE(contents(*buffer, 0, 100).empty());
-  EXPECT_EQ(std::memcmp(reinterpret_cast<const void*>(pin.pieces[0].address), data.data(), data.size()), 0);
-  pin = {};
-  shrinking.join();
-  EXPECT_EQ(used(), 0U);
-}
-
 TEST_F(BufferTest, APinOutlivesItsBuffer) {
   start(8 * kMiB);
   auto buffer = make();

@@ -11,10 +11,10 @@ using CudaFaults = FakeCuda;
 
 TEST(CudaLibrary, AMissingOrOldOneIsReported) {
   const std::string nowhere = "libcuda-that-nobody-has.so.1";
-  Status status = open_cuda_driver_from(nowhere, {}).status();
+  Status status = open_cuda_driver({}, nowhere).status();
   EXPECT_EQ(status.error(), ENODEV);
   EXPECT_TRUE(status.message().starts_with("cuda is not available: " + nowhere + " was not found")) << status.message();
-  status = open_cuda_driver_from(GPUFS_FAKE_CUDA_OLD, {}).status();
+  status = open_cuda_driver({}, GPUFS_FAKE_CUDA_OLD).status();
   EXPECT_EQ(status.error(), ENODEV);
   EXPECT_NE(status.message().find("cuMemHostRegister_v2"), std::string::npos) << status.message();
 }

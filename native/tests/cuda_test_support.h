@@ -21,7 +21,7 @@ inline const FakeCudaControl& fake() {
 inline FakeGpuState fake_state() { return state_of(fake()); }
 
 inline Result<std::unique_ptr<Driver>> open_fake(const DriverOptions& options = {}) {
-  return open_cuda_driver_from(GPUFS_FAKE_CUDA, options);
+  return open_cuda_driver(options, GPUFS_FAKE_CUDA);
 }
 
 class FakeCuda : public FakeGpu {

@@ -52,7 +52,7 @@ class CufileFiles : public DirectPathFixture {
     return DirectPathFixture::start(contents, kernel_ready);
   }
   std::shared_ptr<DirectPath> open_path(bool kernel_ready) override {
-    return open_cufile_path_from(GPUFS_FAKE_CUFILE, kernel_ready);
+    return open_cufile_path({}, kernel_ready, GPUFS_FAKE_CUFILE);
   }
   void plan(int error, std::uint64_t bytes) override {
     FakeCufilePlan plan{0, error, bytes, 0};

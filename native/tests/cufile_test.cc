@@ -51,11 +51,11 @@ TEST_F(CufileFiles, OnlyWhereGpuDirectIsActive) {
 }
 
 TEST_F(CufileFiles, EveryFunctionIsNeeded) {
-  EXPECT_EQ(open_cufile_path_from("libcufile.so.99", true)->refusals(), mask_of(Refusal::kNoVendorCall));
-  EXPECT_EQ(open_cufile_path_from(GPUFS_FAKE_CUFILE_OLD, true)->refusals(), mask_of(Refusal::kNoVendorCall));
+  EXPECT_EQ(open_cufile_path({}, true, "libcufile.so.99")->refusals(), mask_of(Refusal::kNoVendorCall));
+  EXPECT_EQ(open_cufile_path({}, true, GPUFS_FAKE_CUFILE_OLD)->refusals(), mask_of(Refusal::kNoVendorCall));
   EXPECT_EQ(cufile_of(GPUFS_FAKE_CUFILE_OLD).calls("cuFileDriverOpen"), 0);
   if (::access("/dev/nvidia-fs0", F_OK) != 0) {
-    EXPECT_EQ(open_cufile_path()->refusals(), mask_of(Refusal::kNoGpuDirect));
+    EXPECT_EQ(open_cufile_path({})->refusals(), mask_of(Refusal::kNoGpuDirect));
     EXPECT_EQ(make_direct_path("cuda")->refusals(), mask_of(Refusal::kNoGpuDirect));
   }
 }
@@ -95,7 +95,7 @@ TEST_F(CufileFiles, FileSystemsOnTheNetworkAreForThoseWhoAllowThem) {
   storage_.supported = cufile_file_system("nfs4");  // and no local disk
   ASSERT_EQ(cufile().reset(&storage_), 0);
   const auto refusals = [](std::vector<std::string> types) {
-    return open_cufile_path_from(GPUFS_FAKE_CUFILE, true, FileSystems(std::move(types)))->refusals();
+    return open_cufile_path(FileSystems(std::move(types)), true, GPUFS_FAKE_CUFILE)->refusals();
   };
   EXPECT_EQ(refusals({}), mask_of(Refusal::kNoGpuDirect));
   EXPECT_EQ(refusals({"lustre"}), mask_of(Refusal::kNoGpuDirect));

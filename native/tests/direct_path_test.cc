@@ -110,14 +110,6 @@ TYPED_TEST(VendorFiles, InterruptionsAreResumedAndShortCopiesContinued) {
   EXPECT_EQ(this->calls().size(), 7U);
 }
 
-TYPED_TEST(VendorFiles, TheEndOfTheFileIsAShortCount) {
-  const auto data = pattern(5 * 4096 + 512, 7);
-  START_OR_SKIP(data);
-  const Moved moved = this->rig_->direct_file().load(this->memory(8 * 4096), 8 * 4096, 0);
-  EXPECT_TRUE(moved.status.ok()) << moved.status.message();
-  EXPECT_EQ(moved.bytes, data.size());
-}
-
 TYPED_TEST(VendorFiles, AFileThatBecomesShorterEndsThere) {
   const auto data = pattern(2 * kMiB, 8);
   START_OR_SKIP(data);
@@ -201,7 +193,7 @@ TYPED_TEST(VendorFiles, MemoryOfAProgramMustBeTheDevices) {
   TransferRequest wanted = rig.load();
   wanted.fastpath = FastpathMode::kRequire;
   const DeviceAddress address = this->memory(2 * kMiB);
-  wanted.target = Target::of_range(rig.device, address + 4096, kMiB);
+  wanted.set_range(rig.device, address + 4096, kMiB);
   TransferProgress done = rig.finish(wanted);
   EXPECT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(done.path_bytes[0], kMiB);
@@ -211,13 +203,13 @@ TYPED_TEST(VendorFiles, MemoryOfAProgramMustBeTheDevices) {
 
   std::vector<std::byte> host(kMiB + 4096);
   const auto aligned = (reinterpret_cast<DeviceAddress>(host.data()) + 4095) / 4096 * 4096;
-  wanted.target = Target::of_range(rig.device, aligned, kMiB);
+  wanted.set_range(rig.device, aligned, kMiB);
   done = rig.finish(wanted);
   EXPECT_EQ(done.status.error(), EOPNOTSUPP);
   EXPECT_EQ(done.status.message(), "fastpath is required but refused: memory_kind");
   EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kMemoryKind), 1U);
   // Nor is its alignment anybody's but its own.
-  wanted.target = Target::of_range(rig.device, address + 1, kMiB);
+  wanted.set_range(rig.device, address + 1, kMiB);
   done = rig.finish(wanted);
   EXPECT_EQ(done.status.message(), "fastpath is required but refused: memory_unaligned");
   EXPECT_EQ(this->calls().size(), before);

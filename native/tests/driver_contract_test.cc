@@ -55,8 +55,8 @@ class DriverContract : public ::testing::TestWithParam<Library> {
     setup.devices = 2;
     setup.virtual_memory = GetParam() != Library::kFakeCudaPlain;
     fake().reset(&setup);
-    if (of_cuda()) return open_cuda_driver_from(GPUFS_FAKE_CUDA, options);
-    return open_hip_driver_from({hip_library()}, options);
+    if (of_cuda()) return open_cuda_driver(options, GPUFS_FAKE_CUDA);
+    return open_hip_driver(options, {hip_library()});
   }
 
   static bool on_host() { return GetParam() == Library::kHost; }
@@ -163,7 +163,8 @@ TEST_P(DriverContract, ALargerRangeShowsTheSameMemory) {
   ASSERT_OK(memory->populate(granule_, granule_));
   const std::vector<std::byte> data = pattern(granule_, 3);
   write(first->base() + granule_, data);
-  auto second = must(memory->reserve(16 * granule_));
+  const MemorySpan populated{granule_, granule_};
+  auto second = must(memory->reserve(16 * granule_, {&populated, 1}));
   EXPECT_GE(second->bytes(), 16 * granule_);
   EXPECT_TRUE(testing::same_bytes(read(second->base() + granule_, granule_), data));
   EXPECT_TRUE(testing::same_bytes(read(first->base() + granule_, granule_), data));  // the earlier one keeps showing it
@@ -323,21 +324,12 @@ TEST_P(DriverContract, ImportedMemoryStaysMappedForQueuedWork) {
   EXPECT_TRUE(all_zero(range->base(), granule_));
 }
 
-TEST_P(DriverContract, OnlyMemoryCanBeImported) {
-  if (plain()) return;
-  const auto imported = must(device_->create_import(granule_, false));
-  UniqueFd other(::open("/dev/null", O_RDWR | O_CLOEXEC));
-  EXPECT_NE(imported->add({0, granule_, std::move(other)}).error(), 0);
-  EXPECT_EQ(imported->bytes(), 0U);
-  EXPECT_OK(device_->health());
-}
-
 TEST_P(DriverContract, OneDeviceOpensByItsPciAddress) {
   if (on_host()) GTEST_SKIP() << "it has no PCI address";
   const std::string address = device_->info().pci_address;
   const auto open_one = [&](const std::string& at) -> Result<std::shared_ptr<Device>> {
     if (real()) return open_device(of_cuda() ? "cuda" : "hip", at);
-    return of_cuda() ? open_cuda_device_from(GPUFS_FAKE_CUDA, at) : open_hip_device_from({hip_library()}, at);
+    return of_cuda() ? open_cuda_device(at, GPUFS_FAKE_CUDA) : open_hip_device(at, {hip_library()});
   };
   EXPECT_EQ(must(open_one(address))->info().pci_address, address);
   const Status missing = open_one("0000:ee:1f.0").status();
@@ -527,7 +519,8 @@ TEST_P(DriverContract, RecognisesItsOwnMemory) {
 TEST_P(DriverContract, AnyThreadMayReleaseARange) {
   for (int round = 0; round < 5; ++round) {
     auto [memory, first] = take(*device_, 4 * granule_);
-    auto second = must(memory->reserve(8 * granule_));
+    const MemorySpan populated{0, 4 * granule_};
+    auto second = must(memory->reserve(8 * granule_, {&populated, 1}));
     std::thread other([range = std::move(first)]() mutable { range.reset(); });
     memory->release(2 * granule_, granule_);
     memory->release(0, granule_);

@@ -50,8 +50,8 @@ class Fault {
 };
 
 struct FaultPlan {
-  Fault create_memory, reserve, populate, export_memory, sharing, bind, copy_in, copy_out, copy_within, zero, peer,
-      create_event, create_stream, stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
+  Fault create_memory, reserve, populate, sharing, copy_in, copy_within, zero, peer, create_event, create_stream,
+      stream_copy, synchronize, record, query, call, wait_for_value, pin, unpin;
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;
@@ -65,7 +65,6 @@ struct FaultPlan {
   bool reports_pinned_ranges = true;
   std::int64_t seen_at = 0;  // distance from pinned memory to the device's addresses of it; -1: it has none
   std::atomic<int> memories{0};
-  std::atomic<int> fixed{0};
 };
 
 class FaultyMemory : public DeviceMemory {
@@ -78,8 +77,9 @@ class FaultyMemory : public DeviceMemory {
     if (plan_->on_free) plan_->on_free();
     --plan_->memories;
   }
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override {
-    return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes); });
+  using DeviceMemory::reserve;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override {
+    return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes, populated); });
   }
   using DeviceMemory::populate;
   Status populate(std::span<const MemorySpan> spans) override {
@@ -103,10 +103,9 @@ class FaultyMemory : public DeviceMemory {
     const std::uint64_t end = (offset + bytes + plan_->span - 1) / plan_->span * plan_->span;
     return {start, end - start};
   }
-  void fix_in_place() override { ++plan_->fixed; }
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override {
-    return plan_->export_memory.next("export", [&] { return inner_->export_memory(from, end, capacity, writable); });
+    return inner_->export_memory(from, end, capacity, writable);
   }
 
  private:
@@ -178,7 +177,7 @@ class FaultyDevice : public Device {
   }
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
   Result<MemoryInfo> memory() override { return inner_->memory(); }
-  Status bind_thread() override { return plan_->bind.next("bind"); }
+  Status bind_thread() override { return {}; }
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override {
     return plan_->create_memory.next("create_memory", [&] { return wrap<FaultyMemory>(inner_->create_memory()); });
@@ -203,9 +202,7 @@ class FaultyDevice : public Device {
     (void)inner_->copy_in(to, from, n / 2);
     return status;
   }
-  Status copy_out(void* to, DeviceAddress from, std::size_t n) override {
-    return plan_->copy_out.next("copy_out", [&] { return inner_->copy_out(to, from, n); });
-  }
+  Status copy_out(void* to, DeviceAddress from, std::size_t n) override { return inner_->copy_out(to, from, n); }
   Status copy_within(DeviceAddress to, DeviceAddress from, std::size_t n) override {
     if (plan_->on_copy) plan_->on_copy();
     return plan_->copy_within.next("copy_within", [&] { return inner_->copy_within(to, from, n); });

@@ -27,13 +27,13 @@ TEST(HipLibrary, AMissingOrBrokenOneIsReported) {
       {{GPUFS_FAKE_HIP_OLD}, GPUFS_FAKE_HIP_OLD " lacks hipHostRegister"},
   };
   for (const Case& expected : cases) {
-    const Result<std::unique_ptr<Driver>> driver = open_hip_driver_from(expected.candidates, {});
+    const Result<std::unique_ptr<Driver>> driver = open_hip_driver({}, expected.candidates);
     EXPECT_EQ(driver.error(), ENODEV);
     EXPECT_TRUE(driver.status().message().starts_with("hip is not available: " + expected.message))
         << driver.status().message();
   }
   EXPECT_EQ(fake().reset(std::make_unique<FakeGpuSetup>().get()), 0);
-  EXPECT_TRUE(open_hip_driver_from({"libamdhip64.so.99", GPUFS_FAKE_HIP_OLD, GPUFS_FAKE_HIP}, {}).ok());
+  EXPECT_TRUE(open_hip_driver({}, {"libamdhip64.so.99", GPUFS_FAKE_HIP_OLD, GPUFS_FAKE_HIP}).ok());
 }
 
 TEST_F(HipFaults, VirtualMemoryIsNotUsedBeforeRocm6) {
@@ -44,7 +44,7 @@ TEST_F(HipFaults, VirtualMemoryIsNotUsedBeforeRocm6) {
   driver_.reset();
   fake().reset(&setup);
   fake().fail("hipRuntimeGetVersion", 1, api::kInvalidValue, 1);
-  EXPECT_TRUE(must(open_hip_driver_from({GPUFS_FAKE_HIP}, {}))->devices().at(0)->info().reserve_copies);
+  EXPECT_TRUE(must(open_hip_driver({}, {GPUFS_FAKE_HIP}))->devices().at(0)->info().reserve_copies);
 }
 
 TEST_F(HipFaults, TheKindOfMemoryCanBeChosen) {
@@ -99,7 +99,7 @@ TEST_F(HipFaults, AMissingDeviceIsReported) {
     if (devices == 1) fake().fail("hipGetDeviceCount", 1, api::kNoDevice, 1);
     std::thread([&] {
       fake().fail("hipInit", 1, api::kInvalidDevice, 1);
-      expect_no_device(open_hip_driver_from({GPUFS_FAKE_HIP}, {}));
+      expect_no_device(open_hip_driver({}, {GPUFS_FAKE_HIP}));
     }).join();
   }
   setup_.devices = 1;

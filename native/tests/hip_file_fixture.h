@@ -27,7 +27,7 @@ class HipFiles : public DirectPathFixture {
     options_.hip_memory = HipMemory::kPlain;  // the calls reach no other
   }
   std::shared_ptr<DirectPath> open_path(bool kernel_ready) override {
-    return open_hip_file_path_from({GPUFS_FAKE_HIP}, kernel_ready);
+    return open_hip_file_path({GPUFS_FAKE_HIP}, kernel_ready);
   }
   void plan(int error, std::uint64_t bytes) override {
     FakeHipFilePlan plan;

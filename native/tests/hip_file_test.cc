@@ -29,11 +29,11 @@ TEST_F(HipFiles, BothCallsAndTheKernelsDriverAreNeeded) {
   const RefusalMask no_kernel = mask_of(Refusal::kNoKernelSupport);
   EXPECT_EQ(open_path(true)->refusals(), 0U);
   EXPECT_EQ(open_path(false)->refusals(), no_kernel);
-  EXPECT_EQ(open_hip_file_path_from({"libamdhip64.so.99"}, true)->refusals(), no_call);
-  EXPECT_EQ(open_hip_file_path_from({"libamdhip64.so.99"}, false)->refusals(), no_call | no_kernel);
+  EXPECT_EQ(open_hip_file_path({"libamdhip64.so.99"}, true)->refusals(), no_call);
+  EXPECT_EQ(open_hip_file_path({"libamdhip64.so.99"}, false)->refusals(), no_call | no_kernel);
   FakeGpuSetup bare_setup;
   control_of(GPUFS_FAKE_HIP_BARE).reset(&bare_setup);
-  EXPECT_EQ(open_hip_file_path_from({GPUFS_FAKE_HIP_BARE}, true)->refusals(), no_call);
+  EXPECT_EQ(open_hip_file_path({GPUFS_FAKE_HIP_BARE}, true)->refusals(), no_call);
 
   for (const char* symbol : {"hipRuntimeGetVersion", "hipGetProcAddress"}) {
     fake().fail(symbol, 1, api::kInvalidValue, 2);
@@ -58,27 +58,6 @@ TEST_F(HipFiles, TheDriversNameLeadsToIt) {
 }
 
 // ---- what is called ----
-
-TEST_F(HipFiles, EachThreadMakesInitOnce) {
-  START_OR_SKIP(pattern(4096, 1));
-  const DeviceAddress address = memory(4096);
-  DirectFile& file = rig_->direct_file();
-  std::thread([&] {
-    const int before = fake().calls("hipInit");
-    EXPECT_EQ(file.load(address, 4096, 0).bytes, 4096U);
-    EXPECT_EQ(fake().calls("hipInit"), before + 1);
-    EXPECT_EQ(file.load(address, 4096, 0).bytes, 4096U);
-    EXPECT_EQ(fake().calls("hipInit"), before + 1);
-  }).join();
-  std::thread([&] {
-    const std::size_t before = calls().size();
-    fake().fail("hipInit", 1, api::kNotInitialized, 1);
-    const Moved moved = file.load(address, 4096, 0);
-    EXPECT_EQ(moved.status.error(), EREMOTEIO);
-    EXPECT_EQ(moved.status.device_code(), api::kNotInitialized);
-    EXPECT_EQ(calls().size(), before);
-  }).join();
-}
 
 // ---- what the runtime may answer ----
 
@@ -164,7 +143,7 @@ TEST_F(HipFiles, MemoryThatTheKernelRefusesGoesByFallback) {
   START_OR_SKIP(data);
   // A program's own range: the runtime only says that it is the device's.
   TransferRequest wanted = rig_->load();
-  wanted.target = Target::of_range(rig_->device, memory(data.size()), data.size());
+  wanted.set_range(rig_->device, memory(data.size()), data.size());
   const TransferProgress done = rig_->finish_in_order(wanted);
   ASSERT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(done.path_bytes[0], 0U);

@@ -24,7 +24,7 @@ inline const FakeHipControl& fake() {
 inline FakeGpuState fake_state() { return state_of(fake()); }
 
 inline Result<std::unique_ptr<Driver>> open_fake(const DriverOptions& options = {}) {
-  return open_hip_driver_from({GPUFS_FAKE_HIP}, options);
+  return open_hip_driver(options, {GPUFS_FAKE_HIP});
 }
 
 class FakeHip : public FakeGpu {

@@ -157,7 +157,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
       cuda_test::fake().reset(&cuda_);
       DriverOptions options;
       options.memory_bytes = memory_bytes;
-      return must(open_cuda_driver_from(GPUFS_FAKE_CUDA, options));
+      return must(open_cuda_driver(options, GPUFS_FAKE_CUDA));
     }
     plan_->cpu_addressable = GetParam().library == Library::kHost;
     return testing::make_faulty_driver(plan_, memory_bytes);

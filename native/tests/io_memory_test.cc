@@ -63,7 +63,7 @@ class LoadMemoryTest : public BufferFixture {
     TransferRequest wanted;
     wanted.direction = Direction::kLoad;
     wanted.file = file;
-    wanted.target = Target::of_buffer(buffer);
+    wanted.target = buffer;
     Result<std::shared_ptr<Transfer>> started = engine->start(wanted);
     EXPECT_TRUE(started.ok()) << started.status().message();
     if (!started.ok()) return {};
@@ -246,7 +246,7 @@ TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
   TransferRequest wanted;
   wanted.direction = Direction::kLoad;
   wanted.file = file;
-  wanted.target = Target::of_buffer(buffer);
+  wanted.target = buffer;
   wanted.bytes = 32 * kMiB;
   const auto transfer = engine->start(wanted);
   ASSERT_TRUE(transfer.ok()) << transfer.status().message();

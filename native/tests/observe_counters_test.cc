@@ -2,9 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <filesystem>
-#include <string>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -12,26 +10,6 @@
 
 namespace gpufs::observe {
 namespace {
-
-class CountersTest : public ::testing::Test {
- protected:
-  CountersTest() {
-    char name[] = "/tmp/gpufs-counters-XXXXXX";
-    folder_ = ::mkdtemp(name);
-    path = folder_ + "/counters";
-  }
-  ~CountersTest() override { std::filesystem::remove_all(folder_); }
-
-  std::shared_ptr<Region> make(std::size_t devices = 2) {
-    Result<std::shared_ptr<Region>> made = Region::create(devices, path);
-    EXPECT_TRUE(made.ok()) << made.status().message();
-    return made.ok() ? made.take() : nullptr;
-  }
-  std::string path;
-
- private:
-  std::string folder_;
-};
 
 TEST(Buckets, ArePowersOfTwo) {
   EXPECT_EQ(bucket_of(0), 0U);
@@ -51,8 +29,8 @@ TEST(Buckets, ArePowersOfTwo) {
   }
 }
 
-TEST_F(CountersTest, ThreadsLoseNoCounts) {
-  const std::shared_ptr<Region> region = make();
+TEST(Counters, ThreadsLoseNoCounts) {
+  const std::shared_ptr<Region> region = Region::create(2, "").take();
   const DeviceCounters counters(region, 1);
   constexpr int kThreads = 40;  // more than there are stripes
   constexpr std::uint64_t kTimes = 2000;

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -19,9 +20,8 @@
 #include <vector>
 
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "device/device_context.h"
-#include "hip_test_support.h"
+#include "fake_vendors.h"
 #include "memory/buffer.h"
 #include "memory/registered_buffer.h"
 
@@ -32,19 +32,10 @@ using namespace gpu_test;
 using std::chrono::milliseconds;
 
 // The calls by which a program passes on its memory.
-struct Vendor {
-  const char* name;
-  const char* library;
-  const char* ipc_handle;
-  const FakeGpuControl& (*control)();
-  Result<std::unique_ptr<Driver>> (*open)(const DriverOptions& options);
-};
-const FakeGpuControl& cuda_control() { return cuda_test::fake(); }
-const FakeGpuControl& hip_control() { return hip_test::fake(); }
-const Vendor kCuda{"cuda", GPUFS_FAKE_CUDA, "cuIpcGetMemHandle", cuda_control, cuda_test::open_fake};
-const Vendor kHip{"hip", GPUFS_FAKE_HIP, "hipIpcGetMemHandle", hip_control, hip_test::open_fake};
+constexpr std::array<const char*, 2> kLibraries{GPUFS_FAKE_CUDA, GPUFS_FAKE_HIP};
+constexpr Names kIpcGetHandle{"cuIpcGetMemHandle", "hipIpcGetMemHandle"};
 
-class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
+class RegisteredGpuTest : public ::testing::TestWithParam<std::size_t> {
  protected:
   static constexpr std::uint64_t kBytes = 8 * kMiB;
   static constexpr std::uint64_t kInside = kMiB + 4096 + 512;
@@ -53,8 +44,11 @@ class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
   void SetUp() override {
     setup_.devices = 2;
     setup_.virtual_memory = false;
-    ASSERT_EQ(GetParam().control().reset(&setup_), 0) << "an earlier test left something open";
-    driver_ = must(GetParam().open({}));
+    open();
+  }
+  void open() {
+    ASSERT_EQ(control().reset(&setup_), 0) << "an earlier test left something open";
+    driver_ = must(kVendors.at(GetParam()).open({}));
     context_ = must(DeviceContext::create(driver_, 0));
     memory_ = must(driver_->devices().at(0)->create_memory());
     range_ = must(memory_->reserve(kBytes));
@@ -67,9 +61,10 @@ class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
     range_.reset();
     context_.reset();
     driver_.reset();
-    EXPECT_EQ(GetParam().control().reset(&setup_), 0) << "something was left open";
+    EXPECT_EQ(control().reset(&setup_), 0) << "something was left open";
   }
 
+  static const FakeGpuControl& control() { return kVendors.at(GetParam()).fake(); }
   Device& device(std::size_t index = 0) { return *driver_->devices().at(index); }
   // What the program sends for a part of its memory.
   ForeignMemory shared(std::uint64_t offset, std::uint64_t bytes, bool writable = true) {
@@ -79,8 +74,9 @@ class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
     memory.bytes = bytes;
     memory.writable = writable;
     EXPECT_OK(device().bind_thread());
-    void* const library = ::dlopen(GetParam().library, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    auto* const get = reinterpret_cast<api::Code (*)(void*, DeviceAddress)>(::dlsym(library, GetParam().ipc_handle));
+    void* const library = ::dlopen(kLibraries.at(GetParam()), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    auto* const get =
+        reinterpret_cast<api::Code (*)(void*, DeviceAddress)>(::dlsym(library, kIpcGetHandle.at(GetParam())));
     EXPECT_EQ(get(memory.handle.data(), range_->base() + offset), api::kSuccess);
     return memory;
   }
@@ -95,7 +91,7 @@ class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
   }
   int allocations() {
     FakeGpuState state{};
-    GetParam().control().state(&state);
+    control().state(&state);
     return state.allocations;
   }
 
@@ -107,8 +103,7 @@ class RegisteredGpuTest : public ::testing::TestWithParam<Vendor> {
   std::vector<std::byte> data_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredGpuTest, ::testing::Values(kCuda, kHip),
-                         [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredGpuTest, kEachVendor, vendor_name);
 
 TEST_P(RegisteredGpuTest, CopiesInBothDirections) {
   const auto buffer = registered(kInside, kMiB);
@@ -179,54 +174,11 @@ TEST_P(RegisteredGpuTest, EndsWhenItIsRevoked) {
   EXPECT_TRUE(buffer->revoke(milliseconds(0)));
 }
 
-TEST_P(RegisteredGpuTest, IsRevokedWhileItIsUsed) {
-  for (int turn = 0; turn < 6; ++turn) {
-    const auto buffer = registered(kInside, kMiB);
-    std::vector<std::thread> users;
-    users.reserve(3);
-    for (int user = 0; user < 3; ++user) {
-      users.emplace_back([&] {
-        std::vector<std::byte> read(kMiB);
-        for (;;) {
-          const Result<std::size_t> got = buffer->read(0, read);
-          if (!got.ok()) {
-            EXPECT_EQ(got.error(), ESTALE);
-            return;
-          }
-          EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin() + kInside));
-        }
-      });
-    }
-    std::this_thread::sleep_for(milliseconds(turn % 4));
-    EXPECT_TRUE(buffer->revoke(std::chrono::minutes(5)));
-    for (std::thread& user : users) user.join();
-  }
-}
-
-TEST_P(RegisteredGpuTest, FailuresLeaveNothingOpen) {
-  const int before = allocations();
-  for (const char* symbol :
-       {"cuMemGetAddressRange_v2", "hipMemGetAddressRange", "cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle"}) {
-    GetParam().control().fail(symbol, 1, api::kInvalidValue, 1);
-  }
-  EXPECT_FALSE(device().map_foreign(shared(0, kMiB)).ok());
-  EXPECT_FALSE(device().map_foreign(shared(0, kMiB)).ok());
-  EXPECT_EQ(allocations(), before);
-  EXPECT_OK(device().map_foreign(shared(0, kMiB)).status());
-}
-
 // Memory that is exported as descriptors.
 class RegisteredDescriptorTest : public RegisteredGpuTest {
  protected:
   void SetUp() override {
-    ASSERT_EQ(GetParam().control().reset(&setup_), 0) << "an earlier test left something open";
-    driver_ = must(GetParam().open({}));
-    context_ = must(DeviceContext::create(driver_, 0));
-    memory_ = must(driver_->devices().at(0)->create_memory());
-    range_ = must(memory_->reserve(kBytes));
-    ASSERT_OK(memory_->populate(0, kBytes));
-    data_ = pattern(kBytes, 5);
-    ASSERT_OK(device().copy_in(range_->base(), data_.data(), kBytes));
+    open();
     memory_->fix_in_place();
   }
   ForeignMemory exported(std::uint64_t offset, std::uint64_t bytes) {
@@ -242,8 +194,7 @@ class RegisteredDescriptorTest : public RegisteredGpuTest {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredDescriptorTest, ::testing::Values(kCuda, kHip),
-                         [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(Vendors, RegisteredDescriptorTest, kEachVendor, vendor_name);
 
 TEST_P(RegisteredDescriptorTest, ShowsAPartOfPhysicalMemory) {
   const auto buffer =

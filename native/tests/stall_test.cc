@@ -112,7 +112,7 @@ TEST_P(Stall, ClosingATransferTimesOut) {
   block_behind_the_program(rig->queue);
   TransferRequest request;
   request.file = rig->file;
-  request.target = Target::of_buffer(rig->buffer());
+  request.target = rig->buffer();
   const std::shared_ptr<Transfer> transfer = must(rig->transfers->start(request));
   wait_for_copies(2 * kChunks);
   EXPECT_EQ(transfer->close().error(), ETIMEDOUT);

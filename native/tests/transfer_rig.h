@@ -89,7 +89,7 @@ class TransferRig {
     TransferRequest wanted;
     wanted.direction = direction;
     wanted.file = file;
-    wanted.target = Target::of_buffer(buffer);
+    wanted.target = buffer;
     return wanted;
   }
   void make_buffer() { buffer = gpu_test::must(Buffer::create(device)); }

@@ -96,7 +96,7 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
     if (std::find(devices.begin(), devices.end(), buffer.value()->device()) == devices.end()) {
       return Status(EXDEV, "the buffer belongs to another engine");
     }
-    request.target = Target::of_buffer(buffer.take());
+    request.target = buffer.take();
   } else {
     Result<std::shared_ptr<DeviceContext>> device = engine.device(given.device);
     if (!device.ok()) return device.status();
@@ -104,7 +104,7 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
     if (given.address_bytes > std::numeric_limits<std::uint64_t>::max() - given.address) {
       return Status(EINVAL, "the device memory's address and size overflow");
     }
-    request.target = Target::of_range(device.take(), given.address, given.address_bytes);
+    request.set_range(device.take(), given.address, given.address_bytes);
   }
   request.file_offset = given.file_offset;
   request.target_offset = given.buffer_offset;

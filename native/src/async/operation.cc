@@ -71,7 +71,7 @@ Operation::Operation(std::uint64_t id, OperationRequest request, std::shared_ptr
       engine_(std::move(engine)),
       stream_(std::move(stream)),
       queue_(std::move(queue)),
-      device_(request.transfer.target.device()),
+      device_(request.transfer.target->device()),
       may_hang_(request.transfer.file->facts().may_hang),
       request_(std::move(request)) {
   if (!observe::trace::on()) return;
@@ -81,8 +81,8 @@ Operation::Operation(std::uint64_t id, OperationRequest request, std::shared_ptr
 
 Status Operation::check(OperationRequest& request, const OperationStream* stream) {
   TransferRequest& transfer = request.transfer;
-  if (!transfer.target.valid()) return Status(EINVAL, "an operation needs a file and memory");
-  const DeviceContext& device = *transfer.target.device();
+  if (transfer.target == nullptr) return Status(EINVAL, "an operation needs a file and memory");
+  const DeviceContext& device = *transfer.target->device();
   if (stream != nullptr) {
     if (stream->device().get() != &device) {
       return Status(EINVAL, "the memory is on " + name_of(device) + ", the stream on " + name_of(*stream->device()));

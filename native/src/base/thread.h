@@ -20,4 +20,16 @@ Result<std::thread> start_thread(const std::string& name, std::function<void()> 
 void forbid_waiting();  // for the calling thread, for good
 [[nodiscard]] bool this_thread_may_wait();
 
+// Forbids it for as long as the object lives.
+class NoWaiting {
+ public:
+  NoWaiting();
+  ~NoWaiting();
+  NoWaiting(const NoWaiting&) = delete;
+  NoWaiting& operator=(const NoWaiting&) = delete;
+
+ private:
+  const bool before_;
+};
+
 }  // namespace gpufs

@@ -49,9 +49,16 @@ struct MemoryInfo {
 // A reserved range of addresses that shows a DeviceMemory; released when destroyed (any thread).
 class AddressRange {
  public:
+  AddressRange(DeviceAddress base, std::uint64_t bytes) : base_(base), bytes_(bytes) {}
   virtual ~AddressRange() = default;
-  [[nodiscard]] virtual DeviceAddress base() const = 0;
-  [[nodiscard]] virtual std::uint64_t bytes() const = 0;
+  AddressRange(const AddressRange&) = delete;
+  AddressRange& operator=(const AddressRange&) = delete;
+  [[nodiscard]] DeviceAddress base() const { return base_; }
+  [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  const DeviceAddress base_;
+  const std::uint64_t bytes_;
 };
 
 struct MemorySpan {
@@ -73,8 +80,9 @@ class DeviceMemory {
 
   // Reserves a new range of at least `bytes`, enough for every populated granule, which it shows at its offset; this
   // range becomes the current one, in which later populate() calls appear. Earlier ranges keep showing what they
-  // showed. ENOMEM: no address space.
-  virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) = 0;
+  // showed. populated: all that is, in ascending order. ENOMEM: no address space.
+  virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) = 0;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) { return reserve(bytes, {}); }
 
   // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
   // All or nothing: a failure moves no other memory. ENOSPC: the device is full, or its cap is reached. Zeroing is
@@ -120,15 +128,20 @@ class DeviceMemory {
 // completes all work that this process has queued on it.
 class ImportedRange {
  public:
+  ImportedRange(DeviceAddress base, std::uint64_t capacity) : base_(base), capacity_(capacity) {}
   virtual ~ImportedRange() = default;
-  [[nodiscard]] virtual DeviceAddress base() const = 0;
-  [[nodiscard]] virtual std::uint64_t capacity() const = 0;     // reserved addresses
-  [[nodiscard]] std::uint64_t bytes() const { return bytes_; }  // mapped, from the base
+  ImportedRange(const ImportedRange&) = delete;
+  ImportedRange& operator=(const ImportedRange&) = delete;
+  [[nodiscard]] DeviceAddress base() const { return base_; }
+  [[nodiscard]] std::uint64_t capacity() const { return capacity_; }  // reserved addresses
+  [[nodiscard]] std::uint64_t bytes() const { return bytes_; }        // mapped, from the base
   // Maps a piece at the end of what is mapped. EINVAL: its offset is another one. EFBIG: it is beyond the capacity.
   Status add(const ExportedMemory& piece);
 
  private:
   virtual Status map(const ExportedMemory& piece) = 0;
+  const DeviceAddress base_;
+  const std::uint64_t capacity_;
   std::uint64_t bytes_ = 0;
 };
 
@@ -156,10 +169,16 @@ struct ForeignMemory {
 // Memory of another program that this one has mapped; released when destroyed (any thread). Nothing may use it then.
 class ForeignMapping {
  public:
+  explicit ForeignMapping(DeviceAddress address) : address_(address) {}
   virtual ~ForeignMapping() = default;
-  [[nodiscard]] virtual DeviceAddress address() const = 0;
+  ForeignMapping(const ForeignMapping&) = delete;
+  ForeignMapping& operator=(const ForeignMapping&) = delete;
+  [[nodiscard]] DeviceAddress address() const { return address_; }
   // False once its owner has taken some of it away. What is read there is undefined, but no access fails.
   [[nodiscard]] virtual bool intact() { return true; }
+
+ private:
+  const DeviceAddress address_;
 };
 
 // A point in a stream's order. Recording it again reuses it.

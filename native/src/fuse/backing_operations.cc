@@ -326,7 +326,7 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
   TransferRequest wanted;
   wanted.direction = load ? Direction::kLoad : Direction::kStore;
   wanted.file = file->file;
-  wanted.target = Target::of_buffer(inode.buffer());
+  wanted.target = inode.buffer();
   wanted.file_offset = load ? copy.in.off_in : copy.in.off_out;
   wanted.target_offset = load ? copy.in.off_out : copy.in.off_in;
   wanted.bytes = copy.in.len;

@@ -106,14 +106,8 @@ struct Looked {
   MountEntry mount;
 };
 
-bool same_file(const struct statx& one, const struct statx& other) {
-  return one.stx_mnt_id == other.stx_mnt_id && one.stx_dev_major == other.stx_dev_major &&
-         one.stx_dev_minor == other.stx_dev_minor && one.stx_ino == other.stx_ino;
-}
-
-// What a descriptor refers to, without a request to its file system. before: the result for another descriptor of the
-// same file, so that the table of mounts is read once.
-Result<Looked> look_at(int fd, const Looked* before = nullptr) {
+// What a descriptor refers to, without a request to its file system.
+Result<Looked> look_at(int fd) {
   Looked looked;
   looked.flags = ::fcntl(fd, F_GETFL);
   if (looked.flags < 0) return Status::from_errno(errno, "the backing file's descriptor");
@@ -125,10 +119,6 @@ Result<Looked> look_at(int fd, const Looked* before = nullptr) {
   if (::statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO | STATX_MNT_ID | STATX_DIOALIGN,
               &looked.status) != 0) {
     return Status::from_errno(errno, "the backing file's attributes");
-  }
-  if (before != nullptr && same_file(looked.status, before->status)) {
-    looked.mount = before->mount;
-    return looked;
   }
   Result<MountEntry> mount = find_mount(looked.status);
   if (!mount.ok()) return mount.status();
@@ -160,14 +150,11 @@ void judge_file_system(const std::string& type, const std::string& super_options
 }
 
 Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operations) {
-  // First the caller's descriptor, since even closing a duplicate sends a request to a mount of our own. Then the
-  // duplicate, which no other thread of the process can close or replace.
+  // Before it is duplicated, since even closing a duplicate sends a request to a mount of our own.
   Result<Looked> seen = look_at(fd);
   if (!seen.ok()) return seen.status();
   UniqueFd held(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
   if (!held.valid()) return Status::from_errno(errno, "the backing file's descriptor");
-  seen = look_at(held.get(), &seen.value());
-  if (!seen.ok()) return seen.status();
   const struct statx& status = seen.value().status;
   const int flags = seen.value().flags;
   const int access = flags & O_ACCMODE;

@@ -85,19 +85,20 @@ void BouncePool::unpin(BounceMemory* raw) {
 }
 
 // An idle buffer, or a new one if there may be more; null if there is neither. Releases the lock while it pins.
+// A buffer on the right node is better than an idle one on another. may_pin: whether pinning is tried.
 Result<BounceMemory*> BouncePool::take_locked(std::unique_lock<std::mutex>& lock,
-                                              const std::shared_ptr<DeviceContext>& device) {
+                                              const std::shared_ptr<DeviceContext>& device, bool may_pin) {
+  may_pin = may_pin && existing_ < capacity_;
   const int node = device->info().numa_node;
   auto chosen =
       std::find_if(idle_.begin(), idle_.end(), [&](const BounceMemory* memory) { return memory->node == node; });
-  // A buffer on the right node is better than an idle one on another.
-  if (chosen == idle_.end() && existing_ >= capacity_) chosen = idle_.begin();
+  if (chosen == idle_.end() && !may_pin) chosen = idle_.begin();
   if (chosen != idle_.end()) {
     BounceMemory* const memory = *chosen;
     idle_.erase(chosen);
     return memory;
   }
-  if (existing_ >= capacity_) return nullptr;
+  if (!may_pin) return nullptr;
   ++existing_;
   lock.unlock();
   Result<BounceMemory*> pinned = pin(device);
@@ -119,17 +120,13 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
   for (;;) {
     if (closed_) return Status(ESHUTDOWN, "the bounce pool is closed");
     if (cancelled) return Status(ECANCELED, "cancelled while waiting for a bounce buffer");
-    if (failure.ok()) {
-      const Result<BounceMemory*> taken = take_locked(lock, device);
-      if (taken.ok() && taken.value() != nullptr) return BounceBuffer(taken.value(), ReturnToPool{shared_from_this()});
+    const Result<BounceMemory*> taken = take_locked(lock, device, failure.ok());
+    if (!taken.ok()) {
       failure = taken.status();
+      continue;
     }
-    if (!failure.ok() && !idle_.empty()) {
-      BounceMemory* const memory = idle_.back();
-      idle_.pop_back();
-      return BounceBuffer(memory, ReturnToPool{shared_from_this()});
-    }
-    if (existing_ == 0) return failure.ok() ? Status(ENOMEM, "no bounce buffer could be pinned") : failure;
+    if (taken.value() != nullptr) return BounceBuffer(taken.value(), ReturnToPool{shared_from_this()});
+    if (existing_ == 0) return failure;
     if (!std::exchange(waited, true)) ++waits_;
     ++waiting_;
     changed_.wait_for(lock, kPoll);
@@ -140,7 +137,7 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
 BounceBuffer BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve) {
   std::unique_lock lock(mutex_);
   if (closed_ || waiting_ > 0 || idle_.size() + (capacity_ - existing_) <= reserve) return {};
-  const Result<BounceMemory*> taken = take_locked(lock, device);
+  const Result<BounceMemory*> taken = take_locked(lock, device, true);
   if (!taken.ok() || taken.value() == nullptr) return {};
   return {taken.value(), ReturnToPool{shared_from_this()}};
 }

@@ -72,7 +72,8 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
 
   Result<BounceMemory*> pin(const std::shared_ptr<DeviceContext>& device) const;
   static void unpin(BounceMemory* memory);
-  Result<BounceMemory*> take_locked(std::unique_lock<std::mutex>& lock, const std::shared_ptr<DeviceContext>& device);
+  Result<BounceMemory*> take_locked(std::unique_lock<std::mutex>& lock, const std::shared_ptr<DeviceContext>& device,
+                                    bool may_pin);
   void give_back(BounceMemory* memory);
 
   const std::size_t buffer_bytes_;

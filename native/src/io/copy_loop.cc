@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/math.h"
+#include "base/thread.h"
 #include "device/device_context.h"
 #include "io/file_moves.h"
 #include "io/transfer_engine.h"
@@ -57,7 +58,7 @@ void CopyLoop::move(Chunk& chunk) {
   transfer_.start_path(chunk);
   observe::Span span(observe::TraceKind::kPiece, device_index_, file_offset(chunk), chunk.bytes, trace_id_,
                      transfer_.trace_name_);
-  if (!straight_ && memory_.start_ahead(chunk.offset + chunk.bytes)) {
+  if (!straight_ && memory_.start_ahead(chunk.offset, chunk.bytes)) {
     drain();
     memory_.allocate_ahead();
   }
@@ -275,7 +276,7 @@ Status CopyLoop::copy_to_device(InFlight& slot, bool* queued) {
   Status status = pin(slot);
   if (!status.ok()) return status;
   const std::uint64_t start = target_offset(slot.chunk);
-  for (const Buffer::Piece& piece : slot.window->part(start, slot.bytes)) {
+  for (const Buffer::Piece& piece : slot.pin.pieces) {
     *queued = true;
     const std::byte* const from = slot.memory + (piece.offset - start);
     status = stream_->copy_to_device(piece.address, from, static_cast<std::size_t>(piece.bytes));
@@ -292,7 +293,7 @@ Status CopyLoop::copy_to_host(InFlight& slot, bool* queued) {
   Status status = pin(slot);
   if (!status.ok()) return status;
   const std::uint64_t start = target_offset(slot.chunk);
-  const std::vector<Buffer::Piece> pieces = slot.window->part(start, slot.bytes);
+  const std::vector<Buffer::Piece>& pieces = slot.pin.pieces;
   // Fewer bytes than wanted if the buffer was truncated.
   slot.bytes = pieces.empty() ? 0 : pieces.back().offset + pieces.back().bytes - start;
   for (const Buffer::Piece& piece : pieces) {
@@ -311,12 +312,16 @@ Status CopyLoop::copy_to_host(InFlight& slot, bool* queued) {
 // The device memory of the slot's bytes; pinned until end().
 Status CopyLoop::pin(InFlight& slot) {
   const std::uint64_t offset = slot.chunk.offset + slot.chunk.done;
-  slot.window = memory_.window(offset, slot.bytes);
-  if (slot.window != nullptr) return {};
-  drain();  // pinning may wait for pins that this thread holds
-  Result<TargetMemory::Window> pinned = memory_.pin_window(offset, slot.bytes);
+  Result<Buffer::Pin> pinned = [&] {
+    const NoWaiting only_now;
+    return memory_.pin(offset, slot.bytes);
+  }();
+  if (!pinned.ok()) {
+    drain();  // it may have to wait for pins that this thread holds
+    pinned = memory_.pin(offset, slot.bytes);
+  }
   if (!pinned.ok()) return pinned.status();
-  slot.window = pinned.take();
+  slot.pin = pinned.take();
   return {};
 }
 
@@ -327,7 +332,7 @@ void CopyLoop::submitted(InFlight& slot, Status status, bool queued) {
   slot.copy_end = 0;
   if (!status.ok()) {
     // Copies that did start must end before the memory is freed; their outcome no longer matters.
-    if (queued) settle_stream();
+    if (queued) (void)stream_->synchronize();
     end(slot, status);
   } else if (file_.facts().may_hang) {
     wait_for(slot);  // nothing may be in use while this thread hangs in such a file
@@ -392,7 +397,7 @@ void CopyLoop::drain() {
 
 void CopyLoop::wait_for(InFlight& slot) {
   const Status status = wait_for_device(slot);
-  if (!status.ok()) settle_stream();
+  if (!status.ok()) (void)stream_->synchronize();
   end(slot, status);
 }
 
@@ -409,12 +414,10 @@ Status CopyLoop::wait_for_device(InFlight& slot) {
   return slot.event->synchronize();
 }
 
-void CopyLoop::settle_stream() { (void)stream_->synchronize(); }
-
 // The device is done with the slot: completes its chunk, for a store after writing it to the file.
 void CopyLoop::end(InFlight& slot, const Status& device_status) {
   if (slot.copy_start != 0) trace_copy(slot, device_status);
-  slot.window.reset();
+  slot.pin = {};
   slot.busy = false;
   slot.use.end();
   Status status = device_status;

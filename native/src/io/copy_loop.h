@@ -45,7 +45,7 @@ class CopyLoop {
     Status file_status;             // load: how reading the file ended
     std::vector<BufferHole> holes;  // store
     TargetMemory::Use use;
-    TargetMemory::Window window;
+    Buffer::Pin pin;
     std::uint8_t lane = 0;         // in traces, from 1 on
     std::uint64_t copy_start = 0;  // when the device's work was queued; 0: not traced
     std::uint64_t copy_end = 0;    // when it was seen to be done; 0: not yet
@@ -82,7 +82,6 @@ class CopyLoop {
   void drain();
   void wait_for(InFlight& slot);
   Status wait_for_device(InFlight& slot);
-  void settle_stream();
   void end(InFlight& slot, const Status& device_status);
 
   bool wants_direct(const Chunk& chunk);

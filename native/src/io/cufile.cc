@@ -22,7 +22,6 @@ constexpr int kDescriptorType = 1;
 // cuFile's own errors start here. They do not distinguish a bad file from a bad setup, and the fallback reports what is
 // wrong with a file by errno: so all of them mean "not by this path".
 constexpr int kFirstLibraryError = 5000;
-constexpr const char* kLibrary = "libcufile.so.0";
 constexpr const char* kModuleVersion = "/proc/driver/nvidia-fs/version";
 constexpr const char* kModuleDevice = "/dev/nvidia-fs0";
 constexpr unsigned kLocalStorage = kCufileNvme | kCufileNvmeFabrics | kCufileScsi;
@@ -162,8 +161,12 @@ unsigned cufile_storage(const std::string& place) {
   return 0;
 }
 
-std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present,
-                                                  const FileSystems& file_systems) {
+bool cufile_module_present() {
+  return ::access(kModuleVersion, F_OK) == 0 && ::access(kModuleDevice, R_OK | W_OK) == 0;
+}
+
+std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems, bool module_present,
+                                             const std::string& library) {
   if (!module_present) return refusing(Refusal::kNoGpuDirect);
   std::string why;
   void* const handle = gpu::open_library(library, &why);
@@ -202,11 +205,6 @@ std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bo
   }
   const bool may_copy = (properties.module.control & kCufileMayCopyThroughHost) != 0;
   return std::make_shared<CufilePath>(calls, 0, may_copy ? storage : 0);
-}
-
-std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems) {
-  return open_cufile_path_from(
-      kLibrary, ::access(kModuleVersion, F_OK) == 0 && ::access(kModuleDevice, R_OK | W_OK) == 0, file_systems);
 }
 
 }  // namespace gpufs

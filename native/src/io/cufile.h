@@ -51,14 +51,16 @@ inline constexpr unsigned kCufileNvmeFabrics = 1U << 5;
 inline constexpr unsigned kCufileScsi = 1U << 6;
 inline constexpr unsigned kCufileMayCopyThroughHost = 1U << 1;
 
+inline constexpr const char* kCufileLibrary = "libcufile.so.0";
+// Whether the kernel module is loaded and this process may use it.
+bool cufile_module_present();
+
 // Opens the library if the kernel module is loaded. Always returns a path: one that refuses everything, with the
 // reason, if it cannot work. If the library may copy through the host, the path takes only files on storage that the
 // kernel module serves. file_systems: those it may use in addition to local storage.
-std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems = {});
-
-// The same with a library of the caller's choice. module_present: as if the kernel module were loaded or not.
-std::shared_ptr<DirectPath> open_cufile_path_from(const std::string& library, bool module_present,
-                                                  const FileSystems& file_systems = {});
+std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems,
+                                             bool module_present = cufile_module_present(),
+                                             const std::string& library = kCufileLibrary);
 
 // The bit of CufileProperties::module.supported for the way a block device is attached, by its path in sysfs
 // ("../../devices/pci0000:00/.../nvme/nvme0/nvme0n1/nvme0n1p1"); 0: none, or unknown.

@@ -1,10 +1,13 @@
 #include "io/direct_path.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 
 #include "base/math.h"
 #include "drivers/gpu/vendor_library.h"
+#include "drivers/hip/hip_library.h"
 #include "io/backing_file.h"
 #include "io/cufile.h"
 #include "io/file_moves.h"
@@ -50,7 +53,9 @@ class NoDirectPath final : public DirectPath {
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
   if (driver_name == "host") return std::make_shared<HostDirectPath>();
   if (driver_name == "cuda") return open_cufile_path(file_systems);
-  if (driver_name == "hip") return open_hip_file_path();
+  if (driver_name == "hip") {
+    return open_hip_file_path(hip::Library::names(), ::access(hip::kKernelDriver, R_OK | W_OK) == 0);
+  }
   return std::make_shared<NoDirectPath>();
 }
 

@@ -1,7 +1,5 @@
 #include "io/hip_file.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -119,7 +117,7 @@ class HipFilePath final : public DirectPath {
 
 }  // namespace
 
-std::shared_ptr<DirectPath> open_hip_file_path_from(const std::vector<std::string>& candidates, bool kernel_driver) {
+std::shared_ptr<DirectPath> open_hip_file_path(const std::vector<std::string>& candidates, bool kernel_driver) {
   auto calls = std::make_shared<HipFileCalls>();
   if (!kernel_driver) calls->refusals |= mask_of(Refusal::kNoKernelSupport);
   Result<std::shared_ptr<const hip::Library>> library = hip::Library::load(candidates);
@@ -130,10 +128,6 @@ std::shared_ptr<DirectPath> open_hip_file_path_from(const std::vector<std::strin
   }
   if (calls->read == nullptr || calls->write == nullptr) calls->refusals |= mask_of(Refusal::kNoVendorCall);
   return std::make_shared<HipFilePath>(std::move(calls));
-}
-
-std::shared_ptr<DirectPath> open_hip_file_path() {
-  return open_hip_file_path_from(hip::Library::names(), ::access(hip::kKernelDriver, R_OK | W_OK) == 0);
 }
 
 }  // namespace gpufs

@@ -13,9 +13,7 @@ namespace gpufs {
 // Always returns a path: one that refuses everything, with the reasons, if the runtime lacks one of the calls or the
 // kernel's GPU driver cannot be opened. Whether the kernel supports the calls shows only at the first one: if it does
 // not, the path refuses from then on.
-std::shared_ptr<DirectPath> open_hip_file_path();
-
-// The same through the first of these libraries that works. kernel_driver: /dev/kfd can be used.
-std::shared_ptr<DirectPath> open_hip_file_path_from(const std::vector<std::string>& candidates, bool kernel_driver);
+// candidates: the first of these libraries that works is used. kernel_driver: /dev/kfd can be used.
+std::shared_ptr<DirectPath> open_hip_file_path(const std::vector<std::string>& candidates, bool kernel_driver);
 
 }  // namespace gpufs

@@ -1,10 +1,8 @@
-// The device memory of one transfer while it runs: allocated ahead of a load, pinned in windows that the transfer's
-// threads share, and released at the end.
-// Thread-safe. Owned by its Transfer.
+// The device memory of one transfer while it runs: allocated ahead of a load, pinned chunk by chunk, and released at
+// the end. Thread-safe. Owned by its Transfer.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -14,8 +12,7 @@
 #include "base/status.h"
 #include "io/file_holes.h"
 #include "io/scoring.h"
-#include "io/target.h"
-#include "memory/extents.h"
+#include "memory/buffer.h"
 #include "observe/counters.h"
 
 namespace gpufs {
@@ -23,12 +20,12 @@ namespace gpufs {
 // Offsets are relative to the request.
 class TargetMemory {
  public:
-  using Window = std::shared_ptr<const Buffer::Pin>;
-
   // smallest_step: allocating less than this ahead of a load is not worth a call.
-  TargetMemory(Target target, std::uint64_t target_offset, Direction direction, std::uint64_t smallest_step)
-      : target_(std::move(target)),
-        of_buffer_(target_.buffer() != nullptr),
+  // grows: the buffer has memory of its own, which a load allocates.
+  TargetMemory(std::shared_ptr<Buffer> buffer, bool grows, std::uint64_t target_offset, Direction direction,
+               std::uint64_t smallest_step)
+      : buffer_(std::move(buffer)),
+        grows_(grows),
         load_(direction == Direction::kLoad),
         offset_(target_offset),
         smallest_step_(smallest_step) {}
@@ -55,24 +52,20 @@ class TargetMemory {
   };
   [[nodiscard]] Use use();
 
-  // The next five are for a thread with a Use.
-  [[nodiscard]] const Target& target() const { return target_; }
+  // The next four are for a thread with a Use.
+  [[nodiscard]] Buffer& buffer() const { return *buffer_; }
   // Before the first byte of a load is written. Announces the end of the load, so that its buffer does not move later.
   void expect(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
-  // The memory of one chunk for a call that uses it at once. May wait for other threads' pins.
+  // The memory of one chunk. May wait for other threads' pins, unless the calling thread must not wait.
   Result<Buffer::Pin> pin(std::uint64_t offset, std::uint64_t bytes);
-  // A window around these bytes, pinned for many chunks. May wait for other threads' pins, so the caller holds none
-  // itself. window() returns the present one, or null if it does not cover the bytes.
-  Window window(std::uint64_t offset, std::uint64_t bytes);
-  Result<Window> pin_window(std::uint64_t offset, std::uint64_t bytes);
 
-  // How much there is to move. Before the first window.
-  void set_total(std::uint64_t total);
-  // Whether the calling thread should allocate memory ahead of `position`, up to which chunks were handed out. If so it
-  // must call allocate_ahead() next, with no pins.
-  [[nodiscard]] bool start_ahead(std::uint64_t position);
+  // How much there is to move. Before the first chunk.
+  void set_total(std::uint64_t total) { total_ = total; }
+  // Whether the calling thread, which has this chunk, should allocate memory from there on. If so it must call
+  // allocate_ahead() next, with no pins.
+  [[nodiscard]] bool start_ahead(std::uint64_t offset, std::uint64_t bytes);
   void allocate_ahead();
 
   // Ends a load at `reached`: publishes the size and frees what was allocated beyond. touched: end of the highest
@@ -89,14 +82,11 @@ class TargetMemory {
   void note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const;
 
  private:
-  Status allocate_step(std::unique_lock<std::mutex>& lock, std::uint64_t needed);
-  Status allocate_to(std::unique_lock<std::mutex>& lock, std::uint64_t needed);
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;
-  [[nodiscard]] Window window_locked(std::uint64_t offset, std::uint64_t bytes) const;
 
-  Target target_;  // without memory once released
-  const bool of_buffer_;
+  std::shared_ptr<Buffer> buffer_;  // null once released
+  const bool grows_;
   const bool load_;
   const std::uint64_t offset_;
   const std::uint64_t smallest_step_;
@@ -108,16 +98,11 @@ class TargetMemory {
 
   // Guards all below. No call of the buffer is made under it.
   mutable std::mutex mutex_;
-  std::condition_variable changed_;  // allocating_ or pinning_ became false
   int uses_ = 0;
   bool closed_ = false;
   std::uint64_t allocated_end_ = 0;
   std::uint64_t largest_step_ = ~std::uint64_t{0};  // that the device has had space for
   bool allocating_ = false;
-  bool pinning_ = false;
-  std::weak_ptr<const Buffer::Pin> window_;  // [window_start_, window_end_), while a thread uses it
-  std::uint64_t window_start_ = 0;
-  std::uint64_t window_end_ = 0;
 };
 
 }  // namespace gpufs

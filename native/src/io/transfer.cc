@@ -17,6 +17,7 @@
 #include "io/file_holes.h"
 #include "io/file_moves.h"
 #include "io/transfer_engine.h"
+#include "memory/registered_buffer.h"
 #include "observe/trace.h"
 
 namespace gpufs {
@@ -41,9 +42,8 @@ bool uses_fastpath(const Plan& plan) {
   return std::any_of(plan.begin(), plan.end(), [](const Segment& segment) { return segment.path == Path::kFastpath; });
 }
 
-bool has_hole(const Target& target, std::uint64_t offset, std::uint64_t bytes) {
-  if (target.buffer() == nullptr) return false;
-  Result<std::uint64_t> hole = target.buffer()->seek_hole(offset);
+bool has_hole(Buffer& target, std::uint64_t offset, std::uint64_t bytes) {
+  Result<std::uint64_t> hole = target.seek_hole(offset);
   return hole.ok() && hole.value() < offset + bytes;
 }
 
@@ -51,20 +51,27 @@ Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
 
 }  // namespace
 
+void TransferRequest::set_range(std::shared_ptr<DeviceContext> device, DeviceAddress start, std::uint64_t size) {
+  address = start;
+  target = std::make_shared<RegisteredBuffer>(std::move(device), std::make_unique<ForeignMapping>(start), size,
+                                              /*writable=*/true);
+}
+
 Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<TransferThreads> threads,
                    TransferRequest request)
     : engine_(std::move(engine)),
       threads_(std::move(threads)),
       request_(std::move(request)),
-      of_buffer_(request_.target.buffer() != nullptr),
-      device_(request_.target.device()),
+      of_buffer_(request_.address == 0),
+      device_(request_.target->device()),
       counters_(device_->counters()),
       flow_(flow_of(request_.direction)),
       details_(counters_.region()->details(counters_.device(), flow_)),
       queued_(observe::now_ns()),
       trace_id_(request_.trace_id != 0 ? request_.trace_id : observe::trace::next_id()),
       trace_name_(observe::trace::on() ? observe::trace::name_of_file(request_.file->buffered_fd()) : 0),
-      memory_(std::exchange(request_.target, Target{}), request_.target_offset, request_.direction,
+      limit_(request_.limit()),
+      memory_(std::exchange(request_.target, nullptr), of_buffer_, request_.target_offset, request_.direction,
               engine_->options().chunk_bytes) {
   counters_.begin(observe::Backend::kTransfer, flow_);
 }
@@ -232,13 +239,12 @@ Result<std::uint64_t> Transfer::total_bytes() {
   }
   const TargetMemory::Use use = memory_.use();
   if (!use) return cancelled_status();
-  const Target& target = memory_.target();
   if (!load()) {
-    const std::uint64_t size = target.size();
+    const std::uint64_t size = memory_.buffer().size();
     available = size > request_.target_offset ? size - request_.target_offset : 0;
   } else if (!of_buffer_) {
     // A range is filled as far as it goes; a buffer reports EFBIG when it grows too large.
-    available = std::min(available, target.limit() - request_.target_offset);
+    available = std::min(available, limit_ - request_.target_offset);
   }
   const std::uint64_t total = std::min(request_.bytes, available);
   if (total > kLargestOffset - request_.file_offset) {
@@ -257,13 +263,11 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   if (options().file_systems.allow(file().facts().file_system)) scored.waived = mask_of(Refusal::kFileSystem);
   scored.fastpath = fastpath_mode();
   scored.fallback = fallback_allowed();
-  {
-    const TargetMemory::Use use = memory_.use();
-    if (!use) return cancelled_status();
-    const Target& target = memory_.target();
-    scored.memory_phase = target.phase(request_.target_offset, file().facts().memory_align);
-    if (!target.reached_by_files(request_.target_offset)) scored.vendor_refusals |= mask_of(Refusal::kMemoryKind);
-  }
+  // A buffer's memory begins at a granule.
+  scored.memory_phase = (request_.address + request_.target_offset) % file().facts().memory_align;
+  const bool reached = of_buffer_ ? device_->info().files_reach_memory
+                                  : device_->device().holds(request_.address + request_.target_offset);
+  if (!reached) scored.vendor_refusals |= mask_of(Refusal::kMemoryKind);
   RefusalMask refusals = 0;
   Result<Plan> plan = plan_request(scored, &refusals);
   if (plan.ok() && uses_fastpath(plan.value())) {
@@ -324,7 +328,7 @@ Status Transfer::preallocate(std::uint64_t total, const Plan& plan) {
   {
     const TargetMemory::Use use = memory_.use();
     if (!use) return cancelled_status();
-    if (request_.sparse && has_hole(memory_.target(), request_.target_offset, total)) return {};
+    if (request_.sparse && has_hole(memory_.buffer(), request_.target_offset, total)) return {};
   }
   int outcome = 0;
   do {

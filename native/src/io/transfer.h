@@ -18,8 +18,8 @@
 #include "io/io_options.h"
 #include "io/plan_cursor.h"
 #include "io/scoring.h"
-#include "io/target.h"
 #include "io/target_memory.h"
+#include "memory/buffer.h"
 #include "observe/counters.h"
 
 namespace gpufs {
@@ -37,7 +37,9 @@ struct TransferProgress;
 struct TransferRequest {
   Direction direction = Direction::kLoad;
   std::shared_ptr<BackingFile> file;
-  Target target;
+  std::shared_ptr<Buffer> target;
+  // Of memory that the program allocated itself; 0: the target is a buffer with memory of its own.
+  DeviceAddress address = 0;
   std::uint64_t file_offset = 0;
   std::uint64_t target_offset = 0;
   std::uint64_t bytes = kToTheEnd;
@@ -56,6 +58,11 @@ struct TransferRequest {
   // Called once with the outcome, on the thread that ends the transfer (inside start() only for a request of no
   // bytes). Must not block. Not called if start() fails.
   std::function<void(const TransferProgress&)> done;
+
+  // Makes memory that the program allocated itself, and keeps, the target.
+  void set_range(std::shared_ptr<DeviceContext> device, DeviceAddress start, std::uint64_t size);
+  // How far a load may write.
+  [[nodiscard]] std::uint64_t limit() const { return address == 0 ? Buffer::kMaximumBytes : target->limit(); }
 };
 
 enum class TransferState : int { kQueued, kRunning, kDone };
@@ -158,7 +165,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const std::shared_ptr<TransferEngine> engine_;
   const std::shared_ptr<TransferThreads> threads_;
   TransferRequest request_;  // constant, except that its target moves to memory_
-  const bool of_buffer_;     // the target is a buffer
+  const bool of_buffer_;     // the target is not the program's own memory
   const std::shared_ptr<DeviceContext> device_;
   const observe::DeviceCounters& counters_;  // the device's
   const observe::Flow flow_;
@@ -166,6 +173,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const std::uint64_t queued_;  // when
   const std::uint64_t trace_id_;
   const std::uint32_t trace_name_;
+  const std::uint64_t limit_;  // of the target
   TargetMemory memory_;
 
   // Set by prepare(), before there is a second thread.

@@ -8,7 +8,6 @@
 #include <iterator>
 #include <limits>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "base/cpus.h"
@@ -57,11 +56,11 @@ std::shared_ptr<TransferThreads> TransferThreads::create(int node, int share, in
 }
 
 Status TransferThreads::submit(const std::shared_ptr<Transfer>& transfer) {
-  std::list<ServedTransfer> finished;  // destroyed without the lock
+  Entries finished;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
-    entries_.push_back({transfer, 0, Clock::now(), 0});
+    entries_.push_back({transfer, 0, Clock::now()});
     finished = take_finished_locked();
     start_missing_locked();
     if (alive_ == 0) {
@@ -91,7 +90,7 @@ void TransferThreads::start_missing_locked() {
 }
 
 void TransferThreads::update() {
-  std::list<ServedTransfer> finished;  // destroyed without the lock
+  Entries finished;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     finished = take_finished_locked();
@@ -100,8 +99,8 @@ void TransferThreads::update() {
   changed_.notify_all();
 }
 
-std::list<TransferThreads::ServedTransfer> TransferThreads::take_finished_locked() {
-  std::list<ServedTransfer> finished;
+TransferThreads::Entries TransferThreads::take_finished_locked() {
+  Entries finished;
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     const auto next = std::next(entry);
     if (entry->running == 0 && entry->transfer->wanted() == 0) finished.splice(finished.end(), entries_, entry);
@@ -111,19 +110,18 @@ std::list<TransferThreads::ServedTransfer> TransferThreads::take_finished_locked
   return finished;
 }
 
-// The client with the fewest threads, of its transfers the one with the fewest, and among equals the one that was
-// served longest ago.
-TransferThreads::ServedTransfer* TransferThreads::choose_locked() {
+// The client with the fewest threads, of its transfers the one with the fewest, and among equals the one that got a
+// thread longest ago.
+TransferThreads::Entries::iterator TransferThreads::choose_locked() {
   const auto rank = [this](const ServedTransfer& entry) {
-    const Client& client = clients_[entry.transfer->client()];
-    return std::make_tuple(client.running, client.served, entry.running, entry.served);
+    return std::make_pair(clients_[entry.transfer->client()], entry.running);
   };
-  ServedTransfer* best = nullptr;
-  for (ServedTransfer& entry : entries_) {
-    const std::uint64_t group = entry.transfer->group();
-    if (entry.running >= entry.transfer->wanted() || clients_[entry.transfer->client()].running >= share_) continue;
+  auto best = entries_.end();
+  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+    const std::uint64_t group = entry->transfer->group();
+    if (entry->running >= entry->transfer->wanted() || clients_[entry->transfer->client()] >= share_) continue;
     if (group != Transfer::kNeverStalls && groups_[group] >= share_) continue;
-    if (best == nullptr || rank(entry) < rank(*best)) best = &entry;
+    if (best == entries_.end() || rank(*entry) < rank(*best)) best = entry;
   }
   return best;
 }
@@ -137,11 +135,11 @@ bool TransferThreads::should_yield(const Transfer& transfer, Clock::time_point s
   const bool full = transfer.group() != Transfer::kNeverStalls && together >= share_;
   if (!full && (idle_ > 0 || alive_ < threads())) return false;
   if (full) --together;
-  const ServedTransfer* const next = choose_locked();
+  const auto next = choose_locked();
   if (full) ++together;
-  if (next == nullptr) return false;
+  if (next == entries_.end()) return false;
   if (next->transfer->client() != transfer.client()) {
-    if (clients_[next->transfer->client()].running + 1 < clients_[transfer.client()].running) return true;
+    if (clients_[next->transfer->client()] + 1 < clients_[transfer.client()]) return true;
   } else {
     const auto is_mine = [&](const ServedTransfer& entry) { return entry.transfer.get() == &transfer; };
     if (next->running + 1 < std::find_if(entries_.begin(), entries_.end(), is_mine)->running) return true;
@@ -155,8 +153,8 @@ void TransferThreads::thread_main() {
   run_on_node(node_);
   std::unique_lock lock(mutex_);
   while (!ending_) {
-    ServedTransfer* const entry = choose_locked();
-    if (entry == nullptr) {
+    const auto entry = choose_locked();
+    if (entry == entries_.end()) {
       ++idle_;
       changed_.wait(lock);
       --idle_;
@@ -164,10 +162,10 @@ void TransferThreads::thread_main() {
     }
     std::shared_ptr<Transfer> transfer = entry->transfer;
     // They keep their addresses: entries and clients are removed only while no thread serves them.
-    Client& client = clients_[transfer->client()];
-    ++client.running;
+    entries_.splice(entries_.end(), entries_, entry);
+    int& client = clients_[transfer->client()];
+    ++client;
     ++entry->running;
-    client.served = entry->served = ++serial_;
     int& together = groups_[transfer->group()];
     ++together;
     lock.unlock();
@@ -175,10 +173,10 @@ void TransferThreads::thread_main() {
     lock.lock();
     --together;
     if (ending_) finished_.notify_all();
-    --client.running;
+    --client;
     --entry->running;
     if (entry->running == 0) entry->waiting_since = Clock::now();
-    std::list<ServedTransfer> finished = take_finished_locked();
+    Entries finished = take_finished_locked();
     const bool more = !entries_.empty();
     lock.unlock();
     if (more) changed_.notify_one();
@@ -192,7 +190,7 @@ void TransferThreads::thread_main() {
 
 int TransferThreads::shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace) {
   std::vector<std::thread> threads;
-  std::list<ServedTransfer> dropped;  // destroyed without the lock
+  Entries dropped;  // destroyed without the lock
   int hung = 0;
   {
     std::unique_lock lock(mutex_);
@@ -219,7 +217,7 @@ int TransferThreads::shutdown(std::chrono::milliseconds grace, std::chrono::mill
 // ---- transfers ----
 
 Status TransferEngine::check(const TransferRequest& request) {
-  if (request.file == nullptr || !request.target.valid()) return Status(EINVAL, "a transfer needs a file and memory");
+  if (request.file == nullptr || request.target == nullptr) return Status(EINVAL, "a transfer needs a file and memory");
   const BackingFacts& facts = request.file->facts();
   const bool load = request.direction == Direction::kLoad;
   if (load && !facts.readable) return Status(EBADF, "the backing file is not open for reading");
@@ -235,15 +233,15 @@ Status TransferEngine::check(const TransferRequest& request) {
       return Status(EINVAL, "buffer offset and size overflow");
     }
   }
-  if (request.target.buffer() == nullptr) {
-    const std::uint64_t limit = request.target.limit();
+  if (request.address != 0) {
+    const std::uint64_t limit = request.limit();
     if (request.target_offset > limit || (request.bytes != kToTheEnd && end > limit)) {
       const std::string range = request.bytes == kToTheEnd
                                     ? "offset " + std::to_string(request.target_offset)
                                     : "[" + std::to_string(request.target_offset) + ", " + std::to_string(end) + ")";
       return Status(EINVAL, range + " is outside of the device memory, which has " + std::to_string(limit) + " bytes");
     }
-  } else if (load && request.target_offset > request.target.limit()) {
+  } else if (load && request.target_offset > request.limit()) {
     return Status(EFBIG, "the range starts beyond the largest buffer");
   }
   return {};
@@ -282,7 +280,7 @@ std::shared_ptr<TransferThreads> TransferEngine::threads_for(int node) {
 Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& request) {
   const Status checked = check(request);
   if (!checked.ok()) return checked;
-  const std::shared_ptr<TransferThreads> threads = threads_for(request.target.device()->info().numa_node);
+  const std::shared_ptr<TransferThreads> threads = threads_for(request.target->device()->info().numa_node);
   auto transfer = std::make_shared<Transfer>(shared_from_this(), threads, request);
   if (request.bytes == 0 && request.sync == SyncMode::kNone) {
     transfer->conclude_empty();
@@ -315,7 +313,6 @@ void TransferEngine::finished(const Transfer& transfer) {
 void TransferEngine::watch_cancelled() {
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) return;  // shutdown() looks after all of them
     if (!watch_.joinable()) {
       Result<std::thread> started = start_thread("gpufs-io-stop", [self = shared_from_this()] { self->watch_main(); });
       if (!started.ok()) {
@@ -355,24 +352,23 @@ void TransferEngine::shutdown() {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    watch_ending_ = true;
-    watch.swap(watch_);
     for (const auto& [key, transfer] : transfers_) transfers.push_back(transfer);
     for (const auto& [node, threads] : threads_) pools.push_back(threads);
   }
-  changed_.notify_all();
-  if (watch.joinable()) watch.join();
   for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->cancel();
   const Clock::time_point end = Clock::now() + options_.shutdown_grace;
-  for (bool last = false; !last;) {
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, kWatchInterval, [&] { return transfers_.empty(); });
-      if (transfers_.empty()) break;
-    }
-    last = Clock::now() >= end;
-    for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/last);
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, end, [&] { return transfers_.empty(); });
   }
+  for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/true);
+  {
+    const std::lock_guard lock(mutex_);
+    watch_ending_ = true;
+    watch.swap(watch_);
+  }
+  changed_.notify_all();
+  if (watch.joinable()) watch.join();
   transfers.clear();
   const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
   for (const std::shared_ptr<TransferThreads>& threads : pools) {

@@ -61,19 +61,15 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
     std::shared_ptr<Transfer> transfer;
     int running = 0;
     Clock::time_point waiting_since;  // when it last had no thread
-    std::uint64_t served = 0;         // serial number of the last thread it got
   };
-  struct Client {
-    int running = 0;
-    std::uint64_t served = 0;
-  };
+  using Entries = std::list<ServedTransfer>;  // the one that got a thread longest ago first
 
   TransferThreads(int node, int share, int spare) : node_(node), share_(share), spare_(spare) {}
 
   void thread_main();
-  ServedTransfer* choose_locked();
+  Entries::iterator choose_locked();
   void start_missing_locked();
-  std::list<ServedTransfer> take_finished_locked();
+  Entries take_finished_locked();
 
   const int node_;
   const int share_;
@@ -83,13 +79,12 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   std::mutex mutex_;
   std::condition_variable changed_;   // transfers for idle threads, or the end
   std::condition_variable finished_;  // a thread left its transfer or ended
-  std::list<ServedTransfer> entries_;
-  std::map<std::uint64_t, Client> clients_;
+  Entries entries_;
+  std::map<std::uint64_t, int> clients_;  // threads that serve each client
   std::vector<std::thread> threads_;
   int alive_ = 0;
   int idle_ = 0;
   std::map<std::uint64_t, int> groups_;  // threads in transfers of each group
-  std::uint64_t serial_ = 0;
   bool ending_ = false;
 };
 

@@ -4,21 +4,10 @@
 
 namespace gpufs {
 
-std::uint64_t Account::room() const {
-  const std::uint64_t most = limit();
-  return most - std::min(used(), most);
-}
-
 Status Account::charge(std::uint64_t bytes) {
-  const std::uint64_t most = limit();
-  std::uint64_t used = this->used();
-  do {
-    if (bytes > most - std::min(used, most)) {
-      return Status(EDQUOT, "Disk quota exceeded: " + holder_ + " may hold " + std::to_string(most) + " bytes, holds " +
-                                std::to_string(used) + ", and needs " + std::to_string(bytes) + " more");
-    }
-  } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
-  return {};
+  if (take(bytes)) return {};
+  return Status(EDQUOT, "Disk quota exceeded: " + holder_ + " may hold " + std::to_string(limit()) + " bytes, holds " +
+                            std::to_string(used()) + ", and needs " + std::to_string(bytes) + " more");
 }
 
 Status Charge::grow(std::uint64_t bytes) {
@@ -28,7 +17,7 @@ Status Charge::grow(std::uint64_t bytes) {
     Status status = accounts_[payer]->charge(bytes);
     if (status.ok()) continue;
     for (std::size_t earlier = 0; earlier < payer; ++earlier) {
-      if (accounts_[earlier] != nullptr) accounts_[earlier]->remove(bytes);
+      if (accounts_[earlier] != nullptr) accounts_[earlier]->give(bytes);
     }
     return status;
   }
@@ -47,7 +36,7 @@ void Charge::settle(std::uint64_t bytes) {
 void Charge::move(Payer payer, std::shared_ptr<Account> account) {
   const std::lock_guard lock(mutex_);
   accounts_[payer].swap(account);
-  if (account != nullptr) account->remove(bytes_);
+  if (account != nullptr) account->give(bytes_);
   if (accounts_[payer] != nullptr) accounts_[payer]->add(bytes_);
 }
 

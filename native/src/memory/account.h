@@ -4,7 +4,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -14,38 +13,25 @@
 #include <utility>
 
 #include "base/status.h"
+#include "drivers/ledger.h"
 
 namespace gpufs {
 
 // Whether a call failed because the device is full or because a limit is reached.
 constexpr bool lacks_memory(int error) { return error == ENOSPC || error == EDQUOT; }
 
-class Account {
+class Account : public Ledger {
  public:
-  static constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
-
   // holder: what messages call it.
-  explicit Account(std::string holder, std::uint64_t limit = kNoLimit) : holder_(std::move(holder)), limit_(limit) {}
-
-  [[nodiscard]] std::uint64_t used() const { return used_.load(std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t limit() const { return limit_.load(std::memory_order_relaxed); }
-  // A limit below what is used takes nothing away.
-  void set_limit(std::uint64_t bytes) { limit_.store(bytes, std::memory_order_relaxed); }
-  // Bytes that may still be charged.
-  [[nodiscard]] std::uint64_t room() const;
+  explicit Account(std::string holder, std::uint64_t limit = kNoLimit) : Ledger(limit), holder_(std::move(holder)) {}
 
  private:
   friend class Charge;
 
   // EDQUOT, and nothing is charged, beyond the limit.
   Status charge(std::uint64_t bytes);
-  // Regardless of the limit.
-  void add(std::uint64_t bytes) { used_.fetch_add(bytes, std::memory_order_relaxed); }
-  void remove(std::uint64_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
 
   const std::string holder_;
-  std::atomic<std::uint64_t> limit_;
-  std::atomic<std::uint64_t> used_{0};
 };
 
 // What one buffer charges: to its owner's account, and to that of a directory. Both may be missing.

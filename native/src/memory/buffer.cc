@@ -18,20 +18,6 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> de
   return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
 }
 
-std::vector<Buffer::Piece> Buffer::Pin::part(std::uint64_t offset, std::uint64_t bytes) const {
-  const std::uint64_t end = offset + bytes;
-  std::vector<Piece> found;
-  auto piece = std::partition_point(pieces.begin(), pieces.end(), [&](const Piece& candidate) {
-    return candidate.offset + candidate.bytes <= offset;
-  });
-  for (; piece != pieces.end() && piece->offset < end; ++piece) {
-    const std::uint64_t start = std::max(piece->offset, offset);
-    const DeviceAddress address = piece->address == 0 ? 0 : piece->address + (start - piece->offset);
-    found.push_back({address, start, std::min(piece->offset + piece->bytes, end) - start});
-  }
-  return found;
-}
-
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                         std::uint64_t bytes, const std::atomic<bool>* cancelled) {
   const std::uint64_t source_size = source.size();

@@ -73,9 +73,6 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   struct Pin {
     std::vector<Piece> pieces;
     std::shared_ptr<void> keep;
-
-    // The pieces, cut to [offset, offset + bytes).
-    [[nodiscard]] std::vector<Piece> part(std::uint64_t offset, std::uint64_t bytes) const;
   };
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.

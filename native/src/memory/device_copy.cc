@@ -23,8 +23,6 @@ Status copy_staged(Device& to, DeviceAddress destination, Device& from, DeviceAd
   return {};
 }
 
-}  // namespace
-
 Status copy_between(const DeviceContext& to, DeviceAddress destination, const DeviceContext& from, DeviceAddress source,
                     std::uint64_t bytes) {
   if (&to.device() == &from.device()) return to.device().copy_within(destination, source, bytes);
@@ -33,6 +31,19 @@ Status copy_between(const DeviceContext& to, DeviceAddress destination, const De
     if (status.error() != EOPNOTSUPP) return status;
   }
   return copy_staged(to.device(), destination, from.device(), source, bytes);
+}
+
+}  // namespace
+
+Status copy_pieces(const DeviceContext& to, DeviceAddress destination, const DeviceContext& from,
+                   const std::vector<Buffer::Piece>& pieces, std::uint64_t* copied) {
+  for (const Buffer::Piece& piece : pieces) {
+    Status status = piece.address == 0 ? to.device().zero(destination + *copied, piece.bytes)
+                                       : copy_between(to, destination + *copied, from, piece.address, piece.bytes);
+    if (!status.ok()) return status;
+    *copied += piece.bytes;
+  }
+  return {};
 }
 
 }  // namespace gpufs

@@ -56,8 +56,8 @@ ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRa
   ++owner.snapshots_;
 }
 
-ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<SlabPool::Slot> small)
-    : owner(buffer), slot(std::move(small)), base(slot->address()), extents{{0, slot->bytes()}} {
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small)
+    : owner(buffer), slot(std::move(small)), base(slot->address), extents{{0, slot->bytes}} {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }
@@ -120,19 +120,15 @@ Buffer::Pin ExtentBuffer::pin(ReadPin held) {
 
 bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held) {
   std::unique_lock lock(state_mutex_);
-  while (!try_read_locked(offset, bytes, held)) {
+  for (;; state_changed_.wait(lock)) {
+    const std::uint64_t size = size_.load(std::memory_order_relaxed);
+    const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
+    if (end <= gate_offset_ || gate_end_ <= offset) {
+      *held = {snapshot_, offset, end};
+      return true;
+    }
     if (!this_thread_may_wait()) return false;
-    state_changed_.wait(lock);
   }
-  return true;
-}
-
-bool ExtentBuffer::try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadPin* held) const {
-  const std::uint64_t size = size_.load(std::memory_order_relaxed);
-  const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
-  if (end > gate_offset_ && gate_end_ > offset) return false;
-  *held = {snapshot_, offset, end};
-  return true;
 }
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held) {

@@ -76,15 +76,15 @@ class ExtentBuffer : public Buffer {
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
   struct Snapshot {
     Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, Extents existing);
-    Snapshot(ExtentBuffer& buffer, std::shared_ptr<SlabPool::Slot> small);
+    Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small);
     ~Snapshot();
     Snapshot(const Snapshot&) = delete;
     Snapshot& operator=(const Snapshot&) = delete;
 
     ExtentBuffer& owner;
-    std::shared_ptr<AddressRange> range;   // of the buffer's own memory; null without any
-    std::shared_ptr<SlabPool::Slot> slot;  // of a small file
-    const DeviceAddress base;              // of offset 0
+    std::shared_ptr<AddressRange> range;         // of the buffer's own memory; null without any
+    std::shared_ptr<const SlabPool::Slot> slot;  // of a small file
+    const DeviceAddress base;                    // of offset 0
     const Extents extents;
   };
   using SnapshotPointer = std::shared_ptr<const Snapshot>;
@@ -121,7 +121,6 @@ class ExtentBuffer : public Buffer {
   Pin pin(ReadPin held);
   // False: it would have to wait, on a thread that must not.
   bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held);
-  [[nodiscard]] bool try_read_locked(std::uint64_t offset, std::uint64_t bytes, ReadPin* held) const;
   // speculative: the file is likely to go on growing, so memory may be preallocated.
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, bool speculative = false);
   [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held);
@@ -171,9 +170,6 @@ class ExtentBuffer : public Buffer {
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                      const std::atomic<bool>* cancelled, std::uint64_t* done,
                      const std::function<void()>& advanced) override;
-  Status copy_chunks_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                           const std::atomic<bool>* cancelled, std::uint64_t* done,
-                           const std::function<void()>& advanced);
   Status populate_for(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                     std::uint64_t* done);

@@ -27,37 +27,6 @@ constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two ch
 // end at 4 GiB there, which take 11 ms; a cancellation is seen between two of them.
 constexpr std::chrono::milliseconds kFastChunk{8};
 
-// Runs one piece of work on a thread, and waits for it.
-class Ahead {
- public:
-  Ahead() = default;
-  ~Ahead() { join(); }
-  Ahead(const Ahead&) = delete;
-  Ahead& operator=(const Ahead&) = delete;
-
-  // Where the system allows no more threads, nothing is done.
-  void start(std::function<Status()> work) {
-    Result<std::thread> started = start_thread("gpufs-ahead", [this, work = std::move(work)] { status_ = work(); });
-    if (started.ok()) {
-      thread_ = started.take();
-    } else {
-      status_ = started.status();
-    }
-  }
-  Status finish() {
-    join();
-    return status_;
-  }
-
- private:
-  void join() {
-    if (thread_.joinable()) thread_.join();
-  }
-
-  std::thread thread_;
-  Status status_;  // written by the thread while it runs
-};
-
 }  // namespace
 
 bool ExtentBuffer::copies_briefly(const Buffer& source, std::uint64_t source_offset, std::uint64_t bytes) const {
@@ -74,39 +43,17 @@ Status ExtentBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const
   return check_end(offset, *bytes, &end);
 }
 
+// Between two devices another thread takes, maps and zeroes memory for the next chunk while one is copied.
 Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                                  const std::atomic<bool>* cancelled, std::uint64_t* done,
                                  const std::function<void()>& advanced) {
   expect(offset + bytes);
-  if (&source.device()->device() != &context_->device())
-    return copy_chunks_ahead(source, source_offset, offset, bytes, cancelled, done, advanced);
-  std::uint64_t chunk = context_->info().cpu_addressable ? kCopyChunk : context_->copy_chunk_bytes();
-  while (*done < bytes) {
-    if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
-      return Status(ECANCELED, "the copy was cancelled");
-    }
-    const std::uint64_t before = *done;
-    const std::uint64_t part = std::min(chunk, bytes - before);
-    Status status = copy_chunk(source, source_offset + before, offset + before, part, done);
-    if (lacks_memory(status.error()) && chunk > kCopyChunk) {
-      chunk = std::max(chunk / 2, kCopyChunk);  // as much as still fits
-      continue;
-    }
-    if (!status.ok() || *done - before < part) return status;  // the source may have become shorter
-    advanced();
-  }
-  return {};
-}
-
-// Between two devices: while a chunk is copied, another thread takes, maps and zeroes memory for the next.
-Status ExtentBuffer::copy_chunks_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                       std::uint64_t bytes, const std::atomic<bool>* cancelled, std::uint64_t* done,
-                                       const std::function<void()>& advanced) {
+  const bool between_devices = &source.device()->device() != &context_->device();
   const std::uint64_t largest = context_->info().cpu_addressable ? kCopyChunk : context_->copy_chunk_bytes();
-  std::uint64_t chunk = std::min(kCopyChunk, largest);
+  std::uint64_t chunk = between_devices ? std::min(kCopyChunk, largest) : largest;
   std::uint64_t next = chunk;
-  std::uint64_t taken = std::min(chunk, bytes);  // the end of what was taken ahead
-  Status ahead = populate_for(source, source_offset, offset, taken);
+  std::uint64_t taken = 0;  // the end of what was taken ahead
+  Status taking;            // written by the other thread while it runs
   Status status;
   while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
@@ -117,27 +64,28 @@ Status ExtentBuffer::copy_chunks_ahead(Buffer& source, std::uint64_t source_offs
     const std::uint64_t part = std::min(chunk, bytes - before);
     const std::uint64_t following = before + part;
     const auto start = std::chrono::steady_clock::now();
-    {
-      Ahead worker;
-      // After a failure the copy itself takes what it needs, and reports what it cannot get.
-      if (ahead.ok() && following < bytes) {
-        const std::uint64_t length = std::min(next, bytes - following);
+    std::thread ahead;
+    // After a failure the copy itself takes what it needs, and reports what it cannot get.
+    if (between_devices && taking.ok() && following < bytes) {
+      const std::uint64_t length = std::min(next, bytes - following);
+      Result<std::thread> started = start_thread("gpufs-ahead", [&, following, length] {
+        taking = populate_for(source, source_offset + following, offset + following, length);
+      });
+      if (started.ok()) {
+        ahead = started.take();
         taken = following + length;
-        worker.start([&, following, length] {
-          return populate_for(source, source_offset + following, offset + following, length);
-        });
       }
-      status = copy_chunk(source, source_offset + before, offset + before, part, done);
-      const bool fast = std::chrono::steady_clock::now() - start < kFastChunk;
-      if (const Status result = worker.finish(); ahead.ok()) ahead = result;
-      if (lacks_memory(status.error()) && chunk > kCopyChunk) {
-        chunk = next = std::max(chunk / 2, kCopyChunk);  // as much as still fits
-        continue;
-      }
-      chunk = next;
-      if (fast) next = std::min(next * 2, largest);
+    }
+    status = copy_chunk(source, source_offset + before, offset + before, part, done);
+    const bool fast = std::chrono::steady_clock::now() - start < kFastChunk;
+    if (ahead.joinable()) ahead.join();
+    if (lacks_memory(status.error()) && chunk > kCopyChunk) {
+      chunk = next = std::max(chunk / 2, kCopyChunk);  // as much as still fits
+      continue;
     }
     if (!status.ok() || *done - before < part) break;  // the source may have become shorter
+    chunk = next;
+    if (between_devices && fast) next = std::min(next * 2, largest);
     advanced();
   }
   if (taken <= *done) return status;
@@ -206,13 +154,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       status = acquire_write(offset, offset + bytes, &grown);
       if (!status.ok()) return status;
     }
-    for (const Piece& piece : pinned.pieces) {
-      const DeviceAddress to = target.address() + (piece.offset - source_offset);
-      status = piece.address == 0 ? context_->device().zero(to, piece.bytes)
-                                  : copy_between(*context_, to, *source.device(), piece.address, piece.bytes);
-      if (!status.ok()) break;
-      copied += piece.bytes;
-    }
+    status = copy_pieces(*context_, target.address(), *source.device(), pinned.pieces, &copied);
     if (copied > 0) publish(offset + copied);
     *done += copied;
   }

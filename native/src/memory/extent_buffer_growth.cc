@@ -87,7 +87,7 @@ void ExtentBuffer::account() {
   context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
   own_held_ = own;
   // The slot's slab is counted by its pool.
-  const std::uint64_t held = now->slot != nullptr ? now->slot->bytes() : own;
+  const std::uint64_t held = now->slot != nullptr ? now->slot->bytes : own;
   held_.store(held, std::memory_order_release);
   charge().settle(held);
 }
@@ -115,25 +115,25 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool specul
 }
 
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
-  Result<std::shared_ptr<SlabPool::Slot>> taken = slabs.take(end);
+  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end);
   if (!taken.ok()) return taken.status();
-  const std::shared_ptr<SlabPool::Slot> slot = taken.take();
+  const std::shared_ptr<const SlabPool::Slot> slot = taken.take();
   Exclusion exclusion(*this);
-  const std::shared_ptr<SlabPool::Slot> old = current()->slot;
+  const std::shared_ptr<const SlabPool::Slot> old = current()->slot;
   if (old != nullptr) {
     if (!exclusion.stop_writers()) return would_wait();
-    Status status = context_->device().copy_within(slot->address(), old->address(), old->bytes());
+    Status status = context_->device().copy_within(slot->address, old->address, old->bytes);
     if (!status.ok()) return status;
   }
-  if (Status charged = charge().grow(slot->bytes() - bytes_held()); !charged.ok()) return charged;
+  if (Status charged = charge().grow(slot->bytes - bytes_held()); !charged.ok()) return charged;
   replace(std::make_shared<Snapshot>(*this, slot));
   account();
   return {};
 }
 
 Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative) {
-  const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
-  const std::uint64_t slot_end = slot != nullptr ? round_up(slot->bytes(), granule_) : 0;
+  const std::shared_ptr<const SlabPool::Slot> slot = current()->slot;
+  const std::uint64_t slot_end = slot != nullptr ? round_up(slot->bytes, granule_) : 0;
   if (memory_ == nullptr) {
     Result<std::unique_ptr<DeviceMemory>> created = context_->device().create_memory();
     if (!created.ok()) return created.status();
@@ -235,10 +235,11 @@ Status ExtentBuffer::reserve_own(std::uint64_t end) {
   wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
   if (copies && !existing.empty() && !exclusion.stop_writers()) return would_wait();
-  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted);
+  const Extents populated = joined(existing, preallocated_);
+  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted, populated);
   while (wanted > needed && (reserved.error() == ENOMEM || reserved.error() == ENOSPC)) {
     wanted = std::max(needed, wanted / 2);
-    reserved = memory_->reserve(wanted);
+    reserved = memory_->reserve(wanted, populated);
   }
   // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
   if (reserved.error() == ENOMEM) return Status(ENOSPC, reserved.status().message());
@@ -256,8 +257,8 @@ Status ExtentBuffer::leave_slot(const Extents& missing) {
   Exclusion exclusion(*this);
   if (!exclusion.stop_writers()) return would_wait();
   {
-    const std::shared_ptr<SlabPool::Slot> slot = current()->slot;
-    status = context_->device().copy_within(range_->base(), slot->address(), slot->bytes());
+    const std::shared_ptr<const SlabPool::Slot> slot = current()->slot;
+    status = context_->device().copy_within(range_->base(), slot->address, slot->bytes);
   }
   if (!status.ok()) return status;
   replace(make_snapshot(missing));

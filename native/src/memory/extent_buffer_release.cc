@@ -200,7 +200,7 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
     const std::lock_guard lock(state_mutex_);
     exclusion.limit_writers_locked(offset);
     to_the_end = end >= highest_locked();
-    if (snapshot_->slot != nullptr) slot_bytes = snapshot_->slot->bytes();
+    if (snapshot_->slot != nullptr) slot_bytes = snapshot_->slot->bytes;
   }
   // What is above everything is zeros, and goes with the last granule.
   if (to_the_end) end = std::max(end, round_up(end, granule_));

@@ -174,13 +174,10 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     if (!status.ok()) return status;
     Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before));
     if (!pinned.ok()) return pinned.status();
-    for (const Piece& piece : pinned.value().pieces) {
-      const DeviceAddress to = use.address() + offset + (piece.offset - source_offset);
-      status = piece.address == 0 ? context_->device().zero(to, piece.bytes)
-                                  : copy_between(*context_, to, *source.device(), piece.address, piece.bytes);
-      if (!status.ok()) return status;
-      *done += piece.bytes;
-    }
+    std::uint64_t copied = 0;
+    status = copy_pieces(*context_, use.address() + offset + before, *source.device(), pinned.value().pieces, &copied);
+    *done += copied;
+    if (!status.ok()) return status;
     status = check_intact(use);
     if (!status.ok() || *done == before) return status;  // the source may have become shorter
     advanced();

@@ -33,10 +33,10 @@ Result<std::shared_ptr<SlabPool>> SlabPool::create(DeviceContext& context, std::
   return std::shared_ptr<SlabPool>(new SlabPool(context, slot_bytes(class_for(file_bytes))));
 }
 
-Result<std::shared_ptr<SlabPool::Slot>> SlabPool::take(std::uint64_t bytes) {
+Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes) {
   if (bytes == 0 || bytes > largest_) return Status(EINVAL, "no slot of that size");
   const std::size_t size_class = class_for(bytes);
-  std::shared_ptr<Slot> slot;
+  std::shared_ptr<const Slot> slot;
   bool used_before = false;
   {
     const std::lock_guard lock(mutex_);
@@ -49,8 +49,11 @@ Result<std::shared_ptr<SlabPool::Slot>> SlabPool::take(std::uint64_t bytes) {
     used_before = !slab.returned.empty();
     const std::size_t index = used_before ? slab.returned.back() : slab.fresh;
     const std::uint64_t slot_size = slot_bytes(size_class);
-    slot = std::make_shared<Slot>(shared_from_this(), offset, index, range_->base() + offset + index * slot_size,
-                                  slot_size);
+    slot = {new Slot{range_->base() + offset + index * slot_size, slot_size},
+            [pool = shared_from_this(), offset, index](const Slot* returned) {
+              delete returned;
+              pool->put_back(offset, index);
+            }};
     if (used_before) {
       slab.returned.pop_back();
     } else {
@@ -59,7 +62,7 @@ Result<std::shared_ptr<SlabPool::Slot>> SlabPool::take(std::uint64_t bytes) {
     if (slab.returned.empty() && slab.fresh == granule_ / slot_size) candidates.erase(offset);
   }
   if (used_before) {
-    if (Status zeroed = context_.device().zero(slot->address(), slot->bytes()); !zeroed.ok()) return zeroed;
+    if (Status zeroed = context_.device().zero(slot->address, slot->bytes); !zeroed.ok()) return zeroed;
   }
   return slot;
 }

@@ -24,24 +24,9 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   static constexpr std::uint64_t kSmallestSlot = 512;
 
   // Memory for one small file, zeroed when it is taken; returned to the pool when destroyed.
-  class Slot {
-   public:
-    Slot(std::shared_ptr<SlabPool> pool, std::uint64_t slab, std::size_t index, DeviceAddress address,
-         std::uint64_t bytes)
-        : pool_(std::move(pool)), slab_(slab), index_(index), address_(address), bytes_(bytes) {}
-    ~Slot() { pool_->put_back(slab_, index_); }
-    Slot(const Slot&) = delete;
-    Slot& operator=(const Slot&) = delete;
-
-    [[nodiscard]] DeviceAddress address() const { return address_; }
-    [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
-
-   private:
-    const std::shared_ptr<SlabPool> pool_;
-    const std::uint64_t slab_;  // offset in the pool's memory
-    const std::size_t index_;
-    const DeviceAddress address_;
-    const std::uint64_t bytes_;
+  struct Slot {
+    DeviceAddress address = 0;
+    std::uint64_t bytes = 0;
   };
 
   // file_bytes: the largest file that gets a slot, rounded up to a slot's size. The context must outlive the pool and
@@ -55,7 +40,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   [[nodiscard]] std::uint64_t largest() const { return largest_; }
 
   // The smallest slot for `bytes` (1..largest()). ENOSPC when a new slab is needed and the device is full.
-  Result<std::shared_ptr<Slot>> take(std::uint64_t bytes);
+  Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes);
 
  private:
   // A granule cut into slots of one size.

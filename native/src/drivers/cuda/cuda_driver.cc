@@ -181,7 +181,8 @@ class CudaDevice final : public gpu::GpuDevice {
     return call(wait, stream, cell, value, api::kWaitValueNotLess);
   }
 
-  Status check_stream(api::Stream stream, bool certain) override;
+  [[nodiscard]] bool reports_streams() const override { return bool{library_.stream_context}; }
+  Result<bool> owns(api::Stream stream, bool default_stream) override;
   bool holds(DeviceAddress address) override;
 
   Status pin_read_only(const void* address, std::size_t bytes) override {
@@ -214,25 +215,18 @@ class CudaDevice final : public gpu::GpuDevice {
   bool read_only_pinning_ = false;
 };
 
-Status CudaDevice::check_stream(api::Stream stream, bool certain) {
+Result<bool> CudaDevice::owns(api::Stream stream, bool default_stream) {
   CuContext owner = nullptr;
-  if (reinterpret_cast<std::uintptr_t>(stream) <= api::kLastDefaultStream) {
-    if (certain) return {};
-    // A default stream is that of the current context, so this asks without making the device current.
+  if (default_stream) {
     Status status = call(library_.context_get, &owner);
     if (!status.ok()) return status;
-    if (owner == nullptr) return {EINVAL, "a default stream, and no CUDA device is current: say which device it is"};
-  } else if (library_.stream_context) {
-    const gpu::Current current(*this);
-    if (!current.status().ok()) return current.status();
-    const api::Code code = library_.stream_context(stream, &owner);
-    if (code != api::kSuccess) return {EINVAL, "this is not a CUDA stream: " + library_.describe(code), code};
-  } else if (certain) {
-    return {};
-  } else {
-    return {EINVAL, "this NVIDIA driver does not report the device of a stream: say which device it is"};
+    if (owner == nullptr) {
+      return Status{EINVAL, "a default stream, and no CUDA device is current: say which device it is"};
+    }
+  } else if (const api::Code code = library_.stream_context(stream, &owner); code != api::kSuccess) {
+    return Status{EINVAL, "this is not a CUDA stream: " + library_.describe(code), code};
   }
-  return owner == context_ ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
+  return owner == context_;
 }
 
 // Managed memory may be anywhere, so it is not the device's own.
@@ -253,11 +247,7 @@ bool CudaDevice::holds(DeviceAddress address) {
 
 namespace gpufs {
 
-Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options) {
-  return open_cuda_driver_from("libcuda.so.1", options);
-}
-
-Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& path, const DriverOptions& options) {
+Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options, const std::string& path) {
   Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const cuda::Library> library = loaded.take();
@@ -272,20 +262,13 @@ Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& path, c
   });
 }
 
-Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address) {
-  return open_cuda_device_from("libcuda.so.1", pci_address);
-}
-
-Result<std::shared_ptr<Device>> open_cuda_device_from(const std::string& path, const std::string& pci_address) {
+Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address, const std::string& path) {
   Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const cuda::Library> library = loaded.take();
-  Result<int> ordinal = gpu::find_device(*library, pci_address, "CUDA_VISIBLE_DEVICES");
-  if (!ordinal.ok()) return ordinal.status();
-  Result<std::shared_ptr<gpu::GpuDevice>> device =
-      cuda::CudaDevice::open(library, ordinal.value(), ordinal.value(), {});
-  if (!device.ok()) return device.status();
-  return std::shared_ptr<Device>(device.take());
+  return gpu::open_device_at(*library, pci_address, "CUDA_VISIBLE_DEVICES", [&](int index, int ordinal) {
+    return cuda::CudaDevice::open(library, index, ordinal, {});
+  });
 }
 
 }  // namespace gpufs

@@ -9,12 +9,13 @@
 
 namespace gpufs {
 
+inline constexpr const char* kCudaLibrary = "libcuda.so.1";
+
 // ENODEV, with a text for users, if there is no libcuda, no device, or fewer devices than asked for.
-Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options);
-// The same with another library, for tests.
-Result<std::unique_ptr<Driver>> open_cuda_driver_from(const std::string& library, const DriverOptions& options);
+Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options,
+                                                 const std::string& library = kCudaLibrary);
 // See open_device().
-Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address);
-Result<std::shared_ptr<Device>> open_cuda_device_from(const std::string& library, const std::string& pci_address);
+Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address,
+                                                 const std::string& library = kCudaLibrary);
 
 }  // namespace gpufs

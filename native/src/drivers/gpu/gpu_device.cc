@@ -8,14 +8,13 @@
 #include <cerrno>
 #include <chrono>
 #include <fstream>
+#include <iterator>
 #include <optional>
 #include <typeinfo>
 
 #include "base/log.h"
 #include "drivers/gpu/choose_devices.h"
-#include "drivers/gpu/descriptor_memory.h"
-#include "drivers/gpu/imported_memory.h"
-#include "drivers/gpu/ipc_memory.h"
+#include "drivers/gpu/foreign_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
@@ -84,7 +83,8 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLib
   return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
 }
 
-Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable) {
+Result<std::shared_ptr<Device>> open_device_at(const VendorLibrary& library, const std::string& pci_address,
+                                               const char* hiding_variable, const OpenDevice& open) {
   const Functions& functions = library.functions();
   int count = 0;
   const api::Code code = functions.device_count(&count);
@@ -92,14 +92,19 @@ Result<int> find_device(const VendorLibrary& library, const std::string& pci_add
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     std::array<char, 64> text{};
     if (functions.device_pci_address(text.data(), int{text.size()}, ordinal) != api::kSuccess) continue;
-    if (::strcasecmp(text.data(), pci_address.c_str()) == 0) return ordinal;
+    if (::strcasecmp(text.data(), pci_address.c_str()) != 0) continue;
+    Result<std::shared_ptr<GpuDevice>> device = open(ordinal, ordinal);
+    if (!device.ok()) return device.status();
+    return std::shared_ptr<Device>(device.take());
   }
   return Status{ENODEV, "this process does not see the GPU at " + pci_address + " (it sees " + std::to_string(count) +
                             "): is it missing in " + hiding_variable + "?"};
 }
 
 GpuDevice::GpuDevice(std::shared_ptr<const VendorLibrary> library, int ordinal, const DriverOptions& options)
-    : ordinal_(ordinal), library_(std::move(library)), cap_(options.memory_bytes) {}
+    : ordinal_(ordinal),
+      library_(std::move(library)),
+      taken_(options.memory_bytes != 0 ? options.memory_bytes : Ledger::kNoLimit) {}
 
 void GpuDevice::close() {
   spares_.close();
@@ -128,7 +133,7 @@ Status GpuDevice::describe(int index) {
   std::size_t total = 0;
   status = call(functions().device_total_memory, &total, ordinal_);
   if (!status.ok()) return status;
-  info_.total_bytes = cap_ != 0 ? std::min<std::uint64_t>(cap_, total) : total;
+  info_.total_bytes = std::min<std::uint64_t>(taken_.limit(), total);
   info_.granule = kSmallestGranule;
   return {};
 }
@@ -207,10 +212,7 @@ Result<MemoryInfo> GpuDevice::memory() {
     info.free_bytes = std::min(free_bytes + cached, info.total_bytes);
   });
   if (!status.ok()) return status;
-  if (cap_ != 0) {
-    const std::uint64_t taken = taken_.load(std::memory_order_relaxed);
-    info.free_bytes = std::min<std::uint64_t>(info.free_bytes, taken < cap_ ? cap_ - taken : 0);
-  }
+  info.free_bytes = std::min(info.free_bytes, taken_.room());
   return info;
 }
 
@@ -222,8 +224,8 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
 }
 
 Result<std::unique_ptr<ForeignMapping>> GpuDevice::map_foreign(const ForeignMemory& memory) {
-  if (memory.kind == ShareKind::kIpc) return IpcMemory::open(shared_from_this(), memory);
-  if (memory.kind == ShareKind::kDescriptor) return DescriptorMemory::open(*this, memory);
+  if (memory.kind == ShareKind::kIpc) return open_ipc_handle(shared_from_this(), memory);
+  if (memory.kind == ShareKind::kDescriptor) return map_descriptor(shared_from_this(), memory);
   return Status{EINVAL, "this is memory of the host, and the file is on a GPU"};
 }
 
@@ -237,18 +239,13 @@ Status GpuDevice::check_sharing() {
 }
 
 Result<std::unique_ptr<ImportedRange>> GpuDevice::create_import(std::uint64_t capacity, bool writable) {
-  return ImportedMemory::create(shared_from_this(), capacity, writable);
+  return import_memory(shared_from_this(), capacity, writable);
 }
 
 Status GpuDevice::take(std::uint64_t bytes) {
-  std::uint64_t taken = taken_.load(std::memory_order_relaxed);
-  do {
-    if (cap_ != 0 && (taken > cap_ || bytes > cap_ - taken)) {
-      return {ENOSPC, "No space left on device (" + name() + ": " + std::to_string(bytes) +
-                          " more bytes would exceed the cap of " + std::to_string(cap_) + ")"};
-    }
-  } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
-  return {};
+  if (taken_.take(bytes)) return {};
+  return {ENOSPC, "No space left on device (" + name() + ": " + std::to_string(bytes) +
+                      " more bytes would exceed the cap of " + std::to_string(taken_.limit()) + ")"};
 }
 
 Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) {
@@ -260,7 +257,7 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
   const auto create = [&] {
     return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
   };
-  if (cap_ != 0 && taken_.load(std::memory_order_relaxed) + spares_.bytes() > cap_) spares_.drop();
+  if (spares_.bytes() > taken_.room()) spares_.drop();
   std::uint64_t releases = spares_.releases();
   Status status = create();
   while (status.error() == ENOSPC) {
@@ -269,13 +266,13 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
     releases = now;
     status = create();
   }
-  if (!status.ok()) give_back(bytes);
+  if (!status.ok()) taken_.give(bytes);
   return status;
 }
 
 void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable) {
   if (!reusable || !health().ok() || !spares_.keep(handle, bytes)) release({handle});
-  give_back(bytes);
+  taken_.give(bytes);
 }
 
 // Also on a device out of service: the vendor releases what it still can.
@@ -287,14 +284,24 @@ void GpuDevice::release(const std::vector<PhysicalHandle>& handles) {
 Status GpuDevice::acquire_plain(std::uint64_t bytes, DeviceAddress* base) {
   if (Status status = take(bytes); !status.ok()) return status;
   Status status = full_if_out_of_memory(call(functions().memory_allocate, base, bytes));
-  if (!status.ok()) give_back(bytes);
+  if (!status.ok()) taken_.give(bytes);
   return status;
 }
 
 void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
   const Current current(*this);
   functions().memory_free(base);
-  give_back(bytes);
+  taken_.give(bytes);
+}
+
+Status GpuDevice::zero_spans(DeviceAddress base, std::span<const MemorySpan> spans) {
+  SynchronousWork work(*this);
+  if (!work.status().ok()) return work.status();
+  for (const MemorySpan& span : spans) {
+    Status status = call(functions().fill, base + span.offset, 0, span.bytes, work.get());
+    if (!status.ok()) return status;
+  }
+  return work.finish();
 }
 
 Status GpuDevice::map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle) {
@@ -313,6 +320,18 @@ Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool wri
   return full_if_out_of_memory(call(functions().memory_set_access, address, bytes, &own, 1));
 }
 
+void GpuDevice::unmap_when_idle(std::shared_ptr<AddressRange> range) {
+  std::vector<std::shared_ptr<AddressRange>> ended;  // destroyed without the lock
+  {
+    const std::scoped_lock lock(unmap_mutex_);
+    ended.swap(unmap_later_);
+  }
+  ended.push_back(std::move(range));
+  if (try_synchronize().ok() || !health().ok()) return;
+  const std::scoped_lock lock(unmap_mutex_);
+  std::move(ended.begin(), ended.end(), std::back_inserter(unmap_later_));
+}
+
 Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
   // Passed by value, as a pointer.
   void* const value = reinterpret_cast<void*>(static_cast<std::uintptr_t>(descriptor));
@@ -326,7 +345,26 @@ Result<std::unique_ptr<Stream>> GpuDevice::create_stream() { return GpuStream::c
 Result<std::unique_ptr<Event>> GpuDevice::create_event() { return GpuEvent::create(shared_from_this()); }
 
 Result<std::unique_ptr<Stream>> GpuDevice::adopt_stream(NativeStream native, bool certain) {
-  return GpuStream::adopt(shared_from_this(), native, certain);
+  const auto stream = reinterpret_cast<api::Stream>(native);
+  if (Status status = health(); !status.ok()) return status;
+  if (Status status = check_stream(stream, certain); !status.ok()) return status;
+  return std::unique_ptr<Stream>(std::make_unique<GpuStream>(shared_from_this(), stream, /*owned=*/false));
+}
+
+Status GpuDevice::check_stream(api::Stream stream, bool certain) {
+  const bool default_stream = reinterpret_cast<std::uintptr_t>(stream) <= api::kLastDefaultStream;
+  if (certain && (default_stream || !reports_streams())) return {};
+  if (!default_stream && !reports_streams()) {
+    return {EINVAL,
+            std::string(library_->software()) + " does not report the device of a stream: say which device it is"};
+  }
+  // Asked without making the device current, which would answer for a default stream.
+  const std::optional<Current> current =
+      default_stream ? std::optional<Current>() : std::optional<Current>(std::in_place, *this);
+  if (current && !current->status().ok()) return current->status();
+  const Result<bool> own = owns(stream, default_stream);
+  if (!own.ok()) return own.status();
+  return own.value() ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
 }
 
 Result<api::Stream> GpuDevice::borrow_stream() {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -21,6 +22,7 @@
 #include "drivers/gpu/api.h"
 #include "drivers/gpu/spare_memory.h"
 #include "drivers/gpu/vendor_library.h"
+#include "drivers/ledger.h"
 
 namespace gpufs::gpu {
 
@@ -44,8 +46,6 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
   void synchronize() override { static_cast<void>(try_synchronize()); }
-  // The same. It fails while the program captures a graph.
-  Status try_synchronize();
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
@@ -91,11 +91,18 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status acquire_plain(std::uint64_t bytes, DeviceAddress* base);
   void return_plain(DeviceAddress base, std::uint64_t bytes);
 
+  // Zeroes spans of a range, and waits for that.
+  Status zero_spans(DeviceAddress base, std::span<const MemorySpan> spans);
+
   Status map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle);
   // Gives the device and its peers access to mapped addresses.
   Status allow(DeviceAddress address, std::uint64_t bytes);
   // Gives this device alone access.
   Status allow_own(DeviceAddress address, std::uint64_t bytes, bool writable);
+  // Drops a range that shows memory of another program. Tensors are freed while kernels that read them are still
+  // queued, and unmapping does not wait for those, so this waits. While the program captures a graph, waiting is
+  // impossible: then it is left to the next call, or to the end of the process.
+  void unmap_when_idle(std::shared_ptr<AddressRange> range);
 
   // Streams for synchronous work, each lent to one thread at a time, so that no thread waits for another's copy.
   Result<api::Stream> borrow_stream();
@@ -106,8 +113,11 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   // Makes the device current on this thread. True if another one was, which `before` then names for restore().
   virtual Result<bool> make_current(std::uint64_t* before) = 0;
   virtual void restore(std::uint64_t before) = 0;
-  // Whether a stream of the program's is this device's: EXDEV, EINVAL. The device need not be current.
-  virtual Status check_stream(api::Stream stream, bool certain) = 0;
+  // Whether the vendor reports the device of a stream.
+  [[nodiscard]] virtual bool reports_streams() const = 0;
+  // Whether a stream of the program's is this device's. A default stream is that of the device that is current. EINVAL:
+  // it is not a stream.
+  virtual Result<bool> owns(api::Stream stream, bool default_stream) = 0;
   virtual Status wait_for_value(api::Stream stream, DeviceAddress cell, std::uint32_t value) = 0;
   // peer: a device of the same vendor.
   virtual Status queue_copy_to_peer(GpuDevice& peer, DeviceAddress destination, DeviceAddress source, std::size_t bytes,
@@ -144,22 +154,24 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   friend Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
                                                       const DriverOptions& options, const OpenDevice& open);
 
+  // Fails while the program captures a graph.
+  Status try_synchronize();
+  // EXDEV, EINVAL.
+  Status check_stream(api::Stream stream, bool certain);
   template <typename Queue>
   Status run(Queue queue);
   Result<bool> reaches(GpuDevice& peer);
   void let_in(int ordinal) { access_.push_back({{api::kLocationDevice, ordinal}, api::kAccessReadWrite}); }
   Status take(std::uint64_t bytes);
-  void give_back(std::uint64_t bytes) { taken_.fetch_sub(bytes, std::memory_order_relaxed); }
   void release(const std::vector<PhysicalHandle>& handles);
 
   const std::shared_ptr<const VendorLibrary> library_;
-  const std::uint64_t cap_;  // the most bytes in use, 0 for no cap
   bool virtual_memory_ = false;
   bool exports_descriptors_ = false;
   api::AllocationProperties allocation_{};
   std::vector<api::Access> access_;  // the devices that may reach this device's memory
 
-  std::atomic<std::uint64_t> taken_{0};
+  Ledger taken_;  // bytes in use, and the cap
   SpareMemory spares_{[this](const std::vector<PhysicalHandle>& handles) { release(handles); }};
 
   std::atomic<bool> failed_{false};
@@ -168,6 +180,9 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   std::mutex streams_mutex_;  // guards idle_streams_; a leaf
   std::vector<api::Stream> idle_streams_;
+
+  std::mutex unmap_mutex_;  // guards unmap_later_; a leaf
+  std::vector<std::shared_ptr<AddressRange>> unmap_later_;
 
   std::mutex peers_mutex_;  // guards enabled_peers_; a leaf
   std::set<int> enabled_peers_;
@@ -215,8 +230,9 @@ class SynchronousWork {
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
                                              const DriverOptions& options, const OpenDevice& open);
 
-// The number, in this process, of the device with a PCI address. ENODEV, with a message that names the variable by
-// which users hide devices from a process.
-Result<int> find_device(const VendorLibrary& library, const std::string& pci_address, const char* hiding_variable);
+// The device with a PCI address. ENODEV, with a message that names the variable by which users hide devices from a
+// process.
+Result<std::shared_ptr<Device>> open_device_at(const VendorLibrary& library, const std::string& pci_address,
+                                               const char* hiding_variable, const OpenDevice& open);
 
 }  // namespace gpufs::gpu

@@ -17,37 +17,31 @@ class PlainRange final : public AddressRange {
   ~PlainRange() override;
   PlainRange(const PlainRange&) = delete;
   PlainRange& operator=(const PlainRange&) = delete;
-  [[nodiscard]] DeviceAddress base() const override { return base_; }
-  [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
 
  private:
   PlainRange(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t bytes)
-      : device_(std::move(device)), base_(base), bytes_(bytes) {}
+      : AddressRange(base, bytes), device_(std::move(device)) {}
   const std::shared_ptr<GpuDevice> device_;
-  const DeviceAddress base_;
-  const std::uint64_t bytes_;
 };
 
 class PlainMemory final : public DeviceMemory {
  public:
-  explicit PlainMemory(std::shared_ptr<GpuDevice> device)
-      : device_(std::move(device)), granule_(device_->info().granule) {}
+  explicit PlainMemory(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {}
 
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
+  using DeviceMemory::reserve;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans) override;
+  Status populate(std::span<const MemorySpan> spans) override { return device_->zero_spans(current_->base(), spans); }
   using DeviceMemory::release;
-  void release(std::span<const MemorySpan> spans) override;
-  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
-                                                    bool writable) override;
+  void release(std::span<const MemorySpan> /*spans*/) override {}
+  Result<std::vector<ExportedMemory>> export_memory(std::uint64_t /*from*/, std::uint64_t /*end*/,
+                                                    std::size_t /*capacity*/, bool /*writable*/) override {
+    return device_->check_sharing();
+  }
 
  private:
-  void mark(const MemorySpan& span, bool live);
-
   const std::shared_ptr<GpuDevice> device_;
-  const std::uint64_t granule_;
   std::shared_ptr<PlainRange> current_;
-  std::vector<bool> live_;  // by granule of the current range
 };
 
 }  // namespace gpufs::gpu

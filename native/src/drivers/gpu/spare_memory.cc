@@ -19,18 +19,18 @@ bool SpareMemory::keep(PhysicalHandle handle, std::uint64_t bytes) {
     thread_ = started.take();
     working_ = true;
   }
-  pieces_[bytes].push_back({handle, Clock::now()});
+  pieces_.push_back({handle, bytes, Clock::now()});
   bytes_ += bytes;
   return true;
 }
 
 std::optional<PhysicalHandle> SpareMemory::take(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  const auto found = pieces_.find(bytes);
-  if (found == pieces_.end()) return std::nullopt;
-  const PhysicalHandle handle = found->second.back().handle;
-  found->second.pop_back();
-  if (found->second.empty()) pieces_.erase(found);
+  const auto found =
+      std::find_if(pieces_.rbegin(), pieces_.rend(), [&](const auto& one) { return one.bytes == bytes; });
+  if (found == pieces_.rend()) return std::nullopt;
+  const PhysicalHandle handle = found->handle;
+  pieces_.erase(std::next(found).base());
   bytes_ -= bytes;
   changed_.notify_all();
   return handle;
@@ -74,7 +74,7 @@ void SpareMemory::while_settled(std::chrono::milliseconds patience,
 void SpareMemory::work() {
   std::unique_lock lock(mutex_);
   while (!pieces_.empty()) {
-    const Clock::time_point due = oldest() + patience_;
+    const Clock::time_point due = pieces_.front().since + patience_;
     if (Clock::now() < due) {
       changed_.wait_until(lock, due);
       continue;
@@ -96,22 +96,11 @@ void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::vector<
 
 std::vector<PhysicalHandle> SpareMemory::take_older(Clock::time_point before) {
   std::vector<PhysicalHandle> taken;
-  for (auto size = pieces_.begin(); size != pieces_.end();) {
-    std::deque<CachedPiece>& pieces = size->second;
-    while (!pieces.empty() && pieces.front().since <= before) {
-      taken.push_back(pieces.front().handle);
-      pieces.pop_front();
-      bytes_ -= size->first;
-    }
-    size = pieces.empty() ? pieces_.erase(size) : std::next(size);
+  for (; !pieces_.empty() && pieces_.front().since <= before; pieces_.pop_front()) {
+    taken.push_back(pieces_.front().handle);
+    bytes_ -= pieces_.front().bytes;
   }
   return taken;
-}
-
-SpareMemory::Clock::time_point SpareMemory::oldest() const {
-  Clock::time_point oldest = Clock::time_point::max();
-  for (const auto& [bytes, pieces] : pieces_) oldest = std::min(oldest, pieces.front().since);
-  return oldest;
 }
 
 }  // namespace gpufs::gpu

@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -54,6 +53,7 @@ class SpareMemory {
  private:
   struct CachedPiece {
     PhysicalHandle handle;
+    std::uint64_t bytes;
     Clock::time_point since;
   };
 
@@ -63,14 +63,13 @@ class SpareMemory {
   std::vector<PhysicalHandle> take_older(Clock::time_point before);
   // Releases handles without the lock, which it takes again.
   void release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& handles);
-  [[nodiscard]] Clock::time_point oldest() const;
 
   const Release release_;
   std::chrono::milliseconds patience_{0};
 
   mutable std::mutex mutex_;  // guards the rest; held over one call of the driver's by while_settled()
   mutable std::condition_variable changed_;
-  std::map<std::uint64_t, std::deque<CachedPiece>> pieces_;  // by bytes, the oldest first; no empty entries
+  std::deque<CachedPiece> pieces_;  // the oldest first
   std::uint64_t bytes_ = 0;
   int releasing_ = 0;  // releases in progress
   std::uint64_t releases_ = 0;

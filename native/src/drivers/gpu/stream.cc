@@ -46,13 +46,6 @@ Result<std::unique_ptr<Stream>> GpuStream::create(std::shared_ptr<GpuDevice> dev
   return std::unique_ptr<Stream>(new GpuStream(std::move(device), stream, /*owned=*/true));
 }
 
-Result<std::unique_ptr<Stream>> GpuStream::adopt(std::shared_ptr<GpuDevice> device, NativeStream native, bool certain) {
-  const auto stream = reinterpret_cast<api::Stream>(native);
-  if (Status status = device->health(); !status.ok()) return status;
-  if (Status status = device->check_stream(stream, certain); !status.ok()) return status;
-  return std::unique_ptr<Stream>(new GpuStream(std::move(device), stream, /*owned=*/false));
-}
-
 GpuStream::~GpuStream() {
   if (!owned_) return;
   const Current current(*device_);

@@ -31,8 +31,9 @@ class GpuEvent final : public Event {
 class GpuStream final : public Stream {
  public:
   static Result<std::unique_ptr<Stream>> create(std::shared_ptr<GpuDevice> device);
-  // For a stream of the program's, which the object does not own.
-  static Result<std::unique_ptr<Stream>> adopt(std::shared_ptr<GpuDevice> device, NativeStream native, bool certain);
+  // owned: it ends with the object.
+  GpuStream(std::shared_ptr<GpuDevice> device, api::Stream stream, bool owned)
+      : device_(std::move(device)), stream_(stream), owned_(owned) {}
   ~GpuStream() override;
   GpuStream(const GpuStream&) = delete;
   GpuStream& operator=(const GpuStream&) = delete;
@@ -47,8 +48,6 @@ class GpuStream final : public Stream {
   Status synchronize() override;
 
  private:
-  GpuStream(std::shared_ptr<GpuDevice> device, api::Stream stream, bool owned)
-      : device_(std::move(device)), stream_(stream), owned_(owned) {}
   // Calls a function of the vendor's with the device current.
   template <typename... Parameters>
   Status queue(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments);

@@ -26,10 +26,17 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
   PhysicalHandle handle = 0;
   if (Status status = device->acquire_physical(bytes, &handle); !status.ok()) return status;
-  return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle));
+  return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/true));
 }
 
-PhysicalMemory::~PhysicalMemory() { device_->return_physical(handle_, bytes_, !exported_); }
+Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::import(std::shared_ptr<GpuDevice> device, int descriptor,
+                                                               std::uint64_t bytes) {
+  PhysicalHandle handle = 0;
+  if (Status status = device->import_physical(descriptor, &handle); !status.ok()) return status;
+  return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/false));
+}
+
+PhysicalMemory::~PhysicalMemory() { device_->return_physical(handle_, own_ ? bytes_ : 0, !exported_); }
 
 Result<UniqueFd> PhysicalMemory::export_descriptor() {
   exported_ = true;
@@ -72,16 +79,16 @@ MappedRange::~MappedRange() {
       static_cast<void>(unmap(one->first, one->second->bytes()));
     }
   }
-  device_->functions().address_free(base_, bytes_);
+  device_->functions().address_free(base(), bytes());
 }
 
 Status MappedRange::unmap(std::uint64_t offset, std::uint64_t bytes) {
-  return device_->call(device_->functions().memory_unmap, base_ + offset, bytes);
+  return device_->call(device_->functions().memory_unmap, base() + offset, bytes);
 }
 
 Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical) {
   if (shown_.contains(offset)) return {EEXIST, "the range shows something there already"};
-  Status status = device_->map(base_ + offset, physical->bytes(), physical->handle());
+  Status status = device_->map(base() + offset, physical->bytes(), physical->handle());
   if (status.ok()) shown_.emplace(offset, std::move(physical));
   return status;
 }
@@ -100,10 +107,10 @@ bool MappedRange::shows(std::uint64_t offset, const PhysicalMemory& physical) co
 }
 
 Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
-  if (device_->spans_pieces()) return device_->allow(base_ + offset, bytes);
+  if (device_->spans_pieces()) return device_->allow(base() + offset, bytes);
   const std::uint64_t end = offset + bytes;
   for (auto piece = shown_.find(offset); piece != shown_.end() && piece->first < end; ++piece) {
-    Status status = device_->allow(base_ + piece->first, piece->second->bytes());
+    Status status = device_->allow(base() + piece->first, piece->second->bytes());
     if (!status.ok()) return status;
   }
   return {};
@@ -145,7 +152,8 @@ void VirtualMemory::mark(const MemorySpan& span, bool live) {
   }
 }
 
-Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes) {
+Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes,
+                                                             std::span<const MemorySpan> /*populated*/) {
   bytes = round_up(bytes, granule_);
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
@@ -187,16 +195,6 @@ void VirtualMemory::take_back(Pieces& fresh) {
   pieces_.merge(fresh);
 }
 
-Status VirtualMemory::zero(std::span<const MemorySpan> spans) {
-  SynchronousWork work(*device_);
-  if (!work.status().ok()) return work.status();
-  for (const MemorySpan& span : spans) {
-    Status status = device_->call(device_->functions().fill, current_->base() + span.offset, 0, span.bytes, work.get());
-    if (!status.ok()) return status;
-  }
-  return work.finish();
-}
-
 Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
   const std::uint64_t end = span.offset + span.bytes;
   std::uint64_t at = span.offset;
@@ -225,7 +223,7 @@ Status VirtualMemory::populate(std::span<const MemorySpan> spans) {
   for (const MemorySpan& span : spans) {
     if (status.ok()) status = back(span, fresh);
   }
-  if (status.ok()) status = zero(spans);
+  if (status.ok()) status = device_->zero_spans(current_->base(), spans);
   if (!status.ok()) {
     take_back(fresh);
     return status;

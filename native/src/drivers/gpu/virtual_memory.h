@@ -31,6 +31,9 @@ namespace gpufs::gpu {
 class PhysicalMemory {
  public:
   static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
+  // That of another program, which a descriptor stands for. It counts towards no limit.
+  static Result<std::shared_ptr<PhysicalMemory>> import(std::shared_ptr<GpuDevice> device, int descriptor,
+                                                        std::uint64_t bytes);
   ~PhysicalMemory();
   PhysicalMemory(const PhysicalMemory&) = delete;
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
@@ -40,13 +43,14 @@ class PhysicalMemory {
   Result<UniqueFd> export_descriptor();
 
  private:
-  PhysicalMemory(std::shared_ptr<GpuDevice> device, std::uint64_t bytes, PhysicalHandle handle)
-      : device_(std::move(device)), bytes_(bytes), handle_(handle) {}
+  PhysicalMemory(std::shared_ptr<GpuDevice> device, std::uint64_t bytes, PhysicalHandle handle, bool own)
+      : device_(std::move(device)), bytes_(bytes), handle_(handle), own_(own), exported_(!own) {}
   const std::shared_ptr<GpuDevice> device_;
   const std::uint64_t bytes_;
   const PhysicalHandle handle_;
-  bool exported_ = false;  // other processes may have mapped it
-  UniqueFd descriptor_;    // of a large piece that was exported
+  const bool own_;       // counted as taken from the device
+  bool exported_;        // other processes may have mapped it
+  UniqueFd descriptor_;  // of a large piece that was exported
 };
 
 // A reserved range of addresses and what it shows.
@@ -57,9 +61,6 @@ class MappedRange final : public AddressRange {
   MappedRange(const MappedRange&) = delete;
   MappedRange& operator=(const MappedRange&) = delete;
 
-  [[nodiscard]] DeviceAddress base() const override { return base_; }
-  [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
-
   // Maps a piece at `offset`; it is not accessible before allow().
   Status show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical);
   Status hide(std::uint64_t offset);
@@ -69,12 +70,10 @@ class MappedRange final : public AddressRange {
 
  private:
   MappedRange(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t bytes)
-      : device_(std::move(device)), base_(base), bytes_(bytes) {}
+      : AddressRange(base, bytes), device_(std::move(device)) {}
   Status unmap(std::uint64_t offset, std::uint64_t bytes);
 
   const std::shared_ptr<GpuDevice> device_;
-  const DeviceAddress base_;
-  const std::uint64_t bytes_;
   std::map<std::uint64_t, std::shared_ptr<PhysicalMemory>> shown_;  // by offset
 };
 
@@ -84,7 +83,8 @@ class VirtualMemory final : public DeviceMemory {
 
   explicit VirtualMemory(std::shared_ptr<GpuDevice> device);
 
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
+  using DeviceMemory::reserve;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
   Status populate(std::span<const MemorySpan> spans) override;
   using DeviceMemory::release;
@@ -113,7 +113,6 @@ class VirtualMemory final : public DeviceMemory {
   Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces);
   // Undoes add_pieces(). Pieces that cannot be unmapped are kept, dead.
   void take_back(Pieces& fresh);
-  Status zero(std::span<const MemorySpan> spans);
   // Moves the live parts of a piece to fresh pieces at the same addresses, which frees the rest. After a failure the
   // piece stays as it is.
   Status split(Pieces::iterator piece);

@@ -135,7 +135,8 @@ class HipDevice final : public gpu::GpuDevice {
     return call_for_others(functions().memory_import, handle, &descriptor, api::kHandleDescriptor);
   }
 
-  Status check_stream(api::Stream stream, bool certain) override;
+  [[nodiscard]] bool reports_streams() const override { return bool{library_.stream_device}; }
+  Result<bool> owns(api::Stream stream, bool default_stream) override;
   bool holds(DeviceAddress address) override;
 
   // pin_read_only() is the base's refusal: the flag that CUDA has for it stands for something else in HIP.
@@ -170,23 +171,14 @@ class HipDevice final : public gpu::GpuDevice {
   const Library& library_;
 };
 
-Status HipDevice::check_stream(api::Stream stream, bool certain) {
+Result<bool> HipDevice::owns(api::Stream stream, bool default_stream) {
   int owner = -1;
-  if (reinterpret_cast<std::uintptr_t>(stream) <= api::kLastDefaultStream) {
-    if (certain) return {};
-    // A default stream is that of the current device, so this asks without making the device current.
+  if (default_stream) {
     if (Status status = find_current(&owner); !status.ok()) return status;
-  } else if (library_.stream_device) {
-    const gpu::Current current(*this);
-    if (!current.status().ok()) return current.status();
-    const api::Code code = library_.stream_device(stream, &owner);
-    if (code != api::kSuccess) return {EINVAL, "this is not a HIP stream: " + library_.describe(code), code};
-  } else if (certain) {
-    return {};
-  } else {
-    return {EINVAL, "this version of ROCm does not report the device of a stream: say which device it is"};
+  } else if (const api::Code code = library_.stream_device(stream, &owner); code != api::kSuccess) {
+    return Status{EINVAL, "this is not a HIP stream: " + library_.describe(code), code};
   }
-  return owner == ordinal_ ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
+  return owner == ordinal_;
 }
 
 bool HipDevice::holds(DeviceAddress address) {
@@ -211,12 +203,8 @@ std::string kernel_side() {
 
 namespace gpufs {
 
-Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options) {
-  return open_hip_driver_from(hip::Library::names(), options);
-}
-
-Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::string>& candidates,
-                                                     const DriverOptions& options) {
+Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options,
+                                                const std::vector<std::string>& candidates) {
   Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const hip::Library> library = loaded.take();
@@ -235,24 +223,17 @@ Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::stri
   });
 }
 
-Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address) {
-  return open_hip_device_from(hip::Library::names(), pci_address);
-}
-
-Result<std::shared_ptr<Device>> open_hip_device_from(const std::vector<std::string>& candidates,
-                                                     const std::string& pci_address) {
+Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address,
+                                                const std::vector<std::string>& candidates) {
   Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const hip::Library> library = loaded.take();
-  Result<int> ordinal = gpu::find_device(*library, pci_address, "HIP_VISIBLE_DEVICES");
-  if (!ordinal.ok()) return ordinal.status();
   // Memory that was exported is virtual memory, however this process would take its own.
   DriverOptions options;
   options.hip_memory = HipMemory::kVirtual;
-  Result<std::shared_ptr<gpu::GpuDevice>> device =
-      hip::HipDevice::open(library, ordinal.value(), ordinal.value(), options);
-  if (!device.ok()) return device.status();
-  return std::shared_ptr<Device>(device.take());
+  return gpu::open_device_at(*library, pci_address, "HIP_VISIBLE_DEVICES", [&](int index, int ordinal) {
+    return hip::HipDevice::open(library, index, ordinal, options);
+  });
 }
 
 }  // namespace gpufs

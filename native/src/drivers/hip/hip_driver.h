@@ -7,17 +7,16 @@
 #include <vector>
 
 #include "drivers/driver.h"
+#include "drivers/hip/hip_library.h"
 
 namespace gpufs {
 
-// ENODEV, with a text for users, if there is no runtime, no device, or fewer devices than asked for.
-Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options);
-// The same with the first of these libraries that works, for tests.
-Result<std::unique_ptr<Driver>> open_hip_driver_from(const std::vector<std::string>& candidates,
-                                                     const DriverOptions& options);
+// Uses the first of the candidates that works. ENODEV, with a text for users: no runtime, no device, or fewer devices
+// than requested.
+Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options,
+                                                const std::vector<std::string>& candidates = hip::Library::names());
 // See open_device().
-Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address);
-Result<std::shared_ptr<Device>> open_hip_device_from(const std::vector<std::string>& candidates,
-                                                     const std::string& pci_address);
+Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address,
+                                                const std::vector<std::string>& candidates = hip::Library::names());
 
 }  // namespace gpufs

@@ -5,21 +5,12 @@
 #include <iterator>
 #include <utility>
 
-#include "drivers/host/host_import.h"
+#include "drivers/host/foreign_memory.h"
 #include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
-#include "drivers/host/shared_file.h"
 #include "drivers/host/streaming_copy.h"
 
 namespace gpufs {
-
-bool HostLimit::take(std::uint64_t bytes) {
-  std::uint64_t used = used_.load(std::memory_order_relaxed);
-  do {
-    if (bytes > total_ - used) return false;
-  } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
-  return true;
-}
 
 Status HostPins::pin(void* address, std::size_t bytes) {
   const auto start = reinterpret_cast<std::uintptr_t>(address);
@@ -54,7 +45,7 @@ Result<PinnedHostRange> HostPins::around(const void* address) const {
 }
 
 HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins)
-    : limit_(std::make_shared<HostLimit>(memory_bytes)), pins_(std::move(pins)) {
+    : limit_(std::make_shared<Ledger>(memory_bytes)), pins_(std::move(pins)) {
   info_.index = index;
   info_.name = "host memory";
   info_.total_bytes = memory_bytes;
@@ -62,16 +53,16 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
   info_.cpu_addressable = true;
 }
 
-Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->total(), limit_->total() - limit_->used()}; }
+Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->limit(), limit_->room()}; }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
 
 Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
-  return SharedFile::map(memory);
+  return map_shared_file(memory);
 }
 
 Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, bool writable) {
-  return HostImport::create(capacity, writable);
+  return import_host_memory(capacity, writable);
 }
 
 Result<std::unique_ptr<Stream>> HostDevice::create_stream() { return HostStream::create(info_.index); }

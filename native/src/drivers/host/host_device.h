@@ -1,9 +1,8 @@
-// One simulated device of the host driver, its limit of memory, and the pinned ranges.
+// One simulated device of the host driver, and the pinned ranges.
 // Ownership: the driver's; the memory charged to the limit shares it.
 // Thread-safe.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -11,26 +10,12 @@
 #include <mutex>
 
 #include "drivers/driver.h"
+#include "drivers/ledger.h"
 
 namespace gpufs {
 
 // The granule of GPUs, so that code behaves the same on both.
 inline constexpr std::uint64_t kHostGranule = std::uint64_t{2} << 20;
-
-// How much of a device's memory is in use.
-class HostLimit {
- public:
-  explicit HostLimit(std::uint64_t total) : total_(total) {}
-  // False, and nothing is taken, if that much is not free.
-  [[nodiscard]] bool take(std::uint64_t bytes);
-  void give(std::uint64_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t total() const { return total_; }
-  [[nodiscard]] std::uint64_t used() const { return used_.load(std::memory_order_relaxed); }
-
- private:
-  const std::uint64_t total_;
-  std::atomic<std::uint64_t> used_{0};
-};
 
 // The pinned host ranges, for all devices of a driver. Copies here are memcpy, which gains nothing from locked pages,
 // and locking would fail for ordinary users (RLIMIT_MEMLOCK). So pinning is bookkeeping only, with the rules and errors
@@ -72,7 +57,7 @@ class HostDevice : public Device {
 
  private:
   DeviceInfo info_;
-  std::shared_ptr<HostLimit> limit_;
+  std::shared_ptr<Ledger> limit_;  // how much of its memory is in use
   std::shared_ptr<HostPins> pins_;
 };
 

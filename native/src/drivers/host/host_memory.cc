@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <iterator>
 #include <string>
 #include <utility>
 
@@ -40,14 +39,14 @@ int protect(DeviceAddress address, std::uint64_t bytes, int protection) {
 }  // namespace
 
 struct HostMemory::File {
-  File(UniqueFd descriptor, std::shared_ptr<HostLimit> charged_to)
+  File(UniqueFd descriptor, std::shared_ptr<Ledger> charged_to)
       : fd(std::move(descriptor)), limit(std::move(charged_to)) {}
   ~File() { limit->give(charged.load(std::memory_order_relaxed)); }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
   UniqueFd fd;
-  std::shared_ptr<HostLimit> limit;
+  std::shared_ptr<Ledger> limit;
   std::atomic<std::uint64_t> charged{0};  // to the limit, until the last range is gone
 };
 
@@ -83,21 +82,16 @@ class HostMemory::Range : public AddressRange {
   }
 
   Range(std::shared_ptr<File> file, DeviceAddress base, std::uint64_t bytes)
-      : file_(std::move(file)), base_(base), bytes_(bytes) {}
-  ~Range() override { ::munmap(reinterpret_cast<void*>(base_), bytes_); }
+      : AddressRange(base, bytes), file_(std::move(file)) {}
+  ~Range() override { ::munmap(reinterpret_cast<void*>(base()), bytes()); }
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
 
-  [[nodiscard]] DeviceAddress base() const override { return base_; }
-  [[nodiscard]] std::uint64_t bytes() const override { return bytes_; }
-
  private:
-  std::shared_ptr<File> file_;
-  DeviceAddress base_;
-  std::uint64_t bytes_;
+  const std::shared_ptr<File> file_;
 };
 
-Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<HostLimit> limit) {
+Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<Ledger> limit) {
   UniqueFd fd(::memfd_create("gpufs-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.valid()) return Status::from_errno(errno, "creating a memfd");
   // Other programs get descriptors of it (export_memory()). They must not be able to open a read-only one for writing,
@@ -110,20 +104,16 @@ Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<HostLim
   return std::unique_ptr<DeviceMemory>(new HostMemory(std::move(file)));
 }
 
-Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes) {
+Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) {
   Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
   if (!made.ok()) return made.status();
-  std::shared_ptr<Range> range = made.take();
-  // One call for each run of granules.
-  for (auto granule = populated_.begin(); granule != populated_.end();) {
-    const std::uint64_t start = *granule;
-    std::uint64_t end = start;
-    for (; granule != populated_.end() && *granule == end; ++granule) end += kHostGranule;
-    const int error = protect(range->base() + start, end - start, PROT_READ | PROT_WRITE);
+  const std::shared_ptr<Range> range = made.take();
+  for (const MemorySpan& span : populated) {
+    const int error = protect(range->base() + span.offset, span.bytes, PROT_READ | PROT_WRITE);
     if (error != 0) return Status::from_errno(error, "mapping a buffer's memory at its new addresses");
   }
   range_ = range;
-  return std::shared_ptr<AddressRange>(std::move(range));
+  return std::shared_ptr<AddressRange>(range);
 }
 
 Status HostMemory::populate(std::span<const MemorySpan> spans) {
@@ -158,7 +148,6 @@ Status HostMemory::populate_one(const MemorySpan& span) {
   file_->charged.fetch_add(bytes, std::memory_order_relaxed);
   // Touching all pages in one call costs less than page by page during the first copy. Only speed depends on it.
   ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
-  for (std::uint64_t at = offset; at < offset + bytes; at += kHostGranule) populated_.insert(populated_.end(), at);
   return {};
 }
 
@@ -179,14 +168,12 @@ void HostMemory::release_one(const MemorySpan& span) {
   if (protect(range_->base() + offset, bytes, PROT_NONE) != 0) log_debug("a hole of a buffer stays accessible");
   file_->charged.fetch_sub(bytes, std::memory_order_relaxed);
   file_->limit->give(bytes);
-  populated_.erase(populated_.lower_bound(offset), populated_.lower_bound(offset + bytes));
 }
 
 Result<std::vector<ExportedMemory>> HostMemory::export_memory(std::uint64_t from, std::uint64_t end,
                                                               std::size_t capacity, bool writable) {
   std::vector<ExportedMemory> exported;
-  const std::uint64_t populated_end = populated_.empty() ? 0 : *populated_.rbegin() + kHostGranule;
-  end = end < populated_end ? round_up(end, kHostGranule) : populated_end;
+  end = round_up(end, kHostGranule);
   if (from >= end || capacity == 0) return exported;
   const std::string path = "/proc/self/fd/" + std::to_string(file_->fd.get());
   UniqueFd copy(writable ? ::fcntl(file_->fd.get(), F_DUPFD_CLOEXEC, 3) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC));

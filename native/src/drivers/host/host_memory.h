@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <span>
 #include <vector>
 
@@ -16,9 +15,10 @@ namespace gpufs {
 
 class HostMemory : public DeviceMemory {
  public:
-  static Result<std::unique_ptr<DeviceMemory>> create(std::shared_ptr<HostLimit> limit);
+  static Result<std::unique_ptr<DeviceMemory>> create(std::shared_ptr<Ledger> limit);
 
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) override;
+  using DeviceMemory::reserve;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
   Status populate(std::span<const MemorySpan> spans) override;
   using DeviceMemory::release;
@@ -36,8 +36,7 @@ class HostMemory : public DeviceMemory {
   void release_one(const MemorySpan& span);
 
   std::shared_ptr<File> file_;
-  std::shared_ptr<Range> range_;       // the current one; null before the first reserve()
-  std::set<std::uint64_t> populated_;  // offsets of granules
+  std::shared_ptr<Range> range_;  // the current one; null before the first reserve()
 };
 
 }  // namespace gpufs

@@ -1,0 +1,144 @@
+#include "drivers/gpu/foreign_memory.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "base/math.h"
+#include "base/unique_fd.h"
+#include "drivers/gpu/virtual_memory.h"
+
+namespace gpufs::gpu {
+namespace {
+
+class ImportedMemory final : public ImportedRange {
+ public:
+  ImportedMemory(std::shared_ptr<GpuDevice> device, std::shared_ptr<MappedRange> range, bool writable)
+      : ImportedRange(range->base(), range->bytes()),
+        device_(std::move(device)),
+        range_(std::move(range)),
+        writable_(writable) {}
+  ~ImportedMemory() override { device_->unmap_when_idle(std::move(range_)); }
+  ImportedMemory(const ImportedMemory&) = delete;
+  ImportedMemory& operator=(const ImportedMemory&) = delete;
+
+ private:
+  Status map(const ExportedMemory& piece) override {
+    const Current current(*device_);
+    if (!current.status().ok()) return current.status();
+    Result<std::shared_ptr<PhysicalMemory>> physical =
+        PhysicalMemory::import(device_, piece.descriptor.get(), piece.bytes);
+    if (!physical.ok()) return physical.status();
+    Status status = range_->show(piece.offset, physical.take());
+    if (!status.ok()) return status;
+    status = device_->allow_own(base() + piece.offset, piece.bytes, writable_);
+    if (!status.ok()) (void)range_->hide(piece.offset);
+    return status;
+  }
+
+  const std::shared_ptr<GpuDevice> device_;
+  std::shared_ptr<MappedRange> range_;
+  const bool writable_;
+};
+
+class DescriptorMemory final : public ForeignMapping {
+ public:
+  DescriptorMemory(std::unique_ptr<ImportedRange> range, std::uint64_t offset)
+      : ForeignMapping(range->base() + offset), range_(std::move(range)) {}
+
+ private:
+  const std::unique_ptr<ImportedRange> range_;
+};
+
+class IpcMemory final : public ForeignMapping {
+ public:
+  IpcMemory(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t offset)
+      : ForeignMapping(base + offset), device_(std::move(device)), base_(base) {}
+  ~IpcMemory() override {
+    const Current current(*device_);
+    device_->functions().ipc_close(base_);
+  }
+  IpcMemory(const IpcMemory&) = delete;
+  IpcMemory& operator=(const IpcMemory&) = delete;
+
+ private:
+  const std::shared_ptr<GpuDevice> device_;
+  const DeviceAddress base_;
+};
+
+// EINVAL unless the memory is a part of `whole` bytes.
+Status check_part(const ForeignMemory& memory, std::uint64_t whole) {
+  std::uint64_t end = 0;
+  if (memory.bytes != 0 && !add_overflows(memory.offset, memory.bytes, &end) && end <= whole) return {};
+  return {EINVAL, "the memory is " + std::to_string(memory.bytes) + " bytes at offset " +
+                      std::to_string(memory.offset) + " of " + std::to_string(whole) + " bytes"};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<ImportedRange>> import_memory(std::shared_ptr<GpuDevice> device, std::uint64_t capacity,
+                                                     bool writable) {
+  const auto& import = device->functions().memory_import;
+  if (!device->virtual_memory() || !import) {
+    return device->lacks("cannot map memory of other programs", import.symbol());
+  }
+  const std::uint64_t granule = device->info().granule;
+  if (capacity == 0 || capacity > UINT64_MAX - granule) return Status{EINVAL, "a mapping of size zero, or too large"};
+  const Current current(*device);
+  if (!current.status().ok()) return current.status();
+  Result<std::shared_ptr<MappedRange>> range = MappedRange::reserve(device, round_up(capacity, granule));
+  if (!range.ok()) return range.status();
+  return std::unique_ptr<ImportedRange>(std::make_unique<ImportedMemory>(std::move(device), range.take(), writable));
+}
+
+Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<GpuDevice>& device,
+                                                       const ForeignMemory& memory) {
+  Status status = check_part(memory, memory.whole_bytes);
+  if (!status.ok()) return status;
+  if (memory.whole_bytes % device->info().granule != 0) {
+    return Status{EINVAL, "memory of " + std::to_string(memory.whole_bytes) + " bytes is not whole granules"};
+  }
+  UniqueFd descriptor(::fcntl(memory.descriptor.get(), F_DUPFD_CLOEXEC, 3));
+  if (!descriptor.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
+  Result<std::unique_ptr<ImportedRange>> range = import_memory(device, memory.whole_bytes, memory.writable);
+  if (!range.ok()) return range.status();
+  status = range.value()->add({0, memory.whole_bytes, std::move(descriptor)});
+  if (!status.ok()) {
+    return Status{EINVAL, "the descriptor cannot be mapped: " + status.message(), status.device_code()};
+  }
+  return std::unique_ptr<ForeignMapping>(std::make_unique<DescriptorMemory>(range.take(), memory.offset));
+}
+
+Result<std::unique_ptr<ForeignMapping>> open_ipc_handle(const std::shared_ptr<GpuDevice>& device,
+                                                        const ForeignMemory& memory) {
+  const Functions& functions = device->functions();
+  for (const char* missing : {functions.ipc_open ? nullptr : functions.ipc_open.symbol(),
+                              functions.ipc_close ? nullptr : functions.ipc_close.symbol(),
+                              functions.address_range ? nullptr : functions.address_range.symbol()}) {
+    if (missing != nullptr) return device->lacks("cannot open memory of other programs", missing);
+  }
+  const Current current(*device);
+  if (!current.status().ok()) return current.status();
+  api::IpcHandle handle{};
+  static_assert(sizeof handle.bytes == ForeignMemory::kHandleBytes);
+  std::copy(memory.handle.begin(), memory.handle.end(), std::begin(handle.bytes));
+  DeviceAddress base = 0;
+  Status status = device->call_for_others(functions.ipc_open, &base, handle, unsigned{api::kIpcLazyPeerAccess});
+  if (!status.ok()) return Status{EINVAL, "the handle cannot be opened: " + status.message(), status.device_code()};
+  auto opened = std::make_unique<IpcMemory>(device, base, memory.offset);
+
+  DeviceAddress start = 0;
+  std::size_t bytes = 0;
+  status = device->call(functions.address_range, &start, &bytes, base);
+  if (!status.ok()) return status;
+  status = check_part(memory, bytes - (base - start));
+  if (!status.ok()) return status;
+  if (!device->holds(base)) return Status{EXDEV, "the memory is not known to be that of this device"};
+  return std::unique_ptr<ForeignMapping>(std::move(opened));
+}
+
+}  // namespace gpufs::gpu

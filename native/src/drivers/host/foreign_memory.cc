@@ -1,0 +1,148 @@
+#include "drivers/host/foreign_memory.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/math.h"
+#include "base/unique_fd.h"
+#include "drivers/host/fault_guard.h"
+
+namespace gpufs {
+namespace {
+
+class HostImport final : public ImportedRange {
+ public:
+  HostImport(DeviceAddress base, std::uint64_t capacity, bool writable)
+      : ImportedRange(base, capacity), writable_(writable) {}
+  ~HostImport() override { ::munmap(reinterpret_cast<void*>(base()), capacity()); }
+  HostImport(const HostImport&) = delete;
+  HostImport& operator=(const HostImport&) = delete;
+
+ private:
+  Status map(const ExportedMemory& piece) override {
+    struct stat file {};
+    if (::fstat(piece.descriptor.get(), &file) != 0) return Status::from_errno(errno, "a piece of shared memory");
+    // A mapping beyond the end would make accesses fatal.
+    if (static_cast<std::uint64_t>(file.st_size) < piece.offset + piece.bytes) {
+      return Status(EINVAL, "the descriptor of the shared memory is shorter than the piece");
+    }
+    void* const address = reinterpret_cast<void*>(base() + piece.offset);
+    const int protection = writable_ ? PROT_READ | PROT_WRITE : PROT_READ;
+    if (::mmap(address, piece.bytes, protection, MAP_SHARED | MAP_FIXED, piece.descriptor.get(),
+               static_cast<off_t>(piece.offset)) == MAP_FAILED) {
+      return Status::from_errno(errno, "mapping " + std::to_string(piece.bytes) + " bytes of shared memory");
+    }
+    ::madvise(address, piece.bytes, MADV_HUGEPAGE);
+    return {};
+  }
+
+  const bool writable_;
+};
+
+class SharedFile final : public ForeignMapping {
+ public:
+  SharedFile(UniqueFd file, DeviceAddress mapped, std::uint64_t mapped_bytes, DeviceAddress address, std::uint64_t end,
+             std::unique_ptr<FaultGuard> guard)
+      : ForeignMapping(address),
+        file_(std::move(file)),
+        mapped_(mapped),
+        mapped_bytes_(mapped_bytes),
+        end_(end),
+        guard_(std::move(guard)) {}
+  ~SharedFile() override {
+    guard_.reset();
+    ::munmap(reinterpret_cast<void*>(mapped_), mapped_bytes_);
+  }
+  SharedFile(const SharedFile&) = delete;
+  SharedFile& operator=(const SharedFile&) = delete;
+
+  // A file that is large enough again has lost what was cut off, but shows it as its owner sees it.
+  [[nodiscard]] bool intact() override {
+    struct stat found = {};
+    return !guard_->broken() && ::fstat(file_.get(), &found) == 0 && static_cast<std::uint64_t>(found.st_size) >= end_;
+  }
+
+ private:
+  const UniqueFd file_;
+  const DeviceAddress mapped_;  // whole pages around the memory
+  const std::uint64_t mapped_bytes_;
+  const std::uint64_t end_;  // of the memory in the file
+  std::unique_ptr<FaultGuard> guard_;
+};
+
+// Before anything is asked of the file: only files in memory have seals, and asking for them calls no file system. So a
+// descriptor of a FUSE mount, perhaps of ours, cannot make this wait.
+Status check_kind(int fd) {
+  struct statfs found = {};
+  if (::fcntl(fd, F_GET_SEALS) < 0 || ::fstatfs(fd, &found) != 0 || found.f_type != TMPFS_MAGIC) {
+    return Status(EINVAL, "the descriptor is not of memory that programs share (memfd_create, shm_open)");
+  }
+  return {};
+}
+
+Status check_access(int fd, bool writable) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0 || (flags & O_PATH) != 0) return Status(EINVAL, "the descriptor of the memory is not open");
+  const int access = flags & O_ACCMODE;
+  if (access == O_RDWR || (access == O_RDONLY && !writable)) return {};
+  return Status(EACCES, writable ? "the descriptor of the memory is not open for reading and writing"
+                                 : "the descriptor of the memory is not open for reading");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity, bool writable) {
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (capacity == 0 || capacity > UINT64_MAX - page) return Status(EINVAL, "a mapping of size zero, or too large");
+  capacity = round_up(capacity, page);
+  void* const base = ::mmap(nullptr, capacity, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) return Status::from_errno(errno, "reserving " + std::to_string(capacity) + " addresses");
+  return std::unique_ptr<ImportedRange>(
+      std::make_unique<HostImport>(reinterpret_cast<DeviceAddress>(base), capacity, writable));
+}
+
+Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& memory) {
+  if (memory.kind != ShareKind::kFile) {
+    return Status(EINVAL, "this is memory of a GPU, and the file would be on a device of host memory");
+  }
+  UniqueFd file(::fcntl(memory.descriptor.get(), F_DUPFD_CLOEXEC, 3));
+  if (!file.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
+  Status status = check_kind(file.get());
+  if (status.ok()) status = check_access(file.get(), memory.writable);
+  if (!status.ok()) return status;
+  struct stat found = {};
+  if (::fstat(file.get(), &found) != 0) return Status::from_errno(errno, "fstat of the memory's file");
+  const auto size = static_cast<std::uint64_t>(found.st_size);
+  std::uint64_t end = 0;
+  if (memory.bytes == 0 || add_overflows(memory.offset, memory.bytes, &end) || end > size) {
+    return Status(EINVAL, "the memory is " + std::to_string(memory.bytes) + " bytes at offset " +
+                              std::to_string(memory.offset) + " of a file of " + std::to_string(size) + " bytes");
+  }
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  const std::uint64_t start = round_down(memory.offset, page);
+  const std::uint64_t bytes = round_up(end - start, page);
+  const int protection = memory.writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* const mapped = ::mmap(nullptr, bytes, protection, MAP_SHARED, file.get(), static_cast<off_t>(start));
+  if (mapped == MAP_FAILED) return Status::from_errno(errno, "mapping the memory");
+  // As for buffers: neither forked children nor core files get it.
+  ::madvise(mapped, bytes, MADV_DONTFORK);
+  ::madvise(mapped, bytes, MADV_DONTDUMP);
+  const auto base = reinterpret_cast<DeviceAddress>(mapped);
+  Result<std::unique_ptr<FaultGuard>> guard = FaultGuard::watch(base, bytes);
+  if (!guard.ok()) {
+    ::munmap(mapped, bytes);
+    return guard.status();
+  }
+  return std::unique_ptr<ForeignMapping>(
+      std::make_unique<SharedFile>(std::move(file), base, bytes, base + (memory.offset - start), end, guard.take()));
+}
+
+}  // namespace gpufs
