@@ -134,4 +134,5 @@ def test_what_is_required_is_named(tmp_path: Path) -> None:
     assert failed.stderr == f"gpufs: hip is not available: {missing}; gpufs doctor says what to do\n"
     assert not os.path.ismount(tmp_path)
     said = run(*GPUFS, "doctor", env=over("rocm4"), check=False).stdout
-    assert f"{missing}\n          -> install a newer version" in said
+    assert missing in said
+    assert "install a newer version" in said
