@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from support import linux
 from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_all
-from support.linux import FALLOC_KEEP_SIZE, kernel_version
+from support.linux import FALLOC_COLLAPSE_RANGE, FALLOC_INSERT_RANGE, FALLOC_KEEP_SIZE, kernel_version
 from support.processes import as_nobody, errno_of, start_children, wait_children
 
 
@@ -32,6 +32,14 @@ def file(root: Path) -> Path:
 
 def open_new(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o644)
+
+
+def test_other_allocation_modes_are_refused(file: Path) -> None:
+    file.write_bytes(noise(MIB))
+    with open(file, "r+b") as opened:
+        for mode in (FALLOC_COLLAPSE_RANGE, FALLOC_INSERT_RANGE):
+            assert errno_of(linux.fallocate, opened.fileno(), mode, 0, 4096) == EOPNOTSUPP
+    assert file.read_bytes() == noise(MIB)
 
 
 # ---- open flags ----

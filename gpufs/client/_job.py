@@ -73,7 +73,10 @@ class Settings:
     patience: float = _SPACE_SECONDS
 
     def check_room(self, fd: int, needed: int, mounts: Mounts, cancel: Cancellation | None) -> None:
-        """As Copier.check_room()."""
+        """Raises OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+
+        Waits for the memory of files on a mount that have just been removed.
+        """
         here = mounts.get(os.fstat(fd).st_dev, [])
         waited = False
         while text := _room.shortage(fd, needed, here):

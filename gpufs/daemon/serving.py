@@ -110,7 +110,7 @@ class Serving:
                     )
                 except OSError as failure:
                     # The mount is useful without it.
-                    log.error("no copy service: %s: %s", self.socket_path, failure.strerror)
+                    log.error("no service for clients: %s: %s", self.socket_path, failure.strerror)
         self._copies_ended.set()
 
     async def _answer_launcher(self) -> None:

@@ -1,4 +1,4 @@
-// The operations of a batch, or of all futures of a program: those under way, and those that are over and not
+// The operations of a batch, or of all futures of an engine: those under way, and those that are over and not
 // collected. Shared by its handle and its operations. Thread-safe.
 #pragma once
 

@@ -1,4 +1,5 @@
-// Starts transfers, ends those that were cancelled and hang, and owns their threads and pinned memory.
+// TransferEngine starts transfers, ends those that were cancelled and hang, and owns their threads (TransferThreads) and
+// pinned memory.
 // Thread-safe. There is one TransferEngine for each Engine, and one TransferThreads for each NUMA node.
 #pragma once
 
@@ -24,8 +25,6 @@
 #include "observe/counters.h"
 
 namespace gpufs {
-
-class TransferThreads;
 
 // The threads that move the bytes of all transfers near one NUMA node, shared fairly between clients and disks. They
 // keep this alive, so that one that hangs in a file can be left behind.

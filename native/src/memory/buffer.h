@@ -1,4 +1,5 @@
-// A buffer: the contents of one file, as a virtual range on a device with extents of memory mapped into it.
+// The interface of a buffer, the contents of one file: ExtentBuffer owns memory of a device, RegisteredBuffer shows
+// memory of another program.
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
 // Any thread may call any function, except a driver's own threads. Readers wait only
 // while the driver moves a piece of memory that they want. Writers wait for growth, and for calls that take memory
