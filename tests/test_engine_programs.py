@@ -348,3 +348,4 @@ def test_a_checkout_that_hides_the_installed_gpufs_is_named(tmp_path: Path) -> N
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError")
     assert str(tmp_path) in last
+    assert "make build" in last

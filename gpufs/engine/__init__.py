@@ -11,7 +11,7 @@ not closed is closed when the interpreter exits.
 import os
 
 try:
-    from gpufs.engine import _native  # noqa: F401
+    import gpufs.engine._native  # noqa: F401
 except ModuleNotFoundError:
     # Python looks into the current directory first, so a checkout that was not built hides an installed gpufs.
     raise ImportError(
