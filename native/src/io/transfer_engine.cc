@@ -357,11 +357,14 @@ void TransferEngine::shutdown() {
   }
   for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->cancel();
   const Clock::time_point end = Clock::now() + options_.shutdown_grace;
+  bool ended = false;
   {
     std::unique_lock lock(mutex_);
-    changed_.wait_until(lock, end, [&] { return transfers_.empty(); });
+    ended = changed_.wait_until(lock, end, [&] { return transfers_.empty(); });
   }
-  for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/true);
+  if (!ended) {
+    for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/true);
+  }
   {
     const std::lock_guard lock(mutex_);
     watch_ending_ = true;
