@@ -313,6 +313,7 @@ void TransferEngine::finished(const Transfer& transfer) {
 void TransferEngine::watch_cancelled() {
   {
     const std::lock_guard lock(mutex_);
+    if (watch_ending_) return;  // shutdown() has ended all transfers
     if (!watch_.joinable()) {
       Result<std::thread> started = start_thread("gpufs-io-stop", [self = shared_from_this()] { self->watch_main(); });
       if (!started.ok()) {

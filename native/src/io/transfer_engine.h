@@ -1,6 +1,6 @@
-// TransferEngine starts transfers, ends those that were cancelled and hang, and owns their threads (TransferThreads) and
-// pinned memory.
-// Thread-safe. There is one TransferEngine for each Engine, and one TransferThreads for each NUMA node.
+// TransferEngine starts transfers, ends those that were cancelled and hang, and owns their threads (TransferThreads)
+// and pinned memory. Thread-safe. There is one TransferEngine for each Engine, and one TransferThreads for each NUMA
+// node.
 #pragma once
 
 #include <atomic>
