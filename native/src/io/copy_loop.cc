@@ -58,7 +58,7 @@ void CopyLoop::move(Chunk& chunk) {
   transfer_.start_path(chunk);
   observe::Span span(observe::TraceKind::kPiece, device_index_, file_offset(chunk), chunk.bytes, trace_id_,
                      transfer_.trace_name_);
-  if (!straight_ && memory_.start_ahead(chunk.offset, chunk.bytes)) {
+  if (!straight_ && memory_.start_ahead(chunk.offset + chunk.bytes)) {
     drain();
     memory_.allocate_ahead();
   }

@@ -5,6 +5,8 @@
 #include <cerrno>
 #include <chrono>
 
+#include "base/thread.h"
+
 namespace gpufs {
 namespace {
 
@@ -69,13 +71,12 @@ std::uint64_t TargetMemory::next_step_locked() const {
   return std::min(std::clamp(allocated_end_, kFirstStep, kLargestStep), largest_step_);
 }
 
-bool TargetMemory::start_ahead(std::uint64_t offset, std::uint64_t bytes) {
+bool TargetMemory::start_ahead(std::uint64_t position) {
   if (!load_ || !grows_) return false;
   const std::lock_guard lock(mutex_);
   if (closed_ || allocating_ || largest_step_ == 0 || allocated_end_ >= total_) return false;
   // Half a step ahead, so that other threads need not wait while this one allocates.
-  if (offset + bytes + next_step_locked() / 2 <= allocated_end_) return false;
-  allocated_end_ = std::max(allocated_end_, offset);
+  if (position + next_step_locked() / 2 <= allocated_end_) return false;
   ++uses_;
   allocating_ = true;
   return true;
@@ -83,20 +84,39 @@ bool TargetMemory::start_ahead(std::uint64_t offset, std::uint64_t bytes) {
 
 void TargetMemory::allocate_ahead() {
   std::unique_lock lock(mutex_);
-  const std::uint64_t start = allocated_end_;
-  const std::uint64_t end = std::min(total_, start + next_step_locked());
-  lock.unlock();
-  const Status status = allocate_data(start, end);
-  lock.lock();
-  if (status.ok()) {
-    allocated_end_ = end;
-  } else {
-    // Smaller steps next time. The chunk that finds no memory reports why there is none.
-    const std::uint64_t half = (end - start) / 2;
-    largest_step_ = half < smallest_step_ ? 0 : half;
-  }
-  allocating_ = false;
+  const std::uint64_t step = std::min(total_ - allocated_end_, next_step_locked());
+  const Status status = allocate_on(lock, allocated_end_ + step);
+  // Smaller steps next time. The chunk that finds no memory reports why there is none.
+  if (!status.ok()) largest_step_ = step / 2 < smallest_step_ ? 0 : step / 2;
   --uses_;
+}
+
+Status TargetMemory::allocate_to(std::uint64_t end) {
+  std::unique_lock lock(mutex_);
+  while (allocated_end_ < end) {
+    if (!allocating_) {
+      allocating_ = true;
+      Status status = allocate_on(lock, end);
+      if (!status.ok()) return status;
+    } else if (this_thread_may_wait()) {
+      allocated_.wait(lock);
+    } else {
+      return Status(EAGAIN, "another thread allocates the load's memory");
+    }
+  }
+  return {};
+}
+
+// Allocates from allocated_end_ on. The caller has set allocating_; the lock is released meanwhile.
+Status TargetMemory::allocate_on(std::unique_lock<std::mutex>& lock, std::uint64_t end) {
+  const std::uint64_t start = allocated_end_;
+  lock.unlock();
+  Status status = allocate_data(start, end);
+  lock.lock();
+  if (status.ok()) allocated_end_ = end;
+  allocating_ = false;
+  allocated_.notify_all();
+  return status;
 }
 
 // Holes get no memory.
@@ -117,6 +137,10 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
 
 Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
   if (!load_) return buffer_->pin_for_read(offset_ + offset, bytes);
+  if (grows_) {
+    Status allocated = allocate_to(offset + bytes);
+    if (!allocated.ok()) return allocated;
+  }
   Result<Buffer::Pin> pinned = buffer_->pin_for_write(offset_ + offset, bytes);
   if (!pinned.ok()) return pinned;
   for (const Buffer::Piece& piece : pinned.value().pieces) {

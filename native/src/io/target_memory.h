@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -63,9 +64,9 @@ class TargetMemory {
 
   // How much there is to move. Before the first chunk.
   void set_total(std::uint64_t total) { total_ = total; }
-  // Whether the calling thread, which has this chunk, should allocate memory from there on. If so it must call
-  // allocate_ahead() next, with no pins.
-  [[nodiscard]] bool start_ahead(std::uint64_t offset, std::uint64_t bytes);
+  // Whether the calling thread should allocate memory ahead of `position`, up to which chunks were handed out. If so it
+  // must call allocate_ahead() next, with no pins.
+  [[nodiscard]] bool start_ahead(std::uint64_t position);
   void allocate_ahead();
 
   // Ends a load at `reached`: publishes the size and frees what was allocated beyond. touched: end of the highest
@@ -82,6 +83,9 @@ class TargetMemory {
   void note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const;
 
  private:
+  // In the order of the offsets: what a full device still has then goes to the chunks that come first.
+  Status allocate_to(std::uint64_t end);
+  Status allocate_on(std::unique_lock<std::mutex>& lock, std::uint64_t end);
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;
 
@@ -103,6 +107,7 @@ class TargetMemory {
   std::uint64_t allocated_end_ = 0;
   std::uint64_t largest_step_ = ~std::uint64_t{0};  // that the device has had space for
   bool allocating_ = false;
+  std::condition_variable allocated_;  // allocating_ became false
 };
 
 }  // namespace gpufs
