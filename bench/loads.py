@@ -5,7 +5,7 @@
 
 safetensors: `safetensors.torch.load_file` of all tensors to DEVICE (cpu or cuda). torch.load: with mmap=True. Both are
 followed by a sum of each tensor there, because on a CPU both only map the file. numpy.memmap: the largest byte of the
-file. Imports and the first pass are not counted.
+file. Imports, the first pass, and freeing what a pass has left in the kernel's cache are not counted.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ def loader(kind: str, directory: Path, device: str) -> Callable[[], int]:
     return load
 
 
+def forget(directory: Path) -> None:
+    """Frees what the kernel has cached of the files: the next open on a gpufs mount does so, and would be timed."""
+    for path in directory.glob("tensors.*"):
+        path.open("rb").close()
+
+
 def main(words: list[str]) -> None:
     kind, directory = words[0], Path(words[1])
     if kind == "make":
@@ -71,9 +77,12 @@ def main(words: list[str]) -> None:
         return
     seconds, work = float(words[2]), loader(kind, directory, words[3])
     work()
-    moved, began = 0, time.perf_counter()
-    while (taken := time.perf_counter() - began) < seconds or not moved:
+    moved, taken = 0, 0.0
+    while taken < seconds:
+        forget(directory)
+        began = time.perf_counter()
         moved += work()
+        taken += time.perf_counter() - began
     print(moved, taken)
 
 

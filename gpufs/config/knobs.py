@@ -214,8 +214,9 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "read_ahead",
         kinds.size(0, 64 << 20, 4096),
         4 << 20,
-        "How far the kernel reads ahead of a program that goes through a mapping. Only root's mounts can set it; "
-        "others have the kernel's 128 KiB.",
+        "How far the kernel reads ahead of a program that goes through a mapping. Unless it is 0, threads of the mount "
+        "read on from there while the program goes from front to back. For root's mounts; others have the kernel's "
+        "128 KiB.",
     ),
     Knob(
         "attribute_timeout",

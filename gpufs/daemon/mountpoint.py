@@ -22,6 +22,8 @@ _LOCK_PATIENCE = 5.0
 # Seconds until a mount in use is detached instead of unmounted.
 _BUSY_GRACE = 0.5
 _BUSY_PAUSE = 0.05
+# How much of a mapping to ask the kernel for at a time: one request, unless the kernel reads ahead less.
+_READ_AHEAD_PIECE = 1 << 20
 
 
 def refuse_itself(path: str, mountpoint: str) -> None:
@@ -99,13 +101,17 @@ def set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozense
     mount.set_access_times(policy, not_directories="nodiratime" in shown | asked)
 
 
-def set_read_ahead(device: str, size: int) -> None:
-    """Sets how many bytes the kernel reads ahead on the mount, which it allows root only.
+def set_read_ahead(mount: engine.Mount, entry: mounting.MountEntry, size: int) -> None:
+    """Sets how many bytes the kernel reads ahead on the mount, and helps it to: both need root's rights.
 
     The kernel takes 128 KiB for every FUSE mount, so a scan through a mapping waits for many small requests.
     """
-    with suppress(OSError):  # a plain user, or /sys cannot be written
-        Path(f"/sys/class/bdi/{device}/read_ahead_kb").write_text(str(size >> 10))
+    try:
+        Path(f"/sys/class/bdi/{entry.device}/read_ahead_kb").write_text(str(size >> 10))
+        if size > 0:
+            mount.read_ahead(entry.mountpoint, min(size, _READ_AHEAD_PIECE))
+    except OSError as failure:  # a plain user, or /sys cannot be written
+        log.info("read_ahead stays as the kernel has it: %s", failure)
 
 
 async def unmount(entry: mounting.MountEntry) -> None:

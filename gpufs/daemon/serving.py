@@ -124,7 +124,10 @@ class Serving:
         transport = self.mount.statistics()["transport"]
         if self.request.config["transport"] == "uring" and transport["name"] != "io_uring":
             raise StartFailure(errno.ENOTSUP, f"transport: {transport['reason']}")
-        mountpoint.set_read_ahead(self.entry.device, self.request.config["read_ahead"])  # after INIT, which sets it too
+        # After INIT, which sets it too.
+        await threads.run(
+            functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
+        )
         if not self.request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

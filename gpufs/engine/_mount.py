@@ -132,6 +132,15 @@ class Mount(Handle):
         """Starts the threads; after the descriptor is mounted and before pyfuse3.main."""
         check(lib.gpufs_mount_start(self._handle))
 
+    def read_ahead(self, directory: str, piece: int) -> None:
+        """Reads ahead of programs that go through mappings from front to back; once.
+
+        ``directory`` is where the mount is, which must answer already. ``piece``: bytes to ask the kernel for at a
+        time, at most what it reads ahead on this mount. PermissionError without the right to open files by their
+        handles (CAP_DAC_READ_SEARCH).
+        """
+        check(lib.gpufs_mount_read_ahead(self._handle, directory.encode(), piece))
+
     @property
     def ended_fd(self) -> int:
         """A descriptor of the mount's that becomes readable once the connection has ended."""

@@ -296,6 +296,10 @@ gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
 /* Starts the threads. Call after the descriptor is mounted and before pyfuse3.main. */
 gpufs_status gpufs_mount_start(gpufs_handle mount);
+/* Reads ahead of programs that go through mappings from front to back. directory: where the mount is; it must answer,
+ * and not on the calling thread. piece: bytes to ask the kernel for at a time, at most what it reads ahead on this
+ * mount. EPERM without the right to open files by their handles (CAP_DAC_READ_SEARCH). Once. */
+gpufs_status gpufs_mount_read_ahead(gpufs_handle mount, const char* directory, uint64_t piece);
 /* An eventfd of the mount's that becomes readable once the connection has ended (unmounted or aborted). */
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd);
 /* JSON object of counters; valid until the calling thread asks for the next text. */

@@ -113,6 +113,10 @@ gpufs_status gpufs_mount_start(gpufs_handle mount) {
   return with<Mount>(mount, [&](Mount& found) -> Status { return found.start(); });
 }
 
+gpufs_status gpufs_mount_read_ahead(gpufs_handle mount, const char* directory, uint64_t piece) {
+  return with<Mount>(mount, [&](Mount& found) -> Status { return found.read_ahead(directory, piece); });
+}
+
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     *fd = found.ended_fd();

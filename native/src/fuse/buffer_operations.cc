@@ -49,6 +49,9 @@ void BufferOperations::read(const File& file, Request& request, Responder respon
   if (!valid_range(in.offset, in.size)) return responder.error(EINVAL);
   Inode& inode = *file->inode;
   const std::uint64_t wanted = std::min<std::uint64_t>(in.size, request.payload.size());
+  if ((in.read_flags & FUSE_READ_LOCKOWNER) == 0) {  // not a program's read(2): pages for a mapping
+    read_ahead_.note_read(request.header.pid, inode.ino(), in.offset, wanted, inode.buffer()->size());
+  }
   const observe::Span span(observe::TraceKind::kMountRead, inode.device(), in.offset, wanted, inode.ino());
   if (inode.in_host_memory()) {
     if (reply_from_memory(inode, in, wanted, responder)) return;

@@ -9,6 +9,7 @@
 
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
+#include "fuse/read_ahead.h"
 #include "fuse/request.h"
 #include "fuse/statistics.h"
 
@@ -18,8 +19,8 @@ class BufferOperations {
  public:
   using File = std::shared_ptr<OpenFile>;
 
-  BufferOperations(InodeTable& table, LongRequests& long_requests, Statistics& statistics)
-      : table_(table), long_requests_(long_requests), statistics_(statistics) {}
+  BufferOperations(InodeTable& table, LongRequests& long_requests, ReadAhead& read_ahead, Statistics& statistics)
+      : table_(table), long_requests_(long_requests), read_ahead_(read_ahead), statistics_(statistics) {}
 
   void read(const File& file, Request& request, Responder responder);
   void write(const File& file, Request& request, Responder responder);
@@ -46,6 +47,7 @@ class BufferOperations {
 
   InodeTable& table_;
   LongRequests& long_requests_;
+  ReadAhead& read_ahead_;
   Statistics& statistics_;
 };
 

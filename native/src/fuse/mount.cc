@@ -20,6 +20,7 @@ constexpr std::uint32_t kPage = 4096;
 constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kLargestWorkers = 256;
+constexpr std::size_t kReadAheadThreads = 2;
 // How long close() waits for threads in files of the host.
 constexpr std::chrono::milliseconds kStopPatience{200};
 
@@ -110,13 +111,14 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       transport_(std::move(device), transport_options(options), statistics_),
       long_requests_(table_, executor_, statistics_, options.space_patience),
+      read_ahead_(statistics_),
       notifier_(transport_, executor_, statistics_),
       backing_(table_, options.transfers, long_requests_, statistics_),
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
-      buffers_(table_, long_requests_, statistics_),
+      buffers_(table_, long_requests_, read_ahead_, statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
-      names_(table_, relay_, options.entry_timeout, options.attribute_timeout, statistics_) {}
+      names_(table_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout, statistics_) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
@@ -151,12 +153,20 @@ Status Mount::start() {
   return status;
 }
 
+Status Mount::read_ahead(const std::string& directory, std::uint64_t piece) {
+  const std::lock_guard lock(close_mutex_);
+  if (closed_) return Status(ESHUTDOWN, "the mount is closed");
+  // A queue of io_uring serves the thread that uses it alone, so it takes more of them to keep up.
+  return read_ahead_.start(directory, piece, transport_.has_rings() ? kReadAheadThreads + 1 : kReadAheadThreads);
+}
+
 void Mount::close() {
   const std::lock_guard lock(close_mutex_);
   if (closed_) return;
   closed_ = true;
   // The readers end last: until then every request is still answered, so none of the waits below can depend on one that
   // is not. The control plane's requests are answered first, because a notification may wait for one of them.
+  read_ahead_.stop();
   relay_.stop();
   backing_.left_behind(executor_.stop(kStopPatience));
   transport_.stop();

@@ -22,6 +22,7 @@
 #include "fuse/name_operations.h"
 #include "fuse/notifier.h"
 #include "fuse/payload_memory.h"
+#include "fuse/read_ahead.h"
 #include "fuse/relay.h"
 #include "fuse/request.h"
 #include "fuse/statistics.h"
@@ -68,6 +69,8 @@ class Mount final : private RequestHandler {
 
   [[nodiscard]] InodeTable& table() { return table_; }
   [[nodiscard]] Notifier& notifier() { return notifier_; }
+  // Reads ahead of programs that go through mappings: as ReadAhead::start(), by the end of the first request.
+  Status read_ahead(const std::string& directory, std::uint64_t piece);
   [[nodiscard]] BackingTable& backing_files() { return backing_.files(); }
   [[nodiscard]] std::string statistics() const;
 
@@ -99,6 +102,7 @@ class Mount final : private RequestHandler {
   InodeTable table_;
   Transport transport_;
   LongRequests long_requests_;
+  ReadAhead read_ahead_;
   Notifier notifier_;
   BackingOperations backing_;
   Relay relay_;

@@ -73,6 +73,7 @@ bool NameOperations::open(const Request& request, Responder& responder) {
   fuse_open_out out{};
   out.fh = fh.value();
   out.open_flags = buffer_open_flags(relay_.init());
+  if (read_ahead_.is_own(request.header.pid)) out.open_flags |= kOpenKeepCache;
   responder.body(out);
   return true;
 }

@@ -11,6 +11,7 @@
 
 #include "fuse/attributes.h"
 #include "fuse/inode_table.h"
+#include "fuse/read_ahead.h"
 #include "fuse/relay.h"
 #include "fuse/request.h"
 #include "fuse/statistics.h"
@@ -20,10 +21,11 @@ namespace gpufs::fuse {
 class NameOperations {
  public:
   // The timeouts: how long the kernel may cache names and attributes, in seconds.
-  NameOperations(InodeTable& table, Relay& relay, double entry_timeout, double attribute_timeout,
-                 Statistics& statistics)
+  NameOperations(InodeTable& table, Relay& relay, const ReadAhead& read_ahead, double entry_timeout,
+                 double attribute_timeout, Statistics& statistics)
       : table_(table),
         relay_(relay),
+        read_ahead_(read_ahead),
         entry_validity_(Validity::of(entry_timeout)),
         attribute_validity_(Validity::of(attribute_timeout)),
         statistics_(statistics) {}
@@ -47,6 +49,7 @@ class NameOperations {
 
   InodeTable& table_;
   Relay& relay_;
+  const ReadAhead& read_ahead_;
   const Validity entry_validity_;
   const Validity attribute_validity_;
   Statistics& statistics_;

@@ -68,6 +68,7 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
   };
   const Row rows[] = {
       {"bytes", "read", &statistics.read_bytes},
+      {"bytes", "read_ahead", &statistics.bytes_read_ahead},
       {"bytes", "written", &statistics.written_bytes},
       {"bytes", "copied", &statistics.copied_bytes},
       {"replies", "lost", &statistics.lost_replies},

@@ -25,6 +25,7 @@ struct Statistics {
   [[nodiscard]] PerOpcode& of(std::uint32_t opcode) { return opcodes[opcode < kOpcodeNames ? opcode : kOpcodeNames]; }
 
   Counter read_bytes;
+  Counter bytes_read_ahead;  // of mappings, by ReadAhead
   Counter written_bytes;
   Counter copied_bytes;  // by COPY_FILE_RANGE
 

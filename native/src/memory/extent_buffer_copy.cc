@@ -47,7 +47,10 @@ Status ExtentBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const
 Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                                  const std::atomic<bool>* cancelled, std::uint64_t* done,
                                  const std::function<void()>& advanced) {
-  expect(offset + bytes);
+  // One call of copy_file_range(2) copies 2 GiB at most, so the rest of the source will likely follow. Where addresses
+  // are memory, only what is certain counts.
+  const std::uint64_t rest = source.size() - std::min(source.size(), source_offset);
+  expect(offset + (context_->info().reserve_copies ? bytes : std::max(bytes, rest)));
   const bool between_devices = &source.device()->device() != &context_->device();
   const std::uint64_t largest = context_->info().cpu_addressable ? kCopyChunk : context_->copy_chunk_bytes();
   std::uint64_t chunk = between_devices ? std::min(kCopyChunk, largest) : largest;
