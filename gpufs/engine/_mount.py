@@ -1,5 +1,6 @@
 """A mount's data plane and the inode table that both planes share."""
 
+import os
 from dataclasses import dataclass, fields
 from errno import EBUSY
 from operator import attrgetter
@@ -139,7 +140,7 @@ class Mount(Handle):
         time, at most what it reads ahead on this mount. PermissionError without the right to open files by their
         handles (CAP_DAC_READ_SEARCH).
         """
-        check(lib.gpufs_mount_read_ahead(self._handle, directory.encode(), piece))
+        check(lib.gpufs_mount_read_ahead(self._handle, os.fsencode(directory), piece))
 
     @property
     def ended_fd(self) -> int:
