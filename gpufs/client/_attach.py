@@ -89,11 +89,11 @@ def _open_file(path: str, mode: str) -> int:
     try:
         status = os.fstat(named)
         if status.st_dev not in _find.mounts_by_device():
-            raise OSError(errno.EXDEV, "not on a gpufs mount: only files there can be attached")
+            raise OSError(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
         if stat.S_ISDIR(status.st_mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise OSError(errno.EINVAL, "not a regular file", path)
         try:
             return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

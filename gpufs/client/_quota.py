@@ -27,7 +27,7 @@ def set_quota(directory: str, uid: int | None, limit: int) -> None:
         device = identity(fd).device
         mounts = _find.mounts_by_device().get(device)
         if mounts is None:
-            raise OSError(errno.EXDEV, "is not on a gpufs mount")
+            raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
         # It gets the descriptor of its own directory and nothing else.
         with Connection(_find.connect(device, mounts, trusting=True)) as daemon:
             daemon.request(protocol.SetQuota(1, uid, limit), (fd,))

@@ -1,3 +1,4 @@
+// Mapping what another process shares, piece by piece: what is checked for every driver.
 #include <cerrno>
 #include <string>
 

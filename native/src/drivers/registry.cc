@@ -1,3 +1,4 @@
+// The drivers by their names.
 #include <cerrno>
 
 #include "drivers/cuda/cuda_driver.h"
