@@ -166,8 +166,8 @@ void Mount::close() {
   closed_ = true;
   // The readers end last: until then every request is still answered, so none of the waits below can depend on one that
   // is not. The control plane's requests are answered first, because a notification may wait for one of them.
-  read_ahead_.stop();
   relay_.stop();
+  read_ahead_.stop();
   backing_.left_behind(executor_.stop(kStopPatience));
   transport_.stop();
   transport_.close();
