@@ -101,3 +101,19 @@ def test_numpy_memmap_works(root: Path) -> None:
     copy[:] = 0
     assert np.array_equal(np.memmap(root / "array", dtype=np.float32, mode="r", shape=(1000, 777)), again)
     del made, again, copy
+
+
+def test_a_scan_sees_what_is_written_ahead_of_it(root: Path) -> None:
+    """Reading ahead may have cached the page before the write."""
+    data = bytearray(noise(48 * MIB, 1))
+    path = root / "file"
+    path.write_bytes(data)
+    with open(path, "r+b", buffering=0) as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as area:
+        for at in range(0, len(data), MIB):
+            assert_same(area[at : at + MIB], bytes(data[at : at + MIB]))
+            for ahead in (at + MIB, at + 10 * MIB, at + 25 * MIB):
+                text = noise(PAGE + 100, at + ahead)
+                if ahead + len(text) <= len(data):
+                    os.pwrite(stream.fileno(), text, ahead)
+                    data[ahead : ahead + len(text)] = text
+    assert_same(read_all(path), bytes(data))
