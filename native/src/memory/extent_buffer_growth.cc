@@ -83,11 +83,12 @@ void ExtentBuffer::replace(SnapshotPointer next) {
 
 void ExtentBuffer::account() {
   const SnapshotPointer now = current();
-  const std::uint64_t own = total_bytes(preallocated_) + (now->slot != nullptr ? 0 : total_bytes(now->extents));
+  const SlabPool::Slot* const slot = now->slot.get();
+  const std::uint64_t own = total_bytes(preallocated_) + (slot != nullptr ? 0 : total_bytes(now->extents));
   context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
   own_held_ = own;
   // The slot's slab is counted by its pool.
-  const std::uint64_t held = now->slot != nullptr ? now->slot->bytes : own;
+  const std::uint64_t held = slot != nullptr ? slot->bytes : own;
   held_.store(held, std::memory_order_release);
   charge().settle(held);
 }
