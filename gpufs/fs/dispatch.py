@@ -1,9 +1,9 @@
 """Hands each request that the native data plane leaves to Python to the one that answers it.
 
 Native code answers OPEN, READ, WRITE, LSEEK, FALLOCATE, COPY_FILE_RANGE, FLUSH, FSYNC, IOCTL and RELEASE of buffers,
-LOOKUP, OPENDIR, FSYNCDIR and RELEASEDIR of directories except those of the host, and GETATTR, STATX, SETATTR, STATFS and the operations on extended attributes
-of everything in its inode table. In the replies given here it fills in the attributes from that table: Python sets only
-the inode number, the type and the time-outs.
+LOOKUP, OPENDIR, FSYNCDIR and RELEASEDIR of directories except those of the host, and GETATTR, STATX, SETATTR, STATFS
+and the operations on extended attributes of everything in its inode table. In the replies given here it fills in the
+attributes from that table: Python sets only the inode number, the type and the time-outs.
 
 Requests about an inode go to the :class:`~gpufs.fs.tree.Tree`, or for inodes of the host to
 :class:`~gpufs.fs.backing.BackingHandler`; requests about an open file go to what its handle leads to
