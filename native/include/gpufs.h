@@ -285,7 +285,6 @@ typedef struct {
   double entry_timeout;     /* seconds, for natively answered LOOKUP */
   double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
-  int32_t rings;            /* requests through io_uring where the kernel allows it; 0: never */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
 } gpufs_mount_options;
 
