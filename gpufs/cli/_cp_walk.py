@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from gpufs.cli._errors import Failure
-from gpufs.client import Cancellation, _find
+from gpufs.client import Cancellation, _daemons
 from gpufs.client._ends import Entry, open_path, path_of, preserve
 from gpufs.client._outcome import text_of
 
@@ -311,7 +311,7 @@ def _exists(destination: Entry, source: os.stat_result) -> bool:
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:
-    mounts = _find.mounts_by_device()
+    mounts = _daemons.mounts_by_device()
     if device in mounts:
         return True
     try:

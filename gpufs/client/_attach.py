@@ -10,9 +10,9 @@ import weakref
 from typing import TYPE_CHECKING, Final
 
 from gpufs import protocol
-from gpufs.client import _ends, _find
+from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
-from gpufs.client._link import Link, link_to
+from gpufs.client._connection import Connection
 from gpufs.client._outcome import text_of
 from gpufs.protocol import READ, READ_WRITE
 
@@ -31,7 +31,9 @@ _DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECON
 class Attachment:
     """The memory of one file, mapped into this process, and its lease. Both end when nothing refers to this object."""
 
-    def __init__(self, path: str, mode: str, connection: Link, mapping: Mapping, answer: protocol.Attached) -> None:
+    def __init__(
+        self, path: str, mode: str, connection: Connection, mapping: Mapping, answer: protocol.Attached
+    ) -> None:
         self.path = path
         self.mode = mode
         self.driver = answer.driver
@@ -55,10 +57,12 @@ class Attachment:
             self.size = answer.size
 
 
-def _end(process: int, mapping: Mapping, connection: Link, number: int) -> None:
+def _end(process: int, mapping: Mapping, connection: Connection, number: int) -> None:
     if os.getpid() == process:  # else this is a forked child, whose copies of the parent's objects end nothing
-        mapping.close()
-        connection.detach(number)
+        try:
+            mapping.close()
+        finally:
+            connection.detach(number)
 
 
 def _failure(error: OSError, path: str) -> OSError:
@@ -88,7 +92,7 @@ def _open_file(path: str, mode: str) -> int:
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
     try:
         status = os.fstat(named)
-        if status.st_dev not in _find.mounts_by_device():
+        if status.st_dev not in _daemons.mounts_by_device():
             raise OSError(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -150,7 +154,7 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
     except OSError as error:
         raise _failure(error, name) from None
     try:
-        connection = link_to(os.fstat(fd).st_dev)
+        connection = _daemons.shared_connection(os.fstat(fd).st_dev)
         answer, pieces = connection.attach(fd, mode)
     except OSError as error:
         raise _failure(error, name) from None
@@ -162,7 +166,7 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
 def _map(
     path: str,
     mode: str,
-    connection: Link,
+    connection: Connection,
     answer: protocol.Attached,
     pieces: list[SharedPiece],
     reserve: int | None,

@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 from gpufs.client import _ends, _room
 from gpufs.client._connection import Cancellation
-from gpufs.client._connections import Connections
+from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
@@ -69,7 +69,7 @@ class Settings:
     verify: bool
     preserve: bool
     partial: bool
-    connections: Connections
+    connections: IdleConnections
     patience: float = _SPACE_SECONDS
 
     def check_room(self, fd: int, needed: int, mounts: Mounts, cancel: Cancellation | None) -> None:

@@ -8,15 +8,15 @@ import os
 import threading
 from typing import Any, Final, Self
 
-from gpufs.client import _find
+from gpufs.client import _daemons
 from gpufs.client._array_memory import ArrayMemory, memory_of
+from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
-from gpufs.client._link import Link, link_to
 from gpufs.client._shared_memory import Share, share_host_memory
 
 _STATUS: Final = ".gpufs/status"
 
-# Those that have not been closed: the links and the arrays of these stay, also where the program drops them.
+# Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
 _registrations: set[Registration] = set()
 
 
@@ -31,10 +31,10 @@ class Registration:
         Its size in bytes.
     """
 
-    def __init__(self, link: Link, number: int, path: str, memory: ArrayMemory) -> None:
+    def __init__(self, connection: Connection, number: int, path: str, memory: ArrayMemory) -> None:
         self.path = path
         self.nbytes = memory.size
-        self._link = link
+        self._connection = connection
         self._number = number
         self._memory: ArrayMemory | None = memory  # kept allocated
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class Registration:
             if self._memory is None:
                 return
             try:
-                self._link.unregister(self._number)
+                self._connection.unregister(self._number)
             except OSError as error:
                 if error.errno == errno.ETIMEDOUT:
                     raise OSError(error.errno, error.strerror, self.path) from None
@@ -124,17 +124,17 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     device = os.stat(directory).st_dev
-    mounts = _find.mounts_by_device().get(device)
+    mounts = _daemons.mounts_by_device().get(device)
     if mounts is None:
         raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
-        link = link_to(device)
-        if not link.driver:
+        connection = _daemons.shared_connection(device)
+        if not connection.driver:
             with open(os.path.join(mounts[0].mountpoint, _STATUS)) as file:
-                link.driver = json.load(file)["driver"]
-        share = _share(memory, link.driver)
+                connection.driver = json.load(file)["driver"]
+        share = _share(memory, connection.driver)
         try:
-            return _create(link, share, name, mode, memory)
+            return _create(connection, share, name, mode, memory)
         finally:
             share.close()
     except OSError as error:
@@ -153,13 +153,12 @@ def _share(memory: ArrayMemory, driver: str) -> Share:
     return share_gpu_memory(driver, memory.address, memory.size, writable=memory.writable)
 
 
-def _create(link: Link, share: Share, path: str, mode: int, memory: ArrayMemory) -> Registration:
+def _create(connection: Connection, share: Share, path: str, mode: int, memory: ArrayMemory) -> Registration:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         try:
-            number = next(link.numbers)
-            link.register(number, share, memory.size, file)
-            return Registration(link, number, path, memory)
+            number = connection.register(share, memory.size, file)
+            return Registration(connection, number, path, memory)
         except BaseException:
             if os.path.samestat(os.fstat(file), os.lstat(path)):
                 os.unlink(path)

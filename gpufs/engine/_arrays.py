@@ -9,6 +9,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from gpufs.engine._arguments import has_references, view_of
+from gpufs.engine._binding import python_function
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi
 
@@ -42,6 +43,8 @@ _DRIVER_OF: Final = {
 _DLPACK_VERSION: Final = (1, 1)  # the newest whose capsules are understood; every 1.x is laid out alike
 _DLPACK_READ_ONLY: Final = 1
 _DLPACK_PADDED: Final = 4
+_pointer_of: Final = python_function("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_is_capsule: Final = python_function("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 # "<f4", "|b1", "<M8[ns]": byte order, kind, bytes of an element.
 _TYPE: Final = re.compile(r"[<>|=]?([A-Za-z])(\d+)(?:\[.*\])?")
 
@@ -230,19 +233,14 @@ def read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRan
         capsule = give(max_version=_DLPACK_VERSION)
     except TypeError:  # from before there were versions
         capsule = give()
-    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer_of.restype = ctypes.c_void_p
-    pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    is_valid = ctypes.pythonapi.PyCapsule_IsValid
-    is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
     flags = 0
-    if is_valid(capsule, b"dltensor_versioned"):
-        versioned = ffi.cast("gpufs_dl_versioned *", pointer_of(capsule, b"dltensor_versioned"))
+    if _is_capsule(capsule, b"dltensor_versioned"):
+        versioned = ffi.cast("gpufs_dl_versioned *", _pointer_of(capsule, b"dltensor_versioned"))
         if versioned.major != _DLPACK_VERSION[0]:
             raise ValueError(f"memory: the array has DLPack of version {versioned.major}, which is not understood")
         flags, tensor = versioned.flags, versioned.tensor
-    elif is_valid(capsule, b"dltensor"):
-        tensor = ffi.cast("gpufs_dl_legacy *", pointer_of(capsule, b"dltensor")).tensor
+    elif _is_capsule(capsule, b"dltensor"):
+        tensor = ffi.cast("gpufs_dl_legacy *", _pointer_of(capsule, b"dltensor")).tensor
     else:
         raise ValueError(f"memory: {type(memory).__name__}.__dlpack__() did not return an array")
     read_only = bool(flags & _DLPACK_READ_ONLY)

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gpufs.engine._binding import Handle, check, new_reference
+from gpufs.engine._binding import Handle, check, new_reference, python_function
 from gpufs.engine._native import ffi, lib
 
 # DLPack's kinds of devices, by driver.
@@ -14,6 +14,9 @@ _NO_STREAMS: Final[dict[str, tuple[int, ...]]] = {"cuda": (0,), "hip": (1, 2)}
 # A capsule refers to its name, so they are constants.
 _VERSIONED_NAME: Final = ctypes.c_char_p(b"dltensor_versioned")
 _NAME: Final = ctypes.c_char_p(b"dltensor")
+_new_capsule: Final = python_function(
+    "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)
 _DROP: Final = ffi.cast("void(*)(void *)", lib.gpufs_drop_object_address())
 
 
@@ -82,8 +85,5 @@ def dlpack_capsule(
         check(lib.gpufs_tensor_export(owner._handle, ffi.NULL, ffi.NULL, tensor, versioned, read_only, managed))
     else:
         check(lib.gpufs_tensor_export(0, new_reference(owner), _DROP, tensor, versioned, read_only, managed))
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype = ctypes.py_object
-    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     name = _VERSIONED_NAME if versioned else _NAME
-    return new(int(ffi.cast("uintptr_t", managed[0])), name, lib.gpufs_capsule_destructor())
+    return _new_capsule(int(ffi.cast("uintptr_t", managed[0])), name, lib.gpufs_capsule_destructor())

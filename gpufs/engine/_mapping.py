@@ -29,6 +29,9 @@ class SharedPiece:
 class Mapping(Handle):
     """Memory that another program leases, mapped into this one. No engine is needed.
 
+    It is unmapped by close(), ``with`` and garbage collection. What is mapped when the interpreter exits stays mapped
+    until the process has ended.
+
     Parameters
     ----------
     driver
@@ -58,7 +61,8 @@ class Mapping(Handle):
         flags = lib.GPUFS_LEASE_WRITE if writable else 0
         names = text("driver", driver), text("pci_address", pci_address)
         check(lib.gpufs_mapping_open(*names, flags, unsigned("reserve", reserve), handle))
-        self._own(handle[0])
+        # Not at the exit: daemon threads, finalizers and exit handlers may still use the memory.
+        self._own(handle[0], at_exit=False)
 
     def add(self, pieces: Iterable[SharedPiece]) -> None:
         """Map pieces after what is mapped. Their descriptors are closed, also after a failure.

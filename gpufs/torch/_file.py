@@ -180,7 +180,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
-def load_file(filename: str | os.PathLike[str], device: Device = None, *, mode: str = "r") -> dict[str, torch.Tensor]:
+def load_file(
+    filename: str | os.PathLike[str], device: Device = None, *, mode: str = "r", backend: str | None = None
+) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file in place.
 
     Parameters
@@ -193,6 +195,8 @@ def load_file(filename: str | os.PathLike[str], device: Device = None, *, mode: 
     mode : {"r", "r+"}
         "r" maps the file read-only: a program that writes to a tensor ends (SIGSEGV in host memory, a fatal error of
         the context on a GPU). With "r+" changes of the tensors are changes of the file.
+    backend : str, optional
+        How safetensors reads files. It has no effect: the tensors are in memory already.
 
     Returns
     -------
@@ -246,7 +250,7 @@ class safe_open:
         As for :func:`load_file`.
     framework : {"pt", "torch"}
         Other frameworks take their arrays from :func:`gpufs.attach`.
-    device, mode
+    device, mode, backend
         As for :func:`load_file`.
 
     Examples
@@ -256,7 +260,13 @@ class safe_open:
     """
 
     def __init__(
-        self, filename: str | os.PathLike[str], framework: str = "pt", device: Device = None, *, mode: str = "r"
+        self,
+        filename: str | os.PathLike[str],
+        framework: str = "pt",
+        device: Device = None,
+        *,
+        mode: str = "r",
+        backend: str | None = None,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(f"framework {framework!r} is not served here; use 'pt', or gpufs.attach and DLPack")
