@@ -40,7 +40,7 @@ class DeviceArray:
     path : str
         The file's name when it was attached.
     mode : str
-        "r" (the memory is mapped read-only) or "r+".
+        "r" (the memory is mapped read-only), "r+", or "c" (what is written stays in this program).
     private : bool
         Whether it is a copy of the file's contents, made because this program may not write to the file.
 

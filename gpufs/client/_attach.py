@@ -14,7 +14,7 @@ from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection
 from gpufs.client._outcome import text_of
-from gpufs.protocol import READ, READ_WRITE
+from gpufs.protocol import COPY_ON_WRITE, MODES, READ, READ_WRITE
 
 if TYPE_CHECKING:
     from gpufs.engine import Mapping, SharedPiece
@@ -99,7 +99,8 @@ def _open_file(path: str, mode: str) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         try:
-            return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC)
+            if mode != COPY_ON_WRITE:
+                return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             if mode == READ_WRITE or error.errno not in _READ_ONLY:
                 raise
@@ -123,6 +124,8 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
         "r" maps the memory read-only. A program that may not write to the file gets a private copy in GPU memory,
         unless the mount has the knob ``trust_readers``: a GPU's driver cannot forbid writing. The same holds for a
         small file (less than a granule, 2 MiB). "r+" maps it for reading and writing and allocates the file's holes.
+        "c" (copy on write, as in numpy.memmap) lets this program write, and nobody else sees it: a page of host memory
+        is copied when it is written to, memory of a GPU is copied at once.
     reserve
         Bytes of addresses to reserve for the file's growth, seen after `DeviceArray.refresh`. None: four times the
         size, and at least 1 GiB.
@@ -139,15 +142,15 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
         ``backing`` or ``.gpufs``), ENODATA for holes with mode "r", ENOSPC if there is no memory for holes or a copy,
         ENOTCONN if the mount's daemon has died.
     ValueError
-        ``mode`` is neither "r" nor "r+", or ``reserve`` is less than the file's size.
+        ``mode`` is none of "r", "r+" and "c", or ``reserve`` is less than the file's size.
 
     Examples
     --------
     >>> weights = gpufs.attach("/mnt/gpufs/gpu0/weights")  # doctest: +SKIP
     >>> tensor = torch.from_dlpack(weights.view("bfloat16", (4096, -1)))  # doctest: +SKIP
     """
-    if mode not in (READ, READ_WRITE):
-        raise ValueError(f"mode: {mode!r} is neither 'r' nor 'r+'")
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
     name = os.fsdecode(path)
     try:
         fd = _open_file(name, mode)
@@ -181,7 +184,8 @@ def _map(
             wanted = max(_RESERVE_FACTOR * answer.size, _LEAST_RESERVE) if reserve is None else reserve
             wanted = max(-(-wanted // _GRANULE), 1) * _GRANULE
             try:
-                mapping = Mapping(answer.driver, answer.pci_address, writable=mode == READ_WRITE, reserve=wanted)
+                writable, private = mode == READ_WRITE, mode == COPY_ON_WRITE
+                mapping = Mapping(answer.driver, answer.pci_address, writable=writable, private=private, reserve=wanted)
             except OSError as error:
                 raise _failure(error, path) from None
         except BaseException:

@@ -40,6 +40,9 @@ class Mapping(Handle):
         The device's :attr:`DeviceInfo.pci_address`. Devices have other numbers where CUDA_VISIBLE_DEVICES is set.
     writable
         Whether this program may write to the memory.
+    private
+        Whether what it writes stays in this program. Host memory is then copied page by page as it is written to.
+        Memory of a GPU must be a copy for this program already.
     reserve
         Bytes of addresses, for the memory and what it grows by later.
 
@@ -56,9 +59,9 @@ class Mapping(Handle):
 
     __slots__ = ()
 
-    def __init__(self, driver: str, pci_address: str, *, writable: bool, reserve: int) -> None:
+    def __init__(self, driver: str, pci_address: str, *, writable: bool, private: bool = False, reserve: int) -> None:
         handle = ffi.new("gpufs_handle *")
-        flags = lib.GPUFS_LEASE_WRITE if writable else 0
+        flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_MAPPING_PRIVATE if private else 0)
         names = text("driver", driver), text("pci_address", pci_address)
         check(lib.gpufs_mapping_open(*names, flags, unsigned("reserve", reserve), handle))
         # Not at the exit: daemon threads, finalizers and exit handlers may still use the memory.

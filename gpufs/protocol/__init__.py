@@ -34,6 +34,8 @@ SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
 HANDLE_BYTES: Final = 64
 READ: Final = "r"  # modes of an attachment
 READ_WRITE: Final = "r+"
+COPY_ON_WRITE: Final = "c"
+MODES: Final = (READ, READ_WRITE, COPY_ON_WRITE)
 NO_LIMIT: Final = -1  # instead of bytes
 DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
 
@@ -208,12 +210,13 @@ class Result:
 class Attach:
     """Asks for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
 
-    ``mode``: READ, or READ_WRITE, for which the descriptor must be open for reading and writing.
+    ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
+    memory of a GPU is then always a copy, and the client maps memory of the host privately.
     """
 
     TYPE: ClassVar[str] = "attach"
     id: Id
-    mode: Annotated[str, _one_of(READ, READ_WRITE)]
+    mode: Annotated[str, _one_of(*MODES)]
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
     fd
         The client's descriptor.
     mode
-        READ or READ_WRITE.
+        READ, READ_WRITE or COPY_ON_WRITE.
     device
         The st_dev of our mount.
 

@@ -132,7 +132,7 @@ class ClientLeases:
             # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
             descriptor.close()
             attachment.device = buffer.info.device
-            if not may_write and served.gets_copy(buffer):
+            if not may_write and served.gets_copy(buffer, message.mode):
                 served.holders.charge(holder, *served.cost_of_copy(buffer))
             writable = message.mode == READ_WRITE
             label = str(holder.peer)

@@ -9,7 +9,7 @@ from typing import Final
 
 from gpufs.engine import Buffer, Lease, Mount
 from gpufs.fs.tree import Tree
-from gpufs.protocol import Register
+from gpufs.protocol import COPY_ON_WRITE, Register
 from gpufs.service._holders import HolderTable
 from gpufs.service._limits import Limits
 
@@ -52,7 +52,7 @@ class ServedMount:
                 raise OSError(EINVAL, "the file on the mount holds no device memory") from None
             raise
 
-    def gets_copy(self, buffer: Buffer) -> bool:
+    def gets_copy(self, buffer: Buffer, mode: str) -> bool:
         """Whether a client that may only read this buffer gets a private copy of it.
 
         On GPUs it does, because a descriptor of device memory always gives write access. A small file is copied on
@@ -61,7 +61,7 @@ class ServedMount:
         """
         if buffer.info.held_bytes < buffer.engine.devices[buffer.info.device].info.granule:
             return True
-        return self.mount.engine.driver != "host" and not self.trust_readers
+        return self.mount.engine.driver != "host" and (mode == COPY_ON_WRITE or not self.trust_readers)
 
     def cost_of_copy(self, buffer: Buffer) -> tuple[int, int]:
         """The device memory that a copy of a buffer takes, in whole granules, and that there is, in bytes."""

@@ -192,9 +192,10 @@ def load_file(
         the directory of either.
     device : torch.device, str or int, optional
         Tensors that are not on this device are copied to it. By default they stay where the file is.
-    mode : {"r", "r+"}
+    mode : {"r", "r+", "c"}
         "r" maps the file read-only: a program that writes to a tensor ends (SIGSEGV in host memory, a fatal error of
-        the context on a GPU). With "r+" changes of the tensors are changes of the file.
+        the context on a GPU). With "r+" changes of the tensors are changes of the file. With "c" they stay
+        private to this program: a page of host memory is copied when it is written to, a GPU's file at once.
     backend : str, optional
         How safetensors reads files. It has no effect: the tensors are in memory already.
 

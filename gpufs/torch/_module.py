@@ -54,9 +54,10 @@ def attach_module(
         :func:`publish` wrote from a module have all buffers.
     device : torch.device, str or int, optional
         As for :func:`load_file`: tensors that are not there already are copied.
-    mode : {"r", "r+"}
+    mode : {"r", "r+", "c"}
         With "r" parameters are read-only and do not require gradients. With "r+" they do if they did when they were
-        published, or do in the module, and training changes the file.
+        published, or do in the module, and training changes the file. "c" is as "r+", and the changes stay private to
+        this program.
 
     Returns
     -------

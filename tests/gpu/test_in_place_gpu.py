@@ -368,3 +368,47 @@ def test_pools_do_not_grow(gpu: GpufsMount) -> None:
         if cycle == 20:
             before = memory_held(gpu)
     assert memory_held(gpu) <= before + 16 * MIB
+
+
+def test_copy_on_write(gpu: GpufsMount) -> None:
+    """What a program writes with mode "c" stays in its own copy."""
+    path = gpu.device / "file"
+    path.write_bytes(bytes(8 * MIB))
+    first, second = (torch.from_dlpack(gpufs.attach(path, "c")) for _ in range(2))
+    first.fill_(7)
+    torch.cuda.synchronize()
+    assert int(first.sum(dtype=torch.int64)) == 7 * 8 * MIB
+    assert int(second.sum(dtype=torch.int64)) == 0
+    assert path.read_bytes() == bytes(8 * MIB)
+
+
+UNCHANGED_PROGRAM = """
+import json, sys, torch, transformers
+torch.zeros(1, device="cuda")
+before = torch.cuda.mem_get_info()[0]
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="cuda:0")
+taken = before - torch.cuda.mem_get_info()[0]
+tokens = model.generate(torch.arange(8, device="cuda")[None], max_new_tokens=8, do_sample=False)
+print(json.dumps([taken, tokens.tolist(), json.loads(model.config.to_json_string())["num_hidden_layers"]]))
+"""
+
+
+def test_transformers_takes_no_memory(gpu: GpufsMount, tmp_path: Path) -> None:
+    """`gpufs run` of an unchanged program: no memory for the weights, and the same tokens."""
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 8000}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", gpu.device], check=True)
+    answers = []
+    for words in ([sys.executable], [*GPUFS, "run", sys.executable]):
+        done = subprocess.run(
+            [*words, "-c", UNCHANGED_PROGRAM, gpu.device / "model"], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout.splitlines()[-1]))
+    plain, in_place = answers
+    assert plain[1:] == in_place[1:]
+    assert plain[0] > 200 * MIB
+    assert in_place[0] < 32 * MIB
