@@ -12,8 +12,19 @@ from tensors that are in device memory already.
 from gpufs.formats import FormatError
 from gpufs.in_place import use_in_place
 from gpufs.torch._file import load_file, safe_open
+from gpufs.torch._load import load
 from gpufs.torch._module import attach_module, load_model
 from gpufs.torch._pool import pool
 from gpufs.torch._publish import publish
 
-__all__ = ["FormatError", "attach_module", "load_file", "load_model", "pool", "publish", "safe_open", "use_in_place"]
+__all__ = [
+    "FormatError",
+    "attach_module",
+    "load",
+    "load_file",
+    "load_model",
+    "pool",
+    "publish",
+    "safe_open",
+    "use_in_place",
+]
