@@ -95,7 +95,7 @@ def test_leases_end_that_were_detached_while_the_daemon_was_stalled(mount: Mount
         began = time.monotonic()
         while arrays:
             arrays.pop().close()
-        assert time.monotonic() - began < 20  # not two seconds for each
+        assert time.monotonic() - began < 60  # not two seconds for each
     finally:
         mounted.signal(signal.SIGCONT)
     wait_for_leases(mounted, 1)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gpufs.engine import SharedPiece
 
 Memory: TypeAlias = "tuple[Attached, list[SharedPiece]]"
+Change: TypeAlias = Register | Unregister | SetQuota  # requests that `done` answers
 
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
@@ -296,7 +297,7 @@ class Connection:
         """End a registration. OSError ETIMEDOUT if the daemon still uses the memory."""
         self.request(Unregister(number))
 
-    def request(self, message: Register | Unregister | SetQuota, descriptors: Sequence[int] = ()) -> None:
+    def request(self, message: Change, descriptors: Sequence[int] = ()) -> None:
         """Send a message and wait until it is done. OSError if the daemon refuses, or ends before."""
         with self._exclusive():
             done = self._done(message, descriptors)
@@ -358,7 +359,7 @@ class Connection:
 
     # ---- answers ----
 
-    def _done(self, message: Register | Unregister | SetQuota, descriptors: Sequence[int]) -> Done:
+    def _done(self, message: Change, descriptors: Sequence[int]) -> Done:
         answer = self._ask(Done, message, descriptors)
         self._wait(answer)
         assert isinstance(answer.message, Done)
@@ -381,7 +382,7 @@ class Connection:
     def _ask(
         self,
         kind: type[Result | Attached | Done],
-        request: Copy | Attach | Refresh | Detach | Register | Unregister | SetQuota,
+        request: Copy | Attach | Refresh | Detach | Change,
         descriptors: Sequence[int] = (),
         progress: Callable[[Progress], None] | None = None,
     ) -> _Answer:

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Final
@@ -18,6 +19,7 @@ from gpufs.mounting import MountEntry
 _SOCKET_FILE: Final = ".gpufs/socket"
 _CONNECT_SECONDS: Final = 15.0
 _PATH_MAX: Final = 4096
+_SILENT_SECONDS: Final = 60.0
 
 
 def mounts_by_device() -> dict[int, list[MountEntry]]:
@@ -122,6 +124,7 @@ class IdleConnections:
         # By the mount's st_dev. There is no lock, which another thread could hold when the process forks.
         self._idle: dict[int, list[Connection]] = {}
         self._noticed: dict[int, object] = {}
+        self._silent_until: dict[int, float] = {}  # daemons that did not answer, which takes long to find out
 
     def close(self) -> None:
         """End the idle ones."""
@@ -135,7 +138,10 @@ class IdleConnections:
         self._idle.setdefault(device, []).append(connection)
 
     def take(self, device: int, mounts: list[MountEntry]) -> Connection | None:
-        """A connection to a mount's daemon; None if the daemon cannot be reached now: the next copy tries again."""
+        """A connection to a mount's daemon; None if it cannot be reached now: the next copy tries again.
+
+        After a daemon that did not answer, only copies after a minute do.
+        """
         idle = self._idle.setdefault(device, [])
         while idle:
             try:
@@ -145,9 +151,13 @@ class IdleConnections:
             if not connection.ended:
                 return connection
             connection.close()
+        if time.monotonic() < self._silent_until.get(device, 0.0) and not self._required:
+            return None
         try:
             return connect(device, mounts)
         except OSError as error:
+            if error.errno == errno.ETIMEDOUT:
+                self._silent_until[device] = time.monotonic() + _SILENT_SECONDS
             if self._required:
                 raise
             why = error.strerror or str(error)

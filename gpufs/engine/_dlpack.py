@@ -7,8 +7,9 @@ from typing import Any, Final
 from gpufs.engine._binding import Handle, check, new_reference, python_function
 from gpufs.engine._native import ffi, lib
 
-# DLPack's kinds of devices, by driver.
+# DLPack's kinds of devices, by driver; and the driver of each kind. "host": also memory that is pinned for a GPU.
 KIND_OF_DRIVER: Final = {"host": 1, "cuda": 2, "hip": 10}
+DRIVER_OF_KIND: Final = {1: "host", 2: "cuda", 3: "host", 10: "hip", 11: "host", 13: "cuda"}
 # Streams that a consumer may not name, by the array API standard: 0 is ambiguous in CUDA, 1 and 2 exist only there.
 _NO_STREAMS: Final[dict[str, tuple[int, ...]]] = {"cuda": (0,), "hip": (1, 2)}
 # A capsule refers to its name, so they are constants.

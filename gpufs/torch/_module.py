@@ -85,6 +85,8 @@ def load_model(
     filename: str | os.PathLike[str],
     strict: bool = True,
     device: Device = None,
+    *,
+    backend: str | None = None,
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a module, as the function of this name in safetensors does.
 
@@ -101,6 +103,8 @@ def load_model(
         Whether a name that only the module or only the file has is an error.
     device : torch.device, str or int, optional
         Where views of the file are to be; copied if the file is on another device.
+    backend : str, optional
+        As for :func:`load_file`.
 
     Returns
     -------

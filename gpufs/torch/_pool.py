@@ -129,6 +129,13 @@ def that_holds(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None
     return None
 
 
+class _Entered(threading.local):
+    """The calling thread's `with` blocks of a pool, the innermost last: torch's context managers."""
+
+    def __init__(self) -> None:
+        self.uses: list[Any] = []
+
+
 class pool:
     """Torch allocates from a file of a mount inside ``with``, on this thread.
 
@@ -165,7 +172,7 @@ class pool:
         release_unused()
         self.path = os.fspath(path)
         self._memory = PoolMemory(Path(path), self._bytes)
-        self._entered = threading.local()  # .uses: torch's part of each `with` of the thread, the innermost last
+        self._entered = _Entered()
         weakref.finalize(self, self._memory.release).atexit = False
 
     @property
@@ -186,7 +193,7 @@ class pool:
         except BaseException:
             self._memory.addresses.leave()
             raise
-        self._entered.__dict__.setdefault("uses", []).append(using)
+        self._entered.uses.append(using)
         return self
 
     def __exit__(

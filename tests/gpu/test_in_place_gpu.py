@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import run
 
 import gpufs
 import gpufs.torch
@@ -337,6 +338,38 @@ def test_tensors_outlive_their_pool(gpu: GpufsMount) -> None:
     gpufs.torch.pool(gpu.device / "g", 2 * MIB)
     gpufs.torch.pool(gpu.device / "g", 2 * MIB)
     assert memory_held(gpu) - before <= 8 * MIB
+
+
+def test_pools_can_be_nested(gpu: GpufsMount) -> None:
+    outer, inner = (gpufs.torch.pool(gpu.device / name, 32 * MIB) for name in ("outer", "inner"))
+    with outer:
+        with inner:
+            first = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda")
+        assert (outer.used, inner.used >= 4 * MIB) == (0, True)
+        second = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
+    assert outer.used >= 4 * MIB
+    assert int(first.sum()) + int(second.sum()) == 4 * MIB
+
+
+def test_programs_end_while_memory_is_in_use(gpu: GpufsMount) -> None:
+    """By a finalizer and an exit handler that runs last, and with a pool."""
+    file = gpu.device / "f"
+    gpufs.torch.publish({"a": torch.ones(8 * MIB, dtype=torch.uint8)}, file)
+    text = """
+        import atexit, sys
+        atexit.register(lambda: print(int(tensor.sum()), flush=True))
+        import gpufs.torch, torch
+        tensor = gpufs.torch.load_file(sys.argv[1])["a"]
+        pool = gpufs.torch.pool(sys.argv[1] + ".new", "32M")
+        with pool:
+            kept = torch.full((4 << 20,), 7, dtype=torch.uint8, device="cuda")
+        class Reader:
+            def __del__(self, tensor=tensor):
+                print(int(tensor.sum()), flush=True)
+        reader = Reader()
+    """
+    done = run(sys.executable, "-c", textwrap.dedent(text), file)
+    assert done.stdout.split() == [str(8 * MIB)] * 2
 
 
 def test_a_full_pool(gpu: GpufsMount) -> None:
