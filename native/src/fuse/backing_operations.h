@@ -77,7 +77,9 @@ class BackingOperations {
 
   // True if the read was served without waiting, from the page cache.
   bool read_cached(const OpenBacking& open, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
-  Result<std::uint64_t> transfer(const TransferRequest& wanted, Inode& inode, Cancellation& cancellation);
+  // loss: of the target, if that is a buffer.
+  Result<std::uint64_t> transfer(const TransferRequest& wanted, Inode& inode, SetIdLoss loss,
+                                 Cancellation& cancellation);
   void drop_set_id_after_copy(const File& to, const Caller& caller);
 
   // Runs Answer body(const Cancellation&) in the lane of the file and answers the request. The body owns all that it
