@@ -66,6 +66,8 @@ class Relay {
   // Shortens the request in place; returns the part of the message to send.
   std::span<std::byte> clip(Request& request);
   void forward_forgotten();
+  // False if there is no such file. It is closed on the executor.
+  bool close_backing(std::uint64_t fh);
   void forward_one_way(std::span<const std::byte> message);
   // 0, or why it could be neither sent nor queued.
   int send(std::span<const std::byte> message);
