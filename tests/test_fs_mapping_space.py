@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 from collections.abc import Callable, Iterator
 from errno import ENOSPC
 from pathlib import Path
@@ -52,13 +51,12 @@ def test_a_store_without_memory_is_a_sigbus(full: tuple[Path, Callable[[], objec
     """Nothing of what was stored before is lost, and no later call fails for it."""
     place, more = full
     file, size = place / "file", 32 * MIB
-    with pytest.raises(ChildKilled) as killed:
+    with pytest.raises(ChildKilled, match="SIGBUS"):
         in_child(lambda: fill(file, size), uid=NOBODY, gid=NOBODY)
-    assert killed.value.args == (signal.SIGBUS,)
     for _ in range(2):
         found = np.fromfile(file, np.uint8)
         stored = int(found.sum())
-        assert ROOM - 4 * MIB <= stored <= ROOM
+        assert ROOM - 8 * MIB <= stored <= ROOM  # the kernel's reading ahead takes some
         assert found[:stored].all()
     more()
     in_child(lambda: fill(file, size), uid=0)

@@ -32,6 +32,18 @@ int client_error(const Status& status, const char* what) {
   return error;
 }
 
+bool has_hole(Buffer& buffer, std::uint64_t offset, std::uint64_t end) {
+  const Result<std::uint64_t> found = buffer.seek_hole(offset);
+  return found.ok() && found.value() < end;
+}
+
+// Whether holes that nobody has touched yet may get memory: there must be enough for those that are touched first.
+bool may_fill_ahead(Buffer& buffer) {
+  constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
+  const Result<MemoryInfo> memory = buffer.device()->device().memory();
+  return memory.ok() && std::min(memory.value().free_bytes, buffer.charge().room()) >= kPlenty;
+}
+
 // A write across the largest size ends there; one that begins there fails.
 Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
   Result<std::size_t> written = buffer.write(offset, data);
@@ -70,18 +82,18 @@ bool BufferOperations::read_pages(const File& file, const Request& request, cons
   Buffer& buffer = *inode.buffer();
   const std::uint64_t size = buffer.size();
   const std::uint64_t end = std::min(in.offset + wanted, size);
-  read_ahead_.note_read(request.header.pid, inode.ino(), in.offset, wanted, size, file->writes);
-  // Where the kernel caches whatever is read, it does not tell faults from calls of read(2).
-  if (in.offset >= end || !init_.direct_io()) return false;
-  const Result<std::uint64_t> hole = buffer.seek_hole(in.offset);
-  if (!hole.ok() || hole.value() >= end) return false;
   const bool own = read_ahead_.is_own(request.header.pid);
-  if (!file->writes && !(own && read_ahead_.is_for_writer(inode.ino()))) {
-    // A store to a page that is cached asks for nothing, so no hole may be cached for nobody.
-    if (!own || !inode.has_writers()) return false;
+  // Where the kernel caches whatever is read, it does not tell faults from calls of read(2).
+  const bool hole = in.offset < end && init_.direct_io() && has_hole(buffer, in.offset, end);
+  const bool fills = hole && (file->writes || (own && read_ahead_.is_for_writer(inode.ino())));
+  const bool ahead = !fills || may_fill_ahead(buffer);
+  if (ahead) read_ahead_.note_read(request.header.pid, inode.ino(), in.offset, wanted, size, file->writes);
+  if (own && hole && (!ahead || (!fills && inode.has_writers()))) {
+    // A store to a page that is cached asks for nothing, so no hole may be cached without need.
     responder.error(EAGAIN);
     return true;
   }
+  if (!fills) return false;
   // The page that a store needs is read first. Memory for it must come now: when the page is written back, nobody can
   // be told any more that there is none. An error becomes a SIGBUS at the store.
   const Status filled = buffer.pin_for_write(in.offset, end - in.offset).status();
