@@ -22,7 +22,7 @@ ROOM = 20 * MIB  # for the files below
 def full(request: pytest.FixtureRequest, mount: Mounter, cached: bool) -> Iterator[tuple[Path, Callable[[], object]]]:
     """A directory where ROOM bytes are left for nobody, and what makes more room."""
     if cached:
-        pytest.skip("the kernel does not tell faults from reads")
+        pytest.skip("this kernel's reads of mappings look like calls of read(2)")
     if request.param == "device":
         mounted = mount(memory=64 * MIB, allow_other=True)
         filler = mounted.device / "filler"
@@ -64,9 +64,9 @@ def test_a_store_without_memory_is_a_sigbus(full: tuple[Path, Callable[[], objec
 
 
 def test_only_mappings_of_files_open_for_writing_take_memory(mount: Mounter, cached: bool) -> None:
-    """A user who may only read takes nothing of the owner's memory."""
+    """A user who may only read a sparse file cannot make it larger."""
     if cached:
-        pytest.skip("the kernel does not tell faults from reads")
+        pytest.skip("this kernel's reads of mappings look like calls of read(2)")
     mounted = mount(memory=64 * MIB)
     file = mounted.device / "file"
     file.touch()
@@ -74,10 +74,10 @@ def test_only_mappings_of_files_open_for_writing_take_memory(mount: Mounter, cac
     with open(file, "r+b", buffering=0) as stream:
         while stream.read(MIB):
             pass
-    with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as area:
+    with open(file, "rb", buffering=0) as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as area:
         assert not any(area[::4096])
     assert allocated(file) == 0
-    with open(file, "r+b") as stream, mmap.mmap(stream.fileno(), 0) as area:
+    with open(file, "r+b", buffering=0) as stream, mmap.mmap(stream.fileno(), 0) as area:
         area[40 * MIB] = 1
         assert 0 < allocated(file) <= 12 * MIB
     mounted.unmount()
@@ -86,7 +86,7 @@ def test_only_mappings_of_files_open_for_writing_take_memory(mount: Mounter, cac
 def test_lost_stores_are_reported(mount: Mounter, cached: bool) -> None:
     """A page that a reader's mapping has cached needs no memory until it is written back."""
     if cached:
-        pytest.skip("the kernel does not tell faults from reads")
+        pytest.skip("this kernel's reads of mappings look like calls of read(2)")
     mounted = mount(memory=64 * MIB)
     file = mounted.device / "named"
     file.touch()

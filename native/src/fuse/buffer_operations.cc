@@ -83,7 +83,7 @@ bool BufferOperations::read_pages(const File& file, const Request& request, cons
   const std::uint64_t size = buffer.size();
   const std::uint64_t end = std::min(in.offset + wanted, size);
   const bool own = read_ahead_.is_own(request.header.pid);
-  // Where the kernel caches whatever is read, it does not tell faults from calls of read(2).
+  // Where the kernel caches all files, the READ of a fault looks like that of read(2).
   const bool hole = in.offset < end && init_.direct_io() && has_hole(buffer, in.offset, end);
   const bool fills = hole && (file->writes || (own && read_ahead_.is_for_writer(inode.ino())));
   const bool ahead = !fills || may_fill_ahead(buffer);
