@@ -30,7 +30,11 @@ class BackingOperations {
   // transfers: null without an engine (tests); copies with buffers are then EXDEV, which makes the kernel copy.
   BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers, LongRequests& long_requests,
                     Statistics& statistics)
-      : table_(table), transfers_(std::move(transfers)), long_requests_(long_requests), statistics_(statistics) {}
+      : table_(table),
+        transfers_(std::move(transfers)),
+        long_requests_(long_requests),
+        statistics_(statistics),
+        files_(long_requests.executor()) {}
   BackingOperations(const BackingOperations&) = delete;
   BackingOperations& operator=(const BackingOperations&) = delete;
 

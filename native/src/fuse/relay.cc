@@ -155,12 +155,12 @@ void Relay::forward(Request& request, Responder responder) {
   switch (admit(unique, responder)) {
     case Admission::kPending:
       break;
-    case Admission::kDead:
+    case Admission::kDead: {
       // A backing file can be closed without the control plane.
-      if (request.header.opcode == FUSE_RELEASE && close_backing(request.arguments<fuse_release_in>().fh)) {
-        return responder.ok();
-      }
+      const bool closes = request.header.opcode == FUSE_RELEASE;
+      if (closes && backing_files_.remove(request.arguments<fuse_release_in>().fh) != nullptr) return responder.ok();
       return responder.error(ENOTCONN);
+    }
     case Admission::kTwice:
       // The reply to the first one answers it.
       count(statistics_.bad_requests);
@@ -172,17 +172,6 @@ void Relay::forward(Request& request, Responder responder) {
     Responder failed = take_pending(unique);
     if (failed.pending()) failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : EIO);
   }
-}
-
-bool Relay::close_backing(std::uint64_t fh) {
-  std::shared_ptr<OpenBacking> file = backing_files_.find(fh);
-  if (file == nullptr) return false;
-  const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, file->file->facts().device};
-  file.reset();  // the job has the last reference: a server may never answer the close
-  executor_.submit(lane, nullptr, 0, [this, fh](int refusal, Cancellation&) {
-    if (refusal == 0) static_cast<void>(backing_files_.remove(fh));
-  });
-  return true;
 }
 
 void Relay::forget(std::span<const fuse_forget_one> dropped) {

@@ -66,8 +66,6 @@ class Relay {
   // Shortens the request in place; returns the part of the message to send.
   std::span<std::byte> clip(Request& request);
   void forward_forgotten();
-  // The executor closes the file. False if there is no such file.
-  bool close_backing(std::uint64_t fh);
   void forward_one_way(std::span<const std::byte> message);
   // 0, or why it could be neither sent nor queued.
   int send(std::span<const std::byte> message);
