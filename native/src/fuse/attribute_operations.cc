@@ -155,10 +155,19 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
 }
 
 void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Responder responder) {
+  // What a GPU has is known only when the memory that is being released is back.
+  const bool waits =
+      std::ranges::any_of(table_.devices(), [](const auto& one) { return !one->info().cpu_addressable; });
+  if (!waits) return reply_statfs(*inode, responder);
+  long_requests_.run(*inode, std::move(responder),
+                     [this, inode](Cancellation&, Responder& reply) { reply_statfs(*inode, reply); });
+}
+
+void AttributeOperations::reply_statfs(const Inode& inode, Responder& responder) const {
   std::uint64_t total = 0;
   std::uint64_t free = 0;
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
-    if (inode->device() >= 0 && inode->device() != device->info().index) continue;
+    if (inode.device() >= 0 && inode.device() != device->info().index) continue;
     const Result<MemoryInfo> memory = device->device().memory();
     if (!memory.ok()) {
       log_warning("statfs failed: ", memory.status().message());
@@ -167,7 +176,7 @@ void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Resp
     total += memory.value().total_bytes;
     free += memory.value().free_bytes;
   }
-  if (const std::shared_ptr<Account> account = inode->directory_account()) {
+  if (const std::shared_ptr<Account> account = inode.directory_account()) {
     total = std::min(total, account->limit());
     free = std::min(free, account->room());
   }

@@ -66,6 +66,11 @@ void Inode::was_written(SetIdLoss loss) {
   if (extended_) extended_->drop_capability();
 }
 
+bool Inode::has_writers() const {
+  const std::lock_guard lock(mutex_);
+  return open_writers_ > 0;
+}
+
 SetIdLoss Inode::loss_by(const Caller& caller) const {
   return marks_group_without(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
 }
@@ -202,6 +207,23 @@ Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std:
   }
   set_mtime(inode->attributes_, now);
   set_ctime(inode->attributes_, now);
+  return {};
+}
+
+std::string InodeTable::name_of(std::uint64_t ino) const {
+  std::vector<std::shared_ptr<Inode>> directories;
+  {
+    const std::shared_lock lock(inodes_mutex_);
+    for (const auto& [number, inode] : inodes_) {
+      if (S_ISDIR(inode->kind_)) directories.push_back(inode);
+    }
+  }
+  for (const std::shared_ptr<Inode>& directory : directories) {
+    const std::lock_guard lock(directory->mutex_);
+    for (const auto& [name, target] : directory->names_) {
+      if (target == ino) return name;
+    }
+  }
   return {};
 }
 

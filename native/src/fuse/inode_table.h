@@ -63,6 +63,10 @@ class Inode {
   // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
   [[nodiscard]] SetIdLoss bare_set_gid_loss_by(const Caller& caller) const;
 
+  [[nodiscard]] bool has_writers() const;
+  // Whether this is the first call: what a mapping stored is lost.
+  [[nodiscard]] bool first_loss() { return !lost_stores_.exchange(true); }
+
   // Runs change(attributes, extended attributes) with the inode locked.
   template <typename Change>
   auto with_extended(Change change) {
@@ -89,6 +93,7 @@ class Inode {
   const Timestamp birth_;
   std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
   std::atomic<bool> replaced_{false};
+  std::atomic<bool> lost_stores_{false};
 
   // Guards all below. InodeTable::orphan_mutex_, the mutex of a Charge and ExtentBuffer::state_mutex_ may be taken
   // under it, nothing else.
@@ -138,6 +143,9 @@ class InodeTable {
   Status set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino);
   // What a name leads to, with one more reference; null: there is no such name.
   [[nodiscard]] std::shared_ptr<Inode> look_up(Inode& directory, std::string_view name);
+
+  // One of an inode's names, for messages; empty without any. Looks through all directories.
+  [[nodiscard]] std::string name_of(std::uint64_t ino) const;
 
   // References keep an inode in the table. The control plane adds one for each that its replies hand out.
   Status hold(std::uint64_t ino);
