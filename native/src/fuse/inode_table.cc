@@ -268,6 +268,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
     if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
   }
   if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
+  if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
   ours.uid = changes.uid.value_or(ours.uid);
   ours.gid = changes.gid.value_or(ours.gid);
   if (changes.atime) set_atime(ours, *changes.atime);
@@ -324,6 +325,7 @@ Status InodeTable::charge_to(std::uint64_t ino, std::shared_ptr<Account> account
   if (!inode) return unknown_inode(ino);
   const std::lock_guard lock(inode->mutex_);
   if (inode->buffer_) inode->buffer_->charge().move(Charge::kDirectory, account);
+  if (inode->replacement_) inode->replacement_->charge().move(Charge::kDirectory, account);
   inode->directory_account_ = std::move(account);
   return {};
 }
@@ -337,6 +339,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   const bool fresh = inode->created_open_ && inode->writers_ever_ == 1 && inode->attributes_.nlink <= 1 &&
                      !inode->replaced_ && inode->buffer_->size() == 0;
   if (!fresh) return Status(EBUSY, "the file is not one that its opener has just created, empty and for itself alone");
+  buffer->charge().move_to_accounts_of(inode->buffer_->charge());  // whose owner may have changed
   inode->replacement_ = std::move(buffer);
   inode->replaced_.store(true, std::memory_order_release);
   set_mtime(inode->attributes_, now);

@@ -148,6 +148,8 @@ class ExtentBuffer : public Buffer {
   // a range of at least reserve_end bytes.
   Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative);
   Status reserve_own(std::uint64_t end);
+  // DeviceMemory::reserve(), charged while the range exists.
+  Result<std::shared_ptr<AddressRange>> reserve_addresses(std::uint64_t bytes, const Extents& populated);
   Status grow_own(const Extents& missing, bool speculative);
   [[nodiscard]] std::uint64_t bytes_to_preallocate(std::uint64_t end, std::uint64_t existing);
   Status leave_slot(const Extents& missing);

@@ -58,7 +58,7 @@ Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->limit(), lim
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
 
 Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
-  return map_shared_file(memory);
+  return map_shared_file(memory, limit_);
 }
 
 Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, bool writable) {
