@@ -159,13 +159,19 @@ void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Resp
   std::uint64_t free = 0;
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
     if (inode->device() >= 0 && inode->device() != device->info().index) continue;
-    const Result<MemoryInfo> memory = device->device().memory();
+    // Before the device is asked: what is not pending any more is free.
+    const std::uint64_t pending = table_.orphan_bytes(device->info().index);
+    const std::uint64_t held = device->held_bytes();
+    const Result<MemoryInfo> memory = device->memory();
     if (!memory.ok()) {
       log_warning("statfs failed: ", memory.status().message());
       return responder.error(memory.error());
     }
-    total += memory.value().total_bytes;
-    free += memory.value().free_bytes;
+    const auto [all, now_free] = memory.value();
+    // Memory of removed files is free in a moment; a part of it may be free already.
+    const std::uint64_t kept = held - std::min(pending, held);
+    total += all;
+    free += std::max(now_free, std::min(now_free + pending, all - std::min(kept, all)));
   }
   if (const std::shared_ptr<Account> account = inode->directory_account()) {
     total = std::min(total, account->limit());

@@ -1,8 +1,8 @@
 // What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot.
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it holds above its size,
-// and tries again. At a limit (EDQUOT) it asks the buffers that charge the same account. Nothing else is given up for a
-// caller; memory of removed files is waited for above this layer.
+// then small files move together, and it tries again. At a limit (EDQUOT) it asks the buffers that charge the same
+// account. Nothing else is given up for a caller; memory of removed files is waited for above this layer.
 
 #include <algorithm>
 #include <bit>
@@ -58,6 +58,9 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
       // One that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimPatience)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
+    }
+    if (context_->trim_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
+      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimPatience);
     }
     if (context_->trim_count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
@@ -116,7 +119,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool specul
 }
 
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
-  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end);
+  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end, owner());
   if (!taken.ok()) return taken.status();
   const std::shared_ptr<const SlabPool::Slot> slot = taken.take();
   Exclusion exclusion(*this);
@@ -130,6 +133,24 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
   replace(std::make_shared<Snapshot>(*this, slot));
   account();
   return {};
+}
+
+bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_t bytes) {
+  const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
+  if (!mutation) return false;
+  const std::shared_ptr<const SlabPool::Slot> old = current()->slot;
+  if (old == nullptr || old->address - start >= bytes) return true;
+  const Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
+  if (!slot.ok()) return false;
+  Exclusion exclusion(*this);
+  {
+    const std::lock_guard lock(state_mutex_);
+    exclusion.limit_writers_locked(0);
+    if (!writers_.empty()) return false;
+  }
+  if (!context_->device().copy_within(slot.value()->address, old->address, old->bytes).ok()) return false;
+  replace(std::make_shared<Snapshot>(*this, slot.value()));
+  return true;
 }
 
 Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative) {
