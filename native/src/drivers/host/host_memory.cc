@@ -13,17 +13,9 @@
 #include "base/math.h"
 
 namespace gpufs {
-namespace {
 
-int protect(DeviceAddress address, std::uint64_t bytes, int protection) {
-  return ::mprotect(reinterpret_cast<void*>(address), bytes, protection) == 0 ? 0 : errno;
-}
-
-}  // namespace
-
-// The whole range maps the memfd from the start, without any access; mprotect opens what is populated. So a stray
-// access to a hole faults instead of allocating memory silently, and adjacent granules are one mapping to the kernel
-// (vm.max_map_count).
+// The whole range maps the memfd from the start, holes too. So a range is one mapping to the kernel, which allows few
+// of them (vm.max_map_count), however many holes a file has.
 class HostMemory::Range : public AddressRange {
  public:
   static Result<std::shared_ptr<Range>> map(std::shared_ptr<HostFile> file, std::uint64_t bytes) {
@@ -39,7 +31,7 @@ class HostMemory::Range : public AddressRange {
     if (base > start) ::munmap(wide, base - start);
     if (start + mapped_bytes > end) ::munmap(reinterpret_cast<void*>(end), start + mapped_bytes - end);
     void* const address =
-        ::mmap(reinterpret_cast<void*>(base), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->fd(), 0);
+        ::mmap(reinterpret_cast<void*>(base), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file->fd(), 0);
     if (address == MAP_FAILED) {
       const int error = errno;
       ::munmap(reinterpret_cast<void*>(base), bytes);
@@ -69,16 +61,12 @@ Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<Ledger>
   return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
 }
 
-Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) {
+Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes,
+                                                          std::span<const MemorySpan> /*populated*/) {
   Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
   if (!made.ok()) return made.status();
-  const std::shared_ptr<Range> range = made.take();
-  for (const MemorySpan& span : populated) {
-    const int error = protect(range->base() + span.offset, span.bytes, PROT_READ | PROT_WRITE);
-    if (error != 0) return Status::from_errno(error, "mapping a buffer's memory at its new addresses");
-  }
-  range_ = range;
-  return std::shared_ptr<AddressRange>(range);
+  range_ = made.take();
+  return std::shared_ptr<AddressRange>(range_);
 }
 
 Status HostMemory::populate(std::span<const MemorySpan> spans) {
@@ -95,13 +83,6 @@ Status HostMemory::populate_one(const MemorySpan& span) {
   const auto [offset, bytes] = span;
   Status status = file_->allocate(offset, bytes);
   if (!status.ok()) return status;
-  const int error = protect(range_->base() + offset, bytes, PROT_READ | PROT_WRITE);
-  if (error != 0) {
-    static_cast<void>(file_->release(offset, bytes));
-    // The process has as many mappings as it may: to a file's user a full device.
-    return Status::from_errno(error == ENOMEM ? ENOSPC : error,
-                              "mapping " + std::to_string(bytes) + " bytes of memory");
-  }
   // Touching all pages in one call costs less than page by page during the first copy. Only speed depends on it.
   ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
   return {};
@@ -119,9 +100,6 @@ void HostMemory::release_one(const MemorySpan& span) {
     log_warning("releasing ", bytes, " bytes of memory: errno ", error);
     std::memset(reinterpret_cast<void*>(range_->base() + offset), 0, bytes);
   }
-  // This may fail if the process has too many mappings. The memory is released all the same; only the guard against
-  // stray accesses is missing.
-  if (protect(range_->base() + offset, bytes, PROT_NONE) != 0) log_debug("a hole of a buffer stays accessible");
 }
 
 Result<std::vector<ExportedMemory>> HostMemory::export_memory(std::uint64_t from, std::uint64_t end,
