@@ -178,9 +178,9 @@ class ForeignMapping {
   [[nodiscard]] virtual bool intact() { return true; }
 
   // Files in memory may have holes, to which an access through the address allocates memory. Offsets are from address().
-  // Copies without that. EOPNOTSUPP: there are no holes, so use the address. ESTALE: as if not intact().
+  // Copies without that. EOPNOTSUPP: this memory has no holes, so use the address. ESTALE: see intact().
   virtual Status copy_out(std::byte* /*destination*/, std::uint64_t /*offset*/, std::size_t /*bytes*/) {
-    return Status(EOPNOTSUPP, "there are no holes");
+    return Status(EOPNOTSUPP, "this memory has no holes");
   }
   // The first byte at or above `offset` that is data, or in a hole. The end of the memory counts as both, and what
   // they return may be beyond it.

@@ -54,7 +54,7 @@ class HostImport final : public ImportedRange {
 
 class SharedFile final : public ForeignMapping {
  public:
-  // limit: has taken mapped_bytes, which this gives back.
+  // limit: mapped_bytes are charged to it. The destructor releases them.
   SharedFile(UniqueFd file, DeviceAddress mapped, std::uint64_t mapped_bytes, std::uint64_t start, std::uint64_t end,
              std::unique_ptr<FaultGuard> guard, std::shared_ptr<Ledger> limit)
       : ForeignMapping(mapped + start % page_bytes()),
