@@ -177,8 +177,8 @@ class ForeignMapping {
   // False once its owner has taken some of it away. What is read there is undefined, but no access fails.
   [[nodiscard]] virtual bool intact() { return true; }
 
-  // Files in memory may have holes, to which an access through the address allocates memory. Offsets are from address().
-  // Copies without that. EOPNOTSUPP: this memory has no holes, so use the address. ESTALE: see intact().
+  // Files in memory may have holes, to which an access through the address allocates memory. Offsets are from
+  // address(). Copies without that. EOPNOTSUPP: this memory has no holes, so use the address. ESTALE: see intact().
   virtual Status copy_out(std::byte* /*destination*/, std::uint64_t /*offset*/, std::size_t /*bytes*/) {
     return Status(EOPNOTSUPP, "this memory has no holes");
   }

@@ -20,7 +20,9 @@ void write_account(JsonWriter& json, const std::string& name, const Account& acc
 
 bool Quotas::is_plain(std::uint32_t uid) { return uid != 0 && uid != ::geteuid(); }
 
-std::uint64_t Quotas::default_limit(std::uint32_t uid) const { return is_plain(uid) ? plain_limit_ : Account::kNoLimit; }
+std::uint64_t Quotas::default_limit(std::uint32_t uid) const {
+  return is_plain(uid) ? plain_limit_ : Account::kNoLimit;
+}
 
 std::shared_ptr<Account> Quotas::user(std::int32_t device, std::uint32_t uid) {
   const std::lock_guard lock(mutex_);

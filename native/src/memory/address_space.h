@@ -1,5 +1,5 @@
-// Accounts of the addresses of this process, of which it has 2^47 bytes, those of CUDA and HIP included: an H100 gave 126
-// TiB. A file reserves addresses up to the end of its last memory, so a sparse file takes many with little memory.
+// Accounts of the addresses of this process, of which it has 2^47 bytes, those of CUDA and HIP included: an H100 gave
+// 126 TiB. A file reserves addresses up to the end of its last memory, so a sparse file takes many with little memory.
 // Without a bound one user would leave none for stacks and mappings, and so stop the mount.
 // Ownership: shared by its shares, and those by the accounts of their users.
 // Thread-safe. The mutex is a leaf.

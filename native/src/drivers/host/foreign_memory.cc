@@ -161,8 +161,9 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
   const std::uint64_t start = round_down(memory.offset, page_bytes());
   const std::uint64_t bytes = round_up(end - start, page_bytes());
   if (!limit->take(bytes)) {
-    return Status(ENOSPC, "No space left on device: " + std::to_string(bytes) + " bytes of registered memory count as " +
-                              "memory of the device, which has " + std::to_string(limit->room()) + " bytes left");
+    return Status(ENOSPC, "No space left on device: " + std::to_string(bytes) +
+                              " bytes of registered memory count as " + "memory of the device, which has " +
+                              std::to_string(limit->room()) + " bytes left");
   }
   const int protection = memory.writable ? PROT_READ | PROT_WRITE : PROT_READ;
   void* const mapped = ::mmap(nullptr, bytes, protection, MAP_SHARED, file.get(), static_cast<off_t>(start));
@@ -181,8 +182,8 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
     limit->give(bytes);
     return guard.status();
   }
-  return std::unique_ptr<ForeignMapping>(std::make_unique<SharedFile>(std::move(file), base, bytes, memory.offset, end,
-                                                                      guard.take(), std::move(limit)));
+  return std::unique_ptr<ForeignMapping>(
+      std::make_unique<SharedFile>(std::move(file), base, bytes, memory.offset, end, guard.take(), std::move(limit)));
 }
 
 }  // namespace gpufs
