@@ -155,25 +155,28 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
 }
 
 void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Responder responder) {
+  // What a GPU has is known only when the memory that is being released is back.
+  const bool waits =
+      std::ranges::any_of(table_.devices(), [](const auto& one) { return !one->info().cpu_addressable; });
+  if (!waits) return reply_statfs(*inode, responder);
+  long_requests_.run(*inode, std::move(responder),
+                     [this, inode](Cancellation&, Responder& reply) { reply_statfs(*inode, reply); });
+}
+
+void AttributeOperations::reply_statfs(const Inode& inode, Responder& responder) const {
   std::uint64_t total = 0;
   std::uint64_t free = 0;
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
-    if (inode->device() >= 0 && inode->device() != device->info().index) continue;
-    // Before the device is asked: what is not pending any more is free.
-    const std::uint64_t pending = table_.orphan_bytes(device->info().index);
-    const std::uint64_t held = device->held_bytes();
+    if (inode.device() >= 0 && inode.device() != device->info().index) continue;
     const Result<MemoryInfo> memory = device->memory();
     if (!memory.ok()) {
       log_warning("statfs failed: ", memory.status().message());
       return responder.error(memory.error());
     }
-    const auto [all, now_free] = memory.value();
-    // Memory of removed files is free in a moment; a part of it may be free already.
-    const std::uint64_t kept = held - std::min(pending, held);
-    total += all;
-    free += std::max(now_free, std::min(now_free + pending, all - std::min(kept, all)));
+    total += memory.value().total_bytes;
+    free += memory.value().free_bytes;
   }
-  if (const std::shared_ptr<Account> account = inode->directory_account()) {
+  if (const std::shared_ptr<Account> account = inode.directory_account()) {
     total = std::min(total, account->limit());
     free = std::min(free, account->room());
   }
