@@ -19,6 +19,14 @@ namespace {
 
 constexpr std::uint32_t kPermissions = 07777;
 
+// How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
+// file that still exists then is kept by somebody.
+constexpr std::chrono::milliseconds kForgetTime{300};
+// What is being freed is looked at again after this time.
+constexpr std::chrono::seconds kFreeTime{1};
+// Less than one part in so many of a device's memory is worth no waiting.
+constexpr std::uint64_t kSmallPart = 64;
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
@@ -401,7 +409,7 @@ bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
     orphans_.erase(inode.get());  // the caller's pointer keeps it alive
     return false;
   }
-  orphans_.emplace(inode.get(), inode);
+  orphans_.emplace(inode.get(), Orphan{inode, std::chrono::steady_clock::now(), false});
   return inode->removed_;
 }
 
@@ -410,6 +418,7 @@ void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   const std::int32_t device = inode->device_;
   {
     const std::lock_guard lock(orphan_mutex_);
+    if (const auto orphan = orphans_.find(inode.get()); orphan != orphans_.end()) orphan->second.doomed = true;
     Doomed& doomed = doomed_[device];
     doomed.inodes.push_back(std::move(inode));
     if (std::exchange(doomed.has_job, true)) return;
@@ -444,13 +453,15 @@ void InodeTable::free(std::shared_ptr<Inode> inode) {
   {
     const std::lock_guard lock(orphan_mutex_);
     // Not there: it was opened again at the last moment, and comes back when that file is released.
-    if (orphans_.erase(inode.get()) != 0) bytes = inode->buffer_->bytes_held();
-    freeing_[device] += bytes;
+    if (const auto orphan = orphans_.extract(inode.get())) {
+      bytes = inode->buffer_->bytes_held();
+      freeing_[device] = {bytes, orphan.mapped().since};
+    }
   }
   inode.reset();  // frees the memory, unless a request or a view still uses it
   {
     const std::lock_guard lock(orphan_mutex_);
-    freeing_[device] -= bytes;
+    freeing_.erase(device);
   }
   executor_.memory_freed(device);
 }
@@ -472,12 +483,36 @@ std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
   const std::lock_guard lock(orphan_mutex_);
   std::uint64_t bytes = 0;
   for (const auto& [of, freeing] : freeing_) {
-    if (device < 0 || of == device) bytes += freeing;
+    if (device < 0 || of == device) bytes += freeing.bytes;
   }
-  for (const auto& [key, inode] : orphans_) {
-    if (device < 0 || inode->device_ == device) bytes += inode->buffer_->bytes_held();
+  for (const auto& [key, orphan] : orphans_) {
+    if (device < 0 || orphan.inode->device_ == device) bytes += orphan.inode->buffer_->bytes_held();
   }
   return bytes;
+}
+
+std::optional<InodeTable::Returning> InodeTable::returning(std::int32_t device, TimePoint before) const {
+  const auto now = std::chrono::steady_clock::now();
+  std::uint64_t bytes = 0;
+  Returning found;
+  const auto add = [&](std::int32_t of, TimePoint since, std::uint64_t held, TimePoint until) {
+    if ((device >= 0 && of != device) || since > before || until <= now) return;
+    bytes += held;
+    if (until > found.until) found = {of, until};
+  };
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    for (const auto& [of, freeing] : freeing_) add(of, freeing.since, freeing.bytes, now + kFreeTime);
+    for (const auto& [key, orphan] : orphans_) {
+      const Inode& inode = *orphan.inode;
+      const TimePoint until = orphan.doomed ? now + kFreeTime : orphan.since + kForgetTime;
+      add(inode.device_, orphan.since, inode.buffer_->bytes_held(), until);
+    }
+  }
+  if (bytes == 0 || bytes < devices_[static_cast<std::size_t>(found.device)]->info().total_bytes / kSmallPart) {
+    return std::nullopt;
+  }
+  return found;
 }
 
 InodeTable::Counts InodeTable::counts() const {

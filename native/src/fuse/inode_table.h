@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -200,6 +201,15 @@ class InodeTable {
   // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
   [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
 
+  // Memory of files that were removed before a time, and that is likely to be free soon: of one device, until when
+  // waiting for it makes sense. nullopt: there is none, or little; removed files that somebody keeps do not count.
+  using TimePoint = std::chrono::steady_clock::time_point;
+  struct Returning {
+    std::int32_t device = -1;
+    TimePoint until;
+  };
+  [[nodiscard]] std::optional<Returning> returning(std::int32_t device, TimePoint before) const;
+
   struct Counts {
     std::size_t inodes = 0;
     std::size_t files = 0;
@@ -239,13 +249,22 @@ class InodeTable {
 
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;
-  std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
+  struct Orphan {
+    std::shared_ptr<Inode> inode;
+    TimePoint since;
+    bool doomed;  // in doomed_, too
+  };
+  std::unordered_map<const Inode*, Orphan> orphans_;
   struct Doomed {
     std::vector<std::shared_ptr<Inode>> inodes;
     bool has_job = false;  // that frees them
   };
-  std::map<std::int32_t, Doomed> doomed_;          // by device
-  std::map<std::int32_t, std::uint64_t> freeing_;  // bytes that the executor is freeing, by device
+  std::map<std::int32_t, Doomed> doomed_;  // by device
+  struct Freeing {
+    std::uint64_t bytes;
+    TimePoint since;  // the removal
+  };
+  std::map<std::int32_t, Freeing> freeing_;  // what the executor is freeing, by device
 };
 
 }  // namespace gpufs::fuse
