@@ -191,11 +191,13 @@ def test_a_client_cannot_keep_more_than_its_file_has(mount: Mounter) -> None:
         os.pwrite(shared, b"hidden", 5 * MIB)
         os.statvfs(own.device)
         assert os.fstat(shared).st_blocks * 512 == 2 * MIB
-        os.pwrite(shared, b"hidden", 5 * MIB)
+        os.pwrite(shared, b"hidden", 9 * MIB)
         os.pwrite(file.fileno(), b"end", 8 * MIB)
-        assert_same(path.read_bytes(), noise(2 * MIB) + bytes(6 * MIB) + b"end")
+        os.ftruncate(file.fileno(), 10 * MIB)
+        expected = noise(2 * MIB) + bytes(6 * MIB) + b"end" + bytes(2 * MIB - 3)
+        assert_same(path.read_bytes(), expected)
         os.close(shared)
-    assert_same(path.read_bytes(), noise(2 * MIB) + bytes(6 * MIB) + b"end")
+    assert_same(path.read_bytes(), expected)
 
 
 # ---- memory of removed files ----

@@ -163,19 +163,16 @@ void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Resp
       std::ranges::any_of(table_.devices(), [](const auto& one) { return !one->info().cpu_addressable; });
   // Memory of files that have just been removed is on its way back. As a write that needs it, this is parked for it.
   const auto start = std::chrono::steady_clock::now();
-  const std::optional<InodeTable::Returning> returning = table_.returning(inode->device(), start);
+  const std::optional<std::int32_t> returning = table_.returning(inode->device(), start);
   if (!waits && !returning) return reply_statfs(*inode, responder);
-  long_requests_.run({Executor::Lane::Kind::kBuffers, returning ? returning->device : inode->device(), 0}, inode.get(),
+  long_requests_.run({Executor::Lane::Kind::kBuffers, returning.value_or(inode->device()), 0}, inode.get(),
                      std::move(responder),
-                     [this, inode, start, until = start + kReturnTime](
-                         Cancellation&, Responder& reply) mutable -> std::optional<Executor::TimePoint> {
-                       const auto soon = table_.returning(inode->device(), start);
-                       if (!soon || std::chrono::steady_clock::now() >= until) {
-                         reply_statfs(*inode, reply);
-                         return std::nullopt;
-                       }
-                       until = std::min(soon->until, until);
-                       return until;
+                     [this, inode, start](Cancellation&, Responder& reply) -> std::optional<Executor::TimePoint> {
+                       const auto end = start + kReturnTime;
+                       if (std::chrono::steady_clock::now() < end && table_.returning(inode->device(), start))
+                         return end;
+                       reply_statfs(*inode, reply);
+                       return std::nullopt;
                      });
 }
 

@@ -22,8 +22,6 @@ constexpr std::uint32_t kPermissions = 07777;
 // How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
 // file that still exists then is kept by somebody.
 constexpr std::chrono::milliseconds kForgetTime{300};
-// What is being freed is looked at again after this time.
-constexpr std::chrono::seconds kFreeTime{1};
 // Less than one part in so many of a device's memory is worth no waiting.
 constexpr std::uint64_t kSmallPart = 64;
 
@@ -491,27 +489,25 @@ std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
   return bytes;
 }
 
-std::optional<InodeTable::Returning> InodeTable::returning(std::int32_t device, TimePoint before) const {
+std::optional<std::int32_t> InodeTable::returning(std::int32_t device, TimePoint before) const {
   const auto now = std::chrono::steady_clock::now();
   std::uint64_t bytes = 0;
-  Returning found;
-  const auto add = [&](std::int32_t of, TimePoint since, std::uint64_t held, TimePoint until) {
-    if ((device >= 0 && of != device) || since > before || until <= now) return;
+  std::int32_t found = 0;
+  const auto add = [&](std::int32_t of, TimePoint since, std::uint64_t held) {
+    if ((device >= 0 && of != device) || since > before || held == 0) return;
     bytes += held;
-    if (until > found.until) found = {of, until};
+    found = of;
   };
   {
     const std::lock_guard lock(orphan_mutex_);
-    for (const auto& [of, freeing] : freeing_) add(of, freeing.since, freeing.bytes, now + kFreeTime);
+    for (const auto& [of, freeing] : freeing_) add(of, freeing.since, freeing.bytes);
     for (const auto& [key, orphan] : orphans_) {
-      const Inode& inode = *orphan.inode;
-      const TimePoint until = orphan.doomed ? now + kFreeTime : orphan.since + kForgetTime;
-      add(inode.device_, orphan.since, inode.buffer_->bytes_held(), until);
+      if (!orphan.doomed && now - orphan.since > kForgetTime) continue;
+      add(orphan.inode->device_, orphan.since, orphan.inode->buffer_->bytes_held());
     }
   }
-  if (bytes == 0 || bytes < devices_[static_cast<std::size_t>(found.device)]->info().total_bytes / kSmallPart) {
-    return std::nullopt;
-  }
+  const std::uint64_t total = devices_.empty() ? 0 : devices_[static_cast<std::size_t>(found)]->info().total_bytes;
+  if (bytes == 0 || bytes < total / kSmallPart) return std::nullopt;
   return found;
 }
 

@@ -201,14 +201,10 @@ class InodeTable {
   // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
   [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
 
-  // Memory of files that were removed before a time, and that is likely to be free soon: of one device, until when
-  // waiting for it makes sense. nullopt: there is none, or little; removed files that somebody keeps do not count.
+  // A device with memory of files that were removed before a time, which is likely to be free soon. device < 0: any.
+  // nullopt: there is none, or little; removed files that somebody keeps do not count.
   using TimePoint = std::chrono::steady_clock::time_point;
-  struct Returning {
-    std::int32_t device = -1;
-    TimePoint until;
-  };
-  [[nodiscard]] std::optional<Returning> returning(std::int32_t device, TimePoint before) const;
+  [[nodiscard]] std::optional<std::int32_t> returning(std::int32_t device, TimePoint before) const;
 
   struct Counts {
     std::size_t inodes = 0;
