@@ -36,7 +36,6 @@ def test_all_helper_files_are_installed(installed: Path) -> None:
         "sbin/mount.gpufs",
         "etc/systemd/system/gpufs@.service",
         "etc/logrotate.d/gpufs",
-        "etc/modprobe.d/gpufs.conf",
         "etc/udev/rules.d/60-gpufs.rules",
         "usr/local/share/man/man1/gpufs.1",
         "usr/local/share/man/man8/mount.gpufs.8",

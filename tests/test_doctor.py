@@ -15,7 +15,6 @@ from gpufs.cli import _doctor_checks as checks
 from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
 from gpufs.mounting import MountEntry
 
-URING = "sys/module/fuse/parameters/enable_uring"
 NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
@@ -33,7 +32,6 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "dev/fuse": "",
             "etc/fuse.conf": "# a comment\nuser_allow_other\n",
             "proc/sys/vm/max_map_count": "65530\n",
-            URING: "Y\n",
             f"{NODES}/0/properties": "cpu_cores_count 64\nsimd_count 0\ncapability 0\n",
             f"{NODES}/1/properties": amd_gpu(0x40),
             **(files or {}),
@@ -46,7 +44,6 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
         everything: dict[str, Any] = {
             "root": tmp_path,
             "uid": 0,
-            "release": "6.18.0",
             "which": lambda name: f"/usr/bin/{name}",
             "limit": lambda kind: (1 << 40, 1 << 40),
             "access": lambda path, mode: True,
@@ -110,8 +107,6 @@ def test_a_good_machine_has_no_findings(machine: Callable[..., Environment]) -> 
         ({}, {"limit": lambda kind: (-1, -1), "uid": 1000}, "locked memory", OK, "unlimited"),
         ({}, {"limit": lambda kind: (1024, 1024)}, "descriptors", NOTE, "1024"),
         ({}, {"limit": lambda kind: (resource.RLIM_INFINITY,) * 2}, "descriptors", OK, "unlimited"),
-        ({URING: "N\n"}, {}, "io_uring", NOTE, "/dev/fuse"),
-        ({URING: None}, {}, "io_uring", NOTE, "6.18.0"),
         ({"sys/class/bdi/0:7/read_ahead_kb": "128\n"}, {"mounts": mounts_at_7}, "/mnt/gpufs", NOTE, "128 KiB"),
         ({"sys/class/bdi/0:7/read_ahead_kb": "4096\n"}, {"mounts": mounts_at_7}, "/mnt/gpufs", OK, "4096 KiB"),
         ({"proc/sys/vm/max_map_count": "1000\n"}, {}, "memory mappings", NOTE, "1000"),

@@ -30,7 +30,15 @@ PYTHON_MAY_USE = {
     "gpufs.protocol": set(),
     "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
     "gpufs.formats": set(),
-    "gpufs.torch": {"gpufs", "config.kinds", "engine", "formats", "units"},  # gpufs: attach; engine: pools of addresses
+    "gpufs.in_place": {"mounting", "torch"},  # torch: lazily, when the program opens a file on a mount
+    "gpufs.torch": {
+        "gpufs",
+        "config.kinds",
+        "engine",
+        "formats",
+        "in_place",
+        "units",
+    },  # gpufs: attach; engine: pools of addresses
     "gpufs.integrations": {"torch"},
     "gpufs.threads": set(),
     "gpufs.fs": {"threads", "engine", "statistics", "_version"},
@@ -58,6 +66,7 @@ PYTHON_MAY_USE = {
         "client",
         "daemon.startup",
         "formats",
+        "in_place",
         "launching",
         "mounting",
         "statistics",

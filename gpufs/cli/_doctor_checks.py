@@ -113,7 +113,6 @@ class Environment:
 
     root: Path = Path("/")
     uid: int = field(default_factory=os.geteuid)
-    release: str = field(default_factory=lambda: os.uname().release)
     which: Callable[[str], str | None] = shutil.which
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     access: Callable[[Path, int], bool] = os.access
@@ -209,17 +208,6 @@ def limits(environment: Environment) -> Iterator[Finding]:
 
 def speed(environment: Environment) -> Iterator[Finding]:
     """Settings of the kernel without which a mount is slower."""
-    switch = "sys/module/fuse/parameters/enable_uring"
-    value = environment.text(switch)
-    if value == "Y":
-        yield Finding("speed", "io_uring", OK, "the kernel allows it for FUSE")
-    elif value is None:
-        text = f"Linux {environment.release} has none for FUSE: requests come through /dev/fuse"
-        yield Finding("speed", "io_uring", NOTE, text, "Linux 6.14 or newer has it")
-    else:
-        text = "the kernel does not allow it for FUSE: requests come through /dev/fuse"
-        advice = f"echo Y > /{switch}, and at each boot: options fuse enable_uring=1 in /etc/modprobe.d/gpufs.conf"
-        yield Finding("speed", "io_uring", NOTE, text, advice)
     for entry in environment.mounts():
         knob = f"sys/class/bdi/{entry.device}/read_ahead_kb"
         ahead = environment.number(knob)

@@ -13,6 +13,7 @@ from gpufs import __version__
 COMMANDS: Final = {
     "mount": "gpufs.cli.mount",
     "cp": "gpufs.cli.cp",
+    "run": "gpufs.cli.run",
     "umount": "gpufs.cli.umount",
     "status": "gpufs.cli.status",
     "df": "gpufs.cli.df",

@@ -23,7 +23,7 @@ def collect(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout
     """The status of each mount, at most ``timeout`` seconds later. ``show`` makes what the command prints of one.
 
     Every one has mountpoint, source, state ("ok", "dead", "no permission", "no answer" or "error"), error (text or
-    None), pid, driver, transport and devices, None or an empty list where they are not known; one whose state is "ok"
+    None), pid, driver and devices, None or an empty list where they are not known; one whose state is "ok"
     has all that its `.gpufs/status` says.
     """
     questions = [functools.partial(_question, entry) for entry in entries]
@@ -42,7 +42,6 @@ def _basics(entry: mounting.MountEntry, state: str = "ok", error: str | None = N
         "error": error,
         "pid": None,
         "driver": None,
-        "transport": None,
         "devices": [],
     }
 

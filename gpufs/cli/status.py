@@ -40,7 +40,7 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
             print(json_text(found))
             return
         if found:
-            headers = ("MOUNTPOINT", "STATE", "PID", "DRIVER", "DEVICES", "USED", "SIZE", "TRANSPORT")
+            headers = ("MOUNTPOINT", "STATE", "PID", "DRIVER", "DEVICES", "USED", "SIZE")
             table(headers, [_row(status) for status in found], right=frozenset({2, 4, 5, 6}))
         else:
             print("no gpufs is mounted")
@@ -78,14 +78,11 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
         str(len(devices)) if known else "-",
         bytes_text(sum(device["held_bytes"] for device in devices)) if known else "-",
         bytes_text(sum(device["total_bytes"] for device in devices)) if known else "-",
-        text(status["transport"]),
     )
 
 
 def _details(status: dict[str, Any]) -> list[str]:
     facts = [(key, text(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
-    why = status.get("statistics", {}).get("transport", {}).get("reason")
-    facts.append(("transport", f"{status['transport']}: {why}" if why else text(status["transport"])))
     if "version" in status:
         facts.append(("version", str(status["version"])))
     if "started" in status:

@@ -25,8 +25,7 @@ _RESERVE_FACTOR: Final = 4
 _LEAST_RESERVE: Final = 1 << 30
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
-# ECANCELED: by io_uring, while the kernel takes down the queues of a daemon that has just died.
-_DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED, errno.ECANCELED)
+_DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED)
 
 
 class Attachment:

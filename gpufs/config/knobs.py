@@ -190,14 +190,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="0: 64, started as they are needed",
     ),
     Knob(
-        "transport",
-        kinds.choice("auto", "uring", "device"),
-        "auto",
-        "How requests come from the kernel. uring: through io_uring, faster for single streams and small files. It "
-        "takes Linux 6.14, and Y in /sys/module/fuse/parameters/enable_uring. device: by reads of /dev/fuse, faster "
-        "for many streams of large blocks and for mappings. auto: uring where the kernel allows it, else device.",
-    ),
-    Knob(
         "reader_spin",
         kinds.duration(0, 0.01),
         100e-6,

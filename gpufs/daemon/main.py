@@ -122,7 +122,6 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
                 entry_timeout=values["entry_timeout"],
                 attribute_timeout=values["attribute_timeout"],
                 metadata_bytes=config.metadata_memory(values["metadata"]),
-                rings=values["transport"] != "device",
                 user_bytes=values["user_memory"],
             )
         parts.callback(mount.close)

@@ -1,7 +1,6 @@
 """What the daemon does while its mount answers requests: signals, clients, the launcher's answer, the mount's end."""
 
 import ctypes
-import errno
 import functools
 import logging
 import os
@@ -121,9 +120,6 @@ class Serving:
             if mountpoint.present(self.entry) is None:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
-        transport = self.mount.statistics()["transport"]
-        if self.request.config["transport"] == "uring" and transport["name"] != "io_uring":
-            raise StartFailure(errno.ENOTSUP, f"transport: {transport['reason']}")
         # After INIT, which sets it too.
         await threads.run(
             functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
@@ -151,7 +147,6 @@ class Serving:
                         }
                         for device in self.mount.engine.devices
                     ],
-                    "transport": transport["name"],
                     "notes": self.notes,
                 }
             )

@@ -81,9 +81,8 @@ class Mount(Handle):
     for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
     ``mask_flags``: INIT flags to treat as not offered by the kernel. ``entry_timeout`` and ``attribute_timeout`` are
     in seconds, for the LOOKUP and GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names
-    and attributes may take before new ones fail with ENOSPC, 0 for no limit. ``rings``: requests come through io_uring
-    where the kernel allows it. ``user_bytes``: device memory on each device for each user except root and this
-    process's, 0 for no limit.
+    and attributes may take before new ones fail with ENOSPC, 0 for no limit. ``user_bytes``: device
+    memory on each device for each user except root and this process's, 0 for no limit.
 
     No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
     """
@@ -104,7 +103,6 @@ class Mount(Handle):
         entry_timeout: float = 1.0,
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
-        rings: bool = False,
         user_bytes: int = 0,
     ) -> None:
         options = ffi.new(
@@ -120,7 +118,6 @@ class Mount(Handle):
                 "entry_timeout": entry_timeout,
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
-                "rings": rings,
                 "user_bytes": user_bytes,
             },
         )

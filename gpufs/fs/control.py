@@ -39,19 +39,17 @@ class MountStatus:
     def as_dict(self, uid: int) -> dict[str, Any]:
         """The status now, for this user. Sizes in bytes, ``started`` in seconds since 1970, ``uptime`` in seconds."""
         hidden = () if uid in (0, os.geteuid()) else _PRIVATE
-        statistics = dict(self.statistics())
         return {
             "version": __version__,
             "mountpoint": self.mountpoint,
             "pid": os.getpid(),
             "uid": os.geteuid(),
             "driver": self.driver,
-            "transport": statistics["transport"]["name"],
             "started": self.started,
             "uptime": max(0.0, time.time() - self.started),
             "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
-            "statistics": statistics,
+            "statistics": dict(self.statistics()),
             "transfers": self.transfers(),
             "leases": self.leases(uid),
             "quotas": self.quotas(uid),

@@ -5,13 +5,15 @@ views of the file's memory: nothing is copied, every process that maps the file 
 that memory until it is freed. Views are read-only unless ``mode="r+"`` is given. torch does not know this: writing to
 a read-only view ends the program (SIGSEGV in host memory, a fatal error of the context on a GPU).
 
-:func:`publish` writes such a file from tensors that are in device memory already.
+:func:`use_in_place` makes the libraries that are built on safetensors do the same. :func:`publish` writes such a file
+from tensors that are in device memory already.
 """
 
 from gpufs.formats import FormatError
+from gpufs.in_place import use_in_place
 from gpufs.torch._file import load_file, safe_open
 from gpufs.torch._module import attach_module, load_model
 from gpufs.torch._pool import pool
 from gpufs.torch._publish import publish
 
-__all__ = ["FormatError", "attach_module", "load_file", "load_model", "pool", "publish", "safe_open"]
+__all__ = ["FormatError", "attach_module", "load_file", "load_model", "pool", "publish", "safe_open", "use_in_place"]

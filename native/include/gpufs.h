@@ -156,7 +156,7 @@ gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpuf
 
 /* WRITE: those who map the memory may write to it. LOCAL: the memory is used in this process, by its address, and is
  * not exported. */
-enum { GPUFS_LEASE_WRITE = 1, GPUFS_LEASE_LOCAL = 2 };
+enum { GPUFS_LEASE_WRITE = 1, GPUFS_LEASE_LOCAL = 2, GPUFS_MAPPING_PRIVATE = 4 };
 
 typedef struct {
   uint64_t bytes;   /* of the buffer, from its start */
@@ -194,8 +194,9 @@ gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_
                                 uint64_t* count);
 
 /* Maps memory that another program leases; no engine is needed. The device is found by its PCI address (any text on the
- * host driver), since its number differs between programs. Without GPUFS_LEASE_WRITE the memory is mapped read-only.
- * reserve_bytes: addresses for growth. ENODEV: this process does not see the device. */
+ * host driver), since its number differs between programs. GPUFS_LEASE_WRITE: this program may write to the memory.
+ * GPUFS_MAPPING_PRIVATE: it may write to it, and other programs do not see that; a GPU's memory must be a copy of its own
+ * already. Without either the memory is mapped read-only. reserve_bytes: addresses for growth. ENODEV: this process does not see the device. */
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping);
 /* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those
@@ -284,7 +285,6 @@ typedef struct {
   double entry_timeout;     /* seconds, for natively answered LOOKUP */
   double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
-  int32_t rings;            /* requests through io_uring where the kernel allows it; 0: never */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
 } gpufs_mount_options;
 

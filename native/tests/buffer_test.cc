@@ -199,9 +199,9 @@ TEST_F(BufferTest, ReadersGetDescriptorsThatCannotBeWrittenTo) {
   EXPECT_EQ(::mmap(nullptr, kGranule, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), MAP_FAILED);
   EXPECT_EQ(::ftruncate(fd, 0), -1);
   const std::shared_ptr<Device> device = open_device("host", "").take();
-  const std::unique_ptr<ImportedRange> writable = device->create_import(kGranule, true).take();
+  const std::unique_ptr<ImportedRange> writable = device->create_import(kGranule, ImportAccess::kWrite).take();
   EXPECT_EQ(writable->add(pieces[0]).error(), EACCES);
-  const std::unique_ptr<ImportedRange> read_only = device->create_import(kGranule, false).take();
+  const std::unique_ptr<ImportedRange> read_only = device->create_import(kGranule, ImportAccess::kRead).take();
   EXPECT_TRUE(read_only->add(pieces[0]).ok());
   struct stat file {};
   ASSERT_EQ(::fstat(fd, &file), 0);

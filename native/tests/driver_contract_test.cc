@@ -255,12 +255,12 @@ TEST_P(DriverContract, ImportedMemoryIsTheExporters) {
   if (plain() || shares.error() == EOPNOTSUPP) {
     EXPECT_EQ(shares.error(), EOPNOTSUPP);
     EXPECT_NE(shares.message().find("shared"), std::string::npos);
-    EXPECT_EQ(device_->create_import(granule_, true).error(), plain() ? EOPNOTSUPP : 0);
+    EXPECT_EQ(device_->create_import(granule_, ImportAccess::kWrite).error(), plain() ? EOPNOTSUPP : 0);
     return;
   }
   const auto pieces = must(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true));
-  const auto writable = must(device_->create_import(4 * granule_, true));
-  const auto read_only = must(device_->create_import(8 * granule_, false));
+  const auto writable = must(device_->create_import(4 * granule_, ImportAccess::kWrite));
+  const auto read_only = must(device_->create_import(8 * granule_, ImportAccess::kRead));
   for (const auto& piece : pieces) {
     ASSERT_OK(writable->add(piece));
     ASSERT_OK(read_only->add(piece));
@@ -308,7 +308,7 @@ TEST_P(DriverContract, ImportedMemoryStaysMappedForQueuedWork) {
   auto [memory, range] = take(*device_, granule_, 64 * kMiB);
   if (device_->check_sharing().error() == EOPNOTSUPP) GTEST_SKIP() << device_->check_sharing().message();
   write(range->base(), pattern(granule_, 1));
-  auto imported = must(device_->create_import(granule_, true));
+  auto imported = must(device_->create_import(granule_, ImportAccess::kWrite));
   for (const auto& piece : must(memory->export_memory(0, UINT64_MAX, SIZE_MAX, true))) ASSERT_OK(imported->add(piece));
   auto stream = must(device_->create_stream());
   std::promise<void> gate;

@@ -183,8 +183,8 @@ class FaultyDevice : public Device {
     return plan_->create_memory.next("create_memory", [&] { return wrap<FaultyMemory>(inner_->create_memory()); });
   }
   Status check_sharing() override { return plan_->sharing.next("sharing"); }
-  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override {
-    return inner_->create_import(capacity, writable);
+  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, ImportAccess access) override {
+    return inner_->create_import(capacity, access);
   }
   Result<std::unique_ptr<Stream>> create_stream() override {
     return plan_->create_stream.next("create_stream", [&] { return wrap<FaultyStream>(inner_->create_stream()); });

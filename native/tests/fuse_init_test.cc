@@ -39,7 +39,7 @@ TEST_F(InitTest, HidesFlagsThatTheControlPlaneMustNotTake) {
   EXPECT_EQ(shown.flags2, 0U);
   // What changes the layout of messages or needs a server that knows it.
   for (const std::uint64_t flag : {std::uint64_t{1} << 32, std::uint64_t{1} << 34, kInitHandleKillpriv,
-                                   kInitHandleKillprivV2, kInitOverIoUring, kInitPassthrough}) {
+                                   kInitHandleKillprivV2, kInitPassthrough, kInitOverIoUring}) {
     EXPECT_EQ(flags & flag, 0U) << std::hex << flag;
   }
 }

@@ -46,7 +46,7 @@ class TransportTest : public ::testing::Test {
     transport.emplace(std::move(pair.value().native), options, handler.statistics);
     handler.transport = &*transport;
     ASSERT_TRUE(transport->start(handler).ok());
-    transport->initialized(false);
+    transport->initialized();
   }
   void TearDown() override {
     handler.gate.open();
@@ -97,7 +97,7 @@ TEST_F(TransportTest, StopsWhileReadersWait) {
   transport->stop();
   EXPECT_EQ(handler.ends, 0);
   transport->close();
-  EXPECT_EQ(transport->send(2, nullptr, 0, {}), ENODEV);
+  EXPECT_EQ(transport->send(2, 0, {}), ENODEV);
 }
 
 TEST_F(TransportTest, EachRequestIsAnsweredOnce) {

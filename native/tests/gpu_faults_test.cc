@@ -59,7 +59,7 @@ TEST_P(GpuFaults, ImportedMemoryStaysMappedWhileAGraphIsCaptured) {
   open();
   Filled filled = fill(1);
   const auto import = [&]() -> std::unique_ptr<ImportedRange> {
-    auto imported = must(device().create_import(kGranule, false));
+    auto imported = must(device().create_import(kGranule, ImportAccess::kRead));
     for (const auto& piece : must(filled.memory->export_memory(0, UINT64_MAX, SIZE_MAX, false))) {
       EXPECT_OK(imported->add(piece));
     }

@@ -172,10 +172,6 @@ class GpufsMount:
                 texts.append(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}")
         return "\n".join(texts) or "--- the daemon wrote nothing"
 
-    def frees_killed_clients(self) -> bool:
-        """Whether killed clients always stop waiting for an answer. With io_uring the kernel keeps some."""
-        return bool(self.status()["transport"] == "device")
-
     def status(self) -> dict[str, Any]:
         """What the mount reports about itself."""
         found: dict[str, Any] = json.loads((self.path / ".gpufs" / "status").read_text())

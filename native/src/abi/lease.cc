@@ -95,11 +95,14 @@ gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping) {
   return guarded([&]() -> Status {
-    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
+    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_MAPPING_PRIVATE}) != 0)
+      return Status(EINVAL, "unknown flags");
+    const ImportAccess access = (flags & GPUFS_MAPPING_PRIVATE) != 0 ? ImportAccess::kPrivate
+                                : (flags & GPUFS_LEASE_WRITE) != 0   ? ImportAccess::kWrite
+                                                                     : ImportAccess::kRead;
     Result<std::shared_ptr<Device>> device = shared_device(driver, pci_address);
     if (!device.ok()) return device.status();
-    Result<std::unique_ptr<ImportedRange>> range =
-        device.value()->create_import(reserve_bytes, (flags & GPUFS_LEASE_WRITE) != 0);
+    Result<std::unique_ptr<ImportedRange>> range = device.value()->create_import(reserve_bytes, access);
     if (!range.ok()) return range.status();
     auto opened = std::make_shared<Mapping>(device.take(), range.take());
     return give(HandleTable::instance().put<Mapping>(std::move(opened)), mapping);

@@ -92,7 +92,6 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.entry_timeout = options->entry_timeout;
     chosen.attribute_timeout = options->attribute_timeout;
     chosen.metadata_bytes = options->metadata_bytes;
-    chosen.rings = options->rings != 0;
     chosen.user_bytes = options->user_bytes;
     // The memory of requests is locked if a vendor's runtime copies from and to it.
     const std::vector<std::shared_ptr<DeviceContext>>& devices = owner.value()->devices();

@@ -5,9 +5,13 @@
 #include <algorithm>
 #include <fstream>
 #include <sstream>
+#include <string>
 
 namespace gpufs {
 
+namespace {
+
+// The CPUs in a file of sysfs ("0-7,16-23"), ascending; empty if it cannot be read.
 std::vector<int> listed_cpus(const std::string& path) {
   std::vector<int> cpus;
   std::ifstream file(path);
@@ -22,6 +26,8 @@ std::vector<int> listed_cpus(const std::string& path) {
   }
   return cpus;
 }
+
+}  // namespace
 
 std::vector<int> allowed_cpus(int node) {
   cpu_set_t set;

@@ -166,6 +166,10 @@ struct ForeignMemory {
   bool writable = false;
 };
 
+// How imported memory is mapped. kPrivate: what is written stays in this process. Only the host maps memory so; a GPU
+// gets a copy of its own to import, and maps it like kWrite.
+enum class ImportAccess { kRead, kWrite, kPrivate };
+
 // Memory of another program that this one has mapped; released when destroyed (any thread). Nothing may use it then.
 class ForeignMapping {
  public:
@@ -257,9 +261,8 @@ class Device {
   }
   // EOPNOTSUPP, with the reason for users: memory of create_memory() cannot be exported.
   virtual Status check_sharing() { return {}; }
-  // Reserves addresses for pieces of DeviceMemory::export_memory(), of this device and driver. writable: the device may
-  // write to them.
-  virtual Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) = 0;
+  // Reserves addresses for pieces of DeviceMemory::export_memory(), of this device and driver.
+  virtual Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, ImportAccess access) = 0;
   virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
   virtual Result<std::unique_ptr<Event>> create_event() = 0;
   // A stream that the program created with the vendor's runtime. Destroying the object neither waits for the stream nor

@@ -66,7 +66,6 @@ Status InitNegotiation::amend_reply(std::span<std::byte> message) {
   const std::uint64_t offered = offered_;
   std::uint64_t granted = ((out.flags & kShown) | kAdded) & offered;
   if ((offered & kAclFlags) == kAclFlags) granted |= kAclFlags;
-  if (rings_allowed_) granted |= kInitOverIoUring & offered;
   if ((granted >> 32) != 0) granted |= kInitExtended;
 
   const bool many_pages = (granted & kInitMaxPages) != 0;

@@ -30,22 +30,17 @@ class InitNegotiation {
   // The control plane's reply, in place; a reply that carries an error is left alone. EPROTO when it is too short.
   Status amend_reply(std::span<std::byte> message);
 
-  // Before the reply: whether it may grant FUSE over io_uring.
-  void allow_rings(bool allowed) { rings_allowed_ = allowed; }
-
   // Flags that both sides have agreed on.
   [[nodiscard]] bool granted(std::uint64_t flag) const { return (granted_.load() & flag) == flag; }
   // Buffers are opened for direct input and output only where such files can still be mapped.
   [[nodiscard]] bool direct_io() const { return granted(kInitDirectIoAllowMmap); }
   [[nodiscard]] bool acls() const { return granted(kInitPosixAcl); }
-  [[nodiscard]] bool uses_rings() const { return granted(kInitOverIoUring); }
 
   void write_statistics(JsonWriter& json) const;
 
  private:
   const Options options_;
   const std::uint32_t relay_bytes_;
-  bool rings_allowed_ = false;  // used by the relay's thread alone
   std::atomic<std::uint64_t> offered_{0};
   std::atomic<std::uint64_t> granted_{0};
 };

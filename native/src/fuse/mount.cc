@@ -43,7 +43,6 @@ TransportOptions transport_options(const MountOptions& options) {
   return {.reader_threads = options.reader_threads,
           .payload_bytes = max_write_of(options),
           .spin = options.reader_spin,
-          .rings = options.rings,
           .locks = options.locks};
 }
 
@@ -156,8 +155,7 @@ Status Mount::start() {
 Status Mount::read_ahead(const std::string& directory, std::uint64_t piece) {
   const std::lock_guard lock(close_mutex_);
   if (closed_) return Status(ESHUTDOWN, "the mount is closed");
-  // A queue of io_uring serves the thread that uses it alone, so it takes more of them to keep up.
-  return read_ahead_.start(directory, piece, transport_.has_rings() ? kReadAheadThreads + 1 : kReadAheadThreads);
+  return read_ahead_.start(directory, piece, kReadAheadThreads);
 }
 
 void Mount::close() {
@@ -194,7 +192,7 @@ void Mount::handle(Request& request) {
     default:
       break;
   }
-  Responder responder(transport_, request.header.unique, opcode, request.entry);
+  Responder responder(transport_, request.header.unique, opcode);
   if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
     return serve_file(*handler, request, std::move(responder));
   }

@@ -37,7 +37,6 @@ struct MountOptions {
   std::size_t worker_threads = 0;    // most for one device; 0: default
   std::uint32_t max_write = 0;       // page multiple; 0: default
   std::uint64_t mask_flags = 0;      // INIT flags treated as not offered
-  bool rings = false;                // FUSE over io_uring where the kernel allows it
   double entry_timeout = 1.0;        // seconds
   double attribute_timeout = 1.0;    // seconds
   std::uint64_t metadata_bytes = 0;  // memory for names and attributes; 0: no limit

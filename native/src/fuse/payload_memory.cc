@@ -19,16 +19,14 @@ static_assert(kWriteHeaderBytes <= kPage);
 
 }  // namespace
 
-Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks,
-                                            bool populated) {
+Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks) {
   const std::size_t bytes = kPage + round_up(payload_bytes, kPage);
-  const int populate = populated ? MAP_POPULATE : MAP_NORESERVE;
-  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | populate, -1, 0);
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "memory for requests");
   // A forked child must not share pages that a device reads: copy-on-write would replace them here.
   static_cast<void>(::madvise(base, bytes, MADV_DONTFORK));
   static_cast<void>(::madvise(base, bytes, MADV_DONTDUMP));  // users' data
-  if (populated) static_cast<void>(::mlock(base, bytes));    // plain users have a limit; only speed is lost
+  static_cast<void>(::mlock(base, bytes));                   // plain users have a limit; only speed is lost
   PayloadMemory memory(static_cast<std::byte*>(base), bytes);
   if (locks != nullptr) {
     const std::span<std::byte> payload = memory.payload();

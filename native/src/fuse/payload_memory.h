@@ -1,5 +1,5 @@
 // Memory that requests are read into: a header part, and after it a page-aligned payload.
-// Ownership: a reader thread of a transport, which alone uses it, or a thread of its rings, whose entries lie in it.
+// Ownership: a reader thread of the transport, which alone uses it.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,9 @@ namespace gpufs::fuse {
 
 class PayloadMemory {
  public:
-  // payload_bytes is rounded up to pages. Memory that is used all the time is populated, and locked in RAM (best
-  // effort). locks: locks it for devices as well, or fails if that is mandatory; null: no device copies from and to it.
-  static Result<PayloadMemory> create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks,
-                                      bool populated = true);
+  // payload_bytes is rounded up to pages. The memory is populated, and locked in RAM (best effort). locks: locks it for
+  // devices as well, or fails if that is mandatory; null: no device copies from and to it.
+  static Result<PayloadMemory> create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks);
 
   PayloadMemory(PayloadMemory&& other) noexcept;
   PayloadMemory& operator=(PayloadMemory&& other) = delete;

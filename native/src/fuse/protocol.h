@@ -34,7 +34,6 @@ inline constexpr std::uint64_t kInitSetxattrExt = 1ULL << 29;
 inline constexpr std::uint64_t kInitExtended = 1ULL << 30;  // flags2 is meant
 inline constexpr std::uint64_t kInitDirectIoAllowMmap = 1ULL << 36;
 inline constexpr std::uint64_t kInitPassthrough = 1ULL << 37;
-inline constexpr std::uint64_t kInitOverIoUring = 1ULL << 41;
 
 inline constexpr std::uint32_t kOpenDirectIo = 1U << 0;
 inline constexpr std::uint32_t kOpenKeepCache = 1U << 1;
@@ -111,25 +110,6 @@ struct StatxOut {
   std::uint64_t spare[2];
   Statx stat;
 };
-
-// ---- FUSE over io_uring (kernels from 6.14) ----
-
-inline constexpr std::uint32_t kUringRegister = 1;
-inline constexpr std::uint32_t kUringCommitAndFetch = 2;
-
-// The headers of a request or reply; the payload is in memory of its own.
-struct UringHeaders {
-  char in_out[128];     // fuse_in_header or fuse_out_header
-  char operation[128];  // the first structure of the arguments
-  struct {
-    std::uint64_t flags;
-    std::uint64_t commit_id;  // the reply repeats it
-    std::uint32_t payload_bytes;
-    std::uint32_t padding;
-    std::uint64_t reserved;
-  } entry;
-};
-static_assert(sizeof(UringHeaders) == 288);
 
 // The lowest bit of a unique number marks the INTERRUPT of the request that has it without this bit.
 inline constexpr std::uint64_t kUniqueInterruptBit = 1;

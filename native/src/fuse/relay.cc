@@ -330,10 +330,9 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
     return responder.error(EIO);
   }
   if (header.error != 0) return responder.error(-header.error);
-  if (opcode == FUSE_INIT) init_.allow_rings(transport_.has_rings());
   responder.data(adapt_reply(opcode, message, table_, init_, statx_));
   // The other readers may start only now: the kernel sizes requests by the reply.
-  if (opcode == FUSE_INIT) transport_.initialized(init_.uses_rings());
+  if (opcode == FUSE_INIT) transport_.initialized();
 }
 
 Responder Relay::take_pending(std::uint64_t unique, bool* answered) {

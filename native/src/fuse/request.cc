@@ -11,16 +11,12 @@
 namespace gpufs::fuse {
 
 Responder::Responder(Responder&& other) noexcept
-    : transport_(std::exchange(other.transport_, nullptr)),
-      entry_(other.entry_),
-      unique_(other.unique_),
-      opcode_(other.opcode_) {}
+    : transport_(std::exchange(other.transport_, nullptr)), unique_(other.unique_), opcode_(other.opcode_) {}
 
 Responder& Responder::operator=(Responder&& other) noexcept {
   if (this != &other) {
     Responder previous(std::move(*this));  // answers its own request if that is still pending
     transport_ = std::exchange(other.transport_, nullptr);
-    entry_ = other.entry_;
     unique_ = other.unique_;
     opcode_ = other.opcode_;
   }
@@ -55,7 +51,7 @@ void Responder::deliver(int error, std::span<const iovec> body) {
   if (transport == nullptr) return;
   Statistics& statistics = transport->statistics();
   if (error != 0) count(statistics.of(opcode_).errors);
-  const int outcome = transport->send(unique_, entry_, error, body);
+  const int outcome = transport->send(unique_, error, body);
   if (outcome == 0 || outcome == ENODEV) return;
   if (outcome == ENOENT) {  // the connection was aborted, or the kernel has ended the request itself
     count(statistics.lost_replies);
@@ -64,7 +60,7 @@ void Responder::deliver(int error, std::span<const iovec> body) {
   // The kernel rejected the reply (or had no memory for it), and its client still waits for one.
   count(statistics.rejected_replies);
   log_warning("the kernel refused a reply to ", opcode_name(opcode_), " (errno ", outcome, "); answering EIO");
-  if (error == 0) static_cast<void>(transport->send(unique_, entry_, EIO, {}));
+  if (error == 0) static_cast<void>(transport->send(unique_, EIO, {}));
 }
 
 }  // namespace gpufs::fuse

@@ -14,7 +14,6 @@
 namespace gpufs::fuse {
 
 class Transport;
-struct RingEntry;
 
 // One request as it was read.
 struct Request {
@@ -24,7 +23,6 @@ struct Request {
   // Page-aligned memory of the transport, max_write bytes, mostly locked and pinned for devices. The payload of a WRITE
   // is at its start; once the message is no longer needed, a reply can be built here.
   std::span<std::byte> payload;
-  RingEntry* entry = nullptr;  // in which it came; null: it was read from the device
 
   // The structure behind the header; its presence was checked when the request was dispatched.
   template <typename T>
@@ -43,8 +41,8 @@ class Responder {
   static constexpr std::size_t kMaximumPieces = 1000;
 
   Responder() = default;
-  Responder(Transport& transport, std::uint64_t unique, std::uint32_t opcode, RingEntry* entry = nullptr)
-      : transport_(&transport), entry_(entry), unique_(unique), opcode_(opcode) {}
+  Responder(Transport& transport, std::uint64_t unique, std::uint32_t opcode)
+      : transport_(&transport), unique_(unique), opcode_(opcode) {}
   Responder(Responder&& other) noexcept;
   Responder& operator=(Responder&& other) noexcept;
   Responder(const Responder&) = delete;
@@ -70,7 +68,6 @@ class Responder {
   void deliver(int error, std::span<const iovec> body);
 
   Transport* transport_ = nullptr;  // null: answered, or never had a request
-  RingEntry* entry_ = nullptr;      // see Request
   std::uint64_t unique_ = 0;
   std::uint32_t opcode_ = 0;
 };

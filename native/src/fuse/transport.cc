@@ -12,7 +12,6 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <fstream>
 #include <string>
 #include <utility>
 
@@ -58,18 +57,6 @@ int kick_signal() {
   return chosen;
 }
 
-constexpr const char* kNotOffered =
-    "the kernel does not offer io_uring for FUSE (it takes Linux 6.14, and Y in "
-    "/sys/module/fuse/parameters/enable_uring)";
-
-// Whether INIT may offer it. True if that cannot be read, as in some containers.
-bool kernel_offers_rings() {
-  constexpr const char* kParameters = "/sys/module/fuse/parameters";
-  std::ifstream file(std::string(kParameters) + "/enable_uring");
-  if (!file.is_open()) return ::access(kParameters, F_OK) != 0;  // an older kernel has the others
-  return file.get() != 'N';
-}
-
 void accept_kicks() {
   sigset_t set;
   ::sigemptyset(&set);
@@ -85,9 +72,7 @@ Transport::Transport(UniqueFd device, const TransportOptions& options, Statistic
       payload_bytes_(options.payload_bytes),
       spin_(usable_cpus(-1) > 1 ? options.spin : std::chrono::nanoseconds{0}),
       locks_(options.locks),
-      statistics_(statistics),
-      wants_rings_(options.rings),
-      why_no_rings_(options.rings ? "" : "the transport is set to device") {
+      statistics_(statistics) {
   readers_.reserve(reader_limit_);
   parked_.reserve(reader_limit_);
 }
@@ -95,17 +80,6 @@ Transport::Transport(UniqueFd device, const TransportOptions& options, Statistic
 Status Transport::start(RequestHandler& handler) {
   if (kick_signal() == 0) return Status(EAGAIN, "no real-time signal is free for the reader threads");
   handler_ = &handler;
-  if (wants_rings_ && !kernel_offers_rings()) {
-    why_no_rings_.store(kNotOffered);
-  } else if (wants_rings_) {
-    Result<std::unique_ptr<Rings>> rings = Rings::create(device_.get(), payload_bytes_, spin_, locks_, statistics_);
-    if (rings.ok()) {
-      rings_ = rings.take();
-    } else {
-      why_no_rings_.store("io_uring is not available to this process");
-      log_info("no io_uring: ", rings.status().message());
-    }
-  }
   if (Status status = spawn_reader(); !status.ok()) return status;
   Result<std::thread> watcher = start_thread("gpufs-watch", [this] { watch_loop(); });
   if (!watcher.ok()) {
@@ -116,20 +90,7 @@ Status Transport::start(RequestHandler& handler) {
   return {};
 }
 
-void Transport::initialized(bool with_rings) {
-  ready_.store(true);
-  if (with_rings) {
-    rings_->serve(*handler_);
-  } else if (rings_ != nullptr) {
-    rings_->stop();
-    const std::lock_guard lock(mutex_);
-    rings_.reset();
-    why_no_rings_.store(kNotOffered);
-  }
-}
-
 void Transport::stop() {
-  if (rings_ != nullptr) rings_->stop();
   stopping_.store(true);
   {
     const std::lock_guard lock(watch_mutex_);
@@ -281,7 +242,7 @@ void Transport::serve(Reader& reader, const PayloadMemory& memory, std::size_t b
   if (!read_struct(request.message, 0, &request.header) || request.header.len != bytes) {
     count(statistics_.bad_requests);
     log_error("a message of ", bytes, " bytes from the kernel has a wrong length");
-    if (bytes >= sizeof(fuse_in_header)) static_cast<void>(send(request.header.unique, nullptr, EIO, {}));
+    if (bytes >= sizeof(fuse_in_header)) static_cast<void>(send(request.header.unique, EIO, {}));
   } else {
     try {
       handler_->handle(request);  // its responder answers ENOMEM when an exception passes
@@ -399,12 +360,6 @@ int Transport::write_message(std::uint64_t unique, std::int32_t error, std::span
 }
 
 void Transport::write_statistics(JsonWriter& json) const {
-  {
-    const std::lock_guard lock(mutex_);
-    json.string("name", rings_ != nullptr ? "io_uring" : "device");
-    json.string("reason", why_no_rings_.load());
-    if (rings_ != nullptr) rings_->write_statistics(json);
-  }
   json.number("readers_limit", reader_limit_);
   json.number("payload_bytes", payload_bytes_);
   json.number("readers_allowed", allowed_.load());

@@ -33,7 +33,6 @@
 #include "base/unique_fd.h"
 #include "fuse/payload_memory.h"
 #include "fuse/request.h"
-#include "fuse/rings.h"
 #include "fuse/statistics.h"
 
 namespace gpufs::fuse {
@@ -42,7 +41,6 @@ struct TransportOptions {
   std::size_t reader_threads = 0;       // at most; 0: chosen by the number of CPUs
   std::size_t payload_bytes = 1 << 20;  // max_write
   std::chrono::nanoseconds spin{0};     // how long a reader spins before it sleeps; not with only one CPU
-  bool rings = false;                   // io_uring where the kernel allows it
   std::shared_ptr<HostLocks> locks;     // of the memory of requests; null: no device copies from and to it
 };
 
@@ -65,18 +63,14 @@ class Transport {
 
   // Starts reading, with one thread until initialized() reports that the INIT reply has been written.
   Status start(RequestHandler& handler);
-  void initialized(bool with_rings);
-  // Whether INIT may grant FUSE over io_uring.
-  [[nodiscard]] bool has_rings() const { return rings_ != nullptr; }
+  void initialized() { ready_.store(true); }
   // Ends the threads, whatever the state of the connection; not to be called from handle(). May be called twice.
   void stop();
   // Closes the connection; after stop(). send() and notify() return ENODEV from then on.
   void close() { device_.reset(); }
 
   // One reply; 0 or the errno of the failure (ENOENT: the kernel does not know the request, ENODEV: it is gone).
-  int send(std::uint64_t unique, RingEntry* entry, int error, std::span<const iovec> body) {
-    return entry != nullptr ? rings_->reply(*entry, unique, error, body) : write_message(unique, -error, body);
-  }
+  int send(std::uint64_t unique, int error, std::span<const iovec> body) { return write_message(unique, -error, body); }
   // One notification; may block as long as the kernel likes, so only the notification lane calls it.
   int notify(std::int32_t code, std::span<const std::byte> body);
 
@@ -84,6 +78,8 @@ class Transport {
   void write_statistics(JsonWriter& json) const;
 
  private:
+  static constexpr unsigned kLongWaits = 2;  // in a row: a reader no longer spins
+
   struct Reader {
     std::vector<PayloadMemory> memory;   // used in turn
     std::counting_semaphore<4> wake{0};  // released by allow_one_more(), and once more by stop()
@@ -118,9 +114,6 @@ class Transport {
   const std::shared_ptr<HostLocks> locks_;
   Statistics& statistics_;
   RequestHandler* handler_ = nullptr;  // constant once start() has been called
-  const bool wants_rings_;
-  std::unique_ptr<Rings> rings_;           // changed by start() and initialized() alone
-  std::atomic<const char*> why_no_rings_;  // a constant text
 
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false};

@@ -241,8 +241,8 @@ Status GpuDevice::check_sharing() {
   return {};
 }
 
-Result<std::unique_ptr<ImportedRange>> GpuDevice::create_import(std::uint64_t capacity, bool writable) {
-  return import_memory(shared_from_this(), capacity, writable);
+Result<std::unique_ptr<ImportedRange>> GpuDevice::create_import(std::uint64_t capacity, ImportAccess access) {
+  return import_memory(shared_from_this(), capacity, access != ImportAccess::kRead);
 }
 
 Status GpuDevice::take(std::uint64_t bytes) {

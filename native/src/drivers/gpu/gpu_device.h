@@ -40,7 +40,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
   Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& memory) override;
   Status check_sharing() override;
-  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, bool writable) override;
+  Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, ImportAccess access) override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;

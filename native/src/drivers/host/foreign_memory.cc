@@ -25,8 +25,8 @@ std::uint64_t page_bytes() {
 
 class HostImport final : public ImportedRange {
  public:
-  HostImport(DeviceAddress base, std::uint64_t capacity, bool writable)
-      : ImportedRange(base, capacity), writable_(writable) {}
+  HostImport(DeviceAddress base, std::uint64_t capacity, ImportAccess access)
+      : ImportedRange(base, capacity), access_(access) {}
   ~HostImport() override { ::munmap(reinterpret_cast<void*>(base()), capacity()); }
   HostImport(const HostImport&) = delete;
   HostImport& operator=(const HostImport&) = delete;
@@ -40,8 +40,9 @@ class HostImport final : public ImportedRange {
       return Status(EINVAL, "the descriptor of the shared memory is shorter than the piece");
     }
     void* const address = reinterpret_cast<void*>(base() + piece.offset);
-    const int protection = writable_ ? PROT_READ | PROT_WRITE : PROT_READ;
-    if (::mmap(address, piece.bytes, protection, MAP_SHARED | MAP_FIXED, piece.descriptor.get(),
+    const int protection = access_ == ImportAccess::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+    const int sharing = access_ == ImportAccess::kPrivate ? MAP_PRIVATE : MAP_SHARED;
+    if (::mmap(address, piece.bytes, protection, sharing | MAP_FIXED, piece.descriptor.get(),
                static_cast<off_t>(piece.offset)) == MAP_FAILED) {
       return Status::from_errno(errno, "mapping " + std::to_string(piece.bytes) + " bytes of shared memory");
     }
@@ -49,7 +50,7 @@ class HostImport final : public ImportedRange {
     return {};
   }
 
-  const bool writable_;
+  const ImportAccess access_;
 };
 
 class SharedFile final : public ForeignMapping {
@@ -130,7 +131,7 @@ Status check_access(int fd, bool writable) {
 
 }  // namespace
 
-Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity, bool writable) {
+Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity, ImportAccess access) {
   if (capacity == 0 || capacity > UINT64_MAX - page_bytes()) {
     return Status(EINVAL, "a mapping of size zero, or too large");
   }
@@ -138,7 +139,7 @@ Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity
   void* const base = ::mmap(nullptr, capacity, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "reserving " + std::to_string(capacity) + " addresses");
   return std::unique_ptr<ImportedRange>(
-      std::make_unique<HostImport>(reinterpret_cast<DeviceAddress>(base), capacity, writable));
+      std::make_unique<HostImport>(reinterpret_cast<DeviceAddress>(base), capacity, access));
 }
 
 Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& memory, std::shared_ptr<Ledger> limit) {

@@ -12,7 +12,7 @@
 namespace gpufs {
 
 // Memory that the host driver of another program has exported.
-Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity, bool writable);
+Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity, ImportAccess access);
 
 // A part of a file in memory (memfd_create(2), shm_open(3)). EINVAL: not such a file, not open as needed, or too small.
 Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& memory, std::shared_ptr<Ledger> limit);

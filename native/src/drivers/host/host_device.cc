@@ -64,8 +64,8 @@ Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMem
   return map_shared_file(memory, limit_);
 }
 
-Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, bool writable) {
-  return import_host_memory(capacity, writable);
+Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, ImportAccess access) {
+  return import_host_memory(capacity, access);
 }
 
 Result<std::unique_ptr<Stream>> HostDevice::create_stream() { return HostStream::create(info_.index); }

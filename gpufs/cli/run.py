@@ -1,0 +1,93 @@
+"""gpufs run: a program whose safetensors files are used in place."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import click
+
+from gpufs import in_place
+from gpufs.cli._errors import Failure
+
+_PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?$")
+_FIRST_LINE_BYTES: Final = 256
+_PROBE_SECONDS: Final = 30.0
+# Whether the start of a Python process loads gpufs.
+_PROBE: Final = "import sys; sys.exit('gpufs.in_place' not in sys.modules)"
+
+
+@click.command(
+    name="run",
+    short_help="Run a program that uses safetensors files of a mount in place.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option(
+    "--mode",
+    type=click.Choice(in_place.MODES),
+    default="r",
+    show_default=True,
+    help="r: tensors are read-only, a program that writes to one ends. r+: changes go into the file. "
+    "c: changes stay private to the program.",
+)
+@click.argument("words", metavar="PROGRAM [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(mode: str, words: tuple[str, ...]) -> None:
+    """Run PROGRAM so that it uses safetensors files of a mount in place, without a copy.
+
+    For Python programs that load weights with safetensors, or with a library that is built on it: transformers,
+    diffusers, sentence-transformers, peft, accelerate. The program needs no change. Files that are not on a mount are
+    read as before. The Python that runs the program needs gpufs, too.
+
+    \b
+      gpufs run python generate.py --model /tmp/gpufs/gpu0/Qwen3-8B
+      gpufs run --mode c torchrun train.py
+
+    The same by a variable, for services and containers: GPUFS_IN_PLACE=r.
+    """
+    program = shutil.which(words[0])
+    if program is None:
+        raise Failure(f"{words[0]}: no such program", 127)
+    environment = {**os.environ, in_place.MODE_VARIABLE: mode}
+    python = _python_of(program)
+    if python is not None and not _has_gpufs(python, environment):
+        raise Failure(f"{python}, which runs {words[0]}, has no gpufs: install it there, {python} -m pip install gpufs")
+    try:
+        os.execve(program, list(words), environment)
+    except OSError as error:
+        raise Failure(f"{program}: {error.strerror}", 126) from None
+
+
+def _python_of(program: str) -> str | None:
+    """The Python that runs a program: itself, or the interpreter that a script names. None if it is another program."""
+    if _PYTHON.fullmatch(Path(program).name):
+        return program
+    try:
+        with open(program, "rb") as file:
+            line = os.fsdecode(file.readline(_FIRST_LINE_BYTES))
+    except OSError:
+        return None  # as a program that may be run but not read
+    words = line[2:].split() if line.startswith("#!") else []
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
+        return None
+    return shutil.which(words[0])
+
+
+def _has_gpufs(python: str, environment: dict[str, str]) -> bool:
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True  # the program itself shows what is wrong
+    return done.returncode == 0

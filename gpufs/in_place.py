@@ -1,0 +1,165 @@
+"""Programs that are built on safetensors use files of a mount in place, without a change of their code.
+
+`gpufs run` sets the variable ``GPUFS_IN_PLACE``. With it each Python process loads this module before the program
+starts (``gpufs_in_place.pth``), so the module imports as little as possible, and torch only when the program has.
+
+Everything in safetensors opens its files by ``safetensors.safe_open``, so this one name is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any, Final
+
+MODE_VARIABLE: Final = "GPUFS_IN_PLACE"
+MODES: Final = ("r", "r+", "c")
+# Packages that ask for tensors in host memory and then move or copy each of them to where the model is to be. For them
+# tensors of a GPU's file stay on the GPU: the move is then nothing, or a copy within the device.
+_PLACES_TENSORS_ITSELF: Final = frozenset({"accelerate", "diffusers", "sglang", "transformers", "vllm"})
+_TORCH: Final = frozenset({"pt", "torch", "pytorch"})
+
+
+def use_in_place(mode: str = "r") -> None:
+    """Let this program's safetensors use files of gpufs mounts in place.
+
+    From now on ``safetensors.safe_open`` and ``safetensors.torch.load_file`` return tensors that are the memory of the
+    file, if the file lies on a mount. The same holds for libraries that are built on them: transformers, diffusers,
+    sentence-transformers, peft, accelerate. Other files are read as before. Modules that have imported ``safe_open``
+    already are included, and so are Python processes that this one starts.
+
+    A tensor is copied if the program asks for a device or a dtype that the file does not have.
+
+    Parameters
+    ----------
+    mode : {"r", "r+", "c"}
+        "r": the tensors are read-only, and a program that writes to one ends. "r+": changes of the tensors are changes
+        of the file. "c": changes stay private to this program. As of :func:`gpufs.attach`.
+
+    Raises
+    ------
+    ValueError
+        ``mode`` is none of these.
+
+    Examples
+    --------
+    >>> gpufs.torch.use_in_place()  # doctest: +SKIP
+    >>> model = AutoModelForCausalLM.from_pretrained("/mnt/gpufs/gpu0/Qwen3-8B", device_map="cuda:0")  # doctest: +SKIP
+
+    See Also
+    --------
+    gpufs.torch.load_file : the same for one file, by its own name.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
+    os.environ[MODE_VARIABLE] = mode  # for processes that this one starts, and for files opened from now on
+    install()
+
+
+def install() -> None:
+    """Replaces what is imported already, and has the rest replaced when it is imported."""
+    for name, replace in _REPLACEMENTS.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            replace(module)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Finds modules as Python does, and changes the modules of _REPLACEMENTS once they are loaded."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        """As importlib.abc.MetaPathFinder.find_spec."""
+        replace = _REPLACEMENTS.get(name)
+        if replace is None:
+            return None
+        for finder in sys.meta_path:
+            spec = None if isinstance(finder, _Finder) else finder.find_spec(name, path, target)
+            if spec is None:
+                continue
+            loader: Any = spec.loader
+            if hasattr(loader, "exec_module"):
+                loader.exec_module = _then(loader.exec_module, replace)
+            return spec
+        return None
+
+
+def _then(load: Callable[[ModuleType], None], replace: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def load_and_replace(module: ModuleType) -> None:
+        load(module)
+        replace(module)
+
+    return load_and_replace
+
+
+def _replace_safe_open(safetensors: ModuleType) -> None:
+    original = safetensors.safe_open
+    if getattr(original, "of_gpufs", False):
+        return
+
+    def safe_open(filename: str | os.PathLike[str], framework: str = "pt", device: Any = "cpu", **options: Any) -> Any:
+        file = None
+        if framework in _TORCH and _lies_on_mount(filename):
+            file = _open(filename, None if _may_stay(device, sys._getframe(1)) else device)
+        return original(filename, framework, device, **options) if file is None else file
+
+    safe_open.of_gpufs = True  # type: ignore[attr-defined]
+    safe_open.__doc__ = original.__doc__
+    for module in [*sys.modules.values()]:  # those that have imported it
+        if getattr(module, "__dict__", {}).get("safe_open") is original:
+            module.safe_open = safe_open  # type: ignore[attr-defined]
+
+
+def _may_stay(device: Any, caller: FrameType | None) -> bool:
+    """Whether tensors may stay on the file's device."""
+    if str(device) != "cpu":
+        return False
+    package = "safetensors"
+    while caller is not None and package == "safetensors":  # its load_file calls safe_open, too
+        package = caller.f_globals.get("__name__", "").partition(".")[0]
+        caller = caller.f_back
+    return package in _PLACES_TENSORS_ITSELF
+
+
+def _lies_on_mount(path: str | os.PathLike[str]) -> bool:
+    from gpufs import mounting
+
+    try:
+        device = os.stat(path).st_dev
+    except (OSError, TypeError, ValueError):
+        return False  # safetensors says what is wrong
+    return any(entry.st_dev == device and entry.fstype == mounting.FILESYSTEM_TYPE for entry in mounting.listed())
+
+
+def _open(path: str | os.PathLike[str], device: Any) -> Any:
+    """The file in place, None if it cannot be used so: then safetensors reads it, or says what is wrong with it."""
+    from gpufs.torch._replacement import InPlaceFile
+
+    try:
+        return InPlaceFile(path, "pt", device, mode=os.environ.get(MODE_VARIABLE, "r"))
+    except (OSError, ValueError) as error:
+        import logging
+
+        logging.getLogger("gpufs").warning("%s is copied instead of used in place: %s", os.fspath(path), error)
+        return None
+
+
+def _replace_warmup(modeling_utils: ModuleType) -> None:
+    """transformers allocates memory for all weights before it loads them: not for those that will not be copied."""
+    original = getattr(modeling_utils, "caching_allocator_warmup", None)
+    if original is None or getattr(original, "of_gpufs", False):
+        return
+
+    def caching_allocator_warmup(*arguments: Any, **named: Any) -> None:
+        files = sys._getframe(1).f_locals.get("checkpoint_files")
+        if not files or not all(_lies_on_mount(file) for file in files):
+            original(*arguments, **named)
+
+    caching_allocator_warmup.of_gpufs = True  # type: ignore[attr-defined]
+    modeling_utils.caching_allocator_warmup = caching_allocator_warmup  # type: ignore[attr-defined]
+
+
+_REPLACEMENTS: Final = {"safetensors": _replace_safe_open, "transformers.modeling_utils": _replace_warmup}

@@ -1,0 +1,186 @@
+"""gpufs run, GPUFS_IN_PLACE and use_in_place(): programs built on safetensors use files in place, unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from support.cli import fails
+from support.mounting import GPUFS
+from support.processes import PATIENCE
+
+# Programs know nothing of gpufs. They print what they found as JSON.
+WHERE = """
+    import json, sys
+    def kinds(tensors):
+        "How many of the tensors lie in a file's memory, and how many elsewhere."
+        mapped = [line.split(None, 5) for line in open("/proc/self/maps")]
+        buffers = [[int(x, 16) for x in line[0].split("-")] for line in mapped if "gpufs-buffer" in line[-1]]
+        inside = [any(start <= tensor.data_ptr() < end for start, end in buffers) for tensor in tensors]
+        return [sum(inside), len(inside) - sum(inside)]
+"""
+
+
+def in_program(script: str, *arguments: object, run: bool = True, mode: str = "r") -> Any:
+    """Runs a Python program, by `gpufs run` or not, and returns what it has printed as JSON."""
+    text = textwrap.dedent(WHERE) + textwrap.dedent(script)
+    command = [*(GPUFS if run else ()), *(("run", "--mode", mode) if run else ()), sys.executable, "-c", text]
+    done = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=10 * PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def weights(root: Path) -> Path:
+    path = root / "weights.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(4000.0), "b": torch.ones(30, 20).half()}, path)
+    return path
+
+
+def test_transformers_model(root: Path, tmp_path: Path) -> None:
+    """A model of several files: every parameter is in place, and the generated tokens are the same."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", root], check=True, timeout=PATIENCE)
+    script = """
+        import torch, transformers
+        answer = {}
+        for dtype in (None, torch.bfloat16):
+            named = {} if dtype is None else {"dtype": dtype}
+            model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **named)
+            tokens = model.generate(torch.arange(6)[None], max_new_tokens=5, do_sample=False)
+            answer[str(dtype)] = [kinds(model.parameters()), tokens.tolist()]
+        print(json.dumps(answer))
+    """
+    plain, found = (in_program(script, root / "model", run=run) for run in (False, True))
+    count = len(list(model.parameters()))
+    assert [plain[dtype][1] for dtype in plain] == [found[dtype][1] for dtype in found]
+    assert plain["None"][0] == [0, count]
+    assert found["None"][0] == [count, 0]
+    assert found["torch.bfloat16"][0] == [0, count]  # another dtype needs a copy
+
+
+def test_functions_of_safetensors(weights: Path, tmp_path: Path) -> None:
+    """Each function that opens a file; also by a link, and in a process that the program starts. Others as before."""
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(weights)
+    plain = tmp_path / "plain.safetensors"
+    plain.write_bytes(weights.read_bytes())
+    found = in_program(
+        """
+        assert "torch" not in sys.modules and "gpufs.torch" not in sys.modules
+        import multiprocessing, subprocess
+        import safetensors, safetensors.torch, torch
+        link, plain = sys.argv[1:]
+        load = safetensors.torch.load_file
+        with safetensors.safe_open(link, framework="pt", device="cpu") as file:
+            opened = [file.get_tensor("a"), file.get_slice("b")[3:5]]
+            assert file.metadata() is None and sorted(file.keys()) == ["a", "b"]
+            for get in (file.get_tensor, file.get_slice):
+                try:
+                    get("c")
+                except safetensors.SafetensorError:
+                    pass
+                else:
+                    raise AssertionError("a tensor that is not there was returned")
+        module = torch.nn.Module()
+        module.a, module.b = torch.nn.Parameter(torch.empty(4000)), torch.nn.Parameter(torch.empty(30, 20).half())
+        assert safetensors.torch.load_model(module, link) == (set(), [])
+        assert torch.equal(module.a, load(plain)["a"]) and torch.equal(module.b, load(plain)["b"])
+        with safetensors.safe_open(link, framework="numpy") as file:
+            assert file.get_tensor("a")[7] == 7
+        child = [sys.executable, "-c", "import safetensors; print(hasattr(safetensors.safe_open, 'of_gpufs'))"]
+        children = subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()
+        print(json.dumps([kinds(opened), kinds(load(link).values()), kinds(load(plain).values()), children]))
+        """,
+        link,
+        plain,
+    )
+    assert found == [[2, 0], [2, 0], [0, 2], "True"]
+
+
+def test_modes(weights: Path) -> None:
+    """r+ changes the file, and r ends a program that writes."""
+    script = """
+        import safetensors.torch
+        safetensors.torch.load_file(sys.argv[1])["a"][0] = 42
+        print(json.dumps("done"))
+    """
+    with pytest.raises(AssertionError):
+        in_program(script, weights)
+    assert safetensors.torch.load_file(weights)["a"][0] == 0
+    in_program(script, weights, mode="r+")
+    assert safetensors.torch.load_file(weights)["a"][0] == 42
+
+
+def test_in_a_running_program(weights: Path) -> None:
+    """use_in_place() reaches modules that have imported the function already."""
+    found = in_program(
+        """
+        from safetensors import safe_open
+        from safetensors.torch import load_file
+        import gpufs.torch
+        before = kinds(load_file(sys.argv[1]).values())
+        gpufs.torch.use_in_place()
+        opened = safe_open(sys.argv[1], "pt").get_tensor("b")
+        print(json.dumps([before, kinds(load_file(sys.argv[1]).values()), kinds([opened])]))
+        """,
+        weights,
+        run=False,
+    )
+    assert found == [[0, 2], [2, 0], [1, 0]]
+
+
+def test_what_cannot_be_in_place_is_copied(root: Path, weights: Path) -> None:
+    """A file with holes is read as before; a damaged one gives the error of safetensors."""
+    sparse = root / "sparse.safetensors"
+    header = json.dumps({"a": {"dtype": "U8", "shape": [8 << 20], "data_offsets": [0, 8 << 20]}}).encode()
+    sparse.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(sparse, 8 + len(header) + (8 << 20))
+    damaged = root / "damaged.safetensors"
+    damaged.write_bytes(weights.read_bytes()[:-1])
+    found = in_program(
+        """
+        import safetensors, safetensors.torch
+        sparse, damaged = sys.argv[1:]
+        try:
+            safetensors.torch.load_file(damaged)
+        except safetensors.SafetensorError:
+            tensors = safetensors.torch.load_file(sparse)
+            print(json.dumps([kinds(tensors.values()), int(tensors["a"].sum())]))
+        """,
+        sparse,
+        damaged,
+    )
+    assert found == [[0, 1], 0]
+
+
+def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
+    """A name that is no program, and a Python that has no gpufs, are refused; other programs run as they are."""
+    assert "no-such-program" in fails(127, "run", "no-such-program")
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    assert str(python) in fails(1, "run", python, "-c", "pass")
+    script = tmp_path / "script"
+    script.write_text(f"#!{python}\n")
+    script.chmod(0o755)
+    assert str(python) in fails(1, "run", script)
+    done = subprocess.run(
+        [*GPUFS, "run", "sh", "-c", "echo $GPUFS_IN_PLACE -v; exit 3"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (3, "r -v\n")
