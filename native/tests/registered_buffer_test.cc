@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -259,7 +260,47 @@ class RegisteredHostTest : public ::testing::Test {
   std::shared_ptr<DeviceContext> context_;
 };
 
+TEST_F(RegisteredHostTest, HolesAreReadWithoutMemory) {
+  constexpr std::uint64_t kPage = 4096;
+  constexpr std::uint64_t kData = 2 * kMiB;
+  const std::vector<std::byte> data = pattern(kPage, 3);
+  ASSERT_EQ(::pwrite(fd_.get(), data.data(), kPage, kData), static_cast<ssize_t>(kPage));
+  const auto blocks = [this] {
+    struct stat found = {};
+    EXPECT_EQ(::fstat(fd_.get(), &found), 0);
+    return found.st_blocks;
+  };
+  const auto before = blocks();
+  const auto buffer = registered(kMiB, 3 * kMiB);
+  std::vector<std::byte> seen(3 * kMiB, std::byte{1});
+  ASSERT_EQ(must(buffer->read(0, seen)), seen.size());
+  std::vector<std::byte> expected(3 * kMiB);
+  std::copy(data.begin(), data.end(), expected.begin() + (kData - kMiB));
+  EXPECT_TRUE(seen == expected);
+  EXPECT_EQ(must(buffer->seek_data(0)), kData - kMiB);
+  EXPECT_EQ(must(buffer->seek_hole(kData - kMiB)), kData - kMiB + kPage);
+  EXPECT_EQ(buffer->seek_data(kData).error(), ENXIO);
+  const auto copy = must(Buffer::create(context_));
+  EXPECT_EQ(must(copy->copy_from(*buffer, 0, 0, 3 * kMiB, nullptr)), 3 * kMiB);
+  ASSERT_EQ(must(copy->read(0, seen)), seen.size());
+  EXPECT_TRUE(seen == expected);
+  EXPECT_EQ(blocks(), before);
+}
+
+TEST_F(RegisteredHostTest, ItCountsAsMemoryOfTheDevice) {
+  const std::uint64_t free = must(context_->device().memory()).free_bytes;
+  {
+    const auto buffer = registered(0, kBytes);
+    EXPECT_EQ(must(context_->device().memory()).free_bytes, free - kBytes);
+    ASSERT_EQ(::ftruncate(fd_.get(), static_cast<off_t>(free)), 0);
+    EXPECT_EQ(context_->device().map_foreign(shared(0, free)).error(), ENOSPC);
+  }
+  EXPECT_EQ(must(context_->device().memory()).free_bytes, free);
+}
+
 TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
+  const std::vector<std::byte> data = pattern(kBytes, 3);
+  ASSERT_EQ(::write(fd_.get(), data.data(), kBytes), static_cast<ssize_t>(kBytes));
   const auto buffer = registered(0, kBytes);
   const auto pin = must(buffer->pin_for_read(0, kBytes));
   EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);

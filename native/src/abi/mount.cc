@@ -276,11 +276,10 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
     wanted.writable = memory->writable != 0;
     if (!inode.buffer()) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     if (wanted.bytes > Buffer::kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-    const std::shared_ptr<DeviceContext>& device = inode.buffer()->device();
-    Result<std::unique_ptr<ForeignMapping>> imported = device->device().map_foreign(wanted);
-    if (!imported.ok()) return imported.status();
-    Status status = found.table().replace_buffer(
-        ino, std::make_shared<RegisteredBuffer>(device, imported.take(), wanted.bytes, wanted.writable));
+    const std::shared_ptr<Buffer> empty = inode.buffer();
+    Result<std::shared_ptr<RegisteredBuffer>> mapped = RegisteredBuffer::map(empty->device(), wanted, empty->charge());
+    if (!mapped.ok()) return mapped.status();
+    Status status = found.table().replace_buffer(ino, mapped.take());
     if (status.ok()) found.notifier().invalidate_inode_now(ino);
     return status;
   });

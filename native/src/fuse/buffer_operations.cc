@@ -319,7 +319,7 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
     return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
   };
   if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
-  const Result<MemoryInfo> memory = buffer.device()->device().memory();
+  const Result<MemoryInfo> memory = buffer.device()->memory();
   if (!memory.ok()) return memory.status();
   if (std::min(memory.value().free_bytes, buffer.charge().room()) < in.length)
     return apply(in.offset, in.length, keep_size);

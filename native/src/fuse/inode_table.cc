@@ -19,6 +19,12 @@ namespace {
 
 constexpr std::uint32_t kPermissions = 07777;
 
+// How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
+// file that still exists then is kept by somebody.
+constexpr std::chrono::milliseconds kForgetTime{300};
+// Less than one part in so many of a device's memory is worth no waiting.
+constexpr std::uint64_t kSmallPart = 64;
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
@@ -290,6 +296,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
     if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
   }
   if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
+  if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
   ours.uid = changes.uid.value_or(ours.uid);
   ours.gid = changes.gid.value_or(ours.gid);
   if (changes.atime) set_atime(ours, *changes.atime);
@@ -346,6 +353,7 @@ Status InodeTable::charge_to(std::uint64_t ino, std::shared_ptr<Account> account
   if (!inode) return unknown_inode(ino);
   const std::lock_guard lock(inode->mutex_);
   if (inode->buffer_) inode->buffer_->charge().move(Charge::kDirectory, account);
+  if (inode->replacement_) inode->replacement_->charge().move(Charge::kDirectory, account);
   inode->directory_account_ = std::move(account);
   return {};
 }
@@ -359,6 +367,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   const bool fresh = inode->created_open_ && inode->writers_ever_ == 1 && inode->attributes_.nlink <= 1 &&
                      !inode->replaced_ && inode->buffer_->size() == 0;
   if (!fresh) return Status(EBUSY, "the file is not one that its opener has just created, empty and for itself alone");
+  buffer->charge().move_to_accounts_of(inode->buffer_->charge());  // whose owner may have changed
   inode->replacement_ = std::move(buffer);
   inode->replaced_.store(true, std::memory_order_release);
   set_mtime(inode->attributes_, now);
@@ -420,7 +429,7 @@ bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
     orphans_.erase(inode.get());  // the caller's pointer keeps it alive
     return false;
   }
-  orphans_.emplace(inode.get(), inode);
+  orphans_.emplace(inode.get(), Orphan{inode, std::chrono::steady_clock::now(), false});
   return inode->removed_;
 }
 
@@ -429,6 +438,7 @@ void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   const std::int32_t device = inode->device_;
   {
     const std::lock_guard lock(orphan_mutex_);
+    if (const auto orphan = orphans_.find(inode.get()); orphan != orphans_.end()) orphan->second.doomed = true;
     Doomed& doomed = doomed_[device];
     doomed.inodes.push_back(std::move(inode));
     if (std::exchange(doomed.has_job, true)) return;
@@ -463,13 +473,15 @@ void InodeTable::free(std::shared_ptr<Inode> inode) {
   {
     const std::lock_guard lock(orphan_mutex_);
     // Not there: it was opened again at the last moment, and comes back when that file is released.
-    if (orphans_.erase(inode.get()) != 0) bytes = inode->buffer_->bytes_held();
-    freeing_[device] += bytes;
+    if (const auto orphan = orphans_.extract(inode.get())) {
+      bytes = inode->buffer_->bytes_held();
+      freeing_[device] = {bytes, orphan.mapped().since};
+    }
   }
   inode.reset();  // frees the memory, unless a request or a view still uses it
   {
     const std::lock_guard lock(orphan_mutex_);
-    freeing_[device] -= bytes;
+    freeing_.erase(device);
   }
   executor_.memory_freed(device);
 }
@@ -491,12 +503,34 @@ std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
   const std::lock_guard lock(orphan_mutex_);
   std::uint64_t bytes = 0;
   for (const auto& [of, freeing] : freeing_) {
-    if (device < 0 || of == device) bytes += freeing;
+    if (device < 0 || of == device) bytes += freeing.bytes;
   }
-  for (const auto& [key, inode] : orphans_) {
-    if (device < 0 || inode->device_ == device) bytes += inode->buffer_->bytes_held();
+  for (const auto& [key, orphan] : orphans_) {
+    if (device < 0 || orphan.inode->device_ == device) bytes += orphan.inode->buffer_->bytes_held();
   }
   return bytes;
+}
+
+std::optional<std::int32_t> InodeTable::returning(std::int32_t device, TimePoint before) const {
+  const auto now = std::chrono::steady_clock::now();
+  std::uint64_t bytes = 0;
+  std::int32_t found = 0;
+  const auto add = [&](std::int32_t of, TimePoint since, std::uint64_t held) {
+    if ((device >= 0 && of != device) || since > before || held == 0) return;
+    bytes += held;
+    found = of;
+  };
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    for (const auto& [of, freeing] : freeing_) add(of, freeing.since, freeing.bytes);
+    for (const auto& [key, orphan] : orphans_) {
+      if (!orphan.doomed && now - orphan.since > kForgetTime) continue;
+      add(orphan.inode->device_, orphan.since, orphan.inode->buffer_->bytes_held());
+    }
+  }
+  const std::uint64_t total = devices_.empty() ? 0 : devices_[static_cast<std::size_t>(found)]->info().total_bytes;
+  if (bytes == 0 || bytes < total / kSmallPart) return std::nullopt;
+  return found;
 }
 
 InodeTable::Counts InodeTable::counts() const {

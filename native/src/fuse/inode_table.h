@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -208,6 +209,11 @@ class InodeTable {
   // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
   [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
 
+  // A device with memory of files that were removed before a time, which is likely to be free soon. device < 0: any.
+  // nullopt: there is none, or little; removed files that somebody keeps do not count.
+  using TimePoint = std::chrono::steady_clock::time_point;
+  [[nodiscard]] std::optional<std::int32_t> returning(std::int32_t device, TimePoint before) const;
+
   struct Counts {
     std::size_t inodes = 0;
     std::size_t files = 0;
@@ -247,13 +253,22 @@ class InodeTable {
 
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;
-  std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
+  struct Orphan {
+    std::shared_ptr<Inode> inode;
+    TimePoint since;
+    bool doomed;  // in doomed_, too
+  };
+  std::unordered_map<const Inode*, Orphan> orphans_;
   struct Doomed {
     std::vector<std::shared_ptr<Inode>> inodes;
     bool has_job = false;  // that frees them
   };
-  std::map<std::int32_t, Doomed> doomed_;          // by device
-  std::map<std::int32_t, std::uint64_t> freeing_;  // bytes that the executor is freeing, by device
+  std::map<std::int32_t, Doomed> doomed_;  // by device
+  struct Freeing {
+    std::uint64_t bytes;
+    TimePoint since;  // the removal
+  };
+  std::map<std::int32_t, Freeing> freeing_;  // what the executor is freeing, by device
 };
 
 }  // namespace gpufs::fuse

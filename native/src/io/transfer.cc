@@ -319,7 +319,9 @@ Status Transfer::preallocate(std::uint64_t total, const Plan& plan) {
   const bool side_by_side =
       wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(device_->info().numa_node) >= kCpusForPages);
   if (side_by_side && facts.always_hot && facts.readable) {
-    by_pages_ = backing.operations().truncate(backing.buffered_fd(), end) == 0;
+    // A byte of the store's own range: setting the size would cut off what another writer has appended by now.
+    const std::byte last{};
+    by_pages_ = backing.operations().write_at(backing.buffered_fd(), &last, 1, end - 1) == 1;
     if (by_pages_) preallocated_end_ = end;
     return {};
   }

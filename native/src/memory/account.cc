@@ -1,6 +1,7 @@
 #include "memory/account.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace gpufs {
 
@@ -35,9 +36,36 @@ void Charge::settle(std::uint64_t bytes) {
 
 void Charge::move(Payer payer, std::shared_ptr<Account> account) {
   const std::lock_guard lock(mutex_);
+  if (payer == kOwner && share_locked() != nullptr) share_locked()->give(address_bytes_);
   accounts_[payer].swap(account);
   if (account != nullptr) account->give(bytes_);
   if (accounts_[payer] != nullptr) accounts_[payer]->add(bytes_);
+  if (payer == kOwner && share_locked() != nullptr) share_locked()->add(address_bytes_);
+}
+
+void Charge::move_to_accounts_of(const Charge& other) {
+  Accounts theirs = other.accounts();
+  move(kOwner, std::move(theirs[kOwner]));
+  move(kDirectory, std::move(theirs[kDirectory]));
+}
+
+AddressSpace::Share* Charge::share_locked() const {
+  return accounts_[kOwner] == nullptr ? nullptr : accounts_[kOwner]->addresses_.get();
+}
+
+Status Charge::take_addresses(std::uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (share_locked() != nullptr) {
+    if (Status status = share_locked()->take(bytes); !status.ok()) return status;
+  }
+  address_bytes_ += bytes;
+  return {};
+}
+
+void Charge::give_addresses(std::uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (share_locked() != nullptr) share_locked()->give(bytes);
+  address_bytes_ -= bytes;
 }
 
 std::uint64_t Charge::room() const {

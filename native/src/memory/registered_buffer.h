@@ -22,6 +22,11 @@ namespace gpufs {
 
 class RegisteredBuffer : public Buffer {
  public:
+  // Maps the memory and charges it to the accounts that `payers` charges: its addresses, and on the host driver its
+  // bytes, since accesses allocate what its program has not. As Device::map_foreign(). EDQUOT: beyond a limit of
+  // theirs.
+  static Result<std::shared_ptr<RegisteredBuffer>> map(std::shared_ptr<DeviceContext> device,
+                                                       const ForeignMemory& memory, const Charge& payers);
   // memory: `bytes` of it are the buffer; not null.
   RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory, std::uint64_t bytes,
                    bool writable);
@@ -72,10 +77,13 @@ class RegisteredBuffer : public Buffer {
   Status refuse();
   // After an access: ESTALE if the memory was taken away under it.
   Status check_intact(MappingUse& use);
+  // Unmaps the memory, which nobody uses any more. Needs no lock.
+  void unmap(std::unique_ptr<ForeignMapping> memory);
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t bytes_;
   const bool writable_;
+  std::uint64_t address_bytes_ = 0;  // charged; set before the buffer is shared
 
   mutable std::mutex mutex_;  // guards all below; nothing is called under it
   std::condition_variable unused_;
