@@ -93,14 +93,25 @@ class _Lines(logging.Handler):
         return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
 
     def _put(self, record: logging.LogRecord) -> bool:
-        text = self.format(record).encode(errors="surrogateescape")  # file names are bytes
-        for line in text.split(b"\n"):
+        try:
+            text = self.format(record)
+        except Exception as failure:  # noqa: BLE001 - a wrong log line must not disturb what logs it
+            text = f"a line cannot be logged: {type(failure).__name__}: {failure}"
+        for line in _encoded(text).split(b"\n"):
             try:
                 os.write(self._queue, line[: _ATOMIC_BYTES - 1] + b"\n")
             except BlockingIOError:
                 self._dropped += 1
                 return False
         return True
+
+
+def _encoded(text: str) -> bytes:
+    """The text in UTF-8. File names are bytes that stay as they are."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON can have it
+        return text.encode(errors="backslashreplace")
 
 
 def _copy_lines(queue: int, sink: int, path: str | None) -> None:
