@@ -199,6 +199,28 @@ def test_a_missing_fuse_device_is_reported(mountpoint: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_runtime_directory_whose_name_is_taken(tmp_path: Path) -> None:
+    """Any user can create directories in /tmp. Later mounts of the same user share the directory with another name."""
+    script = """
+        mount -t tmpfs none /run
+        touch /run/gpufs
+        mount -t tmpfs none /tmp
+        mkdir /tmp/gpufs-0 /tmp/m /tmp/n
+        chown nobody /tmp/gpufs-0
+        for place in m n; do
+            "$@" mount /tmp/$place --driver host --memory 64M
+            head -c 3000000 /dev/urandom >/tmp/$place/gpu0/file
+            "$@" cp /tmp/$place/gpu0/file /tmp/copy
+            cmp /tmp/$place/gpu0/file /tmp/copy
+            "$@" stats /tmp/$place >/dev/null
+        done
+        ls -d /tmp/gpufs-0-*
+        "$@" umount /tmp/m /tmp/n
+    """
+    done = run("unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-euc", script, "sh", *GPUFS, cwd="/", check=False)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1), done
+
+
 @pytest.mark.parametrize("what", ["full", "unmounted"])
 def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path, what: str) -> None:
     """A mount and its copies work without /run, which only other commands read."""

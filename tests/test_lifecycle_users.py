@@ -97,6 +97,21 @@ def test_a_mount_outlives_its_users_runtime_directory(mount: Mounter, user: User
     mounted.unmount()
 
 
+def test_a_runtime_directory_with_a_long_path(user: User, mountpoint: Path) -> None:
+    """The path of a socket has at most 107 bytes."""
+    runtime = mountpoint.with_name("r" * 100)
+    runtime.mkdir()
+    os.chown(runtime, NOBODY, NOBODY)
+    there = (user[0], {**user[1], "XDG_RUNTIME_DIR": str(runtime)})
+    gpufs(there, "mount", mountpoint, "--driver", "host", "--memory", "64M")
+    try:
+        as_nobody(lambda: (mountpoint / "gpu0/file").write_bytes(noise(MIB)))
+        assert gpufs(there, "cp", mountpoint / "gpu0/file", mountpoint.parent / "copy").stderr == ""
+        assert_same((mountpoint.parent / "copy").read_bytes(), noise(MIB))
+    finally:
+        gpufs(there, "umount", mountpoint)
+
+
 def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> None:
     done = gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--allow-other", check=False)
     if "user_allow_other" in Path("/etc/fuse.conf").read_text().split("\n"):

@@ -19,6 +19,7 @@ from typing import Final
 
 from gpufs import engine
 from gpufs._printable import printable
+from gpufs.daemon.log_file import open_log_file
 from gpufs.daemon.startup import StartFailure, is_journal
 
 log = logging.getLogger("gpufs.daemon")
@@ -38,8 +39,7 @@ _USER_SECONDS: Final = 10.0
 
 
 def _open_log(path: str) -> int:
-    # A FIFO that nobody reads is an error (ENXIO) and does not block.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o640)
+    fd = open_log_file(path)
     os.set_blocking(fd, True)
     return fd
 
