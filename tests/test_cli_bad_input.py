@@ -25,6 +25,8 @@ from support.processes import NOBODY, plain_user, run
         (2, "top --interval nan"),
         (1, "ls /"),
         (2, "metrics --listen nowhere"),
+        (2, "metrics --listen ..:9400"),
+        (2, f"metrics --listen {'a' * 70}:9400"),
         (1, "metrics --listen 192.0.2.1:9400"),
         (1, "trace /nonexistent -o x"),
         (1, "trace / -o x"),

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many de
 
 Show = Callable[[Any], object]
 
+_unended: list[int] = []  # processes that got SIGKILL and had not ended then
+
 
 def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
     """Calls functions in parallel that may never return. For each its value, which is one that JSON has, or an OSError.
@@ -29,6 +32,7 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
     """
     results: list[Any] = [OSError(ETIMEDOUT, f"no answer within {timeout:g} seconds") for _ in questions]
     children: dict[int, tuple[int, int]] = {}  # index of the question: process, descriptor of its answer
+    _reap()
     try:
         for place, question in enumerate(questions):
             try:
@@ -42,9 +46,17 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
     finally:  # also after KeyboardInterrupt
         for pid, answer in children.values():
             os.close(answer)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
+            with suppress(ProcessLookupError):  # it has ended, and whoever started us ignores SIGCHLD
+                os.kill(pid, signal.SIGKILL)
+            _unended.append(pid)
+        _reap()
     return results
+
+
+def _reap() -> None:
+    """Takes note of the ends of processes, so that none stays as a zombie while a command runs on."""
+    with suppress(ChildProcessError):
+        _unended[:] = [pid for pid in _unended if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
 def _start(question: Callable[[], Any], show: Show) -> tuple[int, int]:
