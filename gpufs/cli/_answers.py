@@ -9,19 +9,18 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
 from typing import Any, Final
 
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._mounts import wait_for_end
+from gpufs.cli._mounts import Process, wait_for_end
 from gpufs.mounting import MountEntry
 
 _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
 
 Show = Callable[[Any], object]
 
-_unended: list[int] = []  # processes that got SIGKILL and had not ended then
+_unended: list[int] = []  # processes whose end is not noted yet
 
 
 def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
@@ -31,7 +30,7 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
     that do not return, EFBIG for values that are too long, EPROTO for those that cannot be shown.
     """
     results: list[Any] = [OSError(ETIMEDOUT, f"no answer within {timeout:g} seconds") for _ in questions]
-    children: dict[int, tuple[int, int]] = {}  # index of the question: process, descriptor of its answer
+    children: dict[int, tuple[Process, int]] = {}  # index of the question: process, descriptor of its answer
     _reap()
     try:
         for place, question in enumerate(questions):
@@ -39,39 +38,42 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
                 children[place] = _start(question, show)
             except OSError as error:  # too many mounts of other users
                 results[place] = error
-        hung = wait_for_end([pid for pid, _ in children.values()], timeout)
-        for place, (pid, answer) in children.items():
-            if pid not in hung:
+        hung = wait_for_end([process for process, _ in children.values()], timeout)
+        for place, (process, answer) in children.items():
+            if process not in hung:
                 results[place] = _read(answer)
     finally:  # also after KeyboardInterrupt
-        for pid, answer in children.values():
+        for process, answer in children.values():
             os.close(answer)
-            with suppress(ProcessLookupError):  # it has ended, and whoever started us ignores SIGCHLD
-                os.kill(pid, signal.SIGKILL)
-            _unended.append(pid)
+            process.signal(signal.SIGKILL)
+            process.close()
         _reap()
     return results
 
 
 def _reap() -> None:
     """Takes note of the ends of processes, so that none stays as a zombie while a command runs on."""
-    with suppress(ChildProcessError):
-        _unended[:] = [pid for pid in _unended if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    _unended[:] = [pid for pid in _unended if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
-def _start(question: Callable[[], Any], show: Show) -> tuple[int, int]:
+def _start(question: Callable[[], Any], show: Show) -> tuple[Process, int]:
     answer = os.memfd_create("answer")
     try:
         pid = os.fork()
+        if pid == 0:
+            try:
+                _answer(question, show, answer)
+            finally:
+                os._exit(0)  # also after an exception: the rest is the parent's
+        _unended.append(pid)
+        try:
+            return Process(pid, os.pidfd_open(pid)), answer
+        except OSError:  # no descriptor is left
+            os.kill(pid, signal.SIGKILL)
+            raise
     except OSError:
         os.close(answer)
         raise
-    if pid == 0:
-        try:
-            _answer(question, show, answer)
-        finally:
-            os._exit(0)  # also after an exception: the rest is the parent's
-    return pid, answer
 
 
 def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
