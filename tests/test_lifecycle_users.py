@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EACCES, EROFS
@@ -16,12 +19,14 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter
 from support.processes import (
     NOBODY,
+    PATIENCE,
     SESSION_VARIABLE,
     as_nobody,
     as_other,
     errno_of,
     plain_user,
     run,
+    start_children,
     wait_until,
 )
 from support.watchdog import mounted_at, rescue
@@ -95,6 +100,41 @@ def test_a_mount_outlives_its_users_runtime_directory(mount: Mounter, user: User
 
     as_nobody(use)
     mounted.unmount()
+
+
+def test_a_private_mount_of_another_user(mount: Mounter, user: User) -> None:
+    """Root's commands do not complain about it. Its process counts, also while descriptors come and go."""
+    mounted = mount("--no-auto-unmount", user=user)
+    place = str(mounted.path)
+    runtime = Path(user[1]["XDG_RUNTIME_DIR"]) / "gpufs"
+    (address,) = wait_until(lambda: list(runtime.glob(f"{mounted.pid}-*.socket")), 20, "the socket")
+
+    def connect(_: int) -> None:
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+                client.connect(str(address))
+
+    (child,) = start_children(1, connect)
+    try:
+        for _ in range(5):
+            assert run(*GPUFS, "status", "--check", place).stdout.endswith(" private (of nobody)\n")
+            status = json.loads(run(*GPUFS, "status", "--json", place, check=False).stdout)
+            assert (status["state"], status["pid"]) == ("private", mounted.pid)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    for words in (["status"], ["df"], ["ls"], ["leases"], ["quota", "list"]):
+        done = run(*GPUFS, *words, check=False)
+        assert place not in done.stderr, done
+        assert (place in done.stdout) == (words == ["status"])
+    for words in (["df"], ["ls"], ["leases"], ["quota", "list"]):
+        done = run(*GPUFS, *words, place, check=False)
+        assert done.returncode == 1
+        assert "private (of nobody)" in done.stderr
+    mounted.signal(signal.SIGKILL)
+    mounted.daemon.wait(PATIENCE)
+    done = run(*GPUFS, "status", "--check", place, check=False)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done
 
 
 def test_a_runtime_directory_with_a_long_path(user: User, mountpoint: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpufs import mounting
 from gpufs.cli import _answers
-from gpufs.cli._output import MOST_NAMES, age_text, bytes_text
+from gpufs.cli._output import MOST_NAMES, age_text, bytes_text, user_name
 
 
 def collect(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list[dict[str, Any]] | OSError]:
@@ -36,6 +36,12 @@ def mode(lease: dict[str, Any]) -> str:
     return f"{lease['mode']}{' copy' if lease['private'] else ''}"
 
 
+def shown_path(lease: dict[str, Any]) -> str:
+    """The path of a lease's file, for people: "/mnt/gpu0/file (removed)"."""
+    state = lease.get("state", "present")
+    return f"{lease['path']}{'' if state == 'present' else f' ({state})'}"
+
+
 def by_program(leases: Sequence[dict[str, Any]]) -> list[str]:
     """What each program has, for people: "python3 (1234), 1.5 GiB of /mnt/gpu0/file" or "..., 2 GiB of 400 files".
 
@@ -62,9 +68,9 @@ def by_program(leases: Sequence[dict[str, Any]]) -> list[str]:
 def row(lease: dict[str, Any]) -> tuple[str, ...]:
     """The cells of a table: path, process, user, program, mode, size, age."""
     return (
-        lease["path"],
+        shown_path(lease),
         str(lease["pid"]),
-        str(lease["uid"]),
+        user_name(lease["uid"]),
         lease["program"] or "-",
         mode(lease),
         bytes_text(lease["bytes"]),

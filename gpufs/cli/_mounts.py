@@ -6,10 +6,12 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from errno import EACCES, EPERM
+from typing import Any, NamedTuple
 
 from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
+from gpufs.cli._output import user_name
 
 
 def absolute(path: str) -> str:
@@ -62,6 +64,25 @@ def mounted_at(path: str) -> mounting.MountEntry:
 def is_trusted(entry: mounting.MountEntry) -> bool:
     """Whether root or the caller mounted it."""
     return entry.uid in (0, os.geteuid())
+
+
+def is_private(entry: mounting.MountEntry, failure: OSError) -> bool:
+    """Whether a mount did not answer because another user keeps it to himself."""
+    return failure.errno in (EACCES, EPERM) and entry.uid != os.geteuid()
+
+
+def private_text(entry: mounting.MountEntry) -> str:
+    """The state of such a mount, for people."""
+    return f"private (of {user_name(entry.uid)})"
+
+
+def silent(entries: Sequence[mounting.MountEntry], answers: Sequence[Any], *, named: bool) -> list[tuple[str, object]]:
+    """The mounts that did not answer, and why. Those that other users keep to themselves only if they are named."""
+    return [
+        (entry.mountpoint, private_text(entry) if is_private(entry, answer) else answer.strerror)
+        for entry, answer in zip(entries, answers, strict=True)
+        if isinstance(answer, OSError) and (named or not is_private(entry, answer))
+    ]
 
 
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:

@@ -35,13 +35,15 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
     whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
     asked = [whole[device] for device in {entry.device for entry in entries} if device in whole]
-    found = dict(zip((entry.device for entry in asked), _leases.collect(asked, timeout), strict=True))
+    answers = _leases.collect(asked, timeout)
+    for mountpoint, reason in _mounts.silent(asked, answers, named=bool(paths)):
+        complain(f"{mountpoint}: {reason}")
+    found = dict(zip((entry.device for entry in asked), answers, strict=True))
     leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     answering = []
     for entry in entries:
         answer = found.get(entry.device, [])
         if isinstance(answer, OSError):
-            complain(f"{entry.mountpoint}: {answer.strerror}")
             continue
         answering.append(entry)
         for lease in answer:
