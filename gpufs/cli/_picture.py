@@ -47,7 +47,7 @@ def _bar(share: float) -> str:
 
 
 _Pairs = Sequence[tuple[Reading, Reading | None]]
-_DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "IS")
+_DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "DESCRIPTION")
 _COPY_HEADERS: Final = ("COPY TO", "FROM", "", "DONE", "RATE", "LEFT", "PROGRAM")
 _FILE_HEADERS: Final = ("BUSY FILE", "SIZE", "HELD", "READ", "WRITE")
 _LEASE_HEADERS: Final = ("LEASE", "PROGRAM", "MODE", "SIZE", "AGE")
