@@ -152,6 +152,21 @@ def test_a_runtime_directory_with_a_long_path(user: User, mountpoint: Path) -> N
         gpufs(there, "umount", mountpoint)
 
 
+def test_a_plain_user_without_access_to_fuse_gets_the_remedy(user: User, mountpoint: Path) -> None:
+    script = """
+        mount -t tmpfs none /mnt
+        mknod -m 600 /mnt/fuse c 10 229
+        mount --bind /mnt/fuse /dev/fuse
+        exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"
+    """
+    words = [*user[0], "mount", str(mountpoint), "--driver", "host", "--memory", "64M"]
+    done = run("unshare", "-m", "sh", "-euc", script, "sh", *words, check=False, env=user[1], cwd="/")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith(f"gpufs: {mountpoint}: ")
+    assert line.endswith("gpufs doctor says what to do")
+
+
 def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> None:
     done = gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M", "--allow-other", check=False)
     if "user_allow_other" in Path("/etc/fuse.conf").read_text().split("\n"):
