@@ -287,7 +287,7 @@ def test_umount_names_the_programs_that_keep_a_copy_of_the_mount(place: Path, en
         for _ in range(2):
             text = fails_with_one_line("umount", place, "--umount-timeout", "500")  # longer than the test may take
             assert f"sleep ({keeper.pid})" in text
-            assert "--force ends it" in text
+            assert "--force ends the mount" in text
         # A new mount at the same place is independent of it.
         mount_at(place)
         run(*GPUFS, "umount", place)

@@ -20,7 +20,7 @@ _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many de
 
 Show = Callable[[Any], object]
 
-_unended: list[int] = []  # processes whose end is not noted yet
+_unended: list[int] = []  # processes that we have started and not reaped
 
 
 def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
@@ -52,7 +52,7 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
 
 
 def _reap() -> None:
-    """Takes note of the ends of processes, so that none stays as a zombie while a command runs on."""
+    """Reaps processes that have ended, so that none stays as a zombie while a command runs on."""
     _unended[:] = [pid for pid in _unended if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 

@@ -140,10 +140,11 @@ def _copies(devices: set[str]) -> str:
     first = found[0]
     holders = listed([f"{copy.program} ({copy.pid})" for copy in found])
     command = f"nsenter -t {first.pid} -m umount {shlex.quote(first.mountpoint)}"
-    return (
-        f"{holders} {'has' if len(found) == 1 else 'have'} a copy of it in a mount namespace of their own: the mount "
-        f"ends with these programs, or after {command} for each (--force ends it now)"
-    )
+    if len(found) == 1:
+        text = f"{holders} has a copy of it in another mount namespace: {command} ends that"
+    else:
+        text = f"{holders} have copies of it in other mount namespaces: {command} ends the first"
+    return f"{text}, --force ends the mount"
 
 
 def _wait_unless_copied(
