@@ -19,6 +19,7 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter
 from support.processes import (
     NOBODY,
+    OTHER,
     PATIENCE,
     SESSION_VARIABLE,
     as_nobody,
@@ -123,14 +124,20 @@ def test_a_private_mount_of_another_user(mount: Mounter, user: User) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+    brief = ("--status-timeout", "5")  # other mounts of this machine may not answer
     for words in (["status"], ["df"], ["ls"], ["leases"], ["quota", "list"]):
-        done = run(*GPUFS, *words, check=False)
+        done = run(*GPUFS, *words, *brief, check=False)
         assert place not in done.stderr, done
         assert (place in done.stdout) == (words == ["status"])
     for words in (["df"], ["ls"], ["leases"], ["quota", "list"]):
         done = run(*GPUFS, *words, place, check=False)
         assert done.returncode == 1
         assert "private (of nobody)" in done.stderr
+    others: dict[str, Any] = {"user": OTHER, "group": OTHER, "extra_groups": [], "env": user[1], "cwd": "/"}
+    for words in (["metrics"], ["stats"], ["top", "--once"], ["df"], ["ls"]):
+        done = run(*user[0], *words, *brief, check=False, **others)
+        assert (done.returncode, place in done.stdout + done.stderr) == (0, False), done
+    assert run(*user[0], "status", "--check", place, **others).stdout.endswith(" private (of nobody)\n")
     mounted.signal(signal.SIGKILL)
     mounted.daemon.wait(PATIENCE)
     done = run(*GPUFS, "status", "--check", place, check=False)
