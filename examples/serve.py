@@ -22,9 +22,10 @@ def main(path: Path) -> None:
     if not path.exists():
         torch.manual_seed(1)
         gpufs.torch.publish(SmallModel(), path)
+    model = an_empty_model()
     begin = time.perf_counter()
-    model = gpufs.torch.attach_module(an_empty_model(), path)
-    print(f"ready after {1000 * (time.perf_counter() - begin):.1f} ms", flush=True)
+    gpufs.torch.attach_module(model, path)
+    print(f"ready: the weights were attached in {1000 * (time.perf_counter() - begin):.1f} ms", flush=True)
     for line in sys.stdin.buffer:
         print(model.continue_text(line.rstrip(b"\n"), 8), flush=True)
 

@@ -197,7 +197,7 @@ def mount(
     chosen = config.load(arguments, config_file=file, said_by=lambda knob: f"{knob.name}=")
     config.check_host(chosen.values)
     mountpoint = mounting.absolute(os.fspath(path))
-    launching.check_mountpoint(os.fspath(path), mountpoint)
+    launching.check_mountpoint(os.fspath(path), mountpoint, non_empty=chosen["allow_non_empty"])
     values = {**chosen.values, "foreground": False}
     request = MountRequest(mountpoint, "gpufs", values, owner=os.getpid())
     process, answer = launching.launch(request, chosen["mount_timeout"])

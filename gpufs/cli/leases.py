@@ -16,21 +16,18 @@ def command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) -> None
     """Show the programs that have files attached, or have registered memory of theirs as files.
 
     Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own programs.
-    A file's path is the one at which the program attached it, as the program sees it.
+    A file that was renamed has its new path. "(removed)" is a file that no name leads to any more, "(replaced)" one
+    whose name is another file's now: its memory is released when the program ends.
     """
     entries = _mounts.chosen(mountpoints)
     found = _leases.collect(entries, timeout)
     rows = [lease for leases in found if not isinstance(leases, OSError) for lease in leases]
-    silent = [
-        (entry.mountpoint, answer.strerror)
-        for entry, answer in zip(entries, found, strict=True)
-        if isinstance(answer, OSError)
-    ]
+    silent = _mounts.silent(entries, found, named=bool(mountpoints))
     if as_json:
         print(json_text(rows))
     elif rows:
         headers = ("PATH", "PID", "USER", "PROGRAM", "MODE", "SIZE", "AGE")
-        table(headers, [_leases.row(lease) for lease in rows], right=frozenset({1, 2, 5, 6}))
+        table(headers, [_leases.row(lease) for lease in rows], right=frozenset({1, 5, 6}))
     elif not silent:
         print("nothing is attached" if entries else "no gpufs is mounted")
     _answers.finish(silent, len(entries), named=bool(mountpoints))

@@ -163,6 +163,12 @@ KNOBS: Final[tuple[Knob, ...]] = (
         everyday=True,
     ),
     Knob(
+        "allow_non_empty",
+        kinds.BOOLEAN,
+        False,
+        "Mount on a directory that has files, which the mount hides. By mount(8) and fstab that is always allowed.",
+    ),
+    Knob(
         "auto_unmount",
         kinds.BOOLEAN,
         True,

@@ -1,14 +1,31 @@
 #include "memory/account.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <utility>
 
 namespace gpufs {
 
+namespace {
+
+// A number of bytes as the commands print it: "1.5 GiB".
+std::string size_text(std::uint64_t bytes) {
+  constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  auto size = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  for (; size >= 1023.95 && unit + 1 < kUnits.size(); ++unit) size /= 1024;
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.*f %s", unit == 0 || size >= 99.95 ? 0 : 1, size, kUnits[unit]);
+  return text.data();
+}
+
+}  // namespace
+
 Status Account::charge(std::uint64_t bytes) {
   if (take(bytes)) return {};
-  return Status(EDQUOT, "Disk quota exceeded: " + holder_ + " may hold " + std::to_string(limit()) + " bytes, holds " +
-                            std::to_string(used()) + ", and needs " + std::to_string(bytes) + " more");
+  return Status(EDQUOT, "Disk quota exceeded: " + holder_ + " may hold " + size_text(limit()) + ", holds " +
+                            size_text(used()) + ", and needs " + size_text(bytes) + " more");
 }
 
 Status Charge::grow(std::uint64_t bytes) {
