@@ -154,7 +154,7 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   }
 }
 
-void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Responder responder) {
+void AttributeOperations::statfs(const Target& inode, Request& request, Responder responder) {
   std::uint64_t total = 0;
   std::uint64_t free = 0;
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
@@ -177,9 +177,9 @@ void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Resp
   out.st.blocks = total / kBlock;
   out.st.bfree = free / kBlock;
   out.st.bavail = free / kBlock;
-  // As many more files with one name as the limit for metadata allows.
+  // As many more files with one name as the limit for metadata allows the caller.
   const InodeTable::Counts counts = table_.counts();
-  const std::uint64_t left = table_.metadata_limit() - std::min(counts.metadata_bytes, table_.metadata_limit());
+  const std::uint64_t left = table_.metadata_room(request.header.uid);
   out.st.ffree = std::min(left / (InodeTable::kInodeBytes + InodeTable::kNameBytes), std::uint64_t{1} << 30);
   out.st.files = out.st.ffree + counts.inodes;
   out.st.namelen = NAME_MAX;
