@@ -11,12 +11,13 @@ class Node:
     """What a name leads to. Not of a subclass: a FIFO, a socket or a device node, which the kernel serves.
 
     ``kind`` is the S_IF type. ``device`` is the index of the device whose directory contains the node, -1 for
-    nodes above them. ``names`` counts the directory entries. ``parent`` is the directory of the last name; it stays
-    when the name is removed. ``limiting`` is the directory whose limit counts the node: the node itself or one above
-    it. ``fixed`` nodes belong to the mount: they keep name, owner and mode.
+    nodes above them. ``names`` counts the directory entries. ``name`` is the entry that came last, in the directory
+    ``parent``; when the last entry is removed ``name`` is None and ``parent`` stays. ``limiting`` is the directory
+    whose limit counts the node: the node itself or one above it. ``fixed`` nodes belong to the mount: they keep name,
+    owner and mode.
     """
 
-    __slots__ = ("device", "fixed", "ino", "kind", "limiting", "names", "parent")
+    __slots__ = ("_others", "device", "fixed", "ino", "kind", "limiting", "name", "names", "parent")
 
     def __init__(self, ino: int, kind: int, device: int) -> None:
         self.ino = ino
@@ -24,8 +25,29 @@ class Node:
         self.device = device
         self.names = 0
         self.parent: Directory | None = None
+        self.name: bytes | None = None
+        # All places but (parent, name), in the order in which they came; most nodes have none.
+        self._others: dict[tuple[Directory, bytes], None] | None = None
         self.limiting: Directory | None = None
         self.fixed = False
+
+    def enter(self, directory: "Directory", name: bytes) -> None:
+        """It has got this name."""
+        if self.name is not None and self.parent is not None:
+            if self._others is None:
+                self._others = {}
+            self._others[self.parent, self.name] = None
+        self.parent, self.name = directory, name
+
+    def leave(self, directory: "Directory", name: bytes) -> None:
+        """It has lost this name."""
+        if self.name != name or self.parent is not directory:
+            assert self._others is not None
+            del self._others[directory, name]
+        elif self._others:
+            (self.parent, self.name), _ = self._others.popitem()
+        else:
+            self.name = None
 
 
 class BufferFile(Node):
@@ -67,13 +89,18 @@ class Directory(Node):
 
     def attach(self, name: bytes, node: Node) -> None:
         """Gives a node a name; one that was there under it is replaced at the same place of the listing."""
-        self.subdirectories += isinstance(node, Directory) - isinstance(self.entries.get(name), Directory)
+        replaced = self.entries.get(name)
+        self.subdirectories += isinstance(node, Directory) - isinstance(replaced, Directory)
         self.entries[name] = node
-        node.parent = self
+        if replaced is not None:
+            replaced.leave(self, name)
+        node.enter(self, name)
 
     def detach(self, name: bytes) -> None:
         """Removes a name. KeyError if it is not there."""
-        self.subdirectories -= isinstance(self.entries.pop(name), Directory)
+        node = self.entries.pop(name)
+        self.subdirectories -= isinstance(node, Directory)
+        node.leave(self, name)
 
     def contains(self, node: Node | None) -> bool:
         """Whether a node is this directory or stands anywhere below it."""
