@@ -5,6 +5,9 @@ Only the trio thread uses nodes.
 """
 
 import stat
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
 
 class Node:
@@ -73,19 +76,74 @@ class Symlink(Node):
         self.target = target
 
 
+class Order:
+    """The names of a directory in the order in which they came, each with a number that it keeps.
+
+    All listings of the directory use it, and need no copy of the names.
+    """
+
+    _SPARE = 64  # removed names that are always tolerated
+
+    def __init__(self, names: Iterable[bytes]) -> None:
+        found = list(names)
+        self._names: list[bytes | None] = [*found]  # None: removed
+        self._numbers = array("Q", range(len(found)))  # ascending
+        self._number_of = {name: number for number, name in enumerate(found)}
+        self.next = len(self._names)  # the number of the next name
+
+    def add(self, name: bytes) -> None:
+        """A new name, at the end."""
+        self._names.append(name)
+        self._numbers.append(self.next)
+        self._number_of[name] = self.next
+        self.next += 1
+
+    def remove(self, name: bytes) -> None:
+        """A name that is there."""
+        self._names[bisect_left(self._numbers, self._number_of.pop(name))] = None
+        if len(self._names) > 2 * len(self._number_of) + self._SPARE:
+            left = [(name, number) for name, number in zip(self._names, self._numbers, strict=True) if name is not None]
+            self._names = [name for name, _ in left]
+            self._numbers = array("Q", (number for _, number in left))
+
+    def between(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """The names with numbers from ``start`` to ``end``, which is left out. The names must not change meanwhile."""
+        for index in range(bisect_left(self._numbers, start), len(self._names)):
+            name, number = self._names[index], self._numbers[index]
+            if number >= end:
+                return
+            if name is not None:
+                yield number, name
+
+
 class Directory(Node):
     """A directory: the nodes in it by name, in the order in which the names came.
 
     ``subdirectories`` counts the directories in it, for the link count; ``closed`` ones take no new names.
     """
 
-    __slots__ = ("closed", "entries", "subdirectories")
+    __slots__ = ("_listings", "_order", "closed", "entries", "subdirectories")
 
     def __init__(self, ino: int, device: int) -> None:
         super().__init__(ino, stat.S_IFDIR, device)
         self.closed = False
         self.subdirectories = 0
         self.entries: dict[bytes, Node] = {}
+        self._order: Order | None = None  # while it is listed
+        self._listings = 0
+
+    def begin_listing(self) -> Order:
+        """The order of its names until end_listing(), which each call needs."""
+        if self._order is None:
+            self._order = Order(self.entries)
+        self._listings += 1
+        return self._order
+
+    def end_listing(self) -> None:
+        """One listing has ended."""
+        self._listings -= 1
+        if not self._listings:
+            self._order = None
 
     def attach(self, name: bytes, node: Node) -> None:
         """Gives a node a name; one that was there under it is replaced at the same place of the listing."""
@@ -94,6 +152,8 @@ class Directory(Node):
         self.entries[name] = node
         if replaced is not None:
             replaced.leave(self, name)
+        elif self._order is not None:
+            self._order.add(name)
         node.enter(self, name)
 
     def detach(self, name: bytes) -> None:
@@ -101,6 +161,8 @@ class Directory(Node):
         node = self.entries.pop(name)
         self.subdirectories -= isinstance(node, Directory)
         node.leave(self, name)
+        if self._order is not None:
+            self._order.remove(name)
 
     def contains(self, node: Node | None) -> bool:
         """Whether a node is this directory or stands anywhere below it."""

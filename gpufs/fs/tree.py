@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from gpufs.engine import NO_LIMIT, Attributes, Mount, Trace
-from gpufs.fs.control_files import ControlFile
+from gpufs.engine import NO_LIMIT, Attributes, Mount
+from gpufs.fs.control_files import Content, ControlFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Symlink
 
@@ -68,7 +68,7 @@ class Tree:
         gid: int,
         device_mode: int = 0o755,
         readme: bytes,
-        control_files: dict[str, Callable[[int], bytes | Trace]],
+        control_files: dict[str, Callable[[int], Content]],
     ) -> None:
         self._table = table
         self._next_ino = ROOT_INODE + 1
