@@ -21,6 +21,7 @@ from gpufs.protocol import (
     ProtocolError,
     Register,
     Result,
+    Revoke,
     ServerMessage,
     SetQuota,
     Unregister,
@@ -139,7 +140,7 @@ class Connection:
                 self._abandon(request.id)
             raise
 
-    def request(self, message: Register | Unregister | SetQuota, descriptors: Sequence[int] = ()) -> None:
+    def request(self, message: Register | Unregister | SetQuota | Revoke, descriptors: Sequence[int] = ()) -> None:
         """Sends a message and waits until it is done. OSError if the daemon refuses, or ends before.
 
         The answer to a request that was interrupted is skipped by the next one.

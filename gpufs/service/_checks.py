@@ -179,6 +179,16 @@ def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
     return found.ino
 
 
+def check_revocable(descriptors: Sequence[int], device: int) -> int:
+    """The inode of the file whose leases a client wants to end, by any descriptor of it. Asks no file system anything.
+
+    OSError EINVAL without one descriptor, and as of :func:`check_attachable`.
+    """
+    if len(descriptors) != 1:
+        raise OSError(EINVAL, "a revocation takes the descriptor of one file")
+    return _device_file(descriptors[0], "the file", device).ino
+
+
 def check_file_system(fd: int) -> bool:
     """Whether a file's file system is one that may stop answering. May block as the file's server does.
 

@@ -22,6 +22,7 @@ from gpufs.protocol import (
     ProtocolError,
     Refresh,
     Register,
+    Revoke,
     SetQuota,
     Unregister,
     Welcome,
@@ -117,7 +118,7 @@ class ClientConnection:
                 if message is None:
                     channel.discard(descriptors)
                     return
-                if isinstance(message, Register | Unregister | SetQuota):
+                if isinstance(message, Register | Unregister | SetQuota | Revoke):
                     await self._change(message, descriptors)
                 else:
                     self._begin(message, descriptors, nursery)
@@ -138,7 +139,7 @@ class ClientConnection:
             self._channel.discard(descriptors)
             raise
 
-    async def _change(self, message: Register | Unregister | SetQuota, descriptors: list[Descriptor]) -> None:
+    async def _change(self, message: Register | Unregister | SetQuota | Revoke, descriptors: list[Descriptor]) -> None:
         """Serves one message. Registrations end with the connection, also if the answer is not sent."""
         answer = Done(message.id)
         try:
@@ -146,6 +147,8 @@ class ClientConnection:
                 await self._registrations.add(message, descriptors)
             elif isinstance(message, Unregister):
                 await self._registrations.remove(message.id)
+            elif isinstance(message, Revoke):
+                await self._leases.revoke([one.fd for one in descriptors])
             else:
                 ino = _checks.check_limitable(
                     [one.fd for one in descriptors], self._channel.peer.uid, self._served.device

@@ -8,6 +8,7 @@ from errno import EBUSY, EMFILE, ENOSPC
 from typing import Any, Final
 
 from gpufs.service._channel import Peer
+from gpufs.service._holdings import Holdings
 from gpufs.service._limits import Limits
 from gpufs.service._user import trusted
 from gpufs.units import bytes_text
@@ -27,6 +28,8 @@ class Holder:
     bytes: int = 0
     charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
+    holdings: Holdings | None = None  # of a lease, which ends with them
+    revoked: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For ``.gpufs/leases``."""
@@ -86,6 +89,12 @@ class HolderTable:
                 )
             self._private[uid, device] += size
             holder.charged = (device, size)
+
+    def leases_on(self, ino: int) -> list[tuple[Holder, Holdings]]:
+        """The leases on the file itself; private copies keep nobody from anything."""
+        with self._lock:
+            on_it = [one for one in self._holders if one.ino == ino and not one.private]
+        return [(one, one.holdings) for one in on_it if one.holdings is not None]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """Those that a user may see, oldest first: root and the mount's owner all, others their own."""

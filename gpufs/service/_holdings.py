@@ -58,14 +58,13 @@ class Holdings:
 
     def close(self) -> None:
         """On a thread, after end(): closes everything, unless a thread uses it, which closes it then."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            while self._closers:
-                with contextlib.suppress(OSError):  # the descriptor is closed all the same
-                    self._closers.pop()()
-        finally:
-            self._lock.release()
+        while self._closers and self._lock.acquire(blocking=False):
+            try:
+                while self._closers:
+                    with contextlib.suppress(OSError):  # the descriptor is closed all the same
+                        self._closers.pop()()
+            finally:
+                self._lock.release()  # then looks again: another thread may have found it in use just before
 
     async def closed(self, start: Callable[[Callable[[], None]], None]) -> None:
         """Closes everything by a job that ``start`` starts. Cancellation ends only the wait for that."""

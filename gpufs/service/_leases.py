@@ -17,6 +17,7 @@ from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import Holder
 from gpufs.service._holdings import Descriptor, Holdings
 from gpufs.service._mount import ServedMount
+from gpufs.service._user import trusted
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class ClientLeases:
                 raise ProtocolError("too many attachments on one connection")
             holder = Holder(self._channel.peer, message.mode)
             attachment = self._attachments[message.id] = _Attachment(holder)
+            holder.holdings = attachment.holdings
             work = functools.partial(self._attach, message, attachment, *descriptors)
             try:
                 holder.ino, attachment.read_only = self._check(message, *descriptors)
@@ -139,6 +141,17 @@ class ClientLeases:
         with trio.move_on_after(seconds):
             await last.holdings.closed(start)
 
+    async def revoke(self, descriptors: list[int]) -> None:
+        """Ends all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
+        served, peer, user = self._served, self._channel.peer, self._channel.user
+        ino = _checks.check_revocable(descriptors, served.device)
+        if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
+            raise OSError(errno.EPERM, "only the file's owner, root and the user who mounted may end its leases")
+        for holder, holdings in served.holders.leases_on(ino):
+            holder.revoked = True
+            self._channel.log(logging.INFO, "revoked the lease of %s on %s", holder.peer, holder.path)
+            await holdings.closed(functools.partial(user.start, user.calls))
+
     def _check(self, message: Attach, descriptor: Descriptor) -> tuple[int, bool]:
         """The inode of the file to attach, and whether the client may only read it. OSError if a rule forbids it."""
         ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._served.device)
@@ -181,6 +194,8 @@ class ClientLeases:
     async def _refresh(self, message: Refresh, attachment: _Attachment | None) -> None:
         if attachment is None or attachment.lease is None:
             raise OSError(errno.EBADF, "nothing is attached under this number")
+        if attachment.holder.revoked:
+            raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
         if attachment.holder.private:
             raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
         await self._channel.in_thread(attachment.lease.refresh, attachment.holdings)
