@@ -323,9 +323,10 @@ def test_the_owner_of_a_file_ends_its_leases(folder: Path) -> None:
     command, environment = user_gpufs({"PATH": os.environ["PATH"]})
 
     def revoke(uid: int) -> str:
-        words = [*command, "leases", "--revoke", path]
+        words = [*command, "leases", "--revoke", str(path)]
         identity: dict[str, Any] = {"user": uid, "group": uid, "extra_groups": [], "env": environment, "cwd": "/"}
-        return subprocess.run(words, check=False, capture_output=True, text=True, timeout=60, **identity).stderr
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60, **identity)
+        return str(done.stderr)
 
     with Attacker(socket_path(folder.parent.parent)) as reader, open(path, "rb") as file:
         assert reader.greet()
