@@ -1,10 +1,11 @@
 """The files below ``.gpufs``: read-only, and made when they are opened."""
 
 import functools
+import os
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from errno import EBUSY
 from typing import Final, TypeAlias, TypeVar
 
@@ -21,9 +22,9 @@ _STREAM_READ_BYTES: Final = 64 << 10
 # the last close of a descriptor after the next open.
 _STREAM_SECONDS: Final = 2.0
 _RETRY_SECONDS: Final = 0.02
-# A text whose making took some time is given out again for so many times that time: programs that read it without a
-# pause take no more than that part of the loop.
-_REUSE: Final = 10
+# A user's next text is made so many times later as making the last one took: reading without a pause takes no more than
+# that part of the loop.
+_PAUSE: Final = 10
 
 T = TypeVar("T")
 # A text, what makes it on a thread, or a stream.
@@ -51,17 +52,27 @@ class _OpenFile(Opened):
             self.content.close()
 
 
+@dataclass(slots=True)
+class _Reader:
+    """A user that reads a control file. ``began``: when the last text was begun; ``next``: when one may be made."""
+
+    making: trio.Lock = field(default_factory=trio.Lock)
+    text: bytes = b""
+    began: float = 0.0
+    next: float = 0.0
+
+
 class ControlFile(Node):
     """A file whose content ``produce`` makes for the user that opens it. A trace grows without an end."""
 
-    __slots__ = ("_making", "_produce", "_texts")
+    __slots__ = ("_privileged", "_produce", "_readers")
 
     def __init__(self, ino: int, produce: Callable[[int], Content]) -> None:
         super().__init__(ino, stat.S_IFREG, -1)
         self.fixed = True
         self._produce = produce
-        self._making = trio.Lock()
-        self._texts: dict[int, tuple[bytes, float]] = {}  # by user, and until when each may be given out
+        self._privileged = (0, os.geteuid())
+        self._readers: dict[int, _Reader] = {}  # by user
 
     async def open(self, uid: int) -> Opened:
         """The content for a user. EBUSY if there can be only one at a time and another one stays open."""
@@ -75,18 +86,27 @@ class ControlFile(Node):
             await trio.sleep(_RETRY_SECONDS)
 
     async def _content(self, uid: int) -> bytes | Trace:
-        async with self._making:  # the next one finds what this one has made
-            now = time.monotonic()
-            self._texts = {user: found for user, found in self._texts.items() if found[1] > now}
-            if uid in self._texts:
-                return self._texts[uid][0]
-            content, seconds = _timed(lambda: self._produce(uid))
-            if isinstance(content, Trace):
-                return content
+        if uid in self._privileged:
+            return (await self._make(uid))[0]
+        came = trio.current_time()
+        now = {user: one for user, one in self._readers.items() if one.next > came or one.making.locked()}
+        reader = now.setdefault(uid, _Reader())
+        self._readers = now
+        async with reader.making:
+            if reader.began >= came:  # another call of the same user has made it in the meantime
+                return reader.text
+            await trio.sleep_until(reader.next)
+            began = trio.current_time()
+            content, seconds = await self._make(uid)
+            reader.next = trio.current_time() + _PAUSE * seconds
             if isinstance(content, bytes):
-                text = content
-            else:
-                text, more = await threads.run(functools.partial(_timed, content))
-                seconds += more
-            self._texts[uid] = (text, time.monotonic() + _REUSE * seconds)
-            return text
+                reader.text, reader.began = content, began
+            return content
+
+    async def _make(self, uid: int) -> tuple[bytes | Trace, float]:
+        """The content now, and how many seconds making it took."""
+        content, seconds = _timed(lambda: self._produce(uid))
+        if isinstance(content, bytes | Trace):
+            return content, seconds
+        text, more = await threads.run(functools.partial(_timed, content))
+        return text, seconds + more
