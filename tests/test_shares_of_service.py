@@ -7,6 +7,7 @@ import errno
 import functools
 import itertools
 import os
+import resource
 import signal
 import threading
 import time
@@ -294,3 +295,27 @@ def test_root_may_use_what_a_user_may_not(own: Make) -> None:
         assert in_child(functools.partial(touch_until_refused, folder), uid=uid, gid=uid) == errno.ENOSPC
     for number in range(50):
         (mounted.device / f"root{number}").touch()
+
+
+def test_open_files_of_the_host_leave_descriptors_to_others(mount: Mounter, host: Path) -> None:
+    host.chmod(0o755)
+    (host / "file").write_bytes(b"content")
+    mounted = mount("--backing", f"host={host}", allow_other=True)
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (1600, 1600))
+    shown = mounted.path / "backing/host"
+
+    def attack(ready: Ready) -> None:
+        opened: list[int] = []
+        while not (code := errno_of(lambda: opened.append(os.open(shown / "file", os.O_RDONLY)))):
+            pass
+        assert code == errno.EMFILE
+        assert 50 < len(opened) < 300  # before this process has too many
+        assert errno_of(os.open, shown, os.O_RDONLY | os.O_DIRECTORY) == errno.EMFILE
+        os.close(opened.pop())
+        wait_until(lambda: errno_of(os.listdir, shown) == 0, 10, "the descriptor of a closed directory")
+        ready()
+
+    assert_unharmed(mounted, attack)
+    with contextlib.ExitStack() as files:
+        for _ in range(150):
+            assert files.enter_context(open(shown / "file", "rb")).read() == b"content"
