@@ -182,7 +182,7 @@ class Mount(Handle):
         check(lib.gpufs_quota_charge(self._handle, ino, directory))
 
     def charge_buffer(self, buffer: Buffer, uid: int) -> None:
-        """Counts the memory of a buffer that is no file of the mount as that of a user's files on its device."""
+        """Counts the memory of a buffer without a file as memory of a user's files on its device."""
         check(lib.gpufs_quota_buffer(self._handle, buffer._handle, uid))
 
     def quotas(self) -> dict[str, dict[str, dict[str, int]]]:

@@ -79,10 +79,10 @@ class Channel:
         if self._place is None:
             self._place = await self.user.take_place()
 
-    def receive(self) -> tuple[ClientMessage | None, list[Descriptor]]:
-        """The next message and its descriptors, now the caller's; None at the end. After wait_for_message().
+    def receive(self) -> tuple[ClientMessage | None, list[Descriptor]] | None:
+        """The next message, None at the end, and its descriptors, now the caller's. After wait_for_message().
 
-        BlockingIOError if there is none after all.
+        None if there is no message after all.
         """
         place = self._place
         assert place is not None
@@ -91,7 +91,10 @@ class Channel:
             place.hold(len(numbers))
             return [Descriptor(number, place) for number in numbers]
 
-        data, numbers = protocol.receive(self._sock, discard=lambda numbers: self.discard(wrap(numbers)))
+        try:
+            data, numbers = protocol.receive(self._sock, discard=lambda numbers: self.discard(wrap(numbers)))
+        except BlockingIOError:
+            return None
         descriptors = wrap(numbers)
         self.close()
         if not data:

@@ -88,8 +88,11 @@ class ClientConnection:
     async def _serve(self) -> None:
         channel = self._channel
         with trio.fail_after(self._served.limits.hello):
-            await channel.wait_for_message()
-            message, descriptors = channel.receive()
+            received = None
+            while received is None:
+                await channel.wait_for_message()
+                received = channel.receive()
+            message, descriptors = received
             channel.discard(descriptors)
             if message is None:
                 return
@@ -114,7 +117,10 @@ class ClientConnection:
         while True:
             await channel.wait_for_message()
             async with channel.user.turns:
-                message, descriptors = channel.receive()
+                received = channel.receive()
+                if received is None:
+                    continue
+                message, descriptors = received
                 if message is None:
                     channel.discard(descriptors)
                     return

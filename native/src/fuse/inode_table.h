@@ -24,8 +24,8 @@
 #include "fuse/caller.h"
 #include "fuse/executor.h"
 #include "fuse/extended_attributes.h"
-#include "fuse/open_files.h"
 #include "fuse/metadata.h"
+#include "fuse/open_files.h"
 #include "fuse/quotas.h"
 #include "gpufs.h"
 #include "memory/account.h"
@@ -91,15 +91,15 @@ class Inode {
   std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
   std::atomic<bool> replaced_{false};
 
-  // Guards all below. InodeTable::orphan_mutex_, the mutexes of a Charge and of Metadata, and ExtentBuffer::state_mutex_ may be taken
-  // under it, nothing else.
+  // Guards all below. InodeTable::orphan_mutex_, the mutexes of a Charge and of Metadata, and
+  // ExtentBuffer::state_mutex_ may be taken under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;             // null until the first one
   std::map<std::string, std::uint64_t, std::less<>> names_;  // in a directory, with the inodes that they lead to
   std::uint64_t references_ = 0;                             // the kernel's, and what hold() adds
   std::shared_ptr<Account> directory_account_;
-  std::uint64_t charged_ = 0;            // of the table's metadata
+  std::uint64_t charged_ = 0;              // of the table's metadata
   Metadata::Share* charged_to_ = nullptr;  // the share of its owner
   std::uint32_t open_files_ = 0;
   std::uint32_t open_writers_ = 0;  // of them, those open for writing

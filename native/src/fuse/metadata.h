@@ -27,7 +27,7 @@ class Metadata {
     const Share* share = share_of(uid);
     return share == nullptr ? all_.room() : std::min({all_.room(), plain_.room(), share->room()});
   }
-  // Null for root and this process's user, who may take all.
+  // Null for root and this process's user: they have no share, and may take all.
   [[nodiscard]] Share* share_of(std::uint32_t uid);
 
   // False, and nothing is taken, beyond a limit.
