@@ -33,6 +33,7 @@ from gpufs.protocol import (
     Refresh,
     Register,
     Result,
+    Revoke,
     ServerMessage,
     SetQuota,
     Unregister,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from gpufs.engine import SharedPiece
 
 Memory: TypeAlias = "tuple[Attached, list[SharedPiece]]"
-Change: TypeAlias = Register | Unregister | SetQuota  # requests that `done` answers
+Change: TypeAlias = Register | Unregister | SetQuota | Revoke  # requests that `done` answers
 
 _HELLO_SECONDS: Final = 15.0
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has

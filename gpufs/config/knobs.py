@@ -101,7 +101,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "metadata",
         kinds.size(1 << 20, 1 << 46),
         None,
-        "Host memory for names, inodes, extended attributes and targets of symbolic links. Beyond it: ENOSPC.",
+        "Host memory for names, inodes, extended attributes and targets of symbolic links. Beyond it: ENOSPC. A user "
+        "other than root and the one who mounts may take half of it.",
         default_text="a sixteenth of this machine's or container's memory",
     ),
     Knob(

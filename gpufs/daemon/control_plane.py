@@ -9,6 +9,7 @@ from gpufs.daemon.serving import Serving
 from gpufs.daemon.startup import MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
 from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, readme_text, version_text
+from gpufs.fs.control_files import Content
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
 from gpufs.fs.nodes import Directory, Node
@@ -44,7 +45,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         copies=lambda uid: serving.service.copies(uid) if serving.service is not None else [],
     )
     counted = MountStatistics(opened, request.mountpoint)
-    contents: dict[str, Callable[[int], bytes | engine.Trace]] = {  # by the user that opens the file
+    contents: dict[str, Callable[[int], Content]] = {  # by the user that opens the file
         "version": lambda _: version_text(),
         "status": status.as_bytes,
         "stats": lambda _: counted.as_bytes(),

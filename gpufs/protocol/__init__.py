@@ -237,6 +237,14 @@ class Detach:
 
 
 @dataclass(frozen=True)
+class Revoke:
+    """Ends all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
+
+    TYPE: ClassVar[str] = "revoke"
+    id: Id
+
+
+@dataclass(frozen=True)
 class Attached:
     """The answer to Attach and Refresh; ``pieces`` pieces of memory follow in Pieces messages unless ``error`` is set.
 
@@ -268,7 +276,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Done:
-    """The answer to Detach, Register, Unregister and SetQuota: ``error`` is 0, or ``message`` says why it failed."""
+    """The answer to the other requests about leases, memory and limits: ``error`` is 0, or ``message`` says why not."""
 
     TYPE: ClassVar[str] = "done"
     id: Id
@@ -285,7 +293,7 @@ class Goodbye:
     message: Text
 
 
-ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota
+ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota | Revoke
 ServerMessage = Welcome | Progress | Result | Attached | Pieces | Done | Goodbye
 
 

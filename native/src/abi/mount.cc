@@ -250,6 +250,15 @@ gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t direc
   });
 }
 
+gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_t uid) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    Result<std::shared_ptr<Buffer>> charged = HandleTable::instance().get<Buffer>(buffer);
+    if (!charged.ok()) return charged.status();
+    found.table().charge_to_user(*charged.value(), uid);
+    return {};
+  });
+}
+
 gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     fuse::JsonWriter json;

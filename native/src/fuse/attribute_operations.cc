@@ -157,26 +157,27 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   }
 }
 
-void AttributeOperations::statfs(const Target& inode, Request& /*request*/, Responder responder) {
+void AttributeOperations::statfs(const Target& inode, Request& request, Responder responder) {
   // What a GPU has is known only when the memory that is being released is back.
   const bool waits =
       std::ranges::any_of(table_.devices(), [](const auto& one) { return !one->info().cpu_addressable; });
+  const std::uint32_t uid = request.header.uid;
   // Memory of files that have just been removed is on its way back. As a write that needs it, this is parked for it.
   const auto start = std::chrono::steady_clock::now();
   const std::optional<std::int32_t> returning = table_.returning(inode->device(), start);
-  if (!waits && !returning) return reply_statfs(*inode, responder);
+  if (!waits && !returning) return reply_statfs(*inode, uid, responder);
   long_requests_.run({Executor::Lane::Kind::kBuffers, returning.value_or(inode->device()), 0}, inode.get(),
                      std::move(responder),
-                     [this, inode, start](Cancellation&, Responder& reply) -> std::optional<Executor::TimePoint> {
+                     [this, inode, uid, start](Cancellation&, Responder& reply) -> std::optional<Executor::TimePoint> {
                        const auto end = start + kReturnTime;
                        if (std::chrono::steady_clock::now() < end && table_.returning(inode->device(), start))
                          return end;
-                       reply_statfs(*inode, reply);
+                       reply_statfs(*inode, uid, reply);
                        return std::nullopt;
                      });
 }
 
-void AttributeOperations::reply_statfs(const Inode& inode, Responder& responder) const {
+void AttributeOperations::reply_statfs(const Inode& inode, std::uint32_t uid, Responder& responder) const {
   std::uint64_t total = 0;
   std::uint64_t free = 0;
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
@@ -199,9 +200,9 @@ void AttributeOperations::reply_statfs(const Inode& inode, Responder& responder)
   out.st.blocks = total / kBlock;
   out.st.bfree = free / kBlock;
   out.st.bavail = free / kBlock;
-  // As many more files with one name as the limit for metadata allows.
+  // As many more files with one name as the limit for metadata allows the caller.
   const InodeTable::Counts counts = table_.counts();
-  const std::uint64_t left = table_.metadata_limit() - std::min(counts.metadata_bytes, table_.metadata_limit());
+  const std::uint64_t left = table_.metadata_room(uid);
   out.st.ffree = std::min(left / (InodeTable::kInodeBytes + InodeTable::kNameBytes), std::uint64_t{1} << 30);
   out.st.files = out.st.ffree + counts.inodes;
   out.st.namelen = NAME_MAX;

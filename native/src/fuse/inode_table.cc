@@ -135,12 +135,6 @@ std::uint64_t Inode::metadata_locked() const {
   return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
 }
 
-bool InodeTable::charge(std::uint64_t bytes) {
-  if (metadata_.fetch_add(bytes) + bytes <= metadata_limit_ || bytes == 0) return true;
-  metadata_.fetch_sub(bytes);
-  return false;
-}
-
 Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent, std::uint32_t umask) {
   if (attributes.ino == 0) return Status(EINVAL, "0 is not an inode number");
   if (attributes.device < -1 || attributes.device >= static_cast<std::int32_t>(devices_.size())) {
@@ -161,11 +155,13 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     inode->inherit(*directory, umask);
   }
   const std::uint64_t metadata = inode->metadata_locked();  // not visible yet
-  if (!charge(metadata)) return Status(ENOSPC, "the mount's limit for metadata");
+  Metadata::Share* const share = metadata_.share_of(attributes.uid);
+  if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
   inode->charged_ = metadata;
+  inode->charged_to_ = share;
   const std::unique_lock lock(inodes_mutex_);
   if (!inodes_.emplace(attributes.ino, std::move(inode)).second) {
-    metadata_.fetch_sub(metadata);
+    metadata_.give(share, metadata);
     return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " is there already");
   }
   return {};
@@ -190,7 +186,7 @@ Status InodeTable::remove(std::uint64_t ino) {
     if (inode->removed_) return unknown_inode(ino);
     if (inode->references_ != 0) return Status(EBUSY, "the inode is in use");
     inode->removed_ = true;
-    metadata_.fetch_sub(std::exchange(inode->charged_, 0));
+    metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
   {
@@ -297,6 +293,10 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
   }
   if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
   if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
+  if (changes.uid) {
+    Metadata::Share* const share = metadata_.share_of(*changes.uid);
+    metadata_.move(std::exchange(inode.charged_to_, share), share, inode.charged_);
+  }
   ours.uid = changes.uid.value_or(ours.uid);
   ours.gid = changes.gid.value_or(ours.gid);
   if (changes.atime) set_atime(ours, *changes.atime);
@@ -318,7 +318,7 @@ Status InodeTable::set_links(std::uint64_t ino, std::uint32_t links) {
     return 0;
   };
   if (change_metadata(*inode, more * kNameBytes, change) != 0) {
-    return Status(ENOSPC, "the mount's limit for metadata");
+    return Status(ENOSPC, "the limit for metadata");
   }
   if (doomed) free_later(std::move(inode));
   return {};
@@ -329,6 +329,10 @@ Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optio
     return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
   return {};
+}
+
+void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {
+  buffer.charge().move(Charge::kOwner, quotas_.user(buffer.device()->info().index, uid));
 }
 
 Status InodeTable::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
@@ -542,7 +546,7 @@ InodeTable::Counts InodeTable::counts() const {
   counts.files = files_.size();
   const std::lock_guard lock(orphan_mutex_);
   counts.orphans = orphans_.size();
-  counts.metadata_bytes = metadata_.load();
+  counts.metadata_bytes = metadata_.used();
   return counts;
 }
 
