@@ -89,6 +89,9 @@ bool AsyncEngine::probe(DeviceState& device) {
 Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t device, std::unique_ptr<Stream> stream,
                                                                  const StreamPromises& promises,
                                                                  OperationStream::Origin origin) {
+  // First of all: pinning memory, and other things below, can end the capture of any stream of the program.
+  Status capture = stream->check_capture();
+  if (!capture.ok()) return capture;
   Status started = start_keeper();
   if (!started.ok()) return started;
   DeviceState& state = *devices_[device];
