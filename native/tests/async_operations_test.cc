@@ -556,6 +556,32 @@ TEST(AsyncFaults, TheDefaultStreamBelongsToTheCurrentDevice) {
   EXPECT_EQ(must(rig.engine->imply_stream(0, 0))->device(), rig.device(0));
 }
 
+// The memory of an operation is freed when the program holds it no more, and that waits for all streams of a device.
+TEST(AsyncFaults, FreeingMemoryStopsNoOtherOperation) {
+  Rig rig(Kind::kCuda, {}, 1, {}, /*virtual_memory=*/false);
+  rig.fill_file(pattern(1'000, 25));
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  std::atomic<bool> reached{false};
+  cuda_test::fake().share_queues();
+  ASSERT_OK(own.program->call([](void* at) { static_cast<std::atomic<bool>*>(at)->store(true); }, &reached));
+  gate.hold(*own.program);
+  ASSERT_TRUE(soon([&] { return reached.load(); }));
+  std::this_thread::sleep_for(10ms);
+  std::vector<std::weak_ptr<Buffer>> freed;
+  // More than there are threads; each kind of end.
+  for (int count = 0; count < 40; ++count) {
+    std::shared_ptr<Buffer> buffer = rig.buffer(pattern(100, 26));
+    freed.emplace_back(buffer);
+    ASSERT_OK(rig.load(buffer, count % 2 == 0 ? 0 : 1'000));
+    buffer.reset();
+    EXPECT_OK(rig.next().status);
+  }
+  EXPECT_FALSE(freed.front().expired() && freed.back().expired());
+  gate.open();
+  EXPECT_TRUE(soon([&] { return freed.front().expired() && freed.back().expired(); }));
+}
+
 TEST(AsyncFaults, OperationsEndWhenTheirDeviceFails) {
   Rig rig(Kind::kCuda);
   rig.fill_file(pattern(1'000, 23));

@@ -190,10 +190,8 @@ bool Operation::end(Completion completion, bool unless_running) {
   }
   changed_.notify_all();
   if (holds_stream) stream_->release(*this);
-  // Only now: freeing memory may wait for all work of the device, and so for this stream.
-  request = OperationRequest{};
-  transfer.reset();
   engine_->unreserve(1);
+  engine_->drop(may_hang_, std::move(request.transfer.target), std::move(transfer), std::move(request.transfer.file));
   return true;
 }
 

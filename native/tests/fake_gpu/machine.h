@@ -357,7 +357,8 @@ class Machine {
     used(current()) += bytes;
     return api::kSuccess;
   }
-  api::Code free(Address address) {
+  api::Code free(std::unique_lock<std::mutex>& lock, Address address) {
+    wait_for_blocked(lock, 0);
     const auto allocation = allocations_.find(address);
     if (allocation == allocations_.end() || allocation->second.fd < 0) return api::kInvalidValue;
     ::munmap(pointer(address), allocation->second.bytes);
