@@ -147,6 +147,11 @@ std::uint64_t Transfer::group() const {
   return facts.may_hang ? kMayHang : facts.always_hot ? kNeverStalls : facts.device;
 }
 
+void Transfer::release(std::shared_ptr<Transfer> transfer) {
+  const std::shared_ptr<TransferThreads> threads = transfer->threads_;
+  threads->release(std::move(transfer));
+}
+
 void Transfer::serve() {
   if (!enter()) return;
   CopyLoop(*this).run();

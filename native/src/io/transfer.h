@@ -109,6 +109,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // Ends a cancelled transfer whose threads have not returned for a while, if their file is one that may be left.
   // force: now, and whatever the file is. True if the transfer is done.
   bool abandon(bool force);
+  // TransferThreads::release() of its threads.
+  static void release(std::shared_ptr<Transfer> transfer);
 
   // ---- for the TransferThreads ----
 
