@@ -293,7 +293,12 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
 
 // Holes of a load's file are not read and get no memory.
 Result<Plan> Transfer::leave_holes_out(std::uint64_t total, const Plan& plan) {
-  if (!request_.sparse || !of_buffer_) return plan;
+  if (!request_.sparse) return plan;
+  {
+    const TargetMemory::Use use = memory_.use();
+    if (!use) return cancelled_status();
+    if (!memory_.buffer().can_have_holes()) return plan;
+  }
   HoleSearch search;
   search.file_offset = request_.file_offset;
   search.file_size = original_file_size_;

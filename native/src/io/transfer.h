@@ -46,7 +46,7 @@ struct TransferRequest {
 
   SyncMode sync = SyncMode::kNone;
   // Holes of the source become holes of the destination if both can have them; otherwise zeros are read and written.
-  // The range reads as zeros either way. Does not apply to memory that the program allocated itself.
+  // The range reads as zeros either way. Does not apply to memory that a program allocated itself.
   bool sparse = true;
   std::optional<FastpathMode> fastpath;  // instead of the engine's option
   std::optional<bool> fallback;

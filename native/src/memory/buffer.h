@@ -114,6 +114,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Status resize(std::uint64_t size) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
+  // Whether ranges of it can have no memory: otherwise zeros must be written there, and punch() fails.
+  [[nodiscard]] virtual bool can_have_holes() const { return true; }
   // Zeroes partial granules and releases whole ones.
   virtual Status punch(std::uint64_t offset, std::uint64_t bytes) = 0;
   // Zeroes what exists and allocates what does not, as fallocate(2) has it: later writes there find memory.

@@ -53,6 +53,7 @@ class RegisteredBuffer : public Buffer {
   // The size is fixed and the memory belongs to another program: EPERM.
   Status resize(std::uint64_t size) override;
   Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
+  [[nodiscard]] bool can_have_holes() const override { return false; }
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
