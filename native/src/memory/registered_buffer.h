@@ -34,6 +34,7 @@ class RegisteredBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override;
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
 
+  Status check_pinned() override;
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   // EPERM beyond the end, and for memory that is shared for reading only; so also the next ones.
   Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
