@@ -229,6 +229,7 @@ TEST_P(RegisteredDescriptorTest, RefusesForgedDescriptors) {
   EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
   forged.descriptor = UniqueFd();
   EXPECT_FALSE(device().map_foreign(forged).ok());
+  EXPECT_OK(device().health());
 }
 
 class RegisteredHostTest : public ::testing::Test {

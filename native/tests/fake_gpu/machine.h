@@ -530,9 +530,8 @@ class Machine {
   }
   api::Code map(Address address, std::size_t bytes, std::size_t offset, Handle handle) {
     const auto physical = physical_.find(handle);
-    if (physical == physical_.end() || physical->second.released || offset != 0 || bytes != physical->second.bytes) {
-      return api::kInvalidValue;
-    }
+    if (physical == physical_.end() || physical->second.released || offset != 0) return api::kInvalidValue;
+    if (bytes != physical->second.bytes) return physical->second.imported ? api::kUnknown : api::kInvalidValue;
     const auto next = mappings_.lower_bound(address);
     if (next != mappings_.end() && next->first < address + bytes) return api::kInvalidValue;
     if (next != mappings_.begin() && std::prev(next)->first + std::prev(next)->second.bytes > address) {
