@@ -80,7 +80,7 @@ class Settings:
         here = mounts.get(os.fstat(fd).st_dev, [])
         waited = False
         while text := _room.shortage(fd, needed, here):
-            if self.patience <= 0 or not here:
+            if self.patience <= 0 or not here or _room.exceeds_all(fd, needed):
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
             if cancel is not None and cancel.cancelled:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

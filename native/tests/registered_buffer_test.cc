@@ -23,8 +23,10 @@
 #include "bytes.h"
 #include "device/device_context.h"
 #include "fake_vendors.h"
+#include "io/direct_path.h"
 #include "memory/buffer.h"
 #include "memory/registered_buffer.h"
+#include "transfer_rig.h"
 
 namespace gpufs {
 namespace {
@@ -228,6 +230,7 @@ TEST_P(RegisteredDescriptorTest, RefusesForgedDescriptors) {
   EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
   forged.descriptor = UniqueFd();
   EXPECT_FALSE(device().map_foreign(forged).ok());
+  EXPECT_OK(device().health());
 }
 
 class RegisteredHostTest : public ::testing::Test {
@@ -309,6 +312,23 @@ TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
   EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](std::byte byte) { return byte == std::byte{0}; }));
   EXPECT_EQ(::ftruncate(fd_.get(), kBytes), 0);  // too late: the range no longer shows the file
   EXPECT_EQ(buffer->read(0, seen).error(), ESTALE);
+}
+
+// What was cut off reads as zeros, which must not pass for the program's data.
+TEST_F(RegisteredHostTest, AStoreOfMemoryThatIsCutOffFails) {
+  testing::TransferRig rig(driver_, make_direct_path("none"), testing::TransferRig::small_options(), "/tmp");
+  rig.open_file();
+  rig.operations.on_write = [&](int, const void* memory, std::size_t, std::uint64_t, ssize_t*) {
+    EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
+    EXPECT_EQ(*static_cast<const volatile char*>(memory), 0);
+    return false;
+  };
+  TransferRequest wanted = rig.store();
+  wanted.target = std::make_shared<RegisteredBuffer>(
+      rig.device, must(rig.device->device().map_foreign(shared(0, kBytes))), kBytes, true);
+  const TransferProgress done = rig.finish_in_order(wanted);
+  EXPECT_EQ(done.status.error(), ESTALE);
+  EXPECT_EQ(done.prefix, 0U);
 }
 
 }  // namespace

@@ -221,9 +221,11 @@ class Stream {
   virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;
+  // EBUSY: the stream is being captured into a graph, so what is queued now becomes a part of the graph.
+  virtual Status check_capture() { return {}; }
   // Calls function(argument) when all earlier work is done; later work waits until it returns. It runs on a thread of
   // the driver's, which may serve other streams too: it must not call the driver, and should be short. It is not called
-  // at all once the device has failed. EBUSY: the stream is being captured into a graph. EOPNOTSUPP.
+  // at all once the device has failed. EBUSY: as check_capture(). EOPNOTSUPP.
   virtual Status call(HostFunction function, void* argument) = 0;
   // Later work starts once the 32-bit word at `cell` has reached `value`, that is once word - value, as a signed
   // number, is not negative. cell: from Device::address_of_pinned(), written by the CPU, which on the host driver must

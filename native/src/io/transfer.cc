@@ -147,6 +147,11 @@ std::uint64_t Transfer::group() const {
   return facts.may_hang ? kMayHang : facts.always_hot ? kNeverStalls : facts.device;
 }
 
+void Transfer::release(std::shared_ptr<Transfer> transfer) {
+  const std::shared_ptr<TransferThreads> threads = transfer->threads_;
+  threads->release(std::move(transfer));
+}
+
 void Transfer::serve() {
   if (!enter()) return;
   CopyLoop(*this).run();
@@ -288,7 +293,12 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
 
 // Holes of a load's file are not read and get no memory.
 Result<Plan> Transfer::leave_holes_out(std::uint64_t total, const Plan& plan) {
-  if (!request_.sparse || !of_buffer_) return plan;
+  if (!request_.sparse) return plan;
+  {
+    const TargetMemory::Use use = memory_.use();
+    if (!use) return cancelled_status();
+    if (!memory_.buffer().can_have_holes()) return plan;
+  }
   HoleSearch search;
   search.file_offset = request_.file_offset;
   search.file_size = original_file_size_;

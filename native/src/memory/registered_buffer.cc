@@ -109,6 +109,19 @@ Status RegisteredBuffer::check_intact(MappingUse& use) {
   return {ESTALE, "the program that registered this memory has taken a part of it away"};
 }
 
+Status RegisteredBuffer::check_pinned() {
+  MappingUse use;
+  {
+    // Also once it is withdrawn: the pin keeps it until then.
+    const std::lock_guard lock(mutex_);
+    if (memory_ == nullptr) return stale();
+    ++uses_;
+    use.buffer_ = std::static_pointer_cast<RegisteredBuffer>(shared_from_this());
+    use.memory_ = memory_.get();
+  }
+  return check_intact(use);
+}
+
 Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) const {
   if (!writable_) return {EPERM, "this memory is registered for reading only"};
   if (offset >= bytes_ && bytes != 0) return fixed();

@@ -39,6 +39,7 @@ class RegisteredBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override;
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
 
+  Status check_pinned() override;
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   // EPERM beyond the end, and for memory that is shared for reading only; so also the next ones.
   Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
@@ -58,6 +59,7 @@ class RegisteredBuffer : public Buffer {
   // The size is fixed and the memory belongs to another program: EPERM.
   Status resize(std::uint64_t size) override;
   Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
+  [[nodiscard]] bool can_have_holes() const override { return false; }
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;

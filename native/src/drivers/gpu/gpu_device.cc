@@ -316,7 +316,7 @@ Status GpuDevice::zero_spans(DeviceAddress base, std::span<const MemorySpan> spa
 }
 
 Status GpuDevice::map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle) {
-  return full_if_out_of_memory(call(functions().memory_map, address, bytes, 0, handle, 0));
+  return full_if_out_of_memory(call_for_others(functions().memory_map, address, bytes, 0, handle, 0));
 }
 
 Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
@@ -328,7 +328,7 @@ Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
 
 Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool writable) {
   const api::Access own{{api::kLocationDevice, ordinal_}, writable ? api::kAccessReadWrite : api::kAccessRead};
-  return full_if_out_of_memory(call(functions().memory_set_access, address, bytes, &own, 1));
+  return full_if_out_of_memory(call_for_others(functions().memory_set_access, address, bytes, &own, 1));
 }
 
 void GpuDevice::unmap_when_idle(std::shared_ptr<AddressRange> range) {
