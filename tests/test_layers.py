@@ -28,7 +28,7 @@ PYTHON_MAY_USE = {
     "gpufs.mounting": set(),
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
-    "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
+    "gpufs.client": {"engine", "formats", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
     "gpufs.formats": set(),
     "gpufs.in_place": {"mounting", "torch"},  # torch: lazily, when the program opens a file on a mount
     "gpufs.torch": {

@@ -603,6 +603,21 @@ def test_a_module_that_does_not_fit(root: Path) -> None:
         gpufs.torch.attach_module(torch.nn.Linear(4, 2), root / "model", strict=False)
 
 
+def test_long_lists_of_what_does_not_fit(root: Path) -> None:
+    gpufs.torch.publish({f"layer{number}": torch.ones(1) for number in range(400)}, root / "model.safetensors")
+    with torch.device("meta"):
+        module = torch.nn.BatchNorm1d(4)
+        module.register_buffer("frequencies", torch.ones(4), persistent=False)
+    with pytest.raises(RuntimeError) as caught:
+        gpufs.torch.attach_module(module, root)
+    text = str(caught.value)
+    assert f"{root}:" in text  # the path that was given
+    assert "layer0" in text
+    assert "395 more" in text
+    assert "publish" in text  # how the buffer gets a value
+    assert len(text.splitlines()) < 20
+
+
 def test_load_model_does_what_safetensors_does(root: Path) -> None:
     model = a_model()
     path = root / "model"

@@ -82,7 +82,8 @@ def _check_stream(names: list[str], directories: list[str], options: dict[str, A
     """Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
-    unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"] + (["json"] if names[1] == STREAM else [])
+    unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
+    unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if options[name]:
             raise Failure(f"cp: --{name.replace('_', '-')} cannot be used with a pipe", 2)

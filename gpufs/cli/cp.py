@@ -46,8 +46,8 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
     the bytes. - is standard input as SOURCE, or standard output as DEST. Copies that do not fit are refused before
     any byte is copied. If a copy fails or is interrupted, a new file is removed; an existing file has lost its old
-    content and holds what was copied. Models in the cache of a hub are links to files elsewhere: copy them by -rL. For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all,
-    2 wrong options.
+    content and holds what was copied. Models in the cache of a hub are links to files elsewhere: copy them by -rL.
+    For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all, 2 wrong options.
     """
     if len(names) == 1 and not directories:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -12,7 +11,9 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs.formats import FormatError
-from gpufs.formats.safetensors import LENGTH_BYTES, PADDING_NAME, HeaderEntry, header_bytes, parse_header, parse_json
+from gpufs.formats.checkpoint import find_files, link_error
+from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
+from gpufs.formats.safetensors import LENGTH_BYTES, PADDING_NAME, HeaderEntry, header_bytes, parse_header
 from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
 from gpufs.torch._record import TensorRecord, parse_records, span
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 Device: TypeAlias = "torch.device | str | int | None"
-INDEX_NAME = "model.safetensors.index.json"
-FILE_NAME = "model.safetensors"
 _NO_RECORD = TensorRecord()
 
 
@@ -30,9 +29,13 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
         self.path = os.fspath(path)
-        self._bytes: torch.Tensor = from_dlpack(gpufs.attach(self.path, mode=mode))
+        try:
+            self._bytes: torch.Tensor = from_dlpack(gpufs.attach(self.path, mode=mode))
+        except OSError as error:
+            raise link_error(error, self.path) from None
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
+            check_safetensors(_read(self._bytes[:PREFIX_BYTES]))
             length = header_bytes(_read(self._bytes[:LENGTH_BYTES]), len(self._bytes))
             start = LENGTH_BYTES + length
             header = parse_header(_read(self._bytes[LENGTH_BYTES:start]), len(self._bytes) - start)
@@ -127,26 +130,18 @@ class Checkpoint:
     """Named tensors of one file, or of the files that an index names."""
 
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
-        place = Path(path)
-        if place.is_dir():
-            index = place / INDEX_NAME
-            place = index if index.exists() else place / FILE_NAME
-        if place.suffix == ".json":
-            self._open_index(place, mode)
-        else:
-            file = TensorFile(place, mode)
-            self.files = [file]
-            self.places = dict.fromkeys(file.names(), file)
-
-    def _open_index(self, path: Path, mode: str) -> None:
-        places = _read_index(path)
-        files = {name: TensorFile(path.parent / name, mode) for name in dict.fromkeys(places.values())}
-        held = {name: set(file.names()) for name, file in files.items()}
-        for tensor, name in places.items():
-            if tensor not in held[name]:
-                raise FormatError(f"{path} says that tensor {tensor!r} is in {name}, and it is not")
+        self.path = os.fspath(path)
+        found = find_files(path)
+        files = {name: TensorFile(name, mode) for name in found.files}
         self.files = list(files.values())
-        self.places = {tensor: files[name] for tensor, name in places.items()}
+        if found.places is None:
+            self.places = {name: file for file in self.files for name in file.names()}
+            return
+        held = {name: set(file.names()) for name, file in files.items()}
+        for tensor, name in found.places.items():
+            if tensor not in held[name]:
+                raise FormatError(f"{self.path}: the index says that tensor {tensor!r} is in {name}, and it is not")
+        self.places = {tensor: files[name] for tensor, name in found.places.items()}
 
     def tensor(self, name: str, device: Device = None) -> torch.Tensor:
         """Returns the tensor in place; a copy if it is on another device than the one asked for."""
@@ -165,19 +160,6 @@ class Checkpoint:
     def tensors(self, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:
         """All names and tensors, in the order of the files."""
         return ((name, self.tensor(name, device)) for name in self.places)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Returns the file of each tensor, in the order of the file names."""
-    try:
-        places = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
-        for name in places.values():
-            parts = PurePosixPath(name).parts
-            if not parts or parts[0] == "/" or ".." in parts:
-                raise ValueError(f"{name!r} is not a file below the index")
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise FormatError(f"{path} is not an index of safetensors files: {error}") from None
-    return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
 def load_file(filename: str | os.PathLike[str], device: Device = None, *, mode: str = "r") -> dict[str, torch.Tensor]:
