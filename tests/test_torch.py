@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
-from errno import ENOSPC, EOPNOTSUPP, EXDEV
+from errno import ENOSPC, EOPNOTSUPP, EPERM, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -466,11 +466,14 @@ def test_publishing_on_a_full_device(mount: Mounter) -> None:
     wait_for_used(device, used)
 
 
-def test_publishing_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(OSError) as caught:
-        gpufs.torch.publish({"a": torch.ones(3)}, tmp_path / "model")
-    assert caught.value.errno == EXDEV
-    assert caught.value.filename == str(tmp_path / "model")
+def test_publishing_elsewhere(shared_mount: GpufsMount, tmp_path: Path) -> None:
+    for path, number, advice in (
+        (tmp_path / "model", EXDEV, "mount"),
+        (shared_mount.path / "model", EPERM, f"{shared_mount.path}/gpu0"),
+    ):
+        with pytest.raises(OSError, match=advice) as caught:
+            gpufs.torch.publish({"a": torch.ones(3)}, path)
+        assert (caught.value.errno, caught.value.filename) == (number, str(path))
     assert os.listdir(tmp_path) == []
 
 
