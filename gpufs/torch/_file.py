@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,7 +14,14 @@ import gpufs
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
-from gpufs.formats.safetensors import LENGTH_BYTES, PADDING_NAME, HeaderEntry, header_bytes, parse_header
+from gpufs.formats.safetensors import (
+    LENGTH_BYTES,
+    PADDING_NAME,
+    HeaderEntry,
+    header_bytes,
+    parse_header,
+    without_garbage_collection,
+)
 from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
 from gpufs.torch._record import TensorRecord, parse_records, span
 
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
 
 Device: TypeAlias = "torch.device | str | int | None"
 _NO_RECORD = TensorRecord()
+_FEW_DIMENSIONS = 8
 
 
 class TensorFile:
@@ -40,7 +49,9 @@ class TensorFile:
             start = LENGTH_BYTES + length
             header = parse_header(_read(self._bytes[LENGTH_BYTES:start]), len(self._bytes) - start)
             self._entries = header.entries
+            self._start = start
             self._data = self._bytes[start:]
+            self._typed: dict[str, torch.Tensor] = {}
             self.metadata = header.metadata
             self.records = parse_records(header.metadata)
             self._check_records()
@@ -69,6 +80,8 @@ class TensorFile:
 
     def _owner(self, name: str) -> str:
         """The name in the header of the bytes that a tensor lies in."""
+        if not self.records:
+            return name
         record = self._record(name)
         if record.same_as is not None:
             name = record.same_as
@@ -108,9 +121,24 @@ class TensorFile:
         """The tensor's strides in elements; None if it is contiguous."""
         return self._record(name).strides
 
+    def _whole(self, name: str, dtype: str) -> torch.Tensor:
+        """The file as elements of one dtype: a view of it by strides is one call of torch."""
+        whole = self._typed.get(dtype)
+        if whole is None:
+            found = self._dtype(name)
+            whole = self._bytes[: len(self._bytes) // found.itemsize * found.itemsize].view(found)
+            self._typed[dtype] = whole
+        return whole
+
     def tensor(self, name: str) -> torch.Tensor:
         """Returns the tensor as a view; a copy if its address is not a multiple of its dtype's size."""
         entry = self.entry(name)
+        plain = not self.records and entry.start < entry.end and len(entry.shape) <= _FEW_DIMENSIONS
+        if plain and stored_elements(entry.dtype) == 1:
+            whole = self._whole(name, entry.dtype)
+            offset, rest = divmod(self._start + entry.start, whole.itemsize)
+            if not rest and not whole.storage_offset():
+                return whole.as_strided(entry.shape, _strides(entry.shape), offset)
         dtype = self._dtype(name)
         data = self._data[entry.start : entry.end]
         if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
@@ -120,6 +148,17 @@ class TensorFile:
         if strides is not None:
             return typed.as_strided(self.shape(name), strides)
         return typed.view(self.shape(name))
+
+
+@functools.lru_cache(maxsize=256)  # a model has few shapes
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor that is not empty."""
+    strides = []
+    stride = 1
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= extent
+    return tuple(reversed(strides))
 
 
 def _read(data: torch.Tensor) -> bytes:
@@ -194,7 +233,8 @@ def load_file(filename: str | os.PathLike[str], device: Device = None, *, mode: 
     >>> weights = gpufs.torch.load_file("/mnt/gpufs/gpu0/model.safetensors")
     >>> model.load_state_dict(weights, assign=True)
     """
-    return dict(Checkpoint(filename, mode).tensors(device))
+    with without_garbage_collection():
+        return dict(Checkpoint(filename, mode).tensors(device))
 
 
 class TensorSlice:
