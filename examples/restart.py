@@ -37,4 +37,6 @@ def main(directory: Path, starts: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10)

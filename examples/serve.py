@@ -3,7 +3,7 @@
 Usage: python examples/serve.py FILE
 
 The first program publishes the model as FILE. All others attach it: they load nothing and share its memory. The program
-prints how long that took, then for each line of its input one line with an answer.
+prints how long attaching took, then for each line of its input one line with an answer.
 """
 
 from __future__ import annotations
@@ -31,4 +31,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))

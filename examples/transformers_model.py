@@ -40,11 +40,13 @@ def main(directory: Path) -> None:
         model = AutoModelForCausalLM.from_config(CONFIG).eval()
     begin = time.perf_counter()
     gpufs.torch.attach_module(model, path)
-    print(f"attached after {1000 * (time.perf_counter() - begin):.1f} ms")
+    print(f"attached in {1000 * (time.perf_counter() - begin):.1f} ms")
     prompt = torch.tensor([[1, 5, 8, 13]], device=model.device)
     answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     print(f"answer: {answer[0].tolist()}")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))

@@ -45,4 +45,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))

@@ -11,21 +11,26 @@ from typing import TYPE_CHECKING
 from gpufs._version import __version__
 
 if TYPE_CHECKING:
-    from gpufs.client import CopyError, CopyProgress, CopyResult, copy, copy_to_each
+    from gpufs.client import CopyError, CopyProgress, CopyResult, copy, copy_files, copy_to_each
     from gpufs.client._array import DeviceArray
     from gpufs.client._attach import attach
     from gpufs.client._register import Registration, register
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
+    from gpufs.reports import DeviceStatus, MountStatus, mounts, status
 
 # The modules of those that are not in gpufs.client.
 _MODULES = {
     "DeviceArray": "client._array",
     "DeviceDirectory": "owned_mount",
+    "DeviceStatus": "reports",
+    "MountStatus": "reports",
     "OwnedMount": "owned_mount",
     "Registration": "client._register",
     "attach": "client._attach",
     "mount": "owned_mount",
+    "mounts": "reports",
     "register": "client._register",
+    "status": "reports",
 }
 
 __all__ = [
@@ -34,14 +39,19 @@ __all__ = [
     "CopyResult",
     "DeviceArray",
     "DeviceDirectory",
+    "DeviceStatus",
+    "MountStatus",
     "OwnedMount",
     "Registration",
     "__version__",
     "attach",
     "copy",
+    "copy_files",
     "copy_to_each",
     "mount",
+    "mounts",
     "register",
+    "status",
 ]
 
 

@@ -111,6 +111,11 @@ SAME = [
     "-rn #t/. @/t2",
     "-r #to-t @/new",
     "-r #t/. @/t2",
+    "-rL #linked @",
+    "-rL #linked/inner #to-f #to-t @",
+    "-aL #to-t @/new",
+    "-rL #t @/dir",
+    "-rLn #linked/. @/t2",
 ]
 
 
@@ -143,6 +148,41 @@ def test_gpufs_cp_makes_the_same_tree_as_cp(
     assert "internal error" not in said
     assert "Traceback" not in said
     assert outcomes[1] == outcomes[0]
+
+
+def test_loops_of_links_end(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t/a").mkdir(parents=True)
+    (tmp_path / "t/f").write_text("f")
+    (tmp_path / "t/a/up").symlink_to("..")
+    (tmp_path / "t/self").symlink_to("self")
+    assert copy_here(["-rL", str(tmp_path / "t"), str(root)]) == 1
+    said = capfd.readouterr().err
+    assert str(tmp_path / "t/a/up") in said
+    assert str(tmp_path / "t/self") in said
+    assert listing(root) == [entry for entry in listing(tmp_path) if "->" not in entry[2] and entry[1][0] != "l"]
+
+
+def test_links_whose_files_stay_behind_are_reported(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in the cache of a hub, where a snapshot has links to files beside it."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/1").write_text("weights")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot/model").symlink_to("../blobs/1")
+    (tmp_path / "snapshot/same").symlink_to("model")
+    (tmp_path / "snapshot/lost").symlink_to("nowhere")
+    assert copy_here(["-r", str(tmp_path / "snapshot"), str(root / "links")]) == 0
+    said = capfd.readouterr().err
+    assert str(root / "links/model") in said
+    assert "-L" in said
+    (tmp_path / "snapshot/lost").unlink()
+    assert copy_here(["-rL", str(tmp_path / "snapshot"), str(root / "files")]) == 0
+    assert capfd.readouterr().err == ""
+    assert (root / "files/model").read_text() == (root / "files/same").read_text() == "weights"
+    assert not (root / "files/model").is_symlink()
+    assert copy_here(["-r", str(tmp_path), str(root / "whole")]) == 0  # the links lead to copies
+    assert capfd.readouterr().err == ""
 
 
 def test_links_and_special_files_keep_their_owner(root: Path, tmp_path: Path) -> None:

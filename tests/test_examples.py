@@ -46,6 +46,15 @@ def test_two_programs(mount: Mounter) -> None:
     assert "both programs gave the same answer" in run_example("two_programs.py", mount(memory=256 * MIB).device)
 
 
+def test_without_arguments_they_say_how_to_use_them() -> None:
+    for name in ("restart.py", "serve.py", "two_programs.py", "transformers_model.py"):
+        if name != "transformers_model.py" or find_spec("transformers"):
+            done = run(sys.executable, EXAMPLES / name, check=False)
+            assert done.returncode != 0
+            assert f"Usage: python examples/{name}" in done.stderr
+            assert "Traceback" not in done.stderr
+
+
 def bench(module: str, words: str, output: Path) -> tuple[dict[str, Any], str, str]:
     """Runs a benchmark: its document, and what it prints and complains."""
     command = [sys.executable, "-m", module, *words.split(), "--json", str(output)]

@@ -132,7 +132,7 @@ def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
         "import mmap, os\nfd = os.memfd_create('x')\nos.truncate(fd, 4096)\nmemory = mmap.mmap(fd, 4096)\n" + program
     )
     looks = "; ".join(shell.here(command) for command in commands(page))
-    assert looks.count(";") == 4
+    assert looks.count(";") == 5
     program += (
         "import subprocess\nactivations[1] = 1\nactivations[32] = 1\n"
         f"print(subprocess.run(['bash', '-euc', {looks!r}], check=True, capture_output=True, text=True).stdout)\n"
@@ -140,6 +140,7 @@ def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
     )
     printed = shell(f"python - <<'END'\n{program}\nEND")
     assert "0000 803f" in printed.splitlines()[0]
+    assert "registered float32 1024" in printed
     assert printed.splitlines()[-1] == "0.0"
 
 
@@ -156,8 +157,14 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
     for command in commands("howto/attach.md"):
         shell(command)
     assert (device / "weights").read_bytes() == (tmp_path / "new-weights").read_bytes()
-    (copy,) = [command for command in commands("howto/load-into-torch.md") if command.startswith("cp ")]
-    shell(copy)
+    hub = tmp_path / ".cache/huggingface/hub/models--Qwen--Qwen3-8B"
+    (hub / "blobs").mkdir(parents=True)
+    shutil.copy(tmp_path / "model.safetensors", hub / "blobs/1")
+    (hub / "snapshots/1").mkdir(parents=True)
+    (hub / "snapshots/1/model.safetensors").symlink_to("../../blobs/1")
+    for command in commands("howto/load-into-torch.md"):
+        shell(command.replace("~", str(tmp_path)))
+    assert load_file(device / "Qwen3-8B/model.safetensors")["weight"].sum() == 9
     load = block("howto/load-into-torch.md", "weights = gpufs.torch.load_file(")
     attach = block("howto/load-into-torch.md", "model = Model(config)").replace("Model(config)", "nn.Linear(3, 3)")
     aligned = block("howto/load-into-torch.md", "aligned.safetensors")

@@ -18,7 +18,7 @@ NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async",
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
-    "gpufs": {"_version", "client", "owned_mount"},  # the last two: lazily
+    "gpufs": {"_version", "client", "owned_mount", "reports"},  # all but the first: lazily
     "gpufs.__main__": {"cli"},
     "gpufs._printable": set(),
     "gpufs._version": set(),
@@ -28,8 +28,9 @@ PYTHON_MAY_USE = {
     "gpufs.mounting": set(),
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": set(),
-    "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
+    "gpufs.client": {"engine", "formats", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
     "gpufs.formats": set(),
+    "gpufs.reports": set(),
     "gpufs.in_place": {"mounting", "torch"},  # torch: lazily, when the program opens a file on a mount
     "gpufs.torch": {
         "gpufs",
@@ -37,6 +38,7 @@ PYTHON_MAY_USE = {
         "engine",
         "formats",
         "in_place",
+        "mounting",
         "units",
     },  # gpufs: attach; engine: pools of addresses
     "gpufs.integrations": {"torch"},

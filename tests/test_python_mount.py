@@ -1,5 +1,6 @@
 """gpufs.mount(): mounts that belong to a program, and what is left of them when it fails or dies."""
 
+import errno
 import json
 import os
 import signal
@@ -158,3 +159,38 @@ def serving(mountpoint: Path) -> list[str]:
         if b"gpufs.daemon" in words and os.fsencode(mountpoint) in words:
             found.append(pid)
     return found
+
+
+def test_programs_see_what_the_commands_print(mountpoint: Path, tmp_path: Path) -> None:
+    with gpufs.mount(mountpoint, devices=2, **SMALL) as mount:
+        (mountpoint / "gpu1/file").write_bytes(bytes(3 << 20))
+        found = gpufs.status(mountpoint)
+        assert (found.path, found.state, found.error, found.driver) == (mountpoint, "ok", None, "host")
+        assert [device.path for device in found.devices] == [device.path for device in mount.devices]
+        assert [device.files for device in found.devices] == [0, 1]
+        assert found.devices[1].used_bytes >= 3 << 20
+        assert all(device.used_bytes + device.free_bytes == device.total_bytes for device in found.devices)
+        assert mountpoint in [one.path for one in gpufs.mounts()]
+    with pytest.raises(OSError, match=str(mountpoint)) as caught:
+        gpufs.status(mountpoint)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_many_files_are_copied_from_python(mountpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"blob")
+    sources = [tmp_path / str(number) for number in range(20)]
+    for source in sources:
+        source.symlink_to("blob")  # as in the cache of a hub
+    with gpufs.mount(mountpoint, **SMALL):
+        device = mountpoint / "gpu0"
+        results = gpufs.copy_files(sources, device)
+        assert [result.bytes for result in results] == [4] * 20
+        assert {(device / source.name).read_bytes() for source in sources} == {b"blob"}
+        assert not any((device / source.name).is_symlink() for source in sources)
+        with pytest.raises(ExceptionGroup) as caught:
+            gpufs.copy_files([tmp_path / "none", sources[0]], device)
+        (error,) = caught.value.exceptions
+        assert isinstance(error, gpufs.CopyError)
+        for wrong, directory in (([sources[0], sources[0]], device), (sources, device / "none")):
+            with pytest.raises((ValueError, NotADirectoryError)):
+                gpufs.copy_files(wrong, directory)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
-from errno import ENOSPC, EOPNOTSUPP, EXDEV
+from errno import ENOSPC, EOPNOTSUPP, EPERM, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -466,11 +466,14 @@ def test_publishing_on_a_full_device(mount: Mounter) -> None:
     wait_for_used(device, used)
 
 
-def test_publishing_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(OSError) as caught:
-        gpufs.torch.publish({"a": torch.ones(3)}, tmp_path / "model")
-    assert caught.value.errno == EXDEV
-    assert caught.value.filename == str(tmp_path / "model")
+def test_publishing_elsewhere(shared_mount: GpufsMount, tmp_path: Path) -> None:
+    for path, number, advice in (
+        (tmp_path / "model", EXDEV, "mount"),
+        (shared_mount.path / "model", EPERM, f"{shared_mount.path}/gpu0"),
+    ):
+        with pytest.raises(OSError, match=advice) as caught:
+            gpufs.torch.publish({"a": torch.ones(3)}, path)
+        assert (caught.value.errno, caught.value.filename) == (number, str(path))
     assert os.listdir(tmp_path) == []
 
 
@@ -601,6 +604,21 @@ def test_a_module_that_does_not_fit(root: Path) -> None:
     assert module.weight.tolist() == [[1, 1, 1], [1, 1, 1]]
     with torch.device("meta"), pytest.raises(RuntimeError, match="weight"):
         gpufs.torch.attach_module(torch.nn.Linear(4, 2), root / "model", strict=False)
+
+
+def test_long_lists_of_what_does_not_fit(root: Path) -> None:
+    gpufs.torch.publish({f"layer{number}": torch.ones(1) for number in range(400)}, root / "model.safetensors")
+    with torch.device("meta"):
+        module = torch.nn.BatchNorm1d(4)
+        module.register_buffer("frequencies", torch.ones(4), persistent=False)
+    with pytest.raises(RuntimeError) as caught:
+        gpufs.torch.attach_module(module, root)
+    text = str(caught.value)
+    assert f"{root}:" in text  # the path that was given
+    assert "layer0" in text
+    assert "395 more" in text
+    assert "publish" in text  # how the buffer gets a value
+    assert len(text.splitlines()) < 20
 
 
 def test_load_model_does_what_safetensors_does(root: Path) -> None:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from errno import EBADF, EINVAL, EIO, EISDIR, ENOSPC
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
 from gpufs.cli._errors import Failure
 from gpufs.client._daemons import mounts_by_device
-from gpufs.client._ends import Entry, open_path, path_of
+from gpufs.client._ends import Entry, next_data, open_path, path_of
 from gpufs.client._outcome import text_of
 from gpufs.client._room import place_of
 from gpufs.formats import FormatError
+from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
+from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
+from gpufs.formats.kinds import PREFIX_BYTES, Kind, recognize
 from gpufs.formats.layout import Layout, TensorPlace, read_layout
+from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType, parse_shape
 
 _THREADS: Final = 4
 
-Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 
@@ -39,7 +43,10 @@ class Contents:
 
     def __init__(self, path: str) -> None:
         """Raises OSError if the file cannot be read, or is not a regular file."""
-        named = open_path(Entry.of(path))  # opening a FIFO or a device in another way has effects
+        try:
+            named = open_path(Entry.of(path))  # opening a FIFO or a device in another way has effects
+        except OSError as failure:
+            raise link_error(failure, path) from None
         try:
             kind = os.fstat(named).st_mode
             if not stat.S_ISREG(kind):
@@ -66,6 +73,23 @@ class Contents:
         """The tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
         return read_layout(self.path, self.size, lambda offset, count: bytes(self.read(offset, count)))
 
+    def kind(self) -> Kind | None:
+        """The format of a file without tensors that gpufs reads."""
+        return recognize(bytes(self.read(0, min(PREFIX_BYTES, self.size))))
+
+    def registered_type(self) -> GivenType | None:
+        """The type of its elements, if the program that registered it gave one that fits."""
+        try:
+            found = GivenType.parse(os.getxattr(self._fd, TYPE_ATTRIBUTE).decode("ascii"))
+            found.layout(self.size)
+        except (OSError, UnicodeDecodeError, FormatError):
+            return None
+        return found
+
+    def next_data(self, offset: int) -> int:
+        """The first offset at or after another one that is not in a hole."""
+        return next_data(self._fd, offset)[0] if self.held_bytes < self.size else offset
+
     def read(self, offset: int, count: int) -> memoryview:
         """Bytes of the file. OSError EIO if it has become shorter."""
         block = memoryview(bytearray(count))
@@ -86,24 +110,130 @@ class Contents:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def each_block(
-    tensors: Sequence[tuple[Key, TensorPlace]], work: Callable[[TensorPlace, int, int], Result]
-) -> Iterator[tuple[Key, Result]]:
-    """Calls ``work`` with the blocks of tensors, by start and size, from several threads; its results in order."""
-    from gpufs.formats.elements import block_bytes
+class Tensor(NamedTuple):
+    """A tensor, and the open file that it lies in."""
 
-    pieces = [
-        (key, place, start, min(step, place.bytes - start))
-        for key, place in tensors
-        for step in [block_bytes(place.bits)]
-        for start in range(0, place.bytes, step)
-    ]
-    pool = ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))))
+    file: Contents
+    place: TensorPlace
+
+
+class TensorFiles:
+    """What a name on the command line stands for: one file, or the files of a checkpoint, all open.
+
+    Attributes
+    ----------
+    format
+        "safetensors", "npy" or "raw"; another format's name, or None if the format is unknown.
+    kind
+        The format, if it is one that gpufs does not read tensors from.
+    tensors
+        In the order of the files and of their offsets. Empty if the format has none.
+    registered
+        Whether the program that registered the file gave the type.
+    """
+
+    def __init__(self, path: str, given: GivenType | None = None) -> None:
+        """Raises OSError, and FormatError if a header or an index is damaged, or ``given`` does not fit."""
+        self.path = path
+        self.kind: Kind | None = None
+        self.format: str | None = None
+        self.metadata: dict[str, str] | None = None
+        self.tensors: list[Tensor] = []
+        self.registered = False
+        is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
+        found = find_files(path) if is_checkpoint else CheckpointFiles((path,))
+        self._opened = ExitStack()
+        with self._opened:
+            self.files = [self._opened.enter_context(Contents(name)) for name in found.files]
+            for file in self.files:
+                self._read(file, given, found.places)
+            if found.places is not None and len(self.tensors) < len(found.places):
+                missing = found.places.keys() - {one.place.name for one in self.tensors}
+                raise FormatError(f"the index says where tensor {min(missing)!r} is, and it is not there")
+            self._opened = self._opened.pop_all()
+
+    def _read(self, file: Contents, given: GivenType | None, places: dict[str, str] | None) -> None:
+        try:
+            layout = file.layout() if given is None else given.layout(file.size)
+            if layout is None and (registered := file.registered_type()) is not None:
+                layout, self.registered = registered.layout(file.size), True
+            if layout is None:
+                self.kind = file.kind()
+                self.format = None if self.kind is None else self.kind.name
+                if places is not None:
+                    raise FormatError("is not a safetensors file")
+        except FormatError as error:
+            raise FormatError(str(error) if file.path == self.path else f"{file.path}: {error}") from None
+        if layout is not None:
+            self.format = layout.format
+            self.metadata = self.metadata or layout.metadata
+            self.tensors += [
+                Tensor(file, one) for one in layout.tensors if places is None or places.get(one.name) == file.path
+            ]
+
+    def places(self) -> str:
+        """What holds the files: "gpu0", or "gpu0 and gpu1"."""
+        return " and ".join(dict.fromkeys(filter(None, (file.place for file in self.files))))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+class Piece(NamedTuple):
+    """A part of a tensor. ``hole``: it has no memory, and reads as zeros."""
+
+    number: int
+    start: int
+    size: int
+    hole: bool
+
+
+def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Piece]:
+    """Parts of a tensor in blocks of whole elements; a hole is one part.
+
+    ``next_data``: the first offset in the file, at or after another one, that is not in a hole.
+    """
+    unit, step = unit_bytes(place.bits), block_bytes(place.bits)
+    start = 0
+    while start < place.bytes:
+        hole = (min(next_data(place.offset + start) - place.offset, place.bytes) - start) // unit * unit
+        size = hole or min(step, place.bytes - start)
+        yield Piece(number, start, size, bool(hole))
+        start += size
+
+
+def map_blocks(found: Iterable[Piece], work: Callable[[Piece], Result]) -> Iterator[tuple[int, Result]]:
+    """Calls ``work`` with pieces from several threads; the numbers of their tensors and the results, in order."""
+    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(threads)
+    running: deque[tuple[int, Future[Result]]] = deque()
     try:
-        for piece, result in zip(pieces, pool.map(lambda piece: work(*piece[1:]), pieces), strict=True):
-            yield piece[0], result
+        for piece in found:
+            running.append((piece.number, pool.submit(work, piece)))
+            if len(running) > 2 * threads:
+                number, future = running.popleft()
+                yield number, future.result()
+        while running:
+            number, future = running.popleft()
+            yield number, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def given_type(dtype: str | None, shape: str | None) -> GivenType | None:
+    """The type that the options --dtype and --shape give. Failure if they are wrong."""
+    if dtype is None:
+        if shape is not None:
+            raise Failure("--shape needs --dtype", 2)
+        return None
+    try:
+        element_bits(dtype)
+        return GivenType(dtype, None if shape is None else parse_shape(shape))
+    except FormatError as error:
+        raise Failure(str(error), 2) from None
 
 
 @contextmanager

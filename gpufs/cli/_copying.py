@@ -82,7 +82,8 @@ def _check_stream(names: list[str], directories: list[str], options: dict[str, A
     """Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
-    unfit = ["recursive", "archive", "preserve", "no_clobber", "verify"] + (["json"] if names[1] == STREAM else [])
+    unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
+    unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if options[name]:
             raise Failure(f"cp: --{name.replace('_', '-')} cannot be used with a pipe", 2)
@@ -130,6 +131,7 @@ class _Run:
         self._verbose: bool = options["verbose"]
         self._streaming = False  # this thread copies, and may wait for a pipe
         self._recursive = recursive
+        self._dereference: bool = options["dereference"]
         self._keep_existing: bool = options["no_clobber"]
         self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
         self._bar: ProgressLine | None = None
@@ -149,6 +151,7 @@ class _Run:
         self._walk = Walk(
             self._cancel,
             recursive=recursive,
+            dereference=options["dereference"],
             preserve=preserve,
             keep_existing=self._keep_existing,
             found=self._found,
@@ -168,7 +171,12 @@ class _Run:
 
         try:
             _cp_room.check(
-                self._copier, named, self._cancel, recursive=self._recursive, keep_existing=self._keep_existing
+                self._copier,
+                named,
+                self._cancel,
+                recursive=self._recursive,
+                dereference=self._dereference,
+                keep_existing=self._keep_existing,
             )
         except OSError as error:
             self._error("", os.path.dirname(named[0][1].path) or ".", error.errno or errno.EIO, text_of(error))
@@ -190,6 +198,16 @@ class _Run:
             for _ in workers:
                 self._put(None)
             self._wait(workers)
+        self._warn_of_links()
+
+    def _warn_of_links(self) -> None:
+        """Says which links were copied without the files that they lead to."""
+        links = [] if self._cancel.cancelled else self._walk.links_without_files()
+        if links:
+            others = f" and {len(links) - 1} others" if len(links) > 1 else ""
+            verb = "are links whose files were" if others else "is a link whose file was"
+            text = f"{links[0]}{others} {verb} not copied: -L copies files instead of links"
+            self._print(f"gpufs cp: warning: {text}", sys.stderr)
 
     def copy_stream(self, source: str, destination: str) -> None:
         """Copies standard input to a file, or a file to standard output, on this thread."""

@@ -2,7 +2,8 @@
 
 Directories, symbolic links and special files are created here; regular files are passed on to be copied. Below the
 names given by the user nothing is looked up by path: each directory is open, and symbolic links are not followed. So
-another user who renames files or replaces them by links cannot lead the copy out of its trees.
+another user who renames files or replaces them by links cannot lead the copy out of its trees. With ``dereference``
+links in the source are followed, those in the destination never.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Walk:
 
     cancel: Cancellation
     recursive: bool
+    dereference: bool
     preserve: bool
     keep_existing: bool
     found: Callable[[Item], None]
@@ -104,17 +106,18 @@ class Walk:
     report: Report
     skipped: int = 0  # existing files, with --no-clobber
     _made: dict[str, str] = field(default_factory=dict)  # destination: its source
+    _links: list[str] = field(default_factory=list)  # copies of links whose targets exist
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the users of all folders
 
     def find(self, name: str, destination: Entry) -> None:
         """Walks one source and everything below it."""
         if self.cancel.cancelled:
             return
-        source = Entry.of(name, follow=not self.recursive)
+        source = Entry.of(name, follow=not self.recursive or self.dereference)
         try:
             status = source.status()
         except OSError as error:
-            self._fail(name, None, error)
+            self._fail_source(source, error)
             return
         copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks these
         if stat.S_ISDIR(status.st_mode) and not self.recursive:
@@ -154,6 +157,28 @@ class Walk:
     def _fail(self, source: str, destination: str | None, error: OSError) -> None:
         self.report(source, destination, error.errno or errno.EIO, text_of(error))
 
+    def _fail_source(self, source: Entry, error: OSError) -> None:
+        """Reports a source whose attributes cannot be read."""
+        if error.errno == errno.ENOENT and _is_link(source):
+            self.report(source.path, None, errno.ENOENT, "is a symbolic link to a file that does not exist")
+        else:
+            self._fail(source.path, None, error)
+
+    def links_without_files(self) -> list[str]:
+        """Copies of links that lead nowhere, or off the mount that they are on, although the originals lead to files.
+
+        Call it when everything is copied.
+        """
+        mounts = _daemons.mounts_by_device()
+        found = []
+        for path in self._links:
+            try:
+                if os.lstat(path).st_dev in mounts and os.stat(path).st_dev not in mounts:
+                    found.append(path)
+            except OSError:
+                found.append(path)
+        return found
+
     def _use(self, folder: Folder | None) -> None:
         if folder is not None:
             with self._lock:
@@ -183,6 +208,8 @@ class Walk:
                 if stat.S_ISLNK(status.st_mode):
                     target = os.readlink(source.name, dir_fd=source.directory)
                     create = partial(os.symlink, target, located.name, dir_fd=located.directory)
+                    if _leads_to_file(source):
+                        self._links.append(destination.path)
                 else:  # a FIFO, socket or device node
                     kind = (status.st_mode & ~0o7000, status.st_rdev)
                     create = partial(os.mknod, located.name, *kind, dir_fd=located.directory)
@@ -219,12 +246,12 @@ class Walk:
         for name in sorted(os.listdir(folder.source_fd)):
             if self.cancel.cancelled:
                 break
-            source = folder.source.child(name, folder.source_fd)
+            source = folder.source.child(name, folder.source_fd)._replace(follow=self.dereference)
             destination = folder.destination.child(name, folder.destination_fd)
             try:
                 status = source.status()
             except OSError as error:
-                self._fail(source.path, None, error)
+                self._fail_source(source, error)
                 continue
             if stat.S_ISDIR(status.st_mode):
                 self._use(folder)
@@ -238,13 +265,20 @@ class Walk:
     ) -> Folder:
         """Opens a directory of the source, and its copy, which is created if it does not exist."""
         try:
-            fd = os.open(source.name, os.O_RDONLY | _DIRECTORY, dir_fd=source.directory)
+            flags = os.O_RDONLY | (_DIRECTORY & ~os.O_NOFOLLOW if source.follow else _DIRECTORY)
+            fd = os.open(source.name, flags, dir_fd=source.directory)
         except OSError as error:
             raise OSError(error.errno, error.strerror, source.path) from None
         try:
             status = os.fstat(fd)
             if (status.st_dev, status.st_ino) in created:
                 raise OSError(errno.EINVAL, "a directory cannot be copied into itself", source.path)
+            above = parent
+            while above is not None:
+                if os.path.samestat(above.status, status):
+                    text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
+                    raise OSError(errno.ELOOP, text, source.path)
+                above = above.parent
             plain = Entry(destination.path.rstrip("/") or "/", destination.name, destination.directory, follow=False)
             with plain.located() as located:
                 copy, new = self._make_directory(located, stat.S_IMODE(status.st_mode))
@@ -307,6 +341,21 @@ def _exists(destination: Entry, source: os.stat_result) -> bool:
         os.stat(destination.name, dir_fd=destination.directory, follow_symlinks=follow)
     except OSError:
         return False  # creating it will show what is wrong
+    return True
+
+
+def _is_link(entry: Entry) -> bool:
+    try:
+        return stat.S_ISLNK(entry._replace(follow=False).status().st_mode)
+    except OSError:
+        return False
+
+
+def _leads_to_file(link: Entry) -> bool:
+    try:
+        link._replace(follow=True).status()
+    except OSError:
+        return False
     return True
 
 

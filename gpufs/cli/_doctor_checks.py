@@ -124,6 +124,7 @@ class Environment:
 
     root: Path = Path("/")
     uid: int = field(default_factory=os.geteuid)
+    release: str = field(default_factory=lambda: os.uname().release)
     which: Callable[[str], str | None] = shutil.which
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     access: Callable[[Path, int], bool] = os.access

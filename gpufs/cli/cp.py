@@ -18,6 +18,7 @@ from gpufs.cli._main import complete_files
     help="Copy all SOURCEs into DIR. Given more than once, copy to each DIR and read each SOURCE once.",
 )
 @click.option("-r", "-R", "--recursive", is_flag=True, help="Copy directories; symbolic links are copied as links.")
+@click.option("-L", "--dereference", is_flag=True, help="Copy the files that symbolic links lead to, with -r and -a.")
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
 @click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
@@ -45,8 +46,8 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
     the bytes. - is standard input as SOURCE, or standard output as DEST. Copies that do not fit are refused before
     any byte is copied. If a copy fails or is interrupted, a new file is removed; an existing file has lost its old
-    content and holds what was copied. For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all,
-    2 wrong options.
+    content and holds what was copied. Models in the cache of a hub are links to files elsewhere: copy them by -rL.
+    For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all, 2 wrong options.
     """
     if len(names) == 1 and not directories:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())

@@ -1,39 +1,53 @@
-"""gpufs diff: how two files of tensors differ."""
+"""gpufs diff: how two files of tensors, or two checkpoints, differ."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpufs.cli._main import complete_files
+from gpufs.cli._tensor_options import READ_FORMATS, type_options
 
 if TYPE_CHECKING:
-    from gpufs.cli._contents import Contents
-    from gpufs.formats.layout import Layout, TensorPlace
+    from gpufs.cli._contents import TensorFiles
+    from gpufs.formats.layout import TensorPlace
     from gpufs.formats.summary import Difference
+    from gpufs.formats.typed import GivenType
 
 
-@click.command(name="diff", short_help="Compare two files, tensor by tensor.")
+@click.command(name="diff", short_help="Compare two files or checkpoints, tensor by tensor.")
 @click.argument("one", metavar="A", shell_complete=complete_files)
 @click.argument("other", metavar="B", shell_complete=complete_files)
+@type_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def command(one: str, other: str, as_json: bool) -> int:
-    """Compare two safetensors files, or two npy files, tensor by tensor.
+def command(one: str, other: str, dtype: str | None, shape: str | None, as_json: bool) -> int:
+    """Compare two safetensors files or checkpoints, or two arrays, tensor by tensor.
 
-    Tensors are equal if name, dtype, shape and all bits are. The order of the tensors and the metadata do not matter.
-    cmp(1) compares other files. Exit codes: 0 equal, 1 different, 2 trouble.
+    A checkpoint is a directory or an index; how it is cut into files does not matter. Arrays are npy files, registered
+    memory, and files whose type --dtype gives. Tensors are equal if name, dtype, shape and all bits are. The order of
+    the tensors and the metadata do not matter. cmp(1) compares other files. Exit codes: 0 equal, 1 different,
+    2 trouble.
     """
-    from gpufs.cli._contents import Contents, reported
+    from gpufs.cli._contents import given_type, reported
     from gpufs.cli._errors import Failure
     from gpufs.cli._output import json_text
 
-    with reported(one, 2), Contents(one) as first, reported(other, 2), Contents(other) as second:
-        ours, theirs = _layout(first), _layout(second)
-        if ours is None or theirs is None or ours.format != theirs.format:
-            raise Failure(f"{one} and {other} are not both safetensors or both npy files: cmp compares their bytes", 2)
-        tensors = _compare_tensors(first, ours, second, theirs)
+    given = given_type(dtype, shape)
+    with ExitStack() as opened:
+        pair = []
+        for name in (one, other):
+            opened.enter_context(reported(name, 2))
+            pair.append(opened.enter_context(_opened(name, given)))
+        ours, theirs = pair
+        array = {ours.format, theirs.format} <= {"npy", "raw"}
+        if ours.format not in READ_FORMATS or not (array or ours.format == theirs.format):
+            text = "neither both safetensors nor both arrays: cmp compares their bytes, --dtype gives a type"
+            raise Failure(f"{one} and {other} are {text}", 2)
+        tensors = _compare_tensors(ours, theirs)
         if as_json:
             print(json_text({"equal": not tensors, "format": ours.format, "tensors": tensors}))
         elif tensors:
@@ -42,44 +56,61 @@ def command(one: str, other: str, as_json: bool) -> int:
     return 1 if tensors else 0
 
 
-def _layout(contents: Contents) -> Layout | None:
-    from gpufs.cli._contents import reported
+def _opened(name: str, given: GivenType | None) -> TensorFiles:
+    from gpufs.cli._contents import TensorFiles, reported
 
-    with reported(contents.path, 2):
-        return contents.layout()
+    with reported(name, 2):
+        return TensorFiles(name, given)
 
 
-def _compare_tensors(one: Contents, ours: Layout, other: Contents, theirs: Layout) -> list[dict[str, Any]]:
+def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, Any]]:
     """What differs, by the names of the tensors."""
-    from gpufs.cli._contents import each_block, finite
+    from gpufs.cli._contents import Piece, Tensor, finite, map_blocks, pieces
     from gpufs.formats.elements import is_numeric
+    from gpufs.formats.safetensors import PADDING_NAME
     from gpufs.formats.summary import Difference, compare
 
-    there = {place.name: place for place in theirs.tensors}
+    there = {one.place.name: one for one in theirs.tensors if not one.place.name.startswith(PADDING_NAME)}
     found: dict[str, dict[str, Any]] = {}
-    pairs: list[tuple[str, TensorPlace]] = []
-    for place in ours.tensors:
-        match = there.pop(place.name, None)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for tensor in ours.tensors:
+        name = tensor.place.name
+        if name.startswith(PADDING_NAME):
+            continue
+        match = there.pop(name, None)
         if match is None:
-            found[place.name] = {"difference": "missing", "in": "A"}
-        elif _kind(place) != _kind(match):
-            found[place.name] = {"difference": "type", "a": _kind(place), "b": _kind(match)}
+            found[name] = {"difference": "missing", "in": "A"}
+        elif _kind(tensor.place) != _kind(match.place):
+            found[name] = {"difference": "type", "a": _kind(tensor.place), "b": _kind(match.place)}
         else:
-            pairs.append((place.name, place))
-    differences = {name: Difference() for name, _ in pairs}
-    places = {place.name: place.offset for place in theirs.tensors}
+            pairs.append((tensor, match))
+    differences = [Difference() for _ in pairs]
 
-    def work(place: TensorPlace, start: int, size: int) -> Difference:
-        blocks = one.read(place.offset + start, size), other.read(places[place.name] + start, size)
-        return compare(place.dtype, place.bits, *blocks, start=8 * start // max(place.bits, 1))
+    def next_data(number: int, offset: int) -> int:
+        """The next byte of A that is not in a hole of both."""
+        tensor, match = pairs[number]
+        shift = match.place.offset - tensor.place.offset
+        return min(tensor.file.next_data(offset), match.file.next_data(offset + shift) - shift)
 
-    for name, difference in each_block(pairs, work):
-        differences[name] += difference
-    for name, place in pairs:
-        if differences[name].elements:
-            found[name] = _described(place, differences[name])
-            largest = differences[name].largest if is_numeric(place.dtype) else None
-            found[name]["max_abs_difference"] = finite(largest)
+    def work(piece: Piece) -> Difference:
+        if piece.hole:
+            return Difference()
+        one, other = (file.read(place.offset + piece.start, piece.size) for file, place in pairs[piece.number])
+        place = pairs[piece.number][0].place
+        return compare(place.dtype, place.bits, one, other, start=8 * piece.start // max(place.bits, 1))
+
+    parts = (
+        piece
+        for number, (tensor, _) in enumerate(pairs)
+        for piece in pieces(number, tensor.place, partial(next_data, number))
+    )
+    for number, difference in map_blocks(parts, work):
+        differences[number] += difference
+    for (tensor, _), difference in zip(pairs, differences, strict=True):
+        if difference.elements:
+            place = tensor.place
+            found[place.name] = _described(place, difference)
+            found[place.name]["max_abs_difference"] = finite(difference.largest if is_numeric(place.dtype) else None)
     for name in there:
         found[name] = {"difference": "missing", "in": "B"}
     return [{"name": name, **what} for name, what in found.items()]

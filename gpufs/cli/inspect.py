@@ -1,4 +1,4 @@
-"""gpufs inspect: what is in a file of tensors, or in any file."""
+"""gpufs inspect: what is in files of tensors, in checkpoints, or in any file."""
 
 from __future__ import annotations
 
@@ -7,79 +7,124 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from gpufs.cli._main import complete_files
+from gpufs.cli._tensor_options import READ_FORMATS, shape_text, type_options
 
 if TYPE_CHECKING:
-    from gpufs.cli._contents import Contents
-    from gpufs.formats.layout import Layout, TensorPlace
+    from gpufs.cli._contents import Piece, TensorFiles
     from gpufs.formats.summary import Summary
 
 _FIRST_BYTES: Final = 64
 _LINE_BYTES: Final = 16
 
 
-@click.command(name="inspect", short_help="Show the tensors of a file.")
-@click.argument("name", metavar="FILE", shell_complete=complete_files)
+@click.command(name="inspect", short_help="Show the tensors of files.")
+@click.argument("names", metavar="FILE...", nargs=-1, required=True, shell_complete=complete_files)
 @click.option("--stats", is_flag=True, help="Add minimum, maximum and mean, and count NaN and infinite elements.")
-@click.option("--checksum", is_flag=True, help="Print the SHA-256 as sha256sum does.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object. Sizes and offsets are in bytes.")
-def command(name: str, stats: bool, checksum: bool, as_json: bool) -> None:
-    """Show the tensors of a safetensors or npy file: name, dtype, shape, bytes, and offset in the file.
+@click.option("--checksum", is_flag=True, help="Print the SHA-256 of each file as sha256sum does.")
+@type_options
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a JSON object, or a list for several FILEs. Sizes are in bytes."
+)
+def command(
+    names: tuple[str, ...], stats: bool, checksum: bool, dtype: str | None, shape: str | None, as_json: bool
+) -> int:
+    """Show the tensors of safetensors and npy files: name, dtype, shape, bytes, and offset in the file.
 
-    FILE may be on a mount or not. Other files are shown with their size and first bytes. --stats and --checksum read
-    the whole file, in blocks, and allocate no memory on a GPU. Minimum, maximum and mean are those of the finite
-    elements.
+    FILE may be on a mount or not. The directory of a checkpoint, or its index, stands for all its files. The type of
+    registered memory is known; --dtype and --shape give that of other files without a header. Files of other formats
+    are shown with their size and first bytes. --stats and --checksum read whole files, in blocks, and allocate no
+    memory on a GPU. Minimum, maximum and mean are those of the finite elements.
     """
-    from gpufs.cli._contents import Contents, reported
+    from gpufs.cli._contents import TensorFiles, given_type, reported
+    from gpufs.cli._errors import Failure, complain
     from gpufs.cli._output import json_text
 
-    with reported(name, 1), Contents(name) as contents:
-        layout = contents.layout()
-        summaries = _summaries(contents, layout) if stats and layout is not None else []
-        digest = contents.sha256() if checksum else None
-        if as_json:
-            print(json_text(_as_dict(contents, layout, summaries, digest)))
-            return
-        if stats or digest is None:
-            _print(contents, layout, summaries)
-        if digest is not None:
-            escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")  # as sha256sum does
-            print(("\\" if escaped != name else "") + f"{digest}  {escaped}")
+    given = given_type(dtype, shape)
+    found: list[dict[str, Any]] = []
+    code = 0
+    for place, name in enumerate(names):
+        try:
+            with reported(name, 1), TensorFiles(name, given) as files:
+                summaries = _summaries(files) if stats else []
+                digests = [file.sha256() for file in files.files] if checksum else []
+                if as_json:
+                    found.append(_as_dict(files, summaries, digests))
+                else:
+                    if place and (stats or not checksum):
+                        print()
+                    if stats or not checksum:
+                        _print(files, summaries)
+                    for file, digest in zip(files.files, digests, strict=False):
+                        _print_digest(file.path, digest)
+                if stats and files.format not in READ_FORMATS:
+                    raise Failure(f"{name}: {_without_stats(files)}")
+        except Failure as failure:
+            complain(str(failure))
+            code = failure.code
+    if as_json and found:
+        print(json_text(found if len(names) > 1 else found[0]))
+    return code
 
 
-def _summaries(contents: Contents, layout: Layout) -> list[Summary | None]:
+def _without_stats(files: TensorFiles) -> str:
+    if files.kind is not None:
+        return f"--stats does not read the format {files.kind.name}: {files.kind.remedy}"
+    return "--stats needs the type of the elements: give --dtype, and --shape if there is one"
+
+
+def _print_digest(path: str, digest: str) -> None:
+    escaped = path.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")  # as sha256sum does
+    print(("\\" if escaped != path else "") + f"{digest}  {escaped}")
+
+
+def _summaries(files: TensorFiles) -> list[Summary | None]:
     """The summary of each tensor; None if its elements are not numbers."""
-    from gpufs.cli._contents import each_block
-    from gpufs.formats.elements import is_numeric
+    from gpufs.cli._contents import map_blocks, pieces
+    from gpufs.formats.elements import is_numeric, unit_bytes
     from gpufs.formats.summary import Summary, summarize
 
-    found: list[Summary | None] = [Summary() if is_numeric(one.dtype) else None for one in layout.tensors]
-    numeric = [(index, one) for index, one in enumerate(layout.tensors) if found[index] is not None]
+    tensors = files.tensors
+    found: list[Summary | None] = [Summary() if is_numeric(place.dtype) else None for _, place in tensors]
 
-    def work(place: TensorPlace, start: int, size: int) -> Summary:
-        return summarize(place.dtype, contents.read(place.offset + start, size))
+    def work(piece: Piece) -> Summary:
+        file, place = tensors[piece.number]
+        if not piece.hole:
+            return summarize(place.dtype, file.read(place.offset + piece.start, piece.size))
+        unit = unit_bytes(place.bits)
+        return summarize(place.dtype, bytes(unit)).times(piece.size // unit)
 
-    for index, summary in each_block(numeric, work):
-        found[index] = (found[index] or Summary()) + summary
+    numeric = (
+        piece
+        for number, (file, place) in enumerate(tensors)
+        if found[number] is not None
+        for piece in pieces(number, place, file.next_data)
+    )
+    for number, summary in map_blocks(numeric, work):
+        found[number] = (found[number] or Summary()) + summary
     return found
 
 
-def _as_dict(
-    contents: Contents, layout: Layout | None, summaries: list[Summary | None], digest: str | None
-) -> dict[str, Any]:
+def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[str]) -> dict[str, Any]:
     from gpufs.cli._contents import finite
 
+    first = files.files[0]
+    several = len(files.files) > 1
     found: dict[str, Any] = {
-        "path": contents.path,
-        "format": layout.format if layout else None,
-        "size_bytes": contents.size,
-        "held_bytes": contents.held_bytes,
-        "place": contents.place,
-        "first_bytes": contents.read(0, min(_FIRST_BYTES, contents.size)).hex(),
+        "path": files.path,
+        "format": files.format,
+        "size_bytes": sum(file.size for file in files.files),
+        "held_bytes": sum(file.held_bytes for file in files.files),
+        "place": files.places(),
     }
-    if digest is not None:
-        found["sha256"] = digest
-    if layout is not None:
-        found["metadata"] = layout.metadata
+    if several:
+        found["files"] = [file.path for file in files.files]
+    else:
+        found["first_bytes"] = first.read(0, min(_FIRST_BYTES, first.size)).hex()
+    if digests:
+        found["sha256"] = digests if several else digests[0]
+    if files.format in READ_FORMATS:
+        found["metadata"] = files.metadata
+        found["registered"] = files.registered
         found["tensors"] = [
             {
                 "name": one.name,
@@ -88,8 +133,9 @@ def _as_dict(
                 "bytes": one.bytes,
                 "offset": one.offset,
                 "fortran_order": one.fortran_order,
+                **({"file": file.path} if several else {}),
             }
-            for one in layout.tensors
+            for file, one in files.tensors
         ]
         for tensor, summary in zip(found["tensors"], summaries, strict=False):
             tensor["stats"] = summary and {
@@ -102,30 +148,45 @@ def _as_dict(
     return found
 
 
-def _print(contents: Contents, layout: Layout | None, summaries: list[Summary | None]) -> None:
+def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
     from gpufs.cli._errors import printable
     from gpufs.cli._output import table
     from gpufs.units import bytes_text
 
-    held = f"{bytes_text(contents.held_bytes)} held on {contents.place}" if contents.place else "unknown place"
-    kind = "data" if layout is None else f"{layout.format}, tensors: {len(layout.tensors)}"
-    print(printable(f"{contents.path}: {kind}, {bytes_text(contents.size)}, {held}"))
-    if layout is None:
-        for offset in range(0, min(_FIRST_BYTES, contents.size), _LINE_BYTES):
-            print(_dump_line(offset, bytes(contents.read(offset, min(_LINE_BYTES, contents.size - offset)))))
+    size, used = (sum(getattr(file, name) for file in files.files) for name in ("size", "held_bytes"))
+    places = files.places()
+    held = f"{bytes_text(used)} held on {places}" if places else "unknown place"
+    print(printable(f"{files.path}: {_described(files)}, {bytes_text(size)}, {held}"))
+    if files.format not in READ_FORMATS:
+        file = files.files[0]
+        for offset in range(0, min(_FIRST_BYTES, file.size), _LINE_BYTES):
+            print(_dump_line(offset, bytes(file.read(offset, min(_LINE_BYTES, file.size - offset)))))
         return
+    several = len(files.files) > 1
     headers = ["NAME", "DTYPE", "SHAPE", "BYTES", "OFFSET"]
     if summaries:
         headers += ["MIN", "MAX", "MEAN", "NAN", "INF"]
+    right = frozenset(range(3, len(headers)))
+    if several:
+        headers.append("FILE")
     rows = []
-    for index, one in enumerate(layout.tensors):
-        shape = "x".join(map(str, one.shape)) or "scalar"
-        row = [one.name, one.dtype, shape + (" fortran" if one.fortran_order else ""), str(one.bytes), str(one.offset)]
+    for index, (file, one) in enumerate(files.tensors):
+        row = [one.name, one.dtype, shape_text(one), str(one.bytes), str(one.offset)]
         if summaries:
             summary = summaries[index]
             row += ["-"] * 5 if summary is None else _cells(summary)
-        rows.append(row)
-    table(headers, rows, right=frozenset(range(3, 10)))
+        rows.append([*row, file.path.rpartition("/")[2]] if several else row)
+    table(headers, rows, right=right)
+
+
+def _described(files: TensorFiles) -> str:
+    if files.format == "raw":
+        (one,) = files.tensors
+        return f"{'registered' if files.registered else 'raw'} {one.place.dtype} {shape_text(one.place)}"
+    if files.format not in READ_FORMATS:
+        return "data" if files.kind is None else f"{files.kind.name} ({files.kind.remedy})"
+    shards = f", files: {len(files.files)}" if len(files.files) > 1 else ""
+    return f"{files.format}{shards}, tensors: {len(files.tensors)}"
 
 
 def _cells(summary: Summary) -> list[str]:

@@ -1,13 +1,14 @@
 """What other programs import to copy into and out of a mount.
 
 :func:`copy` moves a file into or out of device memory at the engine's speed: it opens both ends itself, through the
-kernel, and passes them to the mount's daemon. :func:`copy_to_each` copies a file to several GPUs. :mod:`gpufs` has the
-functions that map the memory behind a file, and that show memory as a file: `gpufs cp` does not load them. Importing
-this starts nothing and loads no driver.
+kernel, and passes them to the mount's daemon. :func:`copy_files` copies many files, :func:`copy_to_each` one file to
+several GPUs. :mod:`gpufs` has the functions that map the memory behind a file, and that show memory as a file: `gpufs
+cp` does not load them. Importing this starts nothing and loads no driver.
 """
 
 from gpufs.client._connection import Cancellation
 from gpufs.client._copy import Copier, copy, copy_to_each
+from gpufs.client._copy_files import copy_files
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
 
-__all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy", "copy_to_each"]
+__all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy", "copy_files", "copy_to_each"]

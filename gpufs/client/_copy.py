@@ -212,7 +212,7 @@ def copy(
     source = os.fsdecode(source)
     destination = _file_in(os.fsdecode(destination), source)
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
     ) as copier:
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
 
@@ -266,7 +266,7 @@ def copy_to_each(
     if not names:
         raise ValueError("destinations: there are none")
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
     ) as copier:
         outcomes = copier.copy_to_each(
             Entry.of(source), [Entry.of(name) for name in names], progress=progress, cancel=cancel
@@ -282,7 +282,7 @@ def _file_in(destination: str, source: str) -> str:
     return os.path.join(destination, os.path.basename(source)) if os.path.isdir(destination) else destination
 
 
-def _warning_here() -> Callable[[str], None]:
+def warning_here() -> Callable[[str], None]:
     """A function that warns of the line which calls this function's caller. Copies call it from any thread."""
     frame = sys._getframe(2)
     file, line, names = frame.f_code.co_filename, frame.f_lineno, frame.f_globals

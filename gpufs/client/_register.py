@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+from contextlib import suppress
 from typing import Any, Final, Self
 
 from gpufs.client import _daemons
@@ -13,6 +14,7 @@ from gpufs.client._array_memory import ArrayMemory, memory_of
 from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import Share, share_host_memory
+from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType
 
 _STATUS: Final = ".gpufs/status"
 
@@ -88,6 +90,9 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     The file has the size of the array for good. It lives until the registration is closed or this program ends, however
     it ends; descriptors that are still open then fail with ESTALE. The array stays allocated until then.
 
+    The extended attribute ``user.tensor`` has the dtype and the shape of an array, for `gpufs inspect` and
+    `gpufs diff`. A file that its owner may not write has none, unless this program is root's.
+
     Parameters
     ----------
     array
@@ -121,6 +126,7 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     ...     subprocess.run(["sha256sum", "/mnt/gpufs/gpu0/act7"])
     """
     memory = memory_of(array, size)
+    kind = GivenType.of_array(array)
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     device = os.stat(directory).st_dev
@@ -134,7 +140,7 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
                 connection.driver = json.load(file)["driver"]
         share = _share(memory, connection.driver)
         try:
-            return _create(connection, share, name, mode, memory)
+            return _create(connection, share, name, mode, memory, kind)
         finally:
             share.close()
     except OSError as error:
@@ -153,10 +159,15 @@ def _share(memory: ArrayMemory, driver: str) -> Share:
     return share_gpu_memory(driver, memory.address, memory.size, writable=memory.writable)
 
 
-def _create(connection: Connection, share: Share, path: str, mode: int, memory: ArrayMemory) -> Registration:
+def _create(
+    connection: Connection, share: Share, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
+) -> Registration:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         try:
+            if kind is not None:
+                with suppress(OSError):  # in a file that its owner may not write, or without memory for metadata
+                    os.setxattr(file, TYPE_ATTRIBUTE, str(kind).encode("ascii", "replace"))
             number = connection.register(share, memory.size, file)
             return Registration(connection, number, path, memory)
         except BaseException:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpufs.formats import FormatError
 from gpufs.formats.safetensors import BITS
 
 Block: TypeAlias = "bytes | memoryview"
@@ -77,6 +80,17 @@ _SMALL = {
 }
 
 
+# Names of torch for types that numpy lacks.
+_ALIASES = {
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+
+
 def _type_of(dtype: str) -> np.dtype[Any]:
     return np.dtype(_NUMPY.get(dtype, dtype))
 
@@ -84,9 +98,24 @@ def _type_of(dtype: str) -> np.dtype[Any]:
 def is_numeric(dtype: str) -> bool:
     """Whether the elements are numbers. Texts, dates and records are not."""
     try:
-        return dtype in BITS or _type_of(dtype).kind in "biufc"
+        return dtype in BITS or dtype in _ALIASES or _type_of(dtype).kind in "biufc"
     except (TypeError, ValueError, SyntaxError):
         return False  # a record, which no name stands for
+
+
+def element_bits(dtype: str) -> int:
+    """The size of an element of a number's type. FormatError if there is no such type."""
+    name = _ALIASES.get(dtype, dtype)
+    if name in BITS:
+        return BITS[name]
+    if not re.fullmatch("[<>|=]?[A-Za-z][A-Za-z0-9_]{0,31}", dtype) or not is_numeric(dtype):
+        raise FormatError(f"{dtype[:40]!r} is not a type of numbers like float32, bfloat16 or uint8")
+    return 8 * _type_of(dtype).itemsize
+
+
+def unit_bytes(bits: int) -> int:
+    """The least size that contains whole elements."""
+    return bits // gcd(bits, 8) if bits < 8 else bits // 8
 
 
 def block_bytes(bits: int) -> int:
@@ -109,6 +138,7 @@ def codes(bits: int, block: Block) -> NDArray[Any]:
 
 def numbers(dtype: str, block: Block) -> NDArray[Any]:
     """The elements as numpy's integers or floats. Complex numbers become their magnitudes."""
+    dtype = _ALIASES.get(dtype, dtype)
     if dtype in _SMALL:
         small = _SMALL[dtype]
         return np.take(small.values, codes(small.bits, block))

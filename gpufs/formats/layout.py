@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpufs.formats import FormatError, safetensors
+from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
 
 # The name of the array in an npy file, which names none.
 ARRAY_NAME = "array"
 _MAGIC = b"\x93NUMPY"  # of npy files
 # Magic, version, and the largest length field.
 _NPY_PREFIX_BYTES = 12
+# What numpy reads at most, unless it may unpickle.
+_NPY_HEADER_BYTES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ def read_layout(name: str, size: int, read: Callable[[int, int], bytes]) -> Layo
         return Layout("npy", (read_npy(size, read),))
     if not name.endswith(".safetensors") and not _resembles_safetensors(prefix, size):
         return None
+    check_safetensors(read(0, min(size, PREFIX_BYTES)))
     length = safetensors.header_bytes(prefix, size)
     start = safetensors.LENGTH_BYTES + length
     header = safetensors.parse_header(read(safetensors.LENGTH_BYTES, length), size - start)
@@ -111,6 +115,8 @@ def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
     begin = len(_MAGIC) + 2
     length = int.from_bytes(prefix[begin : begin + width], "little")
     offset = begin + width + length
+    if length > _NPY_HEADER_BYTES:
+        raise FormatError(f"the header has {length} bytes; at most {_NPY_HEADER_BYTES} are read")
     if offset > size:
         raise FormatError(f"the header ends at {offset} and the file at {size}")
     try:

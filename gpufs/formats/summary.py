@@ -37,6 +37,11 @@ class Summary:
         """The mean of the finite numbers; None if there are none."""
         return self.total / self.finite if self.finite else None
 
+    def times(self, count: int) -> Summary:
+        """The summary of a tensor that repeats this one."""
+        counts = (count * number for number in (self.finite, self.nan, self.inf))
+        return Summary(self.minimum, self.maximum, count * self.total, *counts)
+
     def __add__(self, other: Summary) -> Summary:
         """The summary of both parts of a tensor."""
         low = [one for one in (self.minimum, other.minimum) if one is not None]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -12,7 +12,16 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs.formats import FormatError
-from gpufs.formats.safetensors import LENGTH_BYTES, PADDING_NAME, HeaderEntry, header_bytes, parse_header, parse_json
+from gpufs.formats.checkpoint import find_files, link_error
+from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
+from gpufs.formats.safetensors import (
+    LENGTH_BYTES,
+    PADDING_NAME,
+    HeaderEntry,
+    header_bytes,
+    parse_header,
+    without_garbage_collection,
+)
 from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
 from gpufs.torch._record import TensorRecord, parse_records, span
 
@@ -20,9 +29,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 Device: TypeAlias = "torch.device | str | int | None"
-INDEX_NAME = "model.safetensors.index.json"
-FILE_NAME = "model.safetensors"
 _NO_RECORD = TensorRecord()
+_FEW_DIMENSIONS = 8
 
 
 class TensorFile:
@@ -30,14 +38,20 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
         self.path = os.fspath(path)
-        self._bytes: torch.Tensor = from_dlpack(gpufs.attach(self.path, mode=mode))
+        try:
+            self._bytes: torch.Tensor = from_dlpack(gpufs.attach(self.path, mode=mode))
+        except OSError as error:
+            raise link_error(error, self.path) from None
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
+            check_safetensors(_read(self._bytes[:PREFIX_BYTES]))
             length = header_bytes(_read(self._bytes[:LENGTH_BYTES]), len(self._bytes))
             start = LENGTH_BYTES + length
             header = parse_header(_read(self._bytes[LENGTH_BYTES:start]), len(self._bytes) - start)
             self._entries = header.entries
+            self._start = start
             self._data = self._bytes[start:]
+            self._typed: dict[str, torch.Tensor] = {}
             self.metadata = header.metadata
             self.records = parse_records(header.metadata)
             self._check_records()
@@ -66,6 +80,8 @@ class TensorFile:
 
     def _owner(self, name: str) -> str:
         """The name in the header of the bytes that a tensor lies in."""
+        if not self.records:
+            return name
         record = self._record(name)
         if record.same_as is not None:
             name = record.same_as
@@ -105,9 +121,24 @@ class TensorFile:
         """The tensor's strides in elements; None if it is contiguous."""
         return self._record(name).strides
 
+    def _whole(self, name: str, dtype: str) -> torch.Tensor:
+        """The file as elements of one dtype: a view of it by strides is one call of torch."""
+        whole = self._typed.get(dtype)
+        if whole is None:
+            found = self._dtype(name)
+            whole = self._bytes[: len(self._bytes) // found.itemsize * found.itemsize].view(found)
+            self._typed[dtype] = whole
+        return whole
+
     def tensor(self, name: str) -> torch.Tensor:
         """Returns the tensor as a view; a copy if its address is not a multiple of its dtype's size."""
         entry = self.entry(name)
+        plain = not self.records and entry.start < entry.end and len(entry.shape) <= _FEW_DIMENSIONS
+        if plain and stored_elements(entry.dtype) == 1:
+            whole = self._whole(name, entry.dtype)
+            offset, rest = divmod(self._start + entry.start, whole.itemsize)
+            if not rest and not whole.storage_offset():
+                return whole.as_strided(entry.shape, _strides(entry.shape), offset)
         dtype = self._dtype(name)
         data = self._data[entry.start : entry.end]
         if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
@@ -119,6 +150,17 @@ class TensorFile:
         return typed.view(self.shape(name))
 
 
+@functools.lru_cache(maxsize=256)  # a model has few shapes
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor that is not empty."""
+    strides = []
+    stride = 1
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= extent
+    return tuple(reversed(strides))
+
+
 def _read(data: torch.Tensor) -> bytes:
     return data.cpu().numpy().tobytes()
 
@@ -127,26 +169,18 @@ class Checkpoint:
     """Named tensors of one file, or of the files that an index names."""
 
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
-        place = Path(path)
-        if place.is_dir():
-            index = place / INDEX_NAME
-            place = index if index.exists() else place / FILE_NAME
-        if place.suffix == ".json":
-            self._open_index(place, mode)
-        else:
-            file = TensorFile(place, mode)
-            self.files = [file]
-            self.places = dict.fromkeys(file.names(), file)
-
-    def _open_index(self, path: Path, mode: str) -> None:
-        places = _read_index(path)
-        files = {name: TensorFile(path.parent / name, mode) for name in dict.fromkeys(places.values())}
-        held = {name: set(file.names()) for name, file in files.items()}
-        for tensor, name in places.items():
-            if tensor not in held[name]:
-                raise FormatError(f"{path} says that tensor {tensor!r} is in {name}, and it is not")
+        self.path = os.fspath(path)
+        found = find_files(path)
+        files = {name: TensorFile(name, mode) for name in found.files}
         self.files = list(files.values())
-        self.places = {tensor: files[name] for tensor, name in places.items()}
+        if found.places is None:
+            self.places = {name: file for file in self.files for name in file.names()}
+            return
+        held = {name: set(file.names()) for name, file in files.items()}
+        for tensor, name in found.places.items():
+            if tensor not in held[name]:
+                raise FormatError(f"{self.path}: the index says that tensor {tensor!r} is in {name}, and it is not")
+        self.places = {tensor: files[name] for tensor, name in found.places.items()}
 
     def tensor(self, name: str, device: Device = None) -> torch.Tensor:
         """Returns the tensor in place; a copy if it is on another device than the one asked for."""
@@ -165,19 +199,6 @@ class Checkpoint:
     def tensors(self, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:
         """All names and tensors, in the order of the files."""
         return ((name, self.tensor(name, device)) for name in self.places)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Returns the file of each tensor, in the order of the file names."""
-    try:
-        places = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
-        for name in places.values():
-            parts = PurePosixPath(name).parts
-            if not parts or parts[0] == "/" or ".." in parts:
-                raise ValueError(f"{name!r} is not a file below the index")
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise FormatError(f"{path} is not an index of safetensors files: {error}") from None
-    return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
 def load_file(
@@ -217,7 +238,8 @@ def load_file(
     >>> weights = gpufs.torch.load_file("/mnt/gpufs/gpu0/model.safetensors")
     >>> model.load_state_dict(weights, assign=True)
     """
-    return dict(Checkpoint(filename, mode).tensors(device))
+    with without_garbage_collection():
+        return dict(Checkpoint(filename, mode).tensors(device))
 
 
 class TensorSlice:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
 from gpufs.torch._file import Checkpoint, Device
 
+_SHOWN_LINES: Final = 5
+_BUFFERS_MISSING: Final = (
+    "buffers that are not persistent are missing in most files: build the module with them, or load it once as usual "
+    "and write it with gpufs.torch.publish(), which writes all buffers"
+)
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -22,7 +27,12 @@ class _Slot:
     owner: torch.nn.Module
     attribute: str
     value: torch.Tensor
-    needed: bool
+    persistent: bool
+
+    @property
+    def needed(self) -> bool:
+        """Whether the file must have it. A buffer that is not persistent may be missing if the module has a value."""
+        return self.persistent or self.value.is_meta
 
     def put(self, value: torch.Tensor) -> None:
         setattr(self.owner, self.attribute, value)
@@ -124,9 +134,12 @@ def _slots(module: torch.nn.Module) -> Iterator[_Slot]:
     for named in (module.named_parameters, module.named_buffers):
         for name, value in named(remove_duplicate=False):
             owner, _, attribute = name.rpartition(".")
-            # A buffer that is not persistent may be missing, unless the module has no value for it.
-            needed = name in persistent or value.is_meta
-            yield _Slot(name, module.get_submodule(owner), attribute, value, needed)
+            yield _Slot(name, module.get_submodule(owner), attribute, value, name in persistent)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - _SHOWN_LINES
+    return lines if more <= 1 else [*lines[:_SHOWN_LINES], f"and {more} more"]
 
 
 def _fill(
@@ -153,9 +166,12 @@ def _fill(
         if (found := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
     ]
     if wrong or (strict and (missing or unexpected)):
-        lines = [f"{type(module).__name__} does not fit {checkpoint.files[0].path}:", *wrong]
-        lines += [f"not in the file: {', '.join(sorted(missing))}"] if strict and missing else []
-        lines += [f"not in the module: {', '.join(unexpected)}"] if strict and unexpected else []
+        lines = [f"{type(module).__name__} does not fit {checkpoint.path}:", *_shortened(wrong)]
+        if strict:
+            lines += _shortened([f"not in the file: {name}" for name in sorted(missing)])
+            lines += _shortened([f"not in the module: {name}" for name in unexpected])
+            if any(slot.name in missing and not slot.persistent for slot in slots):
+                lines.append(_BUFFERS_MISSING)
         raise RuntimeError("\n    ".join(lines))
     shared: dict[tuple[object, ...], torch.Tensor] = {}
     with torch.no_grad():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from errno import EIO, EOPNOTSUPP
+from errno import EIO, EOPNOTSUPP, EPERM, EXDEV
 from pathlib import Path
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 import gpufs
+from gpufs import mounting
 
 _PREFIX = ".publish-"
+_ROOT_INODE = 1  # FUSE_ROOT_ID
 
 
 class NewFile:
@@ -29,6 +31,7 @@ class NewFile:
         self._named = False
         self._directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
+            self._check_place()
             self._remove_leftovers()
             self._file = self._open()
         except BaseException:
@@ -48,6 +51,16 @@ class NewFile:
             self._named = True
         fcntl.flock(file, fcntl.LOCK_EX)
         return file
+
+    def _check_place(self) -> None:
+        """OSError if the directory takes no files of a mount."""
+        here = os.fstat(self._directory)
+        entry = next((one for one in mounting.mounts() if one.st_dev == here.st_dev), None)
+        if entry is None:
+            raise OSError(EXDEV, "is not on a gpufs mount: only files there can be published", str(self._path))
+        if here.st_ino == _ROOT_INODE:
+            text = f"the root of a mount takes no files: publish below {entry.mountpoint}/gpu0"
+            raise OSError(EPERM, text, str(self._path))
 
     def _remove_leftovers(self) -> None:
         for name in os.listdir(self._directory):

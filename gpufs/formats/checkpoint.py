@@ -1,0 +1,112 @@
+"""The files of a checkpoint: one file, or those that an index names."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+
+from gpufs.formats import FormatError
+from gpufs.formats.safetensors import MAX_HEADER_BYTES, parse_json
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+FILE_NAME: Final = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """What the path of a checkpoint stands for.
+
+    Attributes
+    ----------
+    files
+        The paths of the files, in the order of their names.
+    places
+        The path of the file of each tensor, in the order of the files; None without an index.
+    """
+
+    files: tuple[str, ...]
+    places: dict[str, str] | None = None
+
+
+def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
+    """Find the files of a checkpoint.
+
+    Parameters
+    ----------
+    path
+        A file of tensors, an index (its name ends with .json), or a directory with one of them under its usual name.
+
+    Returns
+    -------
+    CheckpointFiles
+        The files. Whether they exist has not been checked.
+
+    Raises
+    ------
+    FormatError
+        The index is damaged.
+    OSError
+        The directory has neither file, or the index cannot be read.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        index, name = os.path.join(name, INDEX_NAME), os.path.join(name, FILE_NAME)
+        if os.path.lexists(index):
+            name = index
+        elif not os.path.lexists(name):
+            raise FileNotFoundError(errno.ENOENT, _without_checkpoint(os.path.dirname(name)), os.fspath(path))
+    if not name.endswith(".json"):
+        return CheckpointFiles((name,))
+    folder = os.path.dirname(name)
+    places = {tensor: os.path.join(folder, file) for tensor, file in _read_index(name).items()}
+    return CheckpointFiles(tuple(dict.fromkeys(places.values())), places)
+
+
+def _without_checkpoint(folder: str) -> str:
+    text = f"the directory has neither {INDEX_NAME} nor {FILE_NAME}"
+    found = sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".safetensors.index.json")))
+    if not found:
+        return text
+    return f"{text}, but {', '.join(found[:3])}{' and others' if len(found) > 3 else ''}: give the name of one"
+
+
+def link_error(error: OSError, path: str) -> OSError:
+    """The error of opening a file, which names the target if the path is a link to nowhere or to another place."""
+    if error.errno in (errno.ENOENT, errno.EXDEV) and os.path.islink(path):
+        target = os.readlink(path)
+        place = "does not exist" if error.errno == errno.ENOENT else "is not on a gpufs mount"
+        text = f"is a symbolic link to {target}, which {place}: `gpufs cp -rL` copies files instead of links"
+        return OSError(error.errno, text, path)
+    return error
+
+
+def _read_index(path: str) -> dict[str, str]:
+    """The file of each tensor, in the order of the file names."""
+    try:
+        places = parse_json(_read_text(path))["weight_map"]
+        for name in places.values():
+            parts = PurePosixPath(name).parts
+            if not parts or parts[0] == "/" or ".." in parts:
+                raise ValueError(f"{name!r} is not a file below the index")
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise FormatError(f"{path} is not an index of safetensors files: {error}") from None
+    return dict(sorted(places.items(), key=lambda item: item[1]))
+
+
+def _read_text(path: str) -> str:
+    """A small regular file: others may have put anything there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise link_error(error, path) from None
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", path)
+        data = file.read(MAX_HEADER_BYTES + 1)
+    if len(data) > MAX_HEADER_BYTES:
+        raise ValueError(f"it has more than {MAX_HEADER_BYTES} bytes")
+    return data.decode("utf-8")

@@ -1,0 +1,80 @@
+"""Types of files that are elements and nothing else: as a user gives them, or a program that registers its memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, Self
+
+from gpufs.formats import FormatError
+from gpufs.formats.layout import ARRAY_NAME, Layout, TensorPlace
+
+# The extended attribute that register() sets.
+TYPE_ATTRIBUTE: Final = "user.tensor"
+_MAX_DIMENSIONS: Final = 64
+_MAX_TEXT: Final = 1024
+_SCALAR: Final = "scalar"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenType:
+    """The type of a file without a header.
+
+    Attributes
+    ----------
+    dtype
+        A name of numpy or torch, for example "float32" or "bfloat16", or one of safetensors.
+    shape
+        None: one dimension of as many elements as the file has.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_array(cls, array: Any) -> Self | None:
+        """The type of an array; None if it has none, as an address."""
+        dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
+        if dtype is None or shape is None:
+            return None
+        return cls(str(dtype).removeprefix("torch."), tuple(int(extent) for extent in shape))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text that str() gives. FormatError if it is not one."""
+        dtype, _, shape = text.partition(" ")
+        return cls(dtype, parse_shape(shape))
+
+    def __str__(self) -> str:
+        return self.dtype if self.shape is None else f"{self.dtype} {'x'.join(map(str, self.shape)) or _SCALAR}"
+
+    def layout(self, size: int) -> Layout:
+        """The one tensor of a file of ``size`` bytes. FormatError if they do not fit."""
+        from gpufs.formats.elements import element_bits
+
+        bits = element_bits(self.dtype)
+        if self.shape is None:
+            if 8 * size % bits:
+                raise FormatError(f"the file has {size} bytes, which are not whole elements of {self.dtype}")
+            shape: tuple[int, ...] = (8 * size // bits,)
+        else:
+            shape = self.shape
+        needed = -(-prod(shape) * bits // 8)
+        if needed != size:
+            raise FormatError(f"the file has {size} bytes, and {self} needs {needed}")
+        return Layout("raw", (TensorPlace(ARRAY_NAME, self.dtype, bits, shape, 0, size),))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Reads a shape as `gpufs inspect` prints it: "256x128" or "scalar". FormatError if it is not one."""
+    if text == _SCALAR:
+        return ()
+    extents = text.split("x")
+    if (
+        len(text) > _MAX_TEXT
+        or len(extents) > _MAX_DIMENSIONS
+        or not all(re.fullmatch("[0-9]{1,19}", one) for one in extents)
+    ):
+        raise FormatError(f"{text[:40]!r} is not a shape like 256x128")
+    return tuple(map(int, extents))

@@ -1,0 +1,152 @@
+"""What the mounts of this machine report, for programs: gpufs.mounts() and gpufs.status()."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from errno import EINVAL, EIO
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """A device of a mount.
+
+    Attributes
+    ----------
+    path
+        Its directory: a file there is memory of the device.
+    description
+        What it is, for example "NVIDIA H200" or "host memory".
+    uuid
+        "GPU-..." as the vendor's tools print it; None if it has none.
+    total_bytes, used_bytes, free_bytes
+        Memory that the mount may use, that files hold, and that is free. Other programs may take memory, too.
+    files
+        The number of files.
+    health
+        "good", or why the device is out of service.
+    """
+
+    path: Path
+    description: str | None
+    uuid: str | None
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    files: int | None
+    health: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MountStatus:
+    """A mount, as `gpufs status` shows it.
+
+    Attributes
+    ----------
+    path
+        The mountpoint.
+    state
+        "ok", "dead", "no permission", "no answer" or "error". Other attributes may be unknown unless it is "ok".
+    error
+        Why the state is not "ok"; None if it is.
+    pid
+        The process of the daemon; None if it is not known.
+    driver
+        "cuda", "hip" or "host"; None if it is not known.
+    devices
+        The devices, in order: gpu0, gpu1, ...
+    details
+        All that the mount reports, as `gpufs status --json` prints it.
+    """
+
+    path: Path
+    state: str
+    error: str | None
+    pid: int | None
+    driver: str | None
+    devices: tuple[DeviceStatus, ...]
+    details: dict[str, Any]
+
+
+def mounts(*, timeout: float | None = None) -> list[MountStatus]:
+    """Return the status of all mounts of this machine that this program can see.
+
+    Parameters
+    ----------
+    timeout
+        Seconds to wait for mounts that do not answer; 2 by default. They are returned with the state "no answer".
+
+    Returns
+    -------
+    list of MountStatus
+        Those of root and of this program's user come first.
+
+    Examples
+    --------
+    >>> for mount in gpufs.mounts():  # doctest: +SKIP
+    ...     print(mount.path, mount.state, sum(device.free_bytes for device in mount.devices))
+    """
+    return [_mount(one) for one in _ask([], timeout)]
+
+
+def status(mountpoint: str | os.PathLike[str], *, timeout: float | None = None) -> MountStatus:
+    """Return the status of a mount.
+
+    Parameters
+    ----------
+    mountpoint
+        Where it is mounted.
+    timeout
+        Seconds to wait for an answer; 2 by default.
+
+    Returns
+    -------
+    MountStatus
+        Of a mount that is dead or does not answer, too: see its ``state``.
+
+    Raises
+    ------
+    OSError
+        EINVAL: no gpufs is mounted there.
+
+    Examples
+    --------
+    >>> gpufs.status("/mnt/gpufs").devices[0].free_bytes  # doctest: +SKIP
+    """
+    found: MountStatus = _mount(_ask([os.fspath(mountpoint)], timeout))
+    return found
+
+
+def _ask(mountpoints: list[str], timeout: float | None) -> Any:
+    """The JSON that `gpufs status` prints: a process of its own can ask mounts that never answer."""
+    limit = [] if timeout is None else ["--timeout", f"{timeout:g}"]
+    command = [sys.executable, "-m", "gpufs", "status", "--json", *limit, "--", *mountpoints]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.stdout:
+        return json.loads(done.stdout)
+    text = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].removeprefix("gpufs: ")
+    raise OSError(EINVAL if mountpoints else EIO, text or f"`gpufs status` ended with {done.returncode}")
+
+
+def _mount(found: dict[str, Any]) -> MountStatus:
+    path = Path(found["mountpoint"])
+    devices = tuple(_device(path, one) for one in found["devices"])
+    return MountStatus(path, found["state"], found["error"], found["pid"], found["driver"], devices, found)
+
+
+def _device(mountpoint: Path, found: dict[str, Any]) -> DeviceStatus:
+    return DeviceStatus(
+        mountpoint / found["name"],
+        found.get("description"),
+        found.get("uuid"),
+        found["total_bytes"],
+        found["held_bytes"],
+        found["free_bytes"],
+        found.get("files"),
+        found.get("health"),
+    )
