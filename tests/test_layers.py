@@ -31,7 +31,7 @@ PYTHON_MAY_USE = {
     "gpufs.client": {"engine", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
     "gpufs.formats": set(),
     "gpufs.torch": {"gpufs", "config.kinds", "engine", "formats", "units"},  # gpufs: attach; engine: pools of addresses
-    "gpufs.integrations": {"torch"},
+    "gpufs.integrations": {"torch", "formats", "mounting", "units"},
     "gpufs.threads": set(),
     "gpufs.fs": {"threads", "engine", "statistics", "_version"},
     "gpufs.service": {"threads", "engine", "fs", "protocol", "mounting", "units", "_version"},

@@ -30,7 +30,9 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
         self.path = os.fspath(path)
-        self._bytes: torch.Tensor = from_dlpack(gpufs.attach(self.path, mode=mode))
+        attached = gpufs.attach(self.path, mode=mode)
+        self.private = attached.private
+        self._bytes: torch.Tensor = from_dlpack(attached)
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
             length = header_bytes(_read(self._bytes[:LENGTH_BYTES]), len(self._bytes))
