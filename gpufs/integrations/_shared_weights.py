@@ -105,7 +105,7 @@ class SharedWeights:
             # The file whose owner was checked, whatever has the name by now.
             checkpoint = Checkpoint(f"/proc/self/fd/{file}", "r")
         except FormatError as error:
-            raise FormatError(f"{self.path}: {error}") from None
+            raise FormatError(str(error).replace(f"/proc/self/fd/{file}", str(self.path))) from None
         finally:
             os.close(file)
         note = self._note(checkpoint)

@@ -34,7 +34,8 @@ _FOLDER = "vllm"
 _CLAIM_SECONDS = 600.0
 _SLEEP_REFUSED = (
     "Sleep mode frees the weights of one engine, and with --load-format gpufs they belong to all engines. Start "
-    "without --enable-sleep-mode, or give this engine weights of its own: --model-loader-extra-config '{\"share\": false}'"
+    "without --enable-sleep-mode, or with --model-loader-extra-config '{\"share\": false}', which gives this engine "
+    "weights of its own"
 )
 _RELOAD_REFUSED = (
     "The weights of this engine are a file on the mount that other engines use too, and cannot be changed. Start the "
@@ -71,7 +72,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         weights = _open(shared)
         if weights is None:
             with _claim(shared) as mine:
-                weights = _open(shared, discard=mine)
+                weights = _open(shared, claimed=mine)
                 if weights is None:
                     model = self._load(vllm_config, model_config, prefix)
                     if mine:
@@ -170,16 +171,21 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return ((source.prefix + name, tensor) for file in files for name, tensor in load_file(file).items())
 
 
-def _open(shared: SharedWeights, *, verify: bool = True, discard: bool = False) -> OpenWeights | None:
-    """Attaches shared weights. None if there are none that can be used. discard: removes them if they are damaged."""
+def _open(shared: SharedWeights, *, verify: bool = True, claimed: bool | None = None) -> OpenWeights | None:
+    """Attaches shared weights. None if there are none that can be used.
+
+    claimed: whether the name is claimed, so that damaged ones can be removed. None: before that, nothing is logged.
+    """
     try:
         return shared.open(verify=verify)
-    except FormatError as error:
-        logger.warning("Damaged: %s. %s", error, "It is replaced" if discard else "It is not used")
-        if discard:
+    except (FormatError, OSError) as error:
+        if claimed is None:
+            return None
+        if claimed and isinstance(error, FormatError):
+            logger.warning("Damaged shared weights are replaced: %s", error)
             shared.discard()
-    except OSError as error:
-        logger.warning("Shared weights cannot be used: %s", error)
+        else:
+            logger.warning("Shared weights cannot be used: %s", error)
     return None
 
 

@@ -5,6 +5,7 @@ Importing this module fails with a vLLM that does not have them.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -62,10 +63,12 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> di
     """All that decides about processed weights.
 
     vLLM's own key knows only the headers of the files, which two fine-tuned models have in common, and not the settings
-    that select kernels, whose weights have different layouts.
+    that select kernels, whose weights have different layouts. Here the identities of the files stand for their headers.
     """
+    without_files = copy.copy(model_config)
+    without_files.model = ""
     key = WeightCacheKey.from_model_config(
-        model_config,
+        without_files,
         tp_size=get_tensor_model_parallel_world_size(),
         tp_rank=get_tensor_model_parallel_rank(),
         pp_size=get_pp_group().world_size,
