@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ def _directories(mountpoint: str, device: torch.device) -> list[Path]:
 
 
 def _pci_of(device: torch.device) -> tuple[int, int, int]:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave these out
     return properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
 
 

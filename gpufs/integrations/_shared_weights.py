@@ -268,7 +268,7 @@ def fill(module: torch.nn.Module, weights: OpenWeights) -> None:
             _put_buffer(owner, attribute, made[identity], weights.path)
         else:
             owner._buffers.pop(attribute, None)
-            owner.register_parameter(attribute, made[identity])  # type: ignore[arg-type]
+            owner.register_parameter(attribute, made[identity])
 
 
 def _put_buffer(owner: torch.nn.Module, attribute: str, value: torch.Tensor, path: Path) -> None:

@@ -166,8 +166,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         )
         if not all(is_on_mount(file) for file in files):
             return super()._get_weights_iterator(source)  # type: ignore[no-any-return]
-        if self.counter_before_loading_weights == 0.0:
-            self.counter_before_loading_weights = time.perf_counter()
+        if not self.counter_before_loading_weights:  # of the first source
+            self.counter_before_loading_weights: float = time.perf_counter()
         return ((source.prefix + name, tensor) for file in files for name, tensor in load_file(file).items())
 
 
