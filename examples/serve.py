@@ -25,7 +25,7 @@ def main(path: Path) -> None:
     model = an_empty_model()
     begin = time.perf_counter()
     gpufs.torch.attach_module(model, path)
-    print(f"attached in {1000 * (time.perf_counter() - begin):.1f} ms", flush=True)
+    print(f"ready: the weights were attached in {1000 * (time.perf_counter() - begin):.1f} ms", flush=True)
     for line in sys.stdin.buffer:
         print(model.continue_text(line.rstrip(b"\n"), 8), flush=True)
 

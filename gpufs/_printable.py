@@ -1,10 +1,24 @@
 """Texts for terminals and logs, where control characters would do harm."""
 
-# Characters that break a line or control a terminal, and how they are shown.
-_CONTROL = {number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 0xA0))}
-_CONTROL |= {9: "\\t", 10: "\\n", 13: "\\r", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_NAMED = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
+# Categories of Unicode: characters that break a line, control a terminal, or change how their neighbours are shown, as
+# U+202E does, after which text runs from right to left.
+_CONTROL = ("Cc", "Cf", "Zl", "Zp")
 
 
 def printable(text: str) -> str:
     """The text without control characters: file names may contain newlines and escape sequences."""
-    return text if text.isprintable() else text.translate(_CONTROL)
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    import unicodedata  # most texts never need it
+
+    number = ord(character)
+    # Half of a surrogate pair cannot be written; those from U+DC80 to U+DCFF stand for bytes of a file name.
+    unpaired = 0xD800 <= number <= 0xDFFF and not 0xDC80 <= number <= 0xDCFF
+    if not unpaired and unicodedata.category(character) not in _CONTROL:
+        return character
+    if number < 0x100:
+        return _NAMED.get(character, f"\\x{number:02x}")
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

@@ -34,8 +34,11 @@ _KERNELS: Final = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "de
 DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
 
 
-def check_mountpoint(path: str, mountpoint: str) -> None:
-    """OSError, with one line, if nothing may be mounted there. ``path``: as the user wrote it, for the message."""
+def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
+    """OSError, with one line, if nothing may be mounted there. ``path``: as the user wrote it, for the message.
+
+    ``non_empty``: whether the directory may have files, which the mount hides.
+    """
 
     def fail(code: int, text: str) -> NoReturn:
         raise OSError(code, f"{path}: {text}")
@@ -58,6 +61,17 @@ def check_mountpoint(path: str, mountpoint: str) -> None:
     if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
         text = f"{os.strerror(errno.EACCES)} (plain users mount only on directories that they may write to)"
         fail(errno.EACCES, text)
+    if not non_empty and _has_files(mountpoint):
+        text = "the directory is not empty: --allow-non-empty mounts all the same, and hides its files so long"
+        fail(errno.ENOTEMPTY, text)
+
+
+def _has_files(directory: str) -> bool:
+    try:
+        with os.scandir(directory) as entries:
+            return next(entries, None) is not None
+    except OSError:  # it cannot be read
+        return False
 
 
 def _hidden(mountpoint: str) -> str | None:

@@ -40,6 +40,7 @@ _MNT_DETACH: Final = 2
 _UMOUNT_NOFOLLOW: Final = 8
 # The errors of a mount whose daemon is dead.
 _DEAD: Final = (errno.ENOTCONN, errno.ECONNABORTED)
+_REMEDY: Final = "; gpufs doctor says what to do"
 _CONNECTIONS: Final = "/sys/fs/fuse/connections"
 _FUSERMOUNT_TIMEOUT: Final = 30.0
 _DESCRIPTOR_BYTES: Final = 4
@@ -154,7 +155,7 @@ def _open_device() -> int:
         if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENXIO):
             text = f"{FUSE_DEVICE} is missing: load the module with modprobe fuse, or give the container the device"
             raise OSError(errno.ENODEV, text) from None
-        raise OSError(error.errno, f"{FUSE_DEVICE}: {error.strerror}") from None
+        raise OSError(error.errno, f"{FUSE_DEVICE}: {error.strerror}{_REMEDY}") from None
 
 
 def _mount_on(directory: int, source: str, flags: int, names: Collection[str], options: str = "") -> None:
@@ -274,7 +275,9 @@ def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Colle
     if descriptors:
         os.set_inheritable(descriptors[0], False)
         return descriptors[0]
-    raise OSError(errno.EPERM, f"{mountpoint}: {_last_line(output, 'fusermount3 gave no descriptor')}")
+    reason = _last_line(output, "fusermount3 gave no descriptor")
+    remedy = _REMEDY if FUSE_DEVICE in reason else ""
+    raise OSError(errno.EPERM, f"{mountpoint}: {reason}{remedy}")
 
 
 def mount(

@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import EBUSY, ETIMEDOUT
 from pathlib import Path
@@ -60,6 +62,7 @@ class OwnedMount:
         self._process = process
         self._timeout = timeout
         self._owner = os.getpid()
+        self._reaper: threading.Thread | None = None
 
     def unmount(self, *, detach: bool = False) -> None:
         """Unmount, and wait for the daemon's end. The files are gone then. Without effect if it is unmounted already.
@@ -94,7 +97,14 @@ class OwnedMount:
             if not detached:
                 text = f"{self.path}: unmounted, but the daemon ({self._process.pid}) has not ended"
                 raise OSError(ETIMEDOUT, text) from None
-            self._process.returncode = 0  # it ends with the last open file: Popen must not expect us to wait for it
+            self._reap()
+
+    def _reap(self) -> None:
+        """Wait on a thread for the daemon, which ends with the last open file: it must not stay a zombie."""
+        if self._reaper is None:
+            self._reaper = threading.Thread(target=self._process.wait, name="gpufs-reaper", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started: subprocess reaps it when it starts the next one
+                self._reaper.start()
 
     def _is_mounted(self) -> bool:
         """Whether this mount is at its place. Once the daemon has ended, other mounts may have its numbers."""
@@ -187,7 +197,7 @@ def mount(
     chosen = config.load(arguments, config_file=file, said_by=lambda knob: f"{knob.name}=")
     config.check_host(chosen.values)
     mountpoint = mounting.absolute(os.fspath(path))
-    launching.check_mountpoint(os.fspath(path), mountpoint)
+    launching.check_mountpoint(os.fspath(path), mountpoint, non_empty=chosen["allow_non_empty"])
     values = {**chosen.values, "foreground": False}
     request = MountRequest(mountpoint, "gpufs", values, owner=os.getpid())
     process, answer = launching.launch(request, chosen["mount_timeout"])

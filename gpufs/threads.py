@@ -1,10 +1,13 @@
 """Threads of trio's loop for calls that may block, also when the system has no thread left to start."""
 
+import logging
 from collections.abc import Callable
 from errno import ENOMEM
 from typing import Final, TypeVar
 
 import trio
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _RETRY_SECONDS: Final = 0.5
@@ -24,11 +27,18 @@ async def run(
 
 
 def in_background(work: Callable[[], None], limiter: trio.CapacityLimiter | None = None) -> None:
-    """Runs work that may block forever and raises nothing. Nobody waits for it; the daemon's end abandons it.
+    """Runs work that may block forever. Nobody waits for it; the daemon's end abandons it. Its failure is logged.
 
     Without a ``limiter`` it gets a thread of its own.
     """
-    trio.lowlevel.spawn_system_task(_run_until_started, work, limiter or trio.CapacityLimiter(1))
+
+    def run_logged() -> None:
+        try:
+            work()
+        except Exception:
+            log.exception("work in the background has failed")
+
+    trio.lowlevel.spawn_system_task(_run_until_started, run_logged, limiter or trio.CapacityLimiter(1))
 
 
 async def _run_until_started(work: Callable[[], None], limiter: trio.CapacityLimiter) -> None:

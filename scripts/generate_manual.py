@@ -13,6 +13,8 @@ from gpufs import __version__, config
 from gpufs.cli._main import COMMANDS, program
 from gpufs.config import kinds
 
+# click's mark of a paragraph whose lines stay.
+_VERBATIM: Final = "\b"
 _FSTAB: Final = "gpufs  /mnt/gpufs  gpufs  driver=cuda,memory=4G,allow_other,nofail  0  0"
 
 _EXAMPLES: Final = (
@@ -84,7 +86,19 @@ def _paragraphs(texts: Iterable[str]) -> Iterator[str]:
     for index, paragraph in enumerate(texts):
         if index:
             yield ".PP"
-        yield _escape(paragraph)
+        first, *lines = paragraph.splitlines()
+        if first.strip() == _VERBATIM:
+            yield from _lines(lines)
+        else:
+            yield _escape(paragraph)
+
+
+def _lines(lines: Iterable[str]) -> Iterator[str]:
+    """Lines that stay as they are, with their blanks: commands, columns of fstab."""
+    yield ".nf"
+    for line in lines:
+        yield "    " + line.strip().replace("\\", "\\e").replace("-", "\\-")
+    yield ".fi"
 
 
 def _list(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -100,11 +114,7 @@ def _examples(entries: Iterable[tuple[str, ...]]) -> Iterator[str]:
         yield ".PP"
         yield _escape(text)
         yield ".PP"
-        yield ".nf"
-        for command in commands:
-            # Several spaces stay: columns of fstab.
-            yield "    " + command.replace("\\", "\\e").replace("-", "\\-")
-        yield ".fi"
+        yield from _lines(commands)
 
 
 def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:

@@ -531,6 +531,48 @@ def test_gpufs_leases(file: Path, shared_mount: GpufsMount) -> None:
         assert str(file) in text
 
 
+def test_gpufs_leases_follows_names(file: Path, shared_mount: GpufsMount) -> None:
+    def shown() -> tuple[str, str]:
+        (lease,) = json.loads(command("leases", "--json", shared_mount.path).stdout)
+        text = command("leases", shared_mount.path).stdout
+        assert lease["path"] in text
+        assert (f"({lease['state']})" in text) == (lease["state"] != "present")
+        return lease["path"], lease["state"]
+
+    other = file.with_name("other")
+    with program(HOLD, file, "r"):
+        assert shown() == (str(file), "present")
+        file.rename(other)
+        file.write_bytes(b"another file")
+        assert shown() == (str(other), "present")
+        file.rename(other)
+        assert shown()[1] == "removed"
+        (other.with_name("third")).write_bytes(b"a third file")
+        (other.with_name("third")).rename(file)
+        assert shown() == (str(file), "replaced")
+        file.unlink()
+        assert shown() == (str(file), "removed")
+        file.write_bytes(b"")
+        other.unlink()
+
+
+def test_umount_sums_up_the_files_of_a_program(mount: Mounter) -> None:
+    mounted = mount()
+    for number in range(12):
+        (mounted.device / str(number)).write_bytes(bytes(MIB))
+    script = """
+import gpufs, sys
+arrays = [gpufs.attach(f"{sys.argv[1]}/{number}", "r") for number in range(12)]
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    with program(script, mounted.device) as holder:
+        done = command("umount", mounted.path)
+        (line,) = done.stderr.splitlines()
+        assert f"({holder.pid}), 12.0 MiB of 12 files" in line
+        mounted.wait_ended()
+
+
 def test_umount_names_the_programs_and_goes_on(mount: Mounter) -> None:
     mounted = mount()
     path = mounted.device / "file"

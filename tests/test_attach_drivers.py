@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from errno import EBUSY
 from pathlib import Path
@@ -64,3 +65,21 @@ def test_readers_get_a_private_copy_on_gpus(mount: Mounter, driver: str, trustin
     path.chmod(0o644)
     private = driver != "host" and not trusting
     assert run_as_nobody(READ, path) == f"{private}\n"
+
+
+@pytest.mark.parametrize("trusting", [False, True])
+def test_copy_on_write_stays_private(mount: Mounter, driver: str, trusting: bool) -> None:
+    """What a program writes with mode "c" is seen by itself alone; only the memory of GPUs is copied at once."""
+    if driver != "host" and "FAKE_KERNEL_ROOT" not in os.environ:
+        pytest.skip("only a fake GPU's memory is written to here; tests/gpu has the test for real ones")
+    options = ["--trust-readers"] if trusting else []
+    mounted = mount(*OPTIONS.get(driver, []), *options, memory=256 * MIB)
+    path = mounted.device / "file"
+    path.write_bytes(noise(5 * MIB))
+    with gpufs.attach(path, "c") as array, gpufs.attach(path, "c") as other:
+        assert (array.private, array.mode) == (driver != "host", "c")
+        ctypes.memset(array.address, 7, 3 * MIB)
+        assert ctypes.string_at(array.address, 5 * MIB) == b"\7" * 3 * MIB + noise(5 * MIB)[3 * MIB :]
+        assert ctypes.string_at(other.address, 5 * MIB) == noise(5 * MIB)
+        assert path.read_bytes() == noise(5 * MIB)
+        assert errno_of(os.truncate, path, 0) == EBUSY or driver != "host"

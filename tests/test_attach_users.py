@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import random
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EACCES, EBADF, EBUSY, EINVAL, EISDIR, EXDEV
+from errno import EACCES, EBADF, EBUSY, EINVAL, EISDIR, ESTALE, EXDEV
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from support.attaching import (
     run_as_nobody,
     wait_for_leases,
 )
+from support.cli import user_gpufs
 from support.copying import socket_path
 from support.data import MIB, noise
 from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
 from support.mounting import GpufsMount, Mounter
-from support.processes import as_nobody, errno_of
+from support.processes import NOBODY, OTHER, as_nobody, errno_of
 
 import gpufs
 from gpufs.protocol import Attach, Detach, Refresh
@@ -310,3 +313,35 @@ def test_no_message_gives_memory_that_the_user_may_not_have(mount: Mounter) -> N
     assert not [line for line in mounted.complaints() if "Traceback" in line or "ERROR" in line]
     with gpufs.attach(mounted.device / "attacked/secret") as array:
         assert array.nbytes == 4 * MIB
+
+
+@pytest.mark.complains
+def test_the_owner_of_a_file_ends_its_leases(folder: Path) -> None:
+    path = file_of(folder, 0o644)
+    os.chown(path, OTHER, OTHER)
+    before = path.read_bytes()
+    command, environment = user_gpufs({"PATH": os.environ["PATH"]})
+
+    def revoke(uid: int) -> str:
+        words = [*command, "leases", "--revoke", str(path)]
+        identity: dict[str, Any] = {"user": uid, "group": uid, "extra_groups": [], "env": environment, "cwd": "/"}
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60, **identity)
+        return str(done.stderr)
+
+    with Attacker(socket_path(folder.parent.parent)) as reader, open(path, "rb") as file:
+        assert reader.greet()
+        answer, (memory,) = reader.ask(Attach(1, "r"), [file.fileno()])
+        assert not answer["private"]
+        with mmap.mmap(memory, SIZE, prot=mmap.PROT_READ) as mapping:
+            os.close(memory)
+            assert errno_of(path.write_bytes, b"new") == EBUSY
+            assert "owner" in revoke(NOBODY)
+            assert errno_of(path.write_bytes, b"new") == EBUSY
+            assert revoke(OTHER) == ""
+            path.write_bytes(bytes(SIZE))
+            assert mapping[:] == before  # the reader keeps the memory that the file had
+            assert reader.ask(Refresh(1, 0))[0]["error"] == ESTALE
+            assert reader.ask(Detach(1))[0]["error"] == 0
+        answer, received = reader.ask(Attach(1, "r"), [file.fileno()])
+        assert answer["error"] == 0
+        os.close(*received)

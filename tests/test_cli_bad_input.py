@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.cli import fails, user_gpufs
+from support.cli import fails, gpufs, user_gpufs
 from support.mounting import Mounter
 from support.processes import NOBODY, plain_user, run
 
@@ -25,6 +25,8 @@ from support.processes import NOBODY, plain_user, run
         (2, "top --interval nan"),
         (1, "ls /"),
         (2, "metrics --listen nowhere"),
+        (2, "metrics --listen ..:9400"),
+        (2, f"metrics --listen {'a' * 70}:9400"),
         (1, "metrics --listen 192.0.2.1:9400"),
         (1, "trace /nonexistent -o x"),
         (1, "trace / -o x"),
@@ -57,6 +59,18 @@ def test_a_missing_mountpoint_or_a_file_is_refused(tmp_path: Path, command: str,
     if kind == "file":
         path.touch()
     assert fails(1, command, path).startswith(f"{path}: ")
+
+
+def test_a_directory_with_files_is_refused(mountpoint: Path) -> None:
+    """Unless an option allows it. mount(8) mounts everything everywhere."""
+    (mountpoint / "file").touch()
+    words = (mountpoint, "--driver", "host", "--memory", "64M")
+    assert "--allow-non-empty" in fails(1, "mount", *words)
+    gpufs("mount", *words, "--allow-non-empty")
+    gpufs("umount", mountpoint)
+    gpufs("mount-helper", "gpufs", mountpoint, "-o", "driver=host,memory=64M")
+    gpufs("umount", mountpoint)
+    assert (mountpoint / "file").exists()
 
 
 def test_a_second_mount_at_one_place_is_refused(mount: Mounter, tmp_path: Path) -> None:

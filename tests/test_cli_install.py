@@ -49,11 +49,24 @@ def test_all_helper_files_are_installed(installed: Path) -> None:
             assert "@GPUFS@" not in path.read_text()
 
 
+def test_fish_cuts_no_description_at_a_comma(installed: Path) -> None:
+    script = (installed / "usr/local/share/fish/vendor_completions.d/gpufs.fish").read_text()
+    assert "string split" in script
+    assert 'string split ","' not in script
+    if shutil.which("fish"):
+        run("fish", "--no-execute", "-c", script)
+
+
 @pytest.mark.parametrize("page", ["man1/gpufs.1", "man8/mount.gpufs.8"])
 def test_manual_pages_have_all_sections(installed: Path, page: str) -> None:
     text = (installed / "usr/local/share/man" / page).read_text()
     sections = re.findall(r"^\.SH (.*)$", text, re.M)
     assert {"SYNOPSIS", "DESCRIPTION", "EXAMPLES", "ENVIRONMENT", "EXIT STATUS", "FILES", "SEE ALSO"} <= set(sections)
+    assert not re.search(r"[^\n\t -~]", text)
+    lines = [line.strip() for line in text.splitlines()]
+    assert (
+        "gpufs mount /tmp/gpufs" if "gpufs.1" in page else "umount /mnt/gpufs"
+    ) in lines  # each command has its line
     if shutil.which("groff"):
         done = run("groff", "-man", "-Tutf8", "-ww", installed / "usr/local/share/man" / page)
         assert done.stderr == ""

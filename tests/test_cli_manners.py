@@ -84,8 +84,8 @@ def test_umount_all(tmp_path: Path) -> None:
     assert fails(2, "umount", "--all", tmp_path / "first")
 
 
-CONTROL = "a\nb\tc\x1b[31m"
-SHOWN = "a\\nb\\tc\\x1b[31m"
+CONTROL = "a\nb\tc\x1b[31m\u202ed\U000e0041"
+SHOWN = "a\\nb\\tc\\x1b[31m\\u202ed\\U000e0041"
 
 
 def alone(*words: str) -> subprocess.CompletedProcess[str]:

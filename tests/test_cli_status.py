@@ -106,6 +106,12 @@ def test_the_check_is_one_line_and_an_exit_code(mount: Mounter, tmp_path: Path) 
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
+def test_commands_work_where_the_parent_ignores_its_children(shared_mount: GpufsMount) -> None:
+    """The kernel then does not keep the ends of a command's own children."""
+    for words in (["status"], ["df"], ["ls"], ["stats"]):
+        run("sh", "-c", 'trap "" CHLD; exec "$@"', "sh", *GPUFS, *words, shared_mount.path)
+
+
 def test_bind_mounts_are_not_mounts_of_their_own(mount: Mounter, tmp_path: Path) -> None:
     """A container's volume can show a mount, or one directory of it, at a second place of the host."""
     own = mount()

@@ -9,8 +9,8 @@ import subprocess
 import termios
 
 import pytest
-from support.mounting import GPUFS, GpufsMount
-from support.processes import PATIENCE
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import PATIENCE, children_of, wait_until
 
 
 def _read_until(master: int, wanted: bytes) -> None:
@@ -50,5 +50,32 @@ def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, s
         if process is not None and process.poll() is None:
             process.kill()
             process.wait(PATIENCE)
+        os.close(master)
+        os.close(terminal)
+
+
+def test_top_keeps_no_ended_process_of_a_mount_that_does_not_answer(mount: Mounter) -> None:
+    stopped = mount()
+    master, terminal = os.openpty()
+    words = [*GPUFS, "top", str(stopped.path), "--interval", "0.1", "--status-timeout", "0.1"]
+    stopped.signal(signal.SIGSTOP)
+    process = subprocess.Popen(
+        words, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, "TERM": "xterm"}
+    )
+    started: set[int] = set()
+    try:
+
+        def asked() -> bool:
+            while select.select([master], [], [], 0)[0]:
+                os.read(master, 1 << 16)
+            started.update(children_of(process.pid))
+            return len(started) > 8
+
+        wait_until(asked, 20, "pictures")
+        assert len(children_of(process.pid)) <= 2  # the one that asks, and the last one
+    finally:
+        stopped.signal(signal.SIGCONT)
+        process.kill()
+        process.wait(PATIENCE)
         os.close(master)
         os.close(terminal)

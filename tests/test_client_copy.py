@@ -9,11 +9,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.copying import socket_path, transfers, wait_for_no_copies
+from support.copying import raw_connection, socket_path, transfers, wait_for_no_copies
 from support.data import MIB, noise
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
@@ -107,6 +108,27 @@ def test_without_its_service_a_mount_is_read_and_written(mount: Mounter, host: P
     assert (own.device / "target").read_bytes() == noise(BIG)
     with pytest.raises(CopyError):
         client.copy(host / "source", own.device / "target", fastpath="require")
+
+
+def test_a_refused_connection_is_tried_again_by_the_next_copy(mount: Mounter, host: Path) -> None:
+    """A daemon takes a limited number of connections of one user. The notice names the line of the program."""
+    own = mount()
+    source, target = host / "source", own.device / "target"
+    source.write_bytes(noise(BIG))
+    notices: list[str] = []
+    with ExitStack() as held, Copier(notice=notices.append) as copier:
+        for _ in range(256):
+            held.enter_context(raw_connection(own.path))
+        assert copier.copy_file(str(source), str(target)).method == "mount"
+        assert copier.copy_file(str(source), str(target)).method == "mount"
+        assert len(notices) == 1
+        with pytest.warns(RuntimeWarning, match="too many connections") as warned:
+            client.copy(source, target)
+        assert [warning.filename for warning in warned] == [__file__]
+        held.close()
+        wait_until(lambda: transfers(own)["connections"] == 0, 20, "the end of the connections")
+        assert copier.copy_file(str(source), str(target)).method == "transfer"
+    assert target.read_bytes() == noise(BIG)
 
 
 @as_root

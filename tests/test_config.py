@@ -50,6 +50,7 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "log_file": "/tmp/a.log",
         "allow_other": "true",
         "trust_readers": "true",
+        "allow_non_empty": "true",
         "auto_unmount": "false",
         "core_dumps": "true",
         "foreground": "true",

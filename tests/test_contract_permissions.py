@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import linux
-from support.processes import NOBODY, as_nobody, errno_of, run
+from support.processes import NOBODY, OTHER, as_nobody, errno_of, run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
 
@@ -45,6 +46,19 @@ def test_cleared_set_id_bits_are_visible_at_once(root: Path) -> None:
     file.chmod(0o6777)
     file.write_bytes(b"root may")
     assert shown() == 0o6777
+
+
+def test_root_of_a_user_namespace_clears_set_gid(root: Path) -> None:
+    """Every user can have all capabilities there."""
+    if as_nobody(lambda: run("unshare", "-Ur", "true", check=False).returncode):
+        pytest.skip("users may not create user namespaces")
+    file = root / "file"
+    for command in (["truncate", "-s", "1"], ["fallocate", "-l", "9000"]):
+        file.write_bytes(b"x" * 5000)
+        os.chown(file, NOBODY, OTHER)
+        file.chmod(0o2666)
+        as_nobody(functools.partial(run, "unshare", "-Ur", *command, str(file)))
+        assert mode(file) == 0o666, command
 
 
 def test_device_nodes_cannot_be_opened(root: Path, on_gpufs: bool) -> None:

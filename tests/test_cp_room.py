@@ -15,6 +15,8 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import run
 
+from gpufs.client import CopyError, copy
+
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 
 
@@ -59,6 +61,18 @@ def test_what_does_not_fit_changes_nothing(small: GpufsMount, tree: Path) -> Non
     (small.device / "there").write_bytes(b"precious")
     refused("40.0 MiB", "gpu0", tree / "large", small.device / "there")
     assert (small.device / "there").read_bytes() == b"precious"
+
+
+def test_more_than_the_device_has_is_refused_at_once(
+    small: GpufsMount, host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No removed file could give the memory back, so nothing waits for that."""
+    (host / "large").write_bytes(noise(40 * MIB))
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    with pytest.raises(CopyError, match=r"needs 40.0 MiB"):
+        copy(host / "large", small.device / "large")
+    assert waits == []
 
 
 def test_partial_copies_what_fits(small: GpufsMount, tree: Path) -> None:

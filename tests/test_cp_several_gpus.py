@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from support.cli import gpufs
+from support.copying import wait_for_no_copies
 from support.data import MIB, assert_same, noise
+from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter
 from support.processes import run
 
-from gpufs.client import CopyProgress, CopyResult, copy_to_each
+from gpufs.client import Cancellation, CopyProgress, CopyResult, copy_to_each
 
 SIZE = 9 * MIB + 5
 
@@ -163,6 +165,28 @@ def test_from_python(three: GpufsMount, model: Path) -> None:
     assert not (devices(three)[1] / "more").exists()
     for device in (devices(three)[0], devices(three)[2]):
         assert_same((device / "more").read_bytes(), noise(20 * MIB, 3))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow server")
+@pytest.mark.complains  # a thread may wait for the slow server longer than a cancellation
+def test_an_exception_of_the_progress_callback_ends_all_copies(mount: Mounter) -> None:
+    """But not other copies of the program's that have the same Cancellation."""
+    own = mount(devices=2, memory=2048 * MIB)
+    cancel = Cancellation()
+
+    def report(_: CopyProgress) -> None:
+        raise ZeroDivisionError
+
+    with HangingMount(operations=(), good=1 << 30, delay=0.005) as slow:  # it takes minutes to read
+        first = own.path / "gpu0/first"
+        first.write_bytes(noise(MIB))
+        with pytest.raises(ZeroDivisionError):
+            copy_to_each(slow.file, [own.path / "gpu0", own.path / "gpu1"], progress=report, cancel=cancel)
+    assert not cancel.cancelled
+    wait_for_no_copies(own)
+    assert os.listdir(own.path / "gpu0") == ["first"]
+    assert os.listdir(own.path / "gpu1") == []
+    assert len(copy_to_each(first, [own.path / "gpu1"], cancel=cancel)) == 1
 
 
 def test_the_commands_of_the_how_to_page(mount: Mounter, host: Path) -> None:

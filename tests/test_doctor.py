@@ -154,6 +154,57 @@ def test_the_path_of_a_file_is_explained(machine: Callable[..., Environment]) ->
     assert (one(findings, "/missing").state, one(findings, "/missing").text) == (PROBLEM, "No such file or directory")
 
 
+def test_why_amdgpu_moves_no_files(machine: Callable[..., Environment]) -> None:
+    probe = answers({"hip": {"devices": ["AMD Instinct"], "refusals": ["memory_kind"]}, "host": HOST})
+    gpu = {f"{NODES}/1/properties": amd_gpu(0)}
+    unset = {"boot/config-6.18.0": "# CONFIG_PCI_P2PDMA is not set\n"}
+    built = {"boot/config-6.18.0": "CONFIG_PCI_P2PDMA=y\n"}
+    virtual = {**built, "sys/bus/pci/devices/0000:c1:00.0/physfn": ""}
+    for files, text in ((unset, "without CONFIG_PCI_P2PDMA"), (built, "amdgpu"), (virtual, "0000:c1:00.0")):
+        found = one(checks.examine(machine({**gpu, **files}, probe=probe), []), "hip", "fastpath")
+        assert found.text.startswith("no_kernel_support: ")
+        assert text in found.text
+        assert found.advice
+
+
+def test_what_is_below_a_file_is_shown(machine: Callable[..., Environment]) -> None:
+    """Before the first copy: what the kernel may refuse, and a journal that mountinfo does not show."""
+    facts = {"file_system": "ext4", "offset_align": 512, "memory_align": 4, "refusals": []}
+    numbers = {"/plain": "259:2", "/volume": "253:0", "/raid": "9:1", "/image": "7:3", "/journal": "259:3"}
+    environment = machine(
+        {
+            "sys/devices/nvme0n1/dev": "259:1\n",
+            "sys/devices/nvme0n1/nvme0n1p1/partition": "1\n",
+            "sys/devices/nvme0n1/nvme0n1p2/partition": "2\n",
+            "sys/devices/virtual/dm-0/slaves/nvme0n1p1/dev": "259:2\n",
+            "sys/devices/virtual/md1/dev": "9:1\n",
+            "sys/devices/virtual/loop3/dev": "7:3\n",
+            "proc/fs/ext4/nvme0n1p1/options": "rw\ndata=ordered\n",
+            "proc/fs/ext4/nvme0n1p2/options": "rw\ndata=journal\n",
+        },
+        probe=answers(
+            {"cuda": CUDA, "host": HOST}, {path: {**facts, "device": number} for path, number in numbers.items()}
+        ),
+    )
+    numbered = environment.root / "sys/dev/block"
+    numbered.mkdir(parents=True)
+    for number, place in (
+        ("259:2", "nvme0n1/nvme0n1p1"),
+        ("259:3", "nvme0n1/nvme0n1p2"),
+        ("253:0", "virtual/dm-0"),
+        ("9:1", "virtual/md1"),
+        ("7:3", "virtual/loop3"),
+    ):
+        (numbered / number).symlink_to(f"../../devices/{place}")
+    findings = checks.examine(environment, list(numbers))
+    assert one(findings, "/plain on cuda").state == OK
+    for path, text in (("/volume", "dm-0 (device mapper) over nvme0n1"), ("/raid", "md1"), ("/image", "loop3")):
+        found = one(findings, f"{path} on cuda")
+        assert (found.state, text in found.text, bool(found.advice)) == (NOTE, True, True)
+        assert one(findings, f"{path} on host").state == OK
+    assert "mount_options: " in one(findings, "/journal on cuda").text
+
+
 # ---- this machine ----
 
 

@@ -127,6 +127,27 @@ def test_dlpack_arrays_of_every_version_work(
     assert file.write(Array(memory, (4096,), kind=_CUDA_HOST, device=3, version=version)) == 4096  # pinned memory
 
 
+def test_functions_of_the_whole_program_stay_as_they_are(host: engine.Engine, file: engine.BackingFile) -> None:
+    """Other libraries may declare functions of Python's C interface in their own way."""
+    functions = [ctypes.pythonapi[name] for name in ("Py_IncRef", "PyCapsule_New", "PyCapsule_GetPointer")]
+    shared = [ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.PyCapsule_New, ctypes.pythonapi.PyCapsule_GetPointer]
+    before = [(function.argtypes, function.restype) for function in functions]
+    for function in shared:
+        function.argtypes, function.restype = (ctypes.c_char_p,), None
+    try:
+        array = numpy.zeros(4096, numpy.uint8)
+        assert file.read(array) == 4096
+        with engine.Buffer(host) as buffer:
+            buffer.write(0, array)
+            with engine.Lease(buffer, local=True, writable=True) as lease:
+                assert engine.dlpack_capsule(lease, "host", 0, lease.address, (4096,)) is not None
+                assert engine.dlpack_capsule(object(), "host", 0, lease.address, (4096,)) is not None
+        assert all(function.argtypes == (ctypes.c_char_p,) for function in shared)
+    finally:
+        for function, (arguments, result) in zip(shared, before, strict=True):
+            function.argtypes, function.restype = arguments, result
+
+
 def test_unusable_dlpack_arrays_are_refused(host: engine.Engine, file: engine.BackingFile) -> None:
     memory = bytearray(4096)
     with pytest.raises(ValueError, match=r"^memory: .* read-only"):

@@ -25,7 +25,7 @@ import pytest
 import trio
 from support.data import MIB, noise
 from support.hanging import HangingMount
-from support.processes import PATIENCE, run
+from support.processes import PATIENCE, in_child, run
 
 from gpufs import engine
 
@@ -317,6 +317,59 @@ def test_errors_keep_both_codes() -> None:
     assert str(error) == "the device is lost (device code 719)"
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.errno, copy.strerror, copy.device_code) == (errno.EIO, "the device is lost", 719)
+
+
+def test_nested_pools_return_to_the_outer_one() -> None:
+    """Pools divide addresses, which need not be memory. The functions are those that torch calls."""
+    file, name, _ = engine.TORCH_ALLOCATOR
+    allocate = ctypes.PyDLL(file)[name]
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+
+    def allocated() -> int:
+        """The pool from which this thread allocates; 0 for none."""
+        return int(allocate(512, 0, None) or 0) >> 32
+
+    outer, inner = engine.AddressPool(1 << 32, MIB), engine.AddressPool(2 << 32, MIB)
+    assert allocated() == 0
+    outer.enter()
+    assert allocated() == 1
+    inner.enter()
+    outer.enter()
+    assert allocated() == 1
+    outer.leave()
+    assert allocated() == 2
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        assert other.submit(allocated).result() == 0
+    inner.leave()
+    assert allocated() == 1
+    outer.leave()
+    assert allocated() == 0
+
+
+def test_cells_of_a_closed_engine_cannot_be_used() -> None:
+    opened = engine.Engine("host", devices=1, memory_bytes=64 * MIB)
+    cells = engine.Cells(opened, 4)
+    cells[0] = 5
+    opened.close()
+    uses: list[Callable[[], object]] = [lambda: cells[0], lambda: cells.__setitem__(1, 7), lambda: cells.late(2)]
+    for use in uses:
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_a_forked_child_leaves_what_its_parent_has_opened(host: engine.Engine, file: engine.BackingFile) -> None:
+    with engine.Buffer(host) as buffer, engine.Cells(host) as cells, engine.HostLock(host, bytearray(4096)) as lock:
+
+        def leave() -> None:
+            for opened in (lock, cells, buffer, file, host):
+                with opened:
+                    pass
+
+        in_child(leave)
+        buffer.write(0, b"still here")
+        assert buffer.read_bytes(0, 10) == b"still here"
+        cells[0] = 5
+        assert lock.locked
 
 
 def test_closed_objects_raise_ebadf(host: engine.Engine) -> None:

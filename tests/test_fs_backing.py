@@ -134,6 +134,24 @@ def test_changes_of_contents_clear_set_id_bits(both: tuple[Path, Path], mode: in
         assert stat.S_IMODE(file.stat().st_mode) == mode & (0o777 | stays), n
 
 
+@pytest.mark.parametrize("groups", [(), (OTHER,)])
+def test_copies_from_the_host_clear_set_gid(
+    backed: GpufsMount, both: tuple[Path, Path], groups: tuple[int, ...]
+) -> None:
+    """As a write does: without group execution only for those outside of the group."""
+    shown, there = both
+    (there / "source").write_bytes(b"source")
+    file = backed.device / f"target{len(groups)}"
+    file.touch()
+    os.chown(file, 0, OTHER)
+    file.chmod(0o2644)
+    with open(shown / "source", "rb") as source, open(file, "wb") as target:
+        copy = functools.partial(os.copy_file_range, source.fileno(), target.fileno(), 3, 0, 0)
+        in_child(copy, uid=NOBODY, gid=NOBODY, groups=groups)
+    assert stat.S_IMODE(file.stat().st_mode) == (0o2644 if groups else 0o644)
+    file.unlink()
+
+
 def test_access_lists_of_the_host_are_obeyed(both: tuple[Path, Path]) -> None:
     """The mode bits alone would allow it, because the group's bits show the mask of the list."""
     if shutil.which("setfacl") is None:

@@ -114,14 +114,15 @@ def test_functions_of_safetensors(weights: Path, tmp_path: Path) -> None:
 
 
 def test_modes(weights: Path) -> None:
-    """r+ changes the file, and r ends a program that writes."""
+    """r+ changes the file, c does not, and r ends a program that writes."""
     script = """
         import safetensors.torch
         safetensors.torch.load_file(sys.argv[1])["a"][0] = 42
-        print(json.dumps("done"))
+        print(json.dumps(float(safetensors.torch.load_file(sys.argv[1])["a"][1])))
     """
     with pytest.raises(AssertionError):
         in_program(script, weights)
+    assert in_program(script, weights, mode="c") == 1
     assert safetensors.torch.load_file(weights)["a"][0] == 0
     in_program(script, weights, mode="r+")
     assert safetensors.torch.load_file(weights)["a"][0] == 42

@@ -18,6 +18,7 @@ import pytest
 from support.data import MIB, assert_same, noise, read_all
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import (
+    NOBODY,
     PATIENCE,
     Snapshot,
     errno_of,
@@ -201,3 +202,43 @@ def test_a_full_disk_of_the_log_does_not_end_the_mount(mount: Mounter, reference
         mounted.unmount()
     finally:
         run("umount", "-l", full)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which takes root")
+@pytest.mark.parametrize("swapped", ["file", "directory", "hard link"])
+def test_no_user_redirects_the_log_of_roots_mount(mount: Mounter, tmp_path: Path, swapped: str) -> None:
+    """A user may replace what is in his directories by links. The log and the guard then write nowhere else."""
+    victim = tmp_path / "secret" / "log"
+    victim.parent.mkdir()
+    victim.write_text("before\n")
+    home = tmp_path / "home"
+    (home / "logs").mkdir(parents=True)
+    for path in (home, home / "logs"):
+        os.chown(path, NOBODY, NOBODY)
+    log = home / "logs" / "log"
+
+    def swap() -> None:
+        if swapped == "directory":
+            log.parent.rename(home / "old")
+            log.parent.symlink_to(victim.parent)
+        else:
+            log.unlink(missing_ok=True)
+            if swapped == "file":
+                log.symlink_to(victim)
+            else:  # the kernel can be told to let users do that (fs.protected_hardlinks)
+                os.link(victim, log)
+        if swapped != "hard link":
+            os.chown(log.parent if swapped == "directory" else log, NOBODY, NOBODY, follow_symlinks=False)
+
+    mounted = mount("--log-file", str(log), "--log-level", "debug")
+    assert log.read_text()
+    swap()
+    (tmp_path / "source").write_bytes(noise(MIB))
+    run(*GPUFS, "cp", tmp_path / "source", mounted.device / "file")  # is logged
+    mounted.signal(signal.SIGKILL)  # the guard logs that
+    mounted.wait_ended(code=-signal.SIGKILL)
+    assert victim.read_text() == "before\n"
+    done = run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M", "--log-file", log, check=False)
+    if done.returncode == 0:
+        run(*GPUFS, "umount", mounted.path)
+    assert (done.returncode, len(done.stderr.splitlines()), victim.read_text()) == (1, 1, "before\n"), done

@@ -14,8 +14,12 @@ from errno import EAGAIN
 from pathlib import Path
 
 import pytest
+import trio
 from support.mounting import GPUFS, Mounter
 from support.processes import PATIENCE, errno_of, links_of, run, wait_until
+from trio.testing import MockClock
+
+from gpufs.daemon import upkeep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,6 +87,42 @@ def test_a_manager_that_does_not_read_stops_nothing(mount: Mounter, tmp_path: Pa
         time.sleep(0.002)
     mounted.unmount()
     manager.socket.close()
+
+
+def test_a_mount_whose_name_is_not_utf8_stays(manager: Manager, address: str, tmp_path: Path) -> None:
+    """The service manager takes UTF-8 alone; a name with a line break must not become an assignment of its own."""
+    place = os.path.join(os.fsencode(tmp_path), b"caf\xe9\nMAINPID=1")
+    os.mkdir(place)
+    environment = {**os.environ, "NOTIFY_SOCKET": address, "WATCHDOG_USEC": "200000"}
+    subprocess.run([*GPUFS, "mount", place, "--driver", "host", "--memory", "64M"], env=environment, check=True)
+    try:
+        ready = manager.next()
+        assert ready["READY"] == "1"
+        assert ready["MAINPID"] != "1"
+        for _ in range(3):
+            assert "WATCHDOG" in manager.next(but="READY")
+        with open(os.path.join(place, b"gpu0/file"), "wb") as file:
+            file.write(b"kept")
+    finally:
+        subprocess.run([*GPUFS, "umount", place], check=True)
+
+
+def test_upkeep_that_fails_is_logged_once_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    calls = 0
+
+    async def work() -> None:
+        nonlocal calls
+        calls += 1
+        if calls < 5:
+            raise ValueError("a fault") if calls < 3 else MemoryError
+
+    async def main() -> None:
+        with trio.move_on_after(5):
+            await upkeep.keep_up("some upkeep", work, 0.5)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert calls >= 6
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
 @pytest.mark.parametrize("where", ["journal", "elsewhere", "file"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EACCES, EROFS
@@ -16,12 +19,15 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter
 from support.processes import (
     NOBODY,
+    OTHER,
+    PATIENCE,
     SESSION_VARIABLE,
     as_nobody,
     as_other,
     errno_of,
     plain_user,
     run,
+    start_children,
     wait_until,
 )
 from support.watchdog import mounted_at, rescue
@@ -95,6 +101,77 @@ def test_a_mount_outlives_its_users_runtime_directory(mount: Mounter, user: User
 
     as_nobody(use)
     mounted.unmount()
+
+
+def test_a_private_mount_of_another_user(mount: Mounter, user: User) -> None:
+    """Root's commands do not complain about it. Its process counts, also while descriptors come and go."""
+    mounted = mount("--no-auto-unmount", user=user)
+    place = str(mounted.path)
+    runtime = Path(user[1]["XDG_RUNTIME_DIR"]) / "gpufs"
+    (address,) = wait_until(lambda: list(runtime.glob(f"{mounted.pid}-*.socket")), 20, "the socket")
+
+    def connect(_: int) -> None:
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+                client.connect(str(address))
+
+    (child,) = start_children(1, connect)
+    try:
+        for _ in range(5):
+            assert run(*GPUFS, "status", "--check", place).stdout.endswith(" private (of nobody)\n")
+            status = json.loads(run(*GPUFS, "status", "--json", place, check=False).stdout)
+            assert (status["state"], status["pid"]) == ("private", mounted.pid)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    brief = ("--status-timeout", "5")  # other mounts of this machine may not answer
+    for words in (["status"], ["df"], ["ls"], ["leases"], ["quota", "list"]):
+        done = run(*GPUFS, *words, *brief, check=False)
+        assert place not in done.stderr, done
+        assert (place in done.stdout) == (words == ["status"])
+    for words in (["df"], ["ls"], ["leases"], ["quota", "list"]):
+        done = run(*GPUFS, *words, place, check=False)
+        assert done.returncode == 1
+        assert "private (of nobody)" in done.stderr
+    others: dict[str, Any] = {"user": OTHER, "group": OTHER, "extra_groups": [], "env": user[1], "cwd": "/"}
+    for words in (["metrics"], ["stats"], ["top", "--once"], ["df"], ["ls"]):
+        done = run(*user[0], *words, *brief, check=False, **others)
+        assert (done.returncode, place in done.stdout + done.stderr) == (0, False), done
+    assert run(*user[0], "status", "--check", place, **others).stdout.endswith(" private (of nobody)\n")
+    mounted.signal(signal.SIGKILL)
+    mounted.daemon.wait(PATIENCE)
+    done = run(*GPUFS, "status", "--check", place, check=False)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done
+
+
+def test_a_runtime_directory_with_a_long_path(user: User, mountpoint: Path) -> None:
+    """The path of a socket has at most 107 bytes."""
+    runtime = mountpoint.with_name("r" * 100)
+    runtime.mkdir()
+    os.chown(runtime, NOBODY, NOBODY)
+    there = (user[0], {**user[1], "XDG_RUNTIME_DIR": str(runtime)})
+    gpufs(there, "mount", mountpoint, "--driver", "host", "--memory", "64M")
+    try:
+        as_nobody(lambda: (mountpoint / "gpu0/file").write_bytes(noise(MIB)))
+        assert gpufs(there, "cp", mountpoint / "gpu0/file", mountpoint.parent / "copy").stderr == ""
+        assert_same((mountpoint.parent / "copy").read_bytes(), noise(MIB))
+    finally:
+        gpufs(there, "umount", mountpoint)
+
+
+def test_a_plain_user_without_access_to_fuse_gets_the_remedy(user: User, mountpoint: Path) -> None:
+    script = """
+        mount -t tmpfs none /mnt
+        mknod -m 600 /mnt/fuse c 10 229
+        mount --bind /mnt/fuse /dev/fuse
+        exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"
+    """
+    words = [*user[0], "mount", str(mountpoint), "--driver", "host", "--memory", "64M"]
+    done = run("unshare", "-m", "sh", "-euc", script, "sh", *words, check=False, env=user[1], cwd="/")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith(f"gpufs: {mountpoint}: ")
+    assert line.endswith("gpufs doctor says what to do")
 
 
 def test_a_plain_user_may_not_let_others_in(user: User, mountpoint: Path) -> None:

@@ -1,6 +1,7 @@
 """gpufs.mount(): mounts that belong to a program, and what is left of them when it fails or dies."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -49,6 +50,16 @@ def test_files_that_are_open_outlive_the_block(mountpoint: Path) -> None:
         assert not mounted_at(str(mountpoint))
         file.write(b"still here")
         assert os.pread(file.fileno(), 100, 0) == b"still here"
+
+
+def test_a_daemon_that_outlives_its_detached_mount_is_reaped(mountpoint: Path) -> None:
+    with gpufs.mount(mountpoint, **SMALL) as mount:
+        with open(mountpoint / "gpu0/file", "wb+", buffering=0) as file:
+            daemon = json.loads((mountpoint / ".gpufs/status").read_text())["pid"]
+            mount.unmount(detach=True)
+            mount.unmount(detach=True)
+            file.write(b"still here")
+    wait_until(lambda: not Path(f"/proc/{daemon}").exists(), 30, "the end of the daemon, which is no zombie")
 
 
 def test_wrong_arguments_and_failures_leave_nothing(mountpoint: Path, tmp_path: Path) -> None:

@@ -192,13 +192,17 @@ def test_memory_is_charged_until_it_is_free(limited: GpufsMount) -> None:
     wait_until(lambda: used(limited, "gpu0", 0) == 0, 30, "the memory of the lease")
 
 
-def test_registered_memory_is_not_charged(limited: GpufsMount) -> None:
+def test_registered_memory_is_charged(limited: GpufsMount) -> None:
+    """On the host driver, where an access allocates what its program has not allocated."""
     fd = os.memfd_create("shared")
     os.ftruncate(fd, 4 * MIB)
     array = np.frombuffer(mmap.mmap(fd, 4 * MIB), np.uint8)
     os.close(fd)
     with library.register(array, limited.device / "array"):
-        assert quotas(limited) == {}
+        assert used(limited, "gpu0", 0) == 4 * MIB
+        os.chown(limited.device / "array", NOBODY, -1)
+        assert (used(limited, "gpu0", 0), used(limited, "gpu0", NOBODY)) == (0, 4 * MIB)
+    assert used(limited, "gpu0", NOBODY) == 0
 
 
 # ---- directories ----

@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import numpy.typing
 import pytest
+from support.copying import answer, connection, greeted
 from support.data import MIB, noise
 from support.fastpath import file_system
 from support.mounting import GPUFS, GpufsMount, Mounter
@@ -41,8 +42,6 @@ from support.processes import (
 
 import gpufs
 from gpufs import protocol
-from gpufs.client import _find
-from gpufs.client._connection import Connection
 
 Bytes = numpy.typing.NDArray[numpy.uint8]
 
@@ -475,10 +474,9 @@ def test_requests_that_are_forged(root: Path, tmp_path: Path, shared_mount: Gpuf
 
     def ask(file: int, fd: int | None, **fields: Any) -> int:
         values: dict[str, Any] = {"kind": "file", "offset": 0, "size": MIB, **fields}
-        device = os.stat(root).st_dev
-        with Connection(_find.connect(device, _find.mounts_by_device()[device])) as connection:
-            request = protocol.Register(next(numbers), **values)
-            failed = errno_of(connection.request, request, [file] if fd is None else [file, fd])
+        with greeted(shared_mount.path) as sock:
+            protocol.send(sock, protocol.Register(next(numbers), **values), [file] if fd is None else [file, fd])
+            failed: int = answer(sock).error
             if not failed:
                 assert os.fstat(file).st_size == values["size"]
             return failed
@@ -556,20 +554,19 @@ def test_registrations_are_listed(root: Path, shared_mount: GpufsMount) -> None:
 
 
 @pytest.mark.complains
-def test_memory_that_a_copy_uses_stays_allocated(root: Path) -> None:
+def test_memory_that_a_copy_uses_stays_allocated(root: Path, shared_mount: GpufsMount) -> None:
     """However often the program asks: what it allocates there next must not become a part of the copy."""
     registration = gpufs.register(shared_array(noise(16 * MIB)), root / "live")
     with file_system("ext4") as disk, open(disk / "copy", "wb") as copy, open(root / "live", "rb") as live:
         copy.write(bytes(16 * MIB))
         copy.flush()
         os.fsync(copy.fileno())
-        device = os.fstat(live.fileno()).st_dev
         begun = threading.Event()
 
         def store() -> None:
-            with Connection(_find.connect(device, _find.mounts_by_device()[device])) as connection:
+            with connection(shared_mount.path) as client:
                 descriptors = copy.fileno(), live.fileno()
-                connection.copy(protocol.STORE, *descriptors, interval=0.02, progress=lambda _: begun.set())
+                client.copy(protocol.STORE, *descriptors, interval=0.02, progress=lambda _: begun.set())
 
         copying = threading.Thread(target=store)
         run("fsfreeze", "--freeze", disk)  # writing to it waits

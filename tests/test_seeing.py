@@ -127,6 +127,8 @@ def test_files_are_listed_with_their_memory_and_leases(mount: Mounter) -> None:
     with library.attach(str(own.path / "gpu1/full")):
         found = listed(own.path)
         assert set(found) == {"folder", "sparse", "full"}
+        assert (found["folder"]["type"], found["folder"]["size"]) == ("directory", 100)
+        assert found["folder"]["held_bytes"] == (own.device / "folder/deep").stat().st_blocks * 512
         assert (found["sparse"]["size"], found["sparse"]["held_bytes"]) == (64 * MIB, 0)
         full = found["full"]
         assert (full["device"], full["size"], full["held_bytes"]) == ("gpu1", 8 * MIB, 8 * MIB)
@@ -138,3 +140,18 @@ def test_files_are_listed_with_their_memory_and_leases(mount: Mounter) -> None:
     assert set(listed("-r", own.device / "folder", own.device / "sparse")) == {"deep", "sparse"}
     assert "8.0 MiB" in gpufs("ls", own.path / "gpu1").stdout
     fails(1, "ls", own.path.parent)
+
+
+def test_deeply_nested_directories_are_listed(mount: Mounter) -> None:
+    own = mount()
+    folder = os.open(own.device, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=folder)
+        below = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    with open("file", "wb", opener=lambda name, flags: os.open(name, flags, dir_fd=folder)) as file:
+        file.write(bytes(4096))
+    os.close(folder)
+    assert listed("-R", own.path)["file"]["size"] == 4096
+    assert listed(own.path)["d"]["size"] == 4096

@@ -130,7 +130,7 @@ def test_every_dtype(root: Path) -> None:
         path = root / str(padding)
         text = json.dumps(header).encode()
         path.write_bytes(raw(text + b" " * padding, data))
-        found = gpufs.torch.load_file(path)
+        found = gpufs.torch.load_file(path, "cpu", backend="mmap")
         assert same_tensors(found, safetensors.torch.load_file(path)), padding
         assert list(found) == [name for name in header if name != "__metadata__"]
 
@@ -627,7 +627,7 @@ def test_load_model_does_what_safetensors_does(root: Path) -> None:
     safetensors.torch.save_model(model, str(path))
     ours, theirs = a_model(1), a_model(1)
     before = ours.middle.weight.data_ptr()
-    assert gpufs.torch.load_model(ours, path) == ([], [])
+    assert gpufs.torch.load_model(ours, path, backend="pread") == ([], [])
     safetensors.torch.load_model(theirs, path)
     assert same(ours.answers(), theirs.answers())
     assert ours.middle.weight.data_ptr() == before
@@ -673,5 +673,7 @@ def test_a_pool_needs_a_gpu(root: Path, shared_mount: GpufsMount) -> None:
     assert errno_of(gpufs.torch.pool, root / "model", "8M") == EOPNOTSUPP
     assert not list(root.iterdir())
     wait_until(lambda: os.statvfs(root).f_bfree == held, 10, "the pool's memory to come back")
-    with pytest.raises(ValueError, match="size"):
-        gpufs.torch.pool(root / "model", 0)
+    for wrong in (0, -5, "lots", "0"):
+        with pytest.raises(ValueError, match="size") as refused:
+            gpufs.torch.pool(root / "model", wrong)
+        assert repr(wrong) in str(refused.value)

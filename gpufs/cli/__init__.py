@@ -39,6 +39,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
 
     try:
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel would not keep our children's ends for us
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # from here on Ctrl-C is reported
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = program.main(rewrite_for_mount(words), prog_name="gpufs", standalone_mode=False)

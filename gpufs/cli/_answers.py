@@ -13,12 +13,14 @@ from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
 from typing import Any, Final
 
 from gpufs.cli._errors import Failure, complain
-from gpufs.cli._mounts import wait_for_end
+from gpufs.cli._mounts import Process, wait_for_end
 from gpufs.mounting import MountEntry
 
 _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
 
 Show = Callable[[Any], object]
+
+_unended: list[int] = []  # processes that we have started and not reaped
 
 
 def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
@@ -28,38 +30,50 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
     that do not return, EFBIG for values that are too long, EPROTO for those that cannot be shown.
     """
     results: list[Any] = [OSError(ETIMEDOUT, f"no answer within {timeout:g} seconds") for _ in questions]
-    children: dict[int, tuple[int, int]] = {}  # index of the question: process, descriptor of its answer
+    children: dict[int, tuple[Process, int]] = {}  # index of the question: process, descriptor of its answer
+    _reap()
     try:
         for place, question in enumerate(questions):
             try:
                 children[place] = _start(question, show)
             except OSError as error:  # too many mounts of other users
                 results[place] = error
-        hung = wait_for_end([pid for pid, _ in children.values()], timeout)
-        for place, (pid, answer) in children.items():
-            if pid not in hung:
+        hung = wait_for_end([process for process, _ in children.values()], timeout)
+        for place, (process, answer) in children.items():
+            if process not in hung:
                 results[place] = _read(answer)
     finally:  # also after KeyboardInterrupt
-        for pid, answer in children.values():
+        for process, answer in children.values():
             os.close(answer)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
+            process.signal(signal.SIGKILL)
+            process.close()
+        _reap()
     return results
 
 
-def _start(question: Callable[[], Any], show: Show) -> tuple[int, int]:
+def _reap() -> None:
+    """Reaps processes that have ended, so that none stays as a zombie while a command runs on."""
+    _unended[:] = [pid for pid in _unended if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+
+
+def _start(question: Callable[[], Any], show: Show) -> tuple[Process, int]:
     answer = os.memfd_create("answer")
     try:
         pid = os.fork()
+        if pid == 0:
+            try:
+                _answer(question, show, answer)
+            finally:
+                os._exit(0)  # also after an exception: the rest is the parent's
+        _unended.append(pid)
+        try:
+            return Process(pid, os.pidfd_open(pid)), answer
+        except OSError:  # no descriptor is left
+            os.kill(pid, signal.SIGKILL)
+            raise
     except OSError:
         os.close(answer)
         raise
-    if pid == 0:
-        try:
-            _answer(question, show, answer)
-        finally:
-            os._exit(0)  # also after an exception: the rest is the parent's
-    return pid, answer
 
 
 def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self, TypeVar
 
 from gpufs.cli._errors import Failure
+from gpufs.client._daemons import mounts_by_device
 from gpufs.client._ends import Entry, next_data, open_path, path_of
-from gpufs.client._find import mounts_by_device
 from gpufs.client._outcome import text_of
 from gpufs.client._room import place_of
 from gpufs.formats import FormatError

@@ -20,8 +20,8 @@ from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
+from gpufs.client._daemons import mounts_by_device
 from gpufs.client._ends import Entry
-from gpufs.client._find import mounts_by_device
 from gpufs.client._outcome import text_of
 from gpufs.units import bytes_text, rate_text
 

@@ -14,12 +14,13 @@ from gpufs.cli._errors import Failure
 def collect(mountpoints: Sequence[str], show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
     """The counters of the mounts at these paths, or of all, at most ``timeout`` seconds later.
 
-    ``show`` makes what the command prints of one. Those that cannot be read have "error" and no devices. Other
-    processes read them: a mount, or a folder of counters that another user has made, may not answer. Failure if nothing
-    is mounted at a path, and nothing was left there by a mount whose process died.
+    ``show`` makes what the command prints of one. Without paths, private mounts of other users are left out. Those that
+    cannot be read have "error" and no devices. Other processes read them: a mount, or a folder of counters that another
+    user has made, may not answer. Failure if nothing is mounted at a path, and nothing was left there by a mount whose
+    process died.
     """
     if not mountpoints:
-        return _of_mounts(_mounts.chosen(), show, timeout)
+        return _of_mounts(_mounts.chosen(), show, timeout, private=False)
     return [found for path in mountpoints for found in _at(path, show, timeout)]
 
 
@@ -34,9 +35,16 @@ def _at(path: str, show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
     return _of_mounts([entry], show, timeout)
 
 
-def _of_mounts(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
+def _of_mounts(
+    entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float, *, private: bool = True
+) -> list[dict[str, Any]]:
+    """The counters of mounts, without those that other users keep to themselves unless ``private``."""
     answers = _answers.ask([functools.partial(of_mount, entry) for entry in entries], show, timeout)
-    return [_answered(entry, answer) for entry, answer in zip(entries, answers, strict=True)]
+    return [
+        _answered(entry, answer)
+        for entry, answer in zip(entries, answers, strict=True)
+        if private or not (isinstance(answer, OSError) and _mounts.is_private(entry, answer))
+    ]
 
 
 def _left_behind(mountpoint: str) -> dict[str, Any]:

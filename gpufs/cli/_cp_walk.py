@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from gpufs.cli._errors import Failure
-from gpufs.client import Cancellation, _find
+from gpufs.client import Cancellation, _daemons
 from gpufs.client._ends import Entry, open_path, path_of, preserve
 from gpufs.client._outcome import text_of
 
@@ -169,7 +169,7 @@ class Walk:
 
         Call it when everything is copied.
         """
-        mounts = _find.mounts_by_device()
+        mounts = _daemons.mounts_by_device()
         found = []
         for path in self._links:
             try:
@@ -360,7 +360,7 @@ def _leads_to_file(link: Entry) -> bool:
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:
-    mounts = _find.mounts_by_device()
+    mounts = _daemons.mounts_by_device()
     if device in mounts:
         return True
     try:

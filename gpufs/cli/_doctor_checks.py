@@ -1,5 +1,6 @@
 """The checks of `gpufs doctor`. Each asks an Environment, which tests replace by machines of their own."""
 
+import gzip
 import os
 import resource
 import shutil
@@ -23,6 +24,8 @@ _LEAST_LOCKED: Final = 192 << 20
 _LEAST_MAPPINGS: Final = 65530
 _LEAST_READ_AHEAD: Final = 1024  # KiB; gpufs mounts of root set 4096
 _MOVES_FILES: Final = 0x40  # in "capability" of a GPU, as the amdgpu driver shows it
+# Block devices through which the kernel may refuse to move bytes straight to a GPU, by their names.
+_STACKED: Final[Mapping[str, str]] = {"dm-": "device mapper", "md": "software RAID", "loop": "loop device"}
 
 # What each reason for a refusal means, and how to avoid it. The names are the engine's.
 REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
@@ -76,12 +79,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What a driver found. ``reason``: why there is no device; ``refusals``: why its fastpath refuses any file."""
+    """What a driver found. ``reason``: why there is no device; ``refusals``: why its fastpath refuses any file.
+
+    ``causes``: for a refusal, what this machine lacks in particular, and the remedy.
+    """
 
     name: str
     devices: Sequence[str] = ()
     reason: str = ""
     refusals: Sequence[str] = ()
+    causes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def explain(self, refusal: str) -> tuple[str, str]:
+        """What a refusal means here, and how to avoid it."""
+        return self.causes.get(refusal) or REFUSALS.get(refusal, ("", ""))
 
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
@@ -113,6 +124,7 @@ class Environment:
 
     root: Path = Path("/")
     uid: int = field(default_factory=os.geteuid)
+    release: str = field(default_factory=lambda: os.uname().release)
     which: Callable[[str], str | None] = shutil.which
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     access: Callable[[Path, int], bool] = os.access
@@ -138,16 +150,74 @@ class Environment:
         # If the kernel moves files for none of its GPUs, every call is refused, whatever memory it is given.
         if name == "hip" and self._moves_files() is False and "no_kernel_support" not in refusals:
             refusals = ["no_kernel_support", *(reason for reason in refusals if reason != "memory_kind")]
-        return Driver(name, said.get("devices", []), said.get("error", ""), refusals)
+        cause = self._why_no_files_move() if name == "hip" else None
+        causes = {"no_kernel_support": cause} if cause else {}
+        return Driver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
 
-    def _moves_files(self) -> bool | None:
-        """Whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
-        found = None
+    def _amd_gpus(self) -> Iterator[tuple[str, bool]]:
+        """The PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""
         for properties in self.root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
             facts = config.numbers(properties)
             if facts.get("simd_count", 0):  # 0 for a CPU
-                found = bool(found) or bool(facts.get("capability", 0) & _MOVES_FILES)
-        return found
+                place = facts.get("location_id", 0)
+                address = f"{facts.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+                yield address, bool(facts.get("capability", 0) & _MOVES_FILES)
+
+    def _moves_files(self) -> bool | None:
+        """Whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
+        found = [moves for _, moves in self._amd_gpus()]
+        return any(found) if found else None
+
+    def _why_no_files_move(self) -> tuple[str, str] | None:
+        """Why amdgpu moves files for none of its GPUs, and the remedy, as far as the kernel shows it."""
+        addresses = [address for address, moves in self._amd_gpus() if not moves]
+        if not addresses or self._moves_files():
+            return None
+        virtual = [name for name in addresses if (self.root / f"sys/bus/pci/devices/{name}/physfn").exists()]
+        if virtual:
+            text = f"{', '.join(virtual)}: a virtual function (SR-IOV), for which amdgpu never moves files"
+            return text, "use the whole GPU instead of a virtual function of it"
+        built = self.kernel_option("CONFIG_PCI_P2PDMA")
+        if built is False:
+            text = f"Linux {self.release} was built without CONFIG_PCI_P2PDMA, so no device can read a GPU's memory"
+            return text, "use a kernel with CONFIG_PCI_P2PDMA=y"
+        if built:
+            text = "the kernel has CONFIG_PCI_P2PDMA, but its amdgpu driver is not set up to move files"
+            advice = "use a newer amdgpu driver, and enable large BARs (Resizable BAR) in the firmware"
+            return text, f"{advice}; a virtual machine may also show a virtual function (SR-IOV), which never has it"
+        return None
+
+    def kernel_option(self, name: str) -> bool | None:
+        """Whether the kernel was built with an option; None if its configuration cannot be read."""
+        text = self.text(f"boot/config-{self.release}")
+        if text is None:
+            try:
+                text = gzip.decompress((self.root / "proc/config.gz").read_bytes()).decode()
+            except (OSError, EOFError, ValueError):
+                return None
+        return f"{name}=y" in text.splitlines()
+
+    def block_devices(self, number: str) -> Iterator[tuple[str, str]]:
+        """The block device of a number such as "8:1" and all below it: names, and what they are if not plain drives."""
+        place = (self.root / f"sys/dev/block/{number}").resolve()
+        if (place / "partition").exists():
+            place = place.parent
+        if not place.is_dir():
+            return
+        kind = ""
+        for prefix, text in _STACKED.items():
+            if place.name.startswith(prefix) and place.name.removeprefix(prefix).isdigit():
+                kind = text
+        yield place.name, kind
+        for below in sorted((place / "slaves").glob("*")):
+            lower = self.text(f"{below.relative_to(self.root)}/dev")
+            if lower is not None:
+                yield from self.block_devices(lower)
+
+    def journals_data(self, number: str) -> bool:
+        """Whether ext4 on this block device writes data through its journal. mountinfo omits what is the default."""
+        name = (self.root / f"sys/dev/block/{number}").resolve().name
+        return "data=journal" in (self.text(f"proc/fs/ext4/{name}/options") or "").splitlines()
 
 
 def mounting(environment: Environment) -> Iterator[Finding]:
@@ -253,7 +323,7 @@ def fastpath(found: Sequence[Driver]) -> Iterator[Finding]:
             yield Finding("fastpath", name, OK, "available; gpufs doctor PATH checks a file")
             continue
         for refusal in driver.refusals:
-            text, advice = REFUSALS.get(refusal, ("", ""))
+            text, advice = driver.explain(refusal)
             yield Finding("fastpath", name, NOTE, f"{refusal}: {text}; copies use pinned host memory", advice)
 
 
@@ -269,17 +339,26 @@ def paths(environment: Environment, names: Sequence[str], found: Sequence[Driver
             continue
         alignment = f"{said['file_system'] or 'unknown file system'}, alignment {said['offset_align']} in the file, "
         alignment += f"{said['memory_align']} in memory"
+        device = said.get("device", "")
+        refusals = list(said["refusals"])
+        if said["file_system"] == "ext4" and "mount_options" not in refusals and environment.journals_data(device):
+            refusals.append("mount_options")
+        stack = list(environment.block_devices(device))
         for driver in found:
             if not driver.devices:
                 continue
-            reasons = [*said["refusals"], *(reason for reason in driver.refusals if reason not in said["refusals"])]
+            reasons = [*refusals, *(reason for reason in driver.refusals if reason not in refusals)]
             where = f"{name} on {driver.name}"
-            if not reasons:
+            if reasons:
+                texts = "; ".join(f"{reason}: {driver.explain(reason)[0]}" for reason in reasons)
+                advice = "; ".join(text for reason in reasons if (text := driver.explain(reason)[1]))
+                yield Finding("paths", where, NOTE, f"fallback ({alignment}): {texts}", advice)
+            elif driver.name != "host" and any(kind for _, kind in stack):
+                below = " over ".join(f"{disk} ({kind})" if kind else disk for disk, kind in stack)
+                text = f"fastpath ({alignment}), unless the kernel refuses it: the file is on {below}"
+                yield Finding("paths", where, NOTE, text, "keep the file on a drive or a partition itself")
+            else:
                 yield Finding("paths", where, OK, f"fastpath ({alignment})")
-                continue
-            texts = "; ".join(f"{reason}: {REFUSALS.get(reason, ('', ''))[0]}" for reason in reasons)
-            advice = "; ".join(text for reason in reasons if (text := REFUSALS.get(reason, ("", ""))[1]))
-            yield Finding("paths", where, NOTE, f"fallback ({alignment}): {texts}", advice)
 
 
 def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:

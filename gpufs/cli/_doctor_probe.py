@@ -1,6 +1,7 @@
 """Asks the engine on behalf of `gpufs doctor`, in a separate process."""
 
 import os
+import stat
 from typing import Any
 
 from gpufs import engine
@@ -25,14 +26,17 @@ def _driver(name: str) -> dict[str, Any]:
 
 
 def _path(path: str) -> dict[str, Any]:
-    """{"file_system", "offset_align", "memory_align", "refusals"}."""
+    """{"file_system", "device", "offset_align", "memory_align", "refusals"}. "device": the block device's "8:1"."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         with engine.Engine("host", devices=1, memory_bytes=_HOST_BYTES) as opened:
             with engine.BackingFile(opened, fd) as backing:
                 info = backing.info
+                status = os.fstat(fd)
+                device = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
                 return {
                     "file_system": "block device" if info.block_device else info.file_system,
+                    "device": f"{os.major(device)}:{os.minor(device)}",
                     "offset_align": info.offset_align,
                     "memory_align": info.memory_align,
                     "refusals": list(info.fastpath_refusals),

@@ -5,7 +5,7 @@ import math
 from typing import Final
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, FishComplete, add_completion_class
 
 from gpufs import __version__
 
@@ -29,6 +29,13 @@ COMMANDS: Final = {
     "doctor": "gpufs.cli.doctor",
     "mount-helper": "gpufs.cli.mount_helper",
 }
+
+
+@add_completion_class
+class _Fish(FishComplete):
+    """As click's, whose script cuts values and descriptions at their first comma."""
+
+    source_template = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')
 
 
 class _Commands(click.Group):

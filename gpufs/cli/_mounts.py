@@ -2,11 +2,16 @@
 
 import os
 import select
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from errno import EACCES, EPERM
+from typing import Any, NamedTuple
 
 from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
+from gpufs.cli._output import user_name
 
 
 def absolute(path: str) -> str:
@@ -61,6 +66,25 @@ def is_trusted(entry: mounting.MountEntry) -> bool:
     return entry.uid in (0, os.geteuid())
 
 
+def is_private(entry: mounting.MountEntry, failure: OSError) -> bool:
+    """Whether a mount did not answer because another user keeps it to himself."""
+    return failure.errno in (EACCES, EPERM) and entry.uid != os.geteuid()
+
+
+def private_text(entry: mounting.MountEntry) -> str:
+    """The state of such a mount, for people."""
+    return f"private (of {user_name(entry.uid)})"
+
+
+def silent(entries: Sequence[mounting.MountEntry], answers: Sequence[Any], *, named: bool) -> list[tuple[str, object]]:
+    """The mounts that did not answer, and why. Those that other users keep to themselves only if they are named."""
+    return [
+        (entry.mountpoint, private_text(entry) if is_private(entry, answer) else answer.strerror)
+        for entry, answer in zip(entries, answers, strict=True)
+        if isinstance(answer, OSError) and (named or not is_private(entry, answer))
+    ]
+
+
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:
     """The daemons of a mountpoint that this user may inspect, including those that hang or have lost their mount.
 
@@ -68,28 +92,65 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
     user can imitate it. With the ``entry`` of a mount: only its daemons, and not that of an earlier mount at the same
     path, which may still be in use. Without it: only processes of the caller.
     """
-    wanted = os.fsencode(mountpoint)
-    uid = os.geteuid() if entry is None else entry.uid
+    return [pid for pid in _processes() if _serves(pid, mountpoint, entry)]
+
+
+def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list["Process"]:
+    """As :func:`daemons`, with a hold on each."""
     found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{name}").st_uid != uid:
-                continue
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                words = file.read().rstrip(b"\0").split(b"\0")
-            if words[-1] != wanted or b"gpufs.daemon" not in words or not _same_namespace(name):
-                continue
-            held = [os.readlink(f"/proc/{name}/fd/{fd}") for fd in os.listdir(f"/proc/{name}/fd")]
-        except OSError:
-            continue
-        # The file of its counters is named after the mount. It is missing if the runtime directory is not writable.
-        served = {device for link in held if (device := statistics.device_of(os.path.basename(link)))}
-        if mounting.FUSE_DEVICE in held and (entry is None or not served or entry.device in served):
-            found.append(int(name))
+    for pid in daemons(mountpoint, entry):
+        with suppress(ProcessLookupError):
+            process = Process(pid, os.pidfd_open(pid))
+            if _serves(pid, mountpoint, entry):  # else another process has got the number
+                found.append(process)
+            else:
+                process.close()
     return found
 
 
-def _same_namespace(pid: str) -> bool:
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _serves(pid: int, mountpoint: str, entry: mounting.MountEntry | None) -> bool:
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != (os.geteuid() if entry is None else entry.uid):
+            return False
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().rstrip(b"\0").split(b"\0")
+        if words[-1] != os.fsencode(mountpoint) or b"gpufs.daemon" not in words or not _same_namespace(pid):
+            return False
+        held = _links(pid)
+    except OSError:
+        return False
+    # The counters' file is missing if the runtime directory is not writable.
+    served = _devices(held)
+    return mounting.FUSE_DEVICE in held and (entry is None or not served or entry.device in served)
+
+
+def _links(pid: int) -> list[str]:
+    """What the descriptors of a process are, without those that are closed at the same time. OSError."""
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
+
+
+def _devices(links: Iterable[str]) -> set[str]:
+    """The device numbers of the mounts whose counters are among the files: these are named after them."""
+    return {device for link in links if (device := statistics.device_of(os.path.basename(link)))}
+
+
+def devices_served(pid: int) -> set[str]:
+    """The device numbers of the mounts that a daemon serves, as far as they are known."""
+    try:
+        return _devices(_links(pid))
+    except OSError:
+        return set()
+
+
+def _same_namespace(pid: int) -> bool:
     """Whether a process shares our mount namespace. True if that is hidden from us."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
@@ -97,20 +158,48 @@ def _same_namespace(pid: str) -> bool:
         return True
 
 
+class Copy(NamedTuple):
+    """A copy of a mount in another mount namespace."""
+
+    pid: int  # one process of the namespace
+    program: str
+    mountpoint: str  # as that process sees it
+
+
+def copies(devices: Collection[str]) -> list[Copy]:
+    """Where other mount namespaces have mounts with these device numbers; one process of each, as far as we may see."""
+    asked = {os.readlink("/proc/self/ns/mnt")}
+    found = []
+    for pid in sorted(_processes()):
+        with suppress(OSError):
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace in asked:
+                continue
+            entry = next((one for one in mounting.mounts(str(pid)) if one.device in devices), None)
+            asked.add(namespace)
+            if entry is not None:
+                found.append(Copy(pid, _program(pid), entry.mountpoint))
+    return found
+
+
+def _program(pid: int) -> str:
+    with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
+        return file.read().strip()
+
+
 def users(mountpoint: str, most: int = 5) -> list[str]:
     """What keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
     found = [f"what is mounted at {path}" for path in mounting.mountpoints() if path.startswith(prefix)][:most]
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        if len(found) == most or pid == str(os.getpid()):
+    for pid in _processes():
+        if len(found) == most or pid == os.getpid():
             continue
         links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
         try:
             links += [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
             with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
                 mapped = prefix in file.read()
-            with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
-                name = file.read().strip()
+            name = _program(pid)
         except OSError:
             continue
         if mapped or any(_points_below(link, prefix) for link in links):
@@ -134,20 +223,29 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pids: Sequence[int], timeout: float) -> list[int]:
+class Process(NamedTuple):
+    """A process and a descriptor of it: a later process with the same number gets none of its signals."""
+
+    pid: int
+    fd: int
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal unless the process has ended. OSError EPERM for another user's."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.fd, number)
+
+    def close(self) -> None:
+        """Ends the hold."""
+        os.close(self.fd)
+
+
+def wait_for_end(processes: Sequence[Process], timeout: float) -> list[Process]:
     """Waits up to ``timeout`` seconds until the processes have ended; returns those that have not."""
     deadline = time.monotonic() + timeout
     left = []
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-                left.append(pid)
-        finally:
-            os.close(fd)
+    for process in processes:
+        poll = select.poll()
+        poll.register(process.fd, select.POLLIN)
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            left.append(process)
     return left

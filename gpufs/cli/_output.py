@@ -4,11 +4,13 @@ import json
 import pwd
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from gpufs.cli._errors import printable
 from gpufs.units import bytes_text as bytes_text
 from gpufs.units import rate_text as rate_text
+
+MOST_NAMES: Final = 5  # in one message
 
 
 def json_text(value: Any) -> str:
@@ -27,6 +29,12 @@ def age_text(seconds: float) -> str:
 def clock_text(seconds: float) -> str:
     """A time in seconds since 1970 for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for one line: "a, b, c, d, e and 7 more"."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def user_name(uid: int) -> str:

@@ -6,7 +6,7 @@ from typing import Final
 
 from gpufs.cli._activity import Reading, copy_key, file_key, rate
 from gpufs.cli._errors import printable
-from gpufs.cli._leases import mode, program
+from gpufs.cli._leases import mode, program, shown_path
 from gpufs.cli._output import age_text, bytes_text, rate_text, table_lines
 
 _BAR: Final = 20
@@ -47,7 +47,7 @@ def _bar(share: float) -> str:
 
 
 _Pairs = Sequence[tuple[Reading, Reading | None]]
-_DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "IS")
+_DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "DESCRIPTION")
 _COPY_HEADERS: Final = ("COPY TO", "FROM", "", "DONE", "RATE", "LEFT", "PROGRAM")
 _FILE_HEADERS: Final = ("BUSY FILE", "SIZE", "HELD", "READ", "WRITE")
 _LEASE_HEADERS: Final = ("LEASE", "PROGRAM", "MODE", "SIZE", "AGE")
@@ -110,7 +110,7 @@ def _files(pairs: _Pairs) -> list[tuple[str, ...]]:
 def _leases(now: Sequence[Reading]) -> list[tuple[str, ...]]:
     return [
         (
-            lease["path"],
+            shown_path(lease),
             program(lease),
             mode(lease),
             bytes_text(lease["bytes"]),

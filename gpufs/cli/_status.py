@@ -1,8 +1,9 @@
 """The status of mounts, as they report it, or as far as it is known without them."""
 
 import functools
+import os
 from collections.abc import Sequence
-from errno import EACCES, ECONNABORTED, ENOTCONN, EPERM, ETIMEDOUT
+from errno import ECONNABORTED, ENOTCONN, ETIMEDOUT
 from typing import Any, Final
 
 from gpufs import mounting
@@ -10,20 +11,14 @@ from gpufs.cli import _answers, _mounts
 from gpufs.cli._output import bytes_text
 
 # errno of reading the status file: state of the mount
-_STATES: Final = {
-    ENOTCONN: "dead",
-    ECONNABORTED: "dead",
-    EACCES: "no permission",
-    EPERM: "no permission",
-    ETIMEDOUT: "no answer",
-}
+_STATES: Final = {ENOTCONN: "dead", ECONNABORTED: "dead", ETIMEDOUT: "no answer"}
 
 
 def collect(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
     """The status of each mount, at most ``timeout`` seconds later. ``show`` makes what the command prints of one.
 
-    Every one has mountpoint, source, state ("ok", "dead", "no permission", "no answer" or "error"), error (text or
-    None), pid, driver and devices, None or an empty list where they are not known; one whose state is "ok"
+    Every one has mountpoint, source, state ("ok", "private", "dead", "no answer" or "error"), error (text or None),
+    pid, driver and devices, None or an empty list where they are not known; one whose state is "ok"
     has all that its `.gpufs/status` says.
     """
     questions = [functools.partial(_question, entry) for entry in entries]
@@ -54,13 +49,19 @@ def _question(entry: mounting.MountEntry) -> dict[str, Any]:
 
 def _unknown(entry: mounting.MountEntry, failure: OSError) -> dict[str, Any]:
     pids = _mounts.daemons(entry.mountpoint, entry)
-    basics = _basics(entry, _STATES.get(failure.errno or 0, "error"), failure.strerror)
-    return {**basics, "pid": pids[0] if len(pids) == 1 else None}
+    pid = pids[0] if len(pids) == 1 else None
+    state, text = _STATES.get(failure.errno or 0, "error"), failure.strerror
+    if _mounts.is_private(entry, failure):
+        state, text = "private", _mounts.private_text(entry)
+        if not pids and os.geteuid() == 0:  # which sees all processes
+            state, text = "dead", f"{text}: its process has died"
+    return {**_basics(entry, state, text), "pid": pid}
 
 
-def silent(found: Sequence[dict[str, Any]]) -> list[tuple[str, object]]:
-    """The mounts that did not answer, and why."""
-    return [(status["mountpoint"], status["error"]) for status in found if status["state"] != "ok"]
+def silent(found: Sequence[dict[str, Any]], *, named: bool) -> list[tuple[str, object]]:
+    """The mounts that did not answer, and why. Those that other users keep to themselves only if they are named."""
+    fine = ("ok",) if named else ("ok", "private")
+    return [(status["mountpoint"], status["error"]) for status in found if status["state"] not in fine]
 
 
 def memory(device: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) -> None
         print("\n".join(lines))
     elif not found:
         print("no gpufs is mounted")
-    _answers.finish(_status.silent(found), len(found), named=bool(mountpoints))
+    _answers.finish(_status.silent(found, named=bool(mountpoints)), len(found), named=bool(mountpoints))
 
 
 def _devices(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,5 +65,5 @@ def _lines(statuses: Sequence[dict[str, Any]]) -> list[str]:
                     text(device.get("description")),
                 )
             )
-    headers = ("DEVICE", "SIZE", "USED", "FREE", "USE%", "FILES", "IS")
+    headers = ("DEVICE", "SIZE", "USED", "FREE", "USE%", "FILES", "DESCRIPTION")
     return table_lines(headers, rows, right=frozenset({1, 2, 3, 4, 5})) + _quotas.limits(statuses) if rows else []

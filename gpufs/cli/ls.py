@@ -3,7 +3,7 @@
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,20 +28,22 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     """List files on mounts: device, size, memory held, leases, last use and owner.
 
     Of the given PATHs, files or directories, or of the device directories of all mounts. HELD is what `du` counts: less
-    than the size if the file has holes, more while memory is preallocated. LAST USE is the later of the last read and
-    the last write that the kernel has noted; with relatime it notes about one read a day. LEASES are those that you may
-    see (`gpufs leases`).
+    than the size if the file has holes, more while memory is preallocated. A directory shows the sums of all files
+    below it. LAST USE is the later of the last read and the last write that the kernel has noted; with relatime it
+    notes about one read a day. LEASES are those that you may see (`gpufs leases`).
     """
     entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
     whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
     asked = [whole[device] for device in {entry.device for entry in entries} if device in whole]
-    found = dict(zip((entry.device for entry in asked), _leases.collect(asked, timeout), strict=True))
+    answers = _leases.collect(asked, timeout)
+    for mountpoint, reason in _mounts.silent(asked, answers, named=bool(paths)):
+        complain(f"{mountpoint}: {reason}")
+    found = dict(zip((entry.device for entry in asked), answers, strict=True))
     leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     answering = []
     for entry in entries:
         answer = found.get(entry.device, [])
         if isinstance(answer, OSError):
-            complain(f"{entry.mountpoint}: {answer.strerror}")
             continue
         answering.append(entry)
         for lease in answer:
@@ -49,7 +51,7 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     roots = _below(paths, answering) if paths else [entry.mountpoint for entry in answering]
     by_device = {entry.st_dev: entry for entry in answering}
     rows = [
-        _row(path, status, by_device[status.st_dev], leases.get((status.st_dev, status.st_ino), []))
+        _row(path, status, by_device[status.st_dev], leases)
         for root in roots
         for path, status in _files(root, recursive=recursive)
         if status.st_dev in by_device
@@ -103,19 +105,30 @@ def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]
             yield root, status
         return
     roots = {entry.mountpoint for entry in mounting.mounts() if entry.root == "/"}
-    for folder, directories, names in os.walk(root, onerror=_not_listed):
-        directories.sort()
-        if folder in roots:
-            directories[:] = [name for name in directories if name.startswith("gpu")]
+    device = status.st_dev  # what is mounted below is not listed
+    left = [root]  # a stack: directories may be nested more deeply than functions may
+    while left:
+        folder = left.pop()
+        below = []
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            _not_listed(error)
             continue
-        for name in sorted(names if recursive else names + directories):
+        for name in names:
             path = os.path.join(folder, name)
             with suppress(OSError):  # removed by now
                 status = os.lstat(path)
-                if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+                is_directory = stat.S_ISDIR(status.st_mode)
+                if folder in roots:
+                    if is_directory and name.startswith("gpu"):
+                        below.append(path)
+                    continue
+                if stat.S_ISREG(status.st_mode) or (is_directory and not recursive):
                     yield path, status
-        if not recursive:
-            directories.clear()
+                if is_directory and recursive and status.st_dev == device:
+                    below.append(path)
+        left += reversed(below)
 
 
 def _not_listed(error: OSError) -> None:
@@ -123,17 +136,25 @@ def _not_listed(error: OSError) -> None:
 
 
 def _row(
-    path: str, status: os.stat_result, entry: mounting.MountEntry, leases: Sequence[dict[str, Any]]
+    path: str,
+    status: os.stat_result,
+    entry: mounting.MountEntry,
+    leases: Mapping[tuple[int, int], Sequence[dict[str, Any]]],
 ) -> dict[str, Any]:
+    """What is printed of a file; of a directory the sums of the files below it, each counted once."""
     first = os.path.relpath(path, entry.mountpoint).partition("/")[0]
     is_file = stat.S_ISREG(status.st_mode)
+    files = {(status.st_dev, status.st_ino): status}
+    if not is_file:
+        files = {(one.st_dev, one.st_ino): one for _, one in _files(path, recursive=True)}
+    used = [lease for file in files for lease in leases.get(file, ())]
     return {
         "path": path,
         "type": "file" if is_file else "directory",
         "device": first if first.startswith("gpu") else None,
-        "size": status.st_size if is_file else None,
-        "held_bytes": status.st_blocks * _BLOCK if is_file else None,
-        "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in leases],
+        "size": sum(one.st_size for one in files.values()),
+        "held_bytes": sum(one.st_blocks for one in files.values()) * _BLOCK,
+        "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],
         "last_use": max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,
         "owner": user_name(status.st_uid),

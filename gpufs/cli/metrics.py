@@ -50,6 +50,8 @@ def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) ->
         raise Failure(f"--listen: {listen} is not ADDRESS:PORT, for example localhost:9400", 2)
     try:
         _, serving = start_http_server(int(port), host.strip("[]"), prometheus.registry(read))
+    except UnicodeError:  # such as a name with an empty part
+        raise Failure(f"--listen: {host!r} is not an address", 2) from None
     except OSError as error:
         raise Failure(f"--listen {listen}: {error.strerror}") from None
     serving.join()

@@ -46,15 +46,26 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
     mount(mountpoint, chosen, flags=given.flags)
 
 
-def mount(path: str, chosen: config.Settings, source: str = "gpufs", flags: tuple[str, ...] = ()) -> None:
-    """Mounts at a path. Raises Failure or ConfigError, with one line each."""
+def mount(
+    path: str,
+    chosen: config.Settings,
+    source: str = "gpufs",
+    flags: tuple[str, ...] = (),
+    *,
+    non_empty: bool | None = None,
+) -> None:
+    """Mounts at a path. Raises Failure or ConfigError, with one line each.
+
+    ``non_empty``: whether the directory may have files; by default as ``chosen`` says.
+    """
     mountpoint = _mounts.absolute(path)
     for line in config.unknown_variables():
         complain(line)
     config.check_host(chosen.values)
     request = MountRequest(mountpoint, source, dict(chosen.values), flags)
     try:
-        launching.check_mountpoint(path, mountpoint)
+        allowed = chosen["allow_non_empty"] if non_empty is None else non_empty
+        launching.check_mountpoint(path, mountpoint, non_empty=allowed)
         if request.foreground:
             sys.stdout.flush()
             launching.run_in_foreground(request)

@@ -50,7 +50,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
         if given.remount:
             _remount(mountpoint, given, chosen)
         else:
-            mount(mountpoint, chosen, source, given.flags)
+            mount(mountpoint, chosen, source, given.flags, non_empty=True)  # as mount(8) does for all types
     except config.ConfigError as error:
         raise Failure(str(error), _WRONG_USE) from None
     except Failure as error:

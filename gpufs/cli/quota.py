@@ -74,7 +74,7 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) ->
     entries = _mounts.chosen(mountpoints)
     found = _status.collect(entries, lambda status: _quotas.lines(_quotas.of_status(status)), timeout)
     quotas = [quota for status in found for quota in _quotas.of_status(status)]
-    silent = _status.silent(found)
+    silent = _status.silent(found, named=bool(mountpoints))
     if as_json:
         print(json_text(quotas))
     elif quotas:

@@ -19,7 +19,8 @@ from gpufs.cli._status import memory, text
     "--check",
     is_flag=True,
     help="Print one line. Exit with 0 if the mount answers and its devices are in service, otherwise with 1. Without "
-    "MOUNTPOINT: every mount of this machine, and at least one.",
+    "MOUNTPOINT: every mount of this machine, and at least one. Of another user's private mount only root checks more "
+    "than that it exists: that its process lives.",
 )
 @timeout_option(config.STATUS_TIMEOUT)
 def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) -> None:
@@ -59,12 +60,18 @@ def _verdict(found: list[dict[str, Any]]) -> str:
     if not found:
         raise Failure("no gpufs is mounted")
     for status in found:
-        if status["state"] != "ok":
+        if status["state"] not in ("ok", "private"):
             raise Failure(f"{status['mountpoint']}: {status['error']}")
         for device in status["devices"]:
             if device.get("health") not in ("good", None):
                 raise Failure(f"{status['mountpoint']}: {device['name']}: {device['health']}")
-    return ", ".join(f"{printable(one['mountpoint'])} ok ({len(one['devices'])} x {one['driver']})" for one in found)
+    return ", ".join(printable(f"{status['mountpoint']} {_state(status)}") for status in found)
+
+
+def _state(status: dict[str, Any]) -> str:
+    if status["state"] == "private":
+        return str(status["error"])
+    return f"ok ({len(status['devices'])} x {status['driver']})"
 
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:
@@ -72,7 +79,7 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
     known = status["state"] == "ok"
     return (
         status["mountpoint"],
-        status["state"],
+        status["error"] if status["state"] == "private" else status["state"],
         text(status["pid"]),
         text(status["driver"]),
         str(len(devices)) if known else "-",
@@ -94,6 +101,6 @@ def _details(status: dict[str, Any]) -> list[str]:
             (device["name"], *memory(device), *(text(device.get(key)) for key in ("files", "health", "description")))
             for device in status["devices"]
         ]
-        headers = ("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "IS")
+        headers = ("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "DESCRIPTION")
         lines += ["", *table_lines(headers, rows, right=frozenset({1, 2, 3, 4}))]
     return lines + _quotas.limits([status])

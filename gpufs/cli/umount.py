@@ -2,7 +2,11 @@
 
 import functools
 import os
+import shlex
 import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from errno import EBUSY, EINVAL, EPERM
 from typing import Any
 
@@ -12,8 +16,10 @@ from gpufs import config, mounting, statistics
 from gpufs.cli import _answers, _leases, _mounts
 from gpufs.cli._errors import Failure, complain
 from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli._output import listed
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+_COPY_GRACE = 1.0  # seconds for the daemon to end where another mount namespace has a copy of the mount
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
 
 
@@ -56,37 +62,39 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         _end_left_over(path, missing, force=force, timeout=timeout)
         return
     mountpoint = entry.mountpoint
-    pids = _mounts.daemons(mountpoint, entry)
-    if force and not pids and _is_bound(entry):
-        force, lazy = False, True  # cutting the connection would end the mount, with all its files
-    leases = _leases_of(entry, pids, timeout)
-    if force:
-        _signal(pids, signal.SIGTERM)
-        # A stopped process does not handle SIGTERM.
-        _mounts.wait_for_end([pid for pid in pids if not _mounts.is_stopped(pid)], min(_GRACE, timeout))
-        if _is_mounted(mountpoint):
-            mounting.abort(entry)
-            _unmount(mountpoint, force=True, lazy=lazy)
-    else:
-        _unmount(mountpoint, force=False, lazy=lazy)
-    for lease in leases:
-        if lease["mode"] == "registered":
-            continue  # its program has the memory, and the file is gone
-        complain(f"{path}: still attached: {_leases.named(lease)}: the memory is released when that program ends")
-    if lazy and not force:
-        return
-    # After --force the connection is aborted and the files are gone: SIGKILL loses nothing.
-    left = _kill(pids, timeout) if force else _mounts.wait_for_end(pids, timeout)
-    # In another process: the user who mounted owns the folder, and its file system may not answer.
-    _answers.ask([functools.partial(statistics.remove_dead, entry.device, entry.uid)], str, timeout)
-    if left:
-        text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
-        raise Failure(text if force else f"{text} (--force ends it)")
+    with _daemons(mountpoint, entry) as daemons:
+        if force and not daemons and _is_bound(entry):
+            force, lazy = False, True  # cutting the connection would end the mount, with all its files
+        leases = _leases_of(entry, daemons, timeout)
+        if force:
+            _signal(daemons, signal.SIGTERM)
+            _wait(daemons, min(_GRACE, timeout))
+            if _is_mounted(mountpoint):
+                mounting.abort(entry)
+                _unmount(mountpoint, force=True, lazy=lazy)
+        else:
+            _unmount(mountpoint, force=False, lazy=lazy)
+        # The file of registered memory is gone, and its program has the memory.
+        for text in _leases.by_program([lease for lease in leases if lease["mode"] != "registered"]):
+            complain(f"{path}: still attached: {text}: the memory is released when that program ends")
+        if lazy and not force:
+            return
+        # After --force the connection is aborted and the files are gone: SIGKILL loses nothing.
+        left = _kill(daemons, timeout) if force else _wait_unless_copied(daemons, {entry.device}, timeout)
+        # In another process: the user who mounted owns the folder, and its file system may not answer.
+        _answers.ask([functools.partial(statistics.remove_dead, entry.device, entry.uid)], str, timeout)
+        if left and force:
+            raise Failure(f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds")
+        if left and (copied := _copies({entry.device})):
+            raise Failure(f"{path}: unmounted here, but {copied}")
+        if left:
+            text = f"{path}: unmounted, but {_named(left)} has not ended within {timeout:g} seconds"
+            raise Failure(f"{text} (--force ends it)")
 
 
-def _leases_of(entry: mounting.MountEntry, pids: list[int], timeout: float) -> list[dict[str, Any]]:
+def _leases_of(entry: mounting.MountEntry, daemons: Sequence[_mounts.Process], timeout: float) -> list[dict[str, Any]]:
     """The mount's leases, none if it does not answer. A stopped daemon is not asked: that would keep the mount busy."""
-    if not pids or any(map(_mounts.is_stopped, pids)):
+    if not daemons or any(_mounts.is_stopped(daemon.pid) for daemon in daemons):
         return []
     (leases,) = _leases.collect([entry], min(timeout, _LEASES_TIMEOUT))
     return [] if isinstance(leases, OSError) else leases
@@ -94,29 +102,71 @@ def _leases_of(entry: mounting.MountEntry, pids: list[int], timeout: float) -> l
 
 def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:
     """Ends the daemon of a mount that is no longer visible. Raises ``missing`` if there is none."""
-    pids = _mounts.daemons(_mounts.absolute(path))
-    if not force:
-        pids = _mounts.wait_for_end(pids, min(_GRACE, timeout))
-    if not pids:
-        raise missing
-    if not force:
-        raise Failure(
-            f"{path}: no gpufs is mounted there any more, but {_named(pids)} serves a detached mount in use "
-            "(--force ends it)"
-        )
-    _signal(pids, signal.SIGTERM)
-    if left := _kill(pids, timeout):
-        raise Failure(f"{path}: {_named(left)} has not ended")
+    with _daemons(_mounts.absolute(path)) as daemons:
+        devices = {device for daemon in daemons for device in _mounts.devices_served(daemon.pid)}
+        left = daemons if force else _wait_unless_copied(daemons, devices, min(_GRACE, timeout))
+        if not left:
+            raise missing
+        if not force:
+            text = f"{path}: no gpufs is mounted there any more, but "
+            if copied := _copies(devices):
+                raise Failure(text + copied)
+            raise Failure(f"{text}{_named(left)} serves a detached mount in use (--force ends it)")
+        _signal(left, signal.SIGTERM)
+        if left := _kill(left, timeout):
+            raise Failure(f"{path}: {_named(left)} has not ended")
 
 
-def _named(pids: list[int]) -> str:
-    return f"its process ({', '.join(map(str, pids))})"
+@contextmanager
+def _daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> Iterator[list[_mounts.Process]]:
+    """The daemons of a mountpoint, which are held so long."""
+    found = _mounts.open_daemons(mountpoint, entry)
+    try:
+        yield found
+    finally:
+        for daemon in found:
+            daemon.close()
 
 
-def _kill(pids: list[int], timeout: float) -> list[int]:
+def _named(processes: Sequence[_mounts.Process]) -> str:
+    return f"its process ({', '.join(str(process.pid) for process in processes)})"
+
+
+def _copies(devices: set[str]) -> str:
+    """What other mount namespaces have of a mount, and how to end that; empty if nothing is known."""
+    found = _mounts.copies(devices)
+    if not found:
+        return ""
+    first = found[0]
+    holders = listed([f"{copy.program} ({copy.pid})" for copy in found])
+    command = f"nsenter -t {first.pid} -m umount {shlex.quote(first.mountpoint)}"
+    if len(found) == 1:
+        text = f"{holders} has a copy of it in another mount namespace: {command} ends that"
+    else:
+        text = f"{holders} have copies of it in other mount namespaces: {command} ends the first"
+    return f"{text}, --force ends the mount"
+
+
+def _wait_unless_copied(
+    daemons: Sequence[_mounts.Process], devices: set[str], timeout: float
+) -> Sequence[_mounts.Process]:
+    """Waits for the daemons. Briefly if other mount namespaces have copies of the mount: these can stay for days."""
+    start = time.monotonic()
+    left = _mounts.wait_for_end(daemons, min(_COPY_GRACE, timeout))
+    if left and not _mounts.copies(devices):
+        left = _mounts.wait_for_end(left, timeout - (time.monotonic() - start))
+    return left
+
+
+def _wait(processes: Sequence[_mounts.Process], timeout: float) -> list[_mounts.Process]:
+    """Waits for processes that got SIGTERM, which a stopped one does not handle. Returns those that have not ended."""
+    stopped = [process for process in processes if _mounts.is_stopped(process.pid)]
+    return stopped + _mounts.wait_for_end([process for process in processes if process not in stopped], timeout)
+
+
+def _kill(processes: Sequence[_mounts.Process], timeout: float) -> list[_mounts.Process]:
     """Waits for processes that got SIGTERM, then sends SIGKILL. Returns those that have still not ended."""
-    left = [pid for pid in pids if _mounts.is_stopped(pid)]
-    left += _mounts.wait_for_end([pid for pid in pids if pid not in left], min(_GRACE, timeout))
+    left = _wait(processes, min(_GRACE, timeout))
     _signal(left, signal.SIGKILL)
     return _mounts.wait_for_end(left, max(_GRACE, timeout))  # freeing its memory can take long
 
@@ -150,13 +200,10 @@ def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
         raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
 
 
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
+def _signal(processes: Sequence[_mounts.Process], number: signal.Signals) -> None:
+    for process in processes:
         try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass
+            process.signal(number)
         except PermissionError:
-            raise Failure(
-                f"process {pid} serves the mount and belongs to another user: only that user and root may end it"
-            ) from None
+            text = "serves the mount and belongs to another user: only that user and root may end it"
+            raise Failure(f"process {process.pid} {text}") from None

@@ -19,8 +19,6 @@ _View: TypeAlias = memoryview  # whose name is also a method's
 
 _HOST: Final = "host"
 _WORD: Final = 8  # the strictest alignment of an element in bytes
-# The driver's kind of device in DLPack.
-_DLPACK_KINDS: Final = {_HOST: 1, "cuda": 2, "hip": 10}
 _CUDA_ARRAY_VERSION: Final = 3
 _ARRAY_VERSION: Final = 3
 
@@ -40,7 +38,7 @@ class DeviceArray:
     path : str
         The file's name when it was attached.
     mode : str
-        "r" (the memory is mapped read-only) or "r+".
+        "r" (the memory is mapped read-only), "r+", or "c" (what is written stays in this program).
     private : bool
         Whether it is a copy of the file's contents, made because this program may not write to the file.
 
@@ -291,8 +289,10 @@ class DeviceArray:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """The kind of device in DLPack's numbers, and its number in this process."""
+        from gpufs.engine._dlpack import KIND_OF_DRIVER
+
         attached = self._open()
-        return _DLPACK_KINDS[attached.driver], 0 if attached.driver == _HOST else attached.mapping.device
+        return KIND_OF_DRIVER[attached.driver], 0 if attached.driver == _HOST else attached.mapping.device
 
     def __dlpack__(
         self,

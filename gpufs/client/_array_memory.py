@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-# Kinds of devices in DLPack: CUDA, ROCm, CUDA's managed memory; and the host's memory, plain or pinned for these.
-_ON_DEVICE: Final = (2, 10, 13)
-_ON_HOST: Final = (1, 3, 11)
 _NOT_CONTIGUOUS: Final = "the array is not contiguous: register a contiguous copy, or the array that it is a view of"
 
 
@@ -87,10 +84,13 @@ def _check_contiguous(shape: tuple[int, ...], strides: Iterable[int] | None, ite
 
 def _of_dlpack(array: Any) -> ArrayMemory:
     from gpufs.engine._arrays import read_dlpack
+    from gpufs.engine._dlpack import DRIVER_OF_KIND
 
     kind = int(array.__dlpack_device__()[0])
-    if kind not in (*_ON_DEVICE, *_ON_HOST):
+    if kind not in DRIVER_OF_KIND:
         raise ValueError(f"memory of a device of DLPack's kind {kind} cannot be shared")
     _, found = read_dlpack(array, writable=False)
     # The capsule as well: the array's own memory may be another.
-    return ArrayMemory(found.address, found.bytes, kind in _ON_DEVICE, not found.read_only, (array, found.keep))
+    return ArrayMemory(
+        found.address, found.bytes, DRIVER_OF_KIND[kind] != "host", not found.read_only, (array, found.keep)
+    )

@@ -10,11 +10,11 @@ import weakref
 from typing import TYPE_CHECKING, Final
 
 from gpufs import protocol
-from gpufs.client import _ends, _find
+from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
-from gpufs.client._link import Link, link_to
+from gpufs.client._connection import Connection
 from gpufs.client._outcome import text_of
-from gpufs.protocol import READ, READ_WRITE
+from gpufs.protocol import COPY_ON_WRITE, MODES, READ, READ_WRITE
 
 if TYPE_CHECKING:
     from gpufs.engine import Mapping, SharedPiece
@@ -31,7 +31,9 @@ _DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECON
 class Attachment:
     """The memory of one file, mapped into this process, and its lease. Both end when nothing refers to this object."""
 
-    def __init__(self, path: str, mode: str, connection: Link, mapping: Mapping, answer: protocol.Attached) -> None:
+    def __init__(
+        self, path: str, mode: str, connection: Connection, mapping: Mapping, answer: protocol.Attached
+    ) -> None:
         self.path = path
         self.mode = mode
         self.driver = answer.driver
@@ -55,10 +57,12 @@ class Attachment:
             self.size = answer.size
 
 
-def _end(process: int, mapping: Mapping, connection: Link, number: int) -> None:
+def _end(process: int, mapping: Mapping, connection: Connection, number: int) -> None:
     if os.getpid() == process:  # else this is a forked child, whose copies of the parent's objects end nothing
-        mapping.close()
-        connection.detach(number)
+        try:
+            mapping.close()
+        finally:
+            connection.detach(number)
 
 
 def _failure(error: OSError, path: str) -> OSError:
@@ -88,14 +92,15 @@ def _open_file(path: str, mode: str) -> int:
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
     try:
         status = os.fstat(named)
-        if status.st_dev not in _find.mounts_by_device():
+        if status.st_dev not in _daemons.mounts_by_device():
             raise OSError(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         try:
-            return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC)
+            if mode != COPY_ON_WRITE:
+                return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             if mode == READ_WRITE or error.errno not in _READ_ONLY:
                 raise
@@ -119,6 +124,8 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
         "r" maps the memory read-only. A program that may not write to the file gets a private copy in GPU memory,
         unless the mount has the knob ``trust_readers``: a GPU's driver cannot forbid writing. The same holds for a
         small file (less than a granule, 2 MiB). "r+" maps it for reading and writing and allocates the file's holes.
+        "c" (copy on write, as in numpy.memmap) lets this program write, and nobody else sees it: a page of host memory
+        is copied when it is written to, memory of a GPU is copied at once.
     reserve
         Bytes of addresses to reserve for the file's growth, seen after `DeviceArray.refresh`. None: four times the
         size, and at least 1 GiB.
@@ -135,22 +142,22 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
         ``backing`` or ``.gpufs``), ENODATA for holes with mode "r", ENOSPC if there is no memory for holes or a copy,
         ENOTCONN if the mount's daemon has died.
     ValueError
-        ``mode`` is neither "r" nor "r+", or ``reserve`` is less than the file's size.
+        ``mode`` is none of "r", "r+" and "c", or ``reserve`` is less than the file's size.
 
     Examples
     --------
     >>> weights = gpufs.attach("/mnt/gpufs/gpu0/weights")  # doctest: +SKIP
     >>> tensor = torch.from_dlpack(weights.view("bfloat16", (4096, -1)))  # doctest: +SKIP
     """
-    if mode not in (READ, READ_WRITE):
-        raise ValueError(f"mode: {mode!r} is neither 'r' nor 'r+'")
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
     name = os.fsdecode(path)
     try:
         fd = _open_file(name, mode)
     except OSError as error:
         raise _failure(error, name) from None
     try:
-        connection = link_to(os.fstat(fd).st_dev)
+        connection = _daemons.shared_connection(os.fstat(fd).st_dev)
         answer, pieces = connection.attach(fd, mode)
     except OSError as error:
         raise _failure(error, name) from None
@@ -162,7 +169,7 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
 def _map(
     path: str,
     mode: str,
-    connection: Link,
+    connection: Connection,
     answer: protocol.Attached,
     pieces: list[SharedPiece],
     reserve: int | None,
@@ -177,7 +184,8 @@ def _map(
             wanted = max(_RESERVE_FACTOR * answer.size, _LEAST_RESERVE) if reserve is None else reserve
             wanted = max(-(-wanted // _GRANULE), 1) * _GRANULE
             try:
-                mapping = Mapping(answer.driver, answer.pci_address, writable=mode == READ_WRITE, reserve=wanted)
+                writable, private = mode == READ_WRITE, mode == COPY_ON_WRITE
+                mapping = Mapping(answer.driver, answer.pci_address, writable=writable, private=private, reserve=wanted)
             except OSError as error:
                 raise _failure(error, path) from None
         except BaseException:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
-from gpufs.client import _ends, _find
+from gpufs.client import _daemons, _ends
 from gpufs.client._connection import Cancellation
-from gpufs.client._connections import Connections
+from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._job import CopyJob, Fastpath, Settings
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
@@ -43,7 +43,7 @@ class Copier:
     ) -> None:
         if fastpath not in ("auto", "off", "require"):
             raise ValueError(f"fastpath: {fastpath!r} is not one of auto, off, require")
-        connections = Connections(required=fastpath == "require", notice=notice)
+        connections = IdleConnections(required=fastpath == "require", notice=notice)
         self._settings = Settings(fastpath, fsync, verify, preserve, partial, connections)
 
     def close(self) -> None:
@@ -80,7 +80,6 @@ class Copier:
         cancel: Cancellation | None = None,
     ) -> CopyResult:
         """As :meth:`copy_file`, for names in directories that are open."""
-        self._settings.connections.after_fork()
         if progress is not None and not callable(progress):
             raise TypeError(f"progress: {progress!r} cannot be called")
         if cancel is not None:
@@ -112,7 +111,6 @@ class Copier:
         """
         from gpufs.client._fan_out import FanOut
 
-        self._settings.connections.after_fork()
         return FanOut(self._settings, source, destinations, progress, cancel).run()
 
     def copy_from_stream(
@@ -141,7 +139,7 @@ class Copier:
         *,
         stream: bool = False,
     ) -> CopyResult:
-        mounts = _find.mounts_by_device()
+        mounts = _daemons.mounts_by_device()
         try:
             with destination.located() as located:
                 job = CopyJob.open(self._settings, source, located, source_fd, before, mounts, stream=stream)
@@ -163,7 +161,7 @@ class Copier:
         """Copies a file into a pipe, or another open file, whose descriptor stays the caller's."""
         source_fd, before = _ends.open_source(source)
         try:
-            mounts = _find.mounts_by_device()
+            mounts = _daemons.mounts_by_device()
             if before.st_dev not in mounts:
                 raise CopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
             after = os.fstat(destination_fd)
@@ -185,7 +183,7 @@ class Copier:
 
         Waits for the memory of files on a mount that have just been removed.
         """
-        self._settings.check_room(fd, needed, _find.mounts_by_device(), cancel)
+        self._settings.check_room(fd, needed, _daemons.mounts_by_device(), cancel)
 
 
 def copy(
@@ -214,7 +212,7 @@ def copy(
     source = os.fsdecode(source)
     destination = _file_in(os.fsdecode(destination), source)
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warn
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
     ) as copier:
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
 
@@ -268,7 +266,7 @@ def copy_to_each(
     if not names:
         raise ValueError("destinations: there are none")
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warn
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
     ) as copier:
         outcomes = copier.copy_to_each(
             Entry.of(source), [Entry.of(name) for name in names], progress=progress, cancel=cancel
@@ -284,7 +282,15 @@ def _file_in(destination: str, source: str) -> str:
     return os.path.join(destination, os.path.basename(source)) if os.path.isdir(destination) else destination
 
 
-def _warn(text: str) -> None:
-    import warnings
+def warning_here() -> Callable[[str], None]:
+    """A function that warns of the line which calls this function's caller. Copies call it from any thread."""
+    frame = sys._getframe(2)
+    file, line, names = frame.f_code.co_filename, frame.f_lineno, frame.f_globals
 
-    warnings.warn(text, RuntimeWarning, stacklevel=sys.maxsize)
+    def warn(text: str) -> None:
+        import warnings
+
+        registry = names.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, RuntimeWarning, file, line, names.get("__name__"), registry)
+
+    return warn

@@ -9,7 +9,7 @@ from errno import ENOTDIR
 from typing import Any
 
 from gpufs.client._connection import Cancellation
-from gpufs.client._copy import Copier, _warn
+from gpufs.client._copy import Copier, warning_here
 from gpufs.client._outcome import CopyError, CopyResult
 
 
@@ -62,7 +62,7 @@ def copy_files(
     if len(ends) < len(paths):
         raise ValueError("sources: two of them have one name, and would be one file in the directory")
     cancel = Cancellation()
-    with Copier(notice=_warn, **options) as copier, ThreadPoolExecutor(jobs) as pool:
+    with Copier(notice=warning_here(), **options) as copier, ThreadPoolExecutor(jobs) as pool:
 
         def copy(end: str) -> CopyResult | CopyError:
             try:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from gpufs.client import _ends, _find
+from gpufs.client import _daemons, _ends
 from gpufs.client._connection import Cancellation
 from gpufs.client._job import CopyJob, Settings
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
@@ -65,7 +65,9 @@ class FanOut:
             return [error] * len(self._destinations)
         with self._opened as opened:
             opened.callback(close_all, (source_fd,))
-            mounts = _find.mounts_by_device()
+            # A failure cancels these copies, but not others of the caller's that have the same object.
+            self._cancel = opened.enter_context(self._cancel.follower())
+            mounts = _daemons.mounts_by_device()
             groups: dict[int, list[tuple[int, CopyJob]]] = defaultdict(list)
             seen: set[tuple[int, int]] = set()
             for place, destination in enumerate(self._destinations):
@@ -120,7 +122,7 @@ class FanOut:
         with ThreadPoolExecutor(len(batch)) as pool:
             try:
                 return list(pool.map(self._copy, batch))
-            except KeyboardInterrupt:
+            except BaseException:
                 self._cancel.cancel()
                 raise
 
@@ -141,7 +143,8 @@ class FanOut:
             )
             self._outcomes[place] = failure
             return None
-        except BaseException:
+        except BaseException:  # for example by progress()
+            self._cancel.cancel()
             close_all((fd,))
             raise
         finally:

@@ -26,7 +26,7 @@ _DESCRIPTOR: Final = 1
 
 _LIBRARIES: Final = {
     "cuda": ("libcuda.so.1",),
-    "hip": ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"),
+    "hip": ("libamdhip64.so.8", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"),
 }
 _PREFIXES: Final = {"cuda": "cu", "hip": "hip"}
 _NOT_SHAREABLE: Final = (

@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 from gpufs.client import _ends, _room
 from gpufs.client._connection import Cancellation
-from gpufs.client._connections import Connections
+from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
@@ -69,7 +69,7 @@ class Settings:
     verify: bool
     preserve: bool
     partial: bool
-    connections: Connections
+    connections: IdleConnections
     patience: float = _SPACE_SECONDS
 
     def check_room(self, fd: int, needed: int, mounts: Mounts, cancel: Cancellation | None) -> None:
@@ -80,7 +80,7 @@ class Settings:
         here = mounts.get(os.fstat(fd).st_dev, [])
         waited = False
         while text := _room.shortage(fd, needed, here):
-            if self.patience <= 0 or not here:
+            if self.patience <= 0 or not here or _room.exceeds_all(fd, needed):
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
             if cancel is not None and cancel.cancelled:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

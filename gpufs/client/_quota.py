@@ -7,8 +7,7 @@ import os
 from typing import Final
 
 from gpufs import protocol
-from gpufs.client import _find
-from gpufs.client._connection import Connection
+from gpufs.client import _daemons
 from gpufs.protocol.statx import identity
 
 MOST: Final = protocol.MAX_OFFSET
@@ -25,11 +24,11 @@ def set_quota(directory: str, uid: int | None, limit: int) -> None:
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         device = identity(fd).device
-        mounts = _find.mounts_by_device().get(device)
+        mounts = _daemons.mounts_by_device().get(device)
         if mounts is None:
             raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
         # It gets the descriptor of its own directory and nothing else.
-        with Connection(_find.connect(device, mounts, trusting=True)) as daemon:
+        with _daemons.connect(device, mounts, trusting=True) as daemon:
             daemon.request(protocol.SetQuota(1, uid, limit), (fd,))
     finally:
         os.close(fd)

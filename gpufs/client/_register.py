@@ -9,16 +9,16 @@ import threading
 from contextlib import suppress
 from typing import Any, Final, Self
 
-from gpufs.client import _find
+from gpufs.client import _daemons
 from gpufs.client._array_memory import ArrayMemory, memory_of
+from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
-from gpufs.client._link import Link, link_to
 from gpufs.client._shared_memory import Share, share_host_memory
 from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType
 
 _STATUS: Final = ".gpufs/status"
 
-# Those that have not been closed: the links and the arrays of these stay, also where the program drops them.
+# Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
 _registrations: set[Registration] = set()
 
 
@@ -33,10 +33,10 @@ class Registration:
         Its size in bytes.
     """
 
-    def __init__(self, link: Link, number: int, path: str, memory: ArrayMemory) -> None:
+    def __init__(self, connection: Connection, number: int, path: str, memory: ArrayMemory) -> None:
         self.path = path
         self.nbytes = memory.size
-        self._link = link
+        self._connection = connection
         self._number = number
         self._memory: ArrayMemory | None = memory  # kept allocated
         self._lock = threading.Lock()
@@ -57,8 +57,8 @@ class Registration:
         Raises
         ------
         OSError
-            ETIMEDOUT: a copy from or to the file does not end, for example because a disk hangs. The memory must stay
-            allocated; close() can be called again.
+            ETIMEDOUT: a copy from or to the file does not end, for example because a disk hangs. ENOMEM: the daemon
+            has no thread for it. The memory must stay allocated; close() can be called again.
         """
         if self._pid != os.getpid():
             return  # a forked child: the registration is its parent's
@@ -66,9 +66,9 @@ class Registration:
             if self._memory is None:
                 return
             try:
-                self._link.unregister(self._number)
+                self._connection.unregister(self._number)
             except OSError as error:
-                if error.errno == errno.ETIMEDOUT:
+                if error.errno in (errno.ETIMEDOUT, errno.ENOMEM):
                     raise OSError(error.errno, error.strerror, self.path) from None
                 # Otherwise the daemon has ended, and with it its use of the memory.
             _registrations.discard(self)
@@ -130,17 +130,17 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     device = os.stat(directory).st_dev
-    mounts = _find.mounts_by_device().get(device)
+    mounts = _daemons.mounts_by_device().get(device)
     if mounts is None:
         raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
-        link = link_to(device)
-        if not link.driver:
+        connection = _daemons.shared_connection(device)
+        if not connection.driver:
             with open(os.path.join(mounts[0].mountpoint, _STATUS)) as file:
-                link.driver = json.load(file)["driver"]
-        share = _share(memory, link.driver)
+                connection.driver = json.load(file)["driver"]
+        share = _share(memory, connection.driver)
         try:
-            return _create(link, share, name, mode, memory, kind)
+            return _create(connection, share, name, mode, memory, kind)
         finally:
             share.close()
     except OSError as error:
@@ -160,7 +160,7 @@ def _share(memory: ArrayMemory, driver: str) -> Share:
 
 
 def _create(
-    link: Link, share: Share, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
+    connection: Connection, share: Share, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
 ) -> Registration:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
@@ -168,9 +168,8 @@ def _create(
             if kind is not None:
                 with suppress(OSError):  # in a file that its owner may not write, or without memory for metadata
                     os.setxattr(file, TYPE_ATTRIBUTE, str(kind).encode("ascii", "replace"))
-            number = next(link.numbers)
-            link.register(number, share, memory.size, file)
-            return Registration(link, number, path, memory)
+            number = connection.register(share, memory.size, file)
+            return Registration(connection, number, path, memory)
         except BaseException:
             if os.path.samestat(os.fstat(file), os.lstat(path)):
                 os.unlink(path)

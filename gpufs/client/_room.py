@@ -40,6 +40,12 @@ def shortage(fd: int, needed: int, mounts: Sequence[MountEntry]) -> str:
     return f"needs {texts[0]}, {texts[1]} free{f' on {place}' if place else ''}"
 
 
+def exceeds_all(fd: int, needed: int) -> bool:
+    """Whether ``needed`` bytes are more than the file system of an open file has, so that waiting cannot help."""
+    space = os.fstatvfs(fd)
+    return needed > space.f_blocks * space.f_frsize
+
+
 def place_of(fd: int, mounts: Sequence[MountEntry]) -> str:
     """What holds an open file: a directory of the mount, such as gpu0, or the mountpoint of the host's file system.
 

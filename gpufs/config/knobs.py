@@ -101,7 +101,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "metadata",
         kinds.size(1 << 20, 1 << 46),
         None,
-        "Host memory for names, inodes, extended attributes and targets of symbolic links. Beyond it: ENOSPC.",
+        "Host memory for names, inodes, extended attributes and targets of symbolic links. Beyond it: ENOSPC. A user "
+        "other than root and the one who mounts may take half of it.",
         default_text="a sixteenth of this machine's or container's memory",
     ),
     Knob(
@@ -161,6 +162,12 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "File for the mount's log.",
         default_text="the journal under systemd; otherwise no log, or standard error with --foreground",
         everyday=True,
+    ),
+    Knob(
+        "allow_non_empty",
+        kinds.BOOLEAN,
+        False,
+        "Mount on a directory that has files, which the mount hides. By mount(8) and fstab that is always allowed.",
     ),
     Knob(
         "auto_unmount",

@@ -1,15 +1,18 @@
 """Joins the parts of the control plane: the tree of names, the files below .gpufs, and the answers to requests."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from gpufs import engine
 from gpufs.daemon.serving import Serving
 from gpufs.daemon.startup import MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
 from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, readme_text, version_text
+from gpufs.fs.control_files import Content
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
+from gpufs.fs.nodes import Directory, Node
 from gpufs.fs.quotas import Quotas
 from gpufs.fs.replies import Replies
 from gpufs.fs.tree import Tree
@@ -19,8 +22,9 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
     """The control plane's answers to requests, and the tree of names that they are about."""
     values, opened, entry = request.config, mount.engine, serving.entry
 
-    def leases(uid: int) -> list[dict[str, object]]:
-        return serving.service.leases(uid) if serving.service is not None else []
+    def leases(uid: int) -> list[dict[str, Any]]:
+        found = serving.service.leases(uid) if serving.service is not None else []
+        return _with_present_names(found, tree, request.mountpoint)
 
     status = MountStatus(
         mountpoint=request.mountpoint,
@@ -41,7 +45,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         copies=lambda uid: serving.service.copies(uid) if serving.service is not None else [],
     )
     counted = MountStatistics(opened, request.mountpoint)
-    contents: dict[str, Callable[[int], bytes | engine.Trace]] = {  # by the user that opens the file
+    contents: dict[str, Callable[[int], Content]] = {  # by the user that opens the file
         "version": lambda _: version_text(),
         "status": status.as_bytes,
         "stats": lambda _: counted.as_bytes(),
@@ -73,3 +77,38 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         path = os.fsdecode(failure.filename) if failure.filename else "backing"
         raise StartFailure.of(failure, f"backing: {path}: ") from None
     return Operations(mount, handles, tree, replies, backing), tree
+
+
+def _with_present_names(leases: Sequence[dict[str, Any]], tree: Tree, mountpoint: str) -> list[dict[str, Any]]:
+    """Leases with the paths that their files have now, and "state".
+
+    "present": a name leads to the file; "removed": none does, "path" is the former one; "replaced": that is another
+    file's now.
+    """
+    prefix = mountpoint.rstrip("/") + "/"
+    paths = {lease["path"] for lease in leases}
+    former = {path: _at(tree, path.removeprefix(prefix)) for path in paths if path.startswith(prefix)}
+    moved = set()
+    for lease in leases:
+        node = former.get(lease["path"])
+        if node is None or node.ino != lease["inode"]:
+            moved.add(lease["inode"])
+    names = tree.paths(moved)
+    found = []
+    for lease in leases:
+        ino = lease["inode"]
+        if ino not in moved:
+            found.append({**lease, "state": "present"})
+        elif ino in names:
+            found.append({**lease, "path": prefix + os.fsdecode(names[ino]), "state": "present"})
+        else:
+            found.append({**lease, "state": "replaced" if former.get(lease["path"]) else "removed"})
+    return found
+
+
+def _at(tree: Tree, path: str) -> Node | None:
+    """The node at a path below the root, without following symbolic links."""
+    node: Node | None = tree.root
+    for name in os.fsencode(path).split(b"/"):
+        node = node.entries.get(name) if isinstance(node, Directory) else None
+    return node

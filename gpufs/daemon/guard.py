@@ -25,16 +25,19 @@ def _log(log_file: str, text: str) -> None:
     """Writes a line to the mount's log, or to the system's log if the mount has none."""
     import time
 
+    from gpufs.daemon.log_file import open_log_file
+
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}.000 ERROR gpufs.guard: {text}\n"
     if log_file:
         try:
-            fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            fd = open_log_file(log_file)
+            try:
+                os.write(fd, os.fsencode(line))
+            finally:
+                os.close(fd)
+            return
         except OSError:
             pass  # use the system's log
-        else:
-            os.write(fd, os.fsencode(line))
-            os.close(fd)
-            return
     import syslog
 
     syslog.openlog("gpufs", syslog.LOG_PID, syslog.LOG_DAEMON)

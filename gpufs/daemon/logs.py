@@ -19,6 +19,7 @@ from typing import Final
 
 from gpufs import engine
 from gpufs._printable import printable
+from gpufs.daemon.log_file import open_log_file
 from gpufs.daemon.startup import StartFailure, is_journal
 
 log = logging.getLogger("gpufs.daemon")
@@ -38,8 +39,7 @@ _USER_SECONDS: Final = 10.0
 
 
 def _open_log(path: str) -> int:
-    # A FIFO that nobody reads is an error (ENXIO) and does not block.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o640)
+    fd = open_log_file(path)
     os.set_blocking(fd, True)
     return fd
 
@@ -93,14 +93,25 @@ class _Lines(logging.Handler):
         return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
 
     def _put(self, record: logging.LogRecord) -> bool:
-        text = self.format(record).encode(errors="surrogateescape")  # file names are bytes
-        for line in text.split(b"\n"):
+        try:
+            text = self.format(record)
+        except Exception as failure:  # noqa: BLE001 - a wrong log line must not disturb what logs it
+            text = f"a line cannot be logged: {type(failure).__name__}: {failure}"
+        for line in _encoded(text).split(b"\n"):
             try:
                 os.write(self._queue, line[: _ATOMIC_BYTES - 1] + b"\n")
             except BlockingIOError:
                 self._dropped += 1
                 return False
         return True
+
+
+def _encoded(text: str) -> bytes:
+    """The text in UTF-8. File names are bytes that stay as they are."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON can have it
+        return text.encode(errors="backslashreplace")
 
 
 def _copy_lines(queue: int, sink: int, path: str | None) -> None:

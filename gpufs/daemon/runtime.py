@@ -4,30 +4,40 @@ import errno
 import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
+from typing import Final
 
 from gpufs import mounting, statistics
 from gpufs.daemon.startup import StartFailure
 
 log = logging.getLogger("gpufs.daemon")
 
+# Bytes of a directory's path: the kernel takes 107 of a socket's, and its name in the directory has up to 32.
+_LONGEST: Final = 107 - 32
+
 
 def runtime_directory(*, allow_other: bool) -> str:
     """The directory of this user's sockets, created if necessary. StartFailure if no place for it is usable.
 
     With ``allow_other`` everybody may search it, because other users must find the socket. Root's is below /run; the
-    other places serve containers without /run and the root of a user namespace.
+    other places serve containers without /run and the root of a user namespace. In /tmp another user may have taken the
+    usual name: it gets a random ending then.
     """
     uid = os.geteuid()
     parent = os.environ.get("XDG_RUNTIME_DIR")
     places = ["/run/gpufs"] if uid == 0 else []
     if parent and not allow_other and os.path.isdir(parent) and os.stat(parent).st_uid == uid:
-        places.append(os.path.join(parent, "gpufs"))
-    places.append(str(statistics.folders(uid)[-1]))
+        place = os.path.join(parent, "gpufs")
+        if len(os.fsencode(place)) <= _LONGEST:
+            places.append(place)
+    usual, *others = map(str, statistics.temporary_folders(uid))
     mode = 0o711 if allow_other or uid == 0 else 0o700
     problems = []
-    for path in places:
+    for path in (*places, usual, *others, None):
         try:
+            if path is None:
+                path = tempfile.mkdtemp(prefix=f"{os.path.basename(usual)}-", dir=os.path.dirname(usual))
             _own_directory(path, mode, chmod=allow_other or uid == 0)
         except OSError as failure:
             problems.append(failure)

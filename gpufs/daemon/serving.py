@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,9 +14,11 @@ import pyfuse3
 import trio
 
 from gpufs import engine, mounting, service, threads
+from gpufs._printable import printable
 from gpufs.daemon import mountpoint, supervision
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
+from gpufs.daemon.upkeep import keep_up
 from gpufs.fs.quotas import Quotas
 from gpufs.fs.tree import Tree
 from gpufs.service import Service
@@ -35,8 +38,10 @@ _COPIES_GRACE = 6.0
 _REQUESTS_GRACE = 2.0
 # Seconds between two publications of the gauges.
 _PUBLISH_SECONDS = 1.0
-# Seconds until the daemon watches the mount's flags again after it found no thread or descriptor.
-_FLAGS_PAUSE = 1.0
+# Seconds between two looks at the mount's flags when many mounts come and go.
+_FLAGS_PAUSE = 0.2
+# Seconds until the service for clients starts again after it has failed.
+_SERVICE_PAUSE = 5.0
 # Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
 _TRIM_SECONDS = 5.0
 _TRIM_INODES = 1000
@@ -69,7 +74,11 @@ class Serving:
     _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
+    _flags: frozenset[str] = field(init=False)  # of the mount, as the engine was last told
     _requests: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)  # of the loop that answers them
+
+    def __post_init__(self) -> None:
+        self._flags = self.entry.flags
 
     async def run(self, tree: Tree) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
@@ -78,39 +87,44 @@ class Serving:
             nursery.start_soon(self._watch_end)
             if self.owner >= 0:
                 nursery.start_soon(self._watch_owner)
-            nursery.start_soon(self._watch_flags)
             nursery.start_soon(self._serve_clients, tree)
             nursery.start_soon(self._answer_launcher)
-            nursery.start_soon(self._publish_statistics)
-            nursery.start_soon(self._trim_heap, tree)
-            nursery.start_soon(self._feed_watchdog)
+            # The files do not depend on these.
+            nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
+            nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
+            nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(tree), _TRIM_SECONDS)
+            if seconds := self._manager.watchdog_seconds:
+                nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
                 await pyfuse3.main(max_tasks=_TASKS)
             self._copies.cancel()
             nursery.cancel_scope.cancel()
 
     async def _serve_clients(self, tree: Tree) -> None:
-        """Runs the service that copies for other processes and lets them attach files."""
-        config = self.request.config
+        """Runs the service that copies for other processes and lets them attach files, until copies are cancelled."""
         with self._copies:
-            async with trio.open_nursery() as nursery:
-                try:
-                    self.service = await nursery.start(
-                        functools.partial(
-                            service.serve,
-                            self.mount,
-                            tree,
-                            Quotas(tree, self.mount).set,
-                            path=self.socket_path,
-                            device=self.entry.st_dev,
-                            allow_other=bool(config["allow_other"]),
-                            trust_readers=bool(config["trust_readers"]),
-                        )
-                    )
-                except OSError as failure:
-                    # The mount is useful without it.
-                    log.error("no service for clients: %s: %s", self.socket_path, failure.strerror)
+            await keep_up("serving clients", functools.partial(self._run_service, tree), _SERVICE_PAUSE)
         self._copies_ended.set()
+
+    async def _run_service(self, tree: Tree) -> None:
+        config = self.request.config
+        try:
+            await service.serve(
+                self.mount,
+                tree,
+                Quotas(tree, self.mount).set,
+                path=self.socket_path,
+                device=self.entry.st_dev,
+                allow_other=bool(config["allow_other"]),
+                trust_readers=bool(config["trust_readers"]),
+                task_status=self,
+            )
+        finally:
+            self.service = None
+
+    def started(self, value: Service | None = None) -> None:
+        """The service calls it when clients can connect."""
+        self.service = value
 
     async def _answer_launcher(self) -> None:
         try:
@@ -154,32 +168,32 @@ class Serving:
             log.error("the launcher has gone: the mount ends")
             await mountpoint.unmount(self.entry)
             return
-        await self._manager.notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serves {self.request.mountpoint}")
+        await self._manager.notify(
+            f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serves {printable(self.request.mountpoint)}"
+        )
         if self.request.foreground and self.notes:
             threads.in_background(functools.partial(_print_notes, self.notes))
 
     async def _publish_statistics(self) -> None:
-        """Writes the gauges to the counters' file from time to time."""
-        while True:
-            self.mount.engine.statistics_publish()
-            await trio.sleep(_PUBLISH_SECONDS)
+        """Writes the gauges to the counters' file."""
+        self.mount.engine.statistics_publish()
 
-    async def _trim_heap(self, tree: Tree) -> None:
+    def _heap_trimmer(self, tree: Tree) -> Callable[[], Awaitable[None]]:
         """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         most = 0
-        while trim is not None:
-            await trio.sleep(_TRIM_SECONDS)
+
+        async def trim() -> None:
+            nonlocal most
             most = max(most, len(tree.nodes))
             if most >= _TRIM_INODES and len(tree.nodes) < most // 2:
                 most = len(tree.nodes)
-                trim(0)
+                ctypes.CDLL(None).malloc_trim(0)
+
+        return trim
 
     async def _feed_watchdog(self) -> None:
-        """Reports to the service manager that the control plane runs, if it wants to know."""
-        while self._manager.watchdog_seconds:
-            await self._manager.notify("WATCHDOG=1")
-            await trio.sleep(self._manager.watchdog_seconds / 2)
+        """Reports to the service manager that the control plane runs."""
+        await self._manager.notify("WATCHDOG=1")
 
     async def _watch_signals(self) -> None:
         with trio.open_signal_receiver(*SIGNALS) as arriving:
@@ -198,7 +212,7 @@ class Serving:
     async def _end(self, why: str) -> None:
         """Cancels running copies, unmounts, and ends the loop that answers requests."""
         log.info("%s: the mount ends", why)
-        await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {self.request.mountpoint}")
+        await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {printable(self.request.mountpoint)}")
         self._copies.cancel()
         # Clients get their results and close their files while the mount answers.
         with trio.move_on_after(_COPIES_GRACE):
@@ -207,21 +221,16 @@ class Serving:
         self._stop_serving()
 
     async def _watch_flags(self) -> None:
-        """Follows remounts, which may change which reads set access times."""
-        entry = self.entry
+        """Follows a remount, which may change which reads set access times. Returns at the next change of any mount."""
         with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - never waits
             changes = select.poll()
             changes.register(mountinfo, select.POLLPRI)
-            while True:
-                try:
-                    now = mounting.entry_with(self.entry.identity)
-                    if now is not None and now.flags != entry.flags:
-                        entry = now
-                        mountpoint.set_access_times(self.mount, entry.flags)
-                    # Abandoned at the end: unmounting wakes the thread up.
-                    await threads.run(changes.poll, abandon_on_cancel=True)
-                except OSError:  # no thread or descriptor is free: look again later
-                    await trio.sleep(_FLAGS_PAUSE)
+            now = mounting.entry_with(self.entry.identity)
+            if now is not None and now.flags != self._flags:
+                mountpoint.set_access_times(self.mount, now.flags)
+                self._flags = now.flags
+            # Abandoned at the end: unmounting wakes the thread up.
+            await threads.run(changes.poll, abandon_on_cancel=True)
 
     async def _watch_end(self) -> None:
         await trio.lowlevel.wait_readable(self.mount.ended_fd)

@@ -31,21 +31,26 @@ class ServiceManager:
         self.watchdog_seconds = int(interval) / 1e6 if interval.isdecimal() and for_us else 0.0
 
     async def notify(self, text: str) -> None:
-        """Sends assignments, one a line: "READY=1", "STOPPING=1"; "WATCHDOG=1" every ``watchdog_seconds`` if not 0."""
+        """Sends assignments, one a line: "READY=1", "STOPPING=1"; "WATCHDOG=1" every ``watchdog_seconds`` if not 0.
+
+        Raises nothing: a failure is logged.
+        """
         if self._address:
             # On a thread: a service manager that does not read must not stop the mount.
             with suppress(OSError):  # no thread is free
-                await threads.run(functools.partial(self._send, text.encode()), abandon_on_cancel=True)
+                # The text must be UTF-8, and the name of a mountpoint need not be.
+                data = text.encode(errors="replace")
+                await threads.run(functools.partial(self._send, data), abandon_on_cancel=True)
 
     def _send(self, text: bytes) -> None:
-        name = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        name = os.fsencode("\0" + self._address[1:] if self._address.startswith("@") else self._address)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
                 sender.settimeout(_SEND_SECONDS)
                 sender.connect(name)
                 sender.send(text)
-        except OSError as failure:
-            log.warning("cannot notify the service manager at %s: %s", self._address, failure.strerror or failure)
+        except Exception as failure:  # noqa: BLE001 - the mount does not depend on it
+            log.warning("cannot notify the service manager at %s: %s", self._address, failure)
 
 
 @contextmanager

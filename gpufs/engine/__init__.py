@@ -34,6 +34,7 @@ from gpufs.engine._engine import (
     refusal_names,
 )
 from gpufs.engine._futures import OperationFuture
+from gpufs.engine._in_use import keep_for_ever
 from gpufs.engine._locks import HostLock
 from gpufs.engine._mapping import Mapping, SharedPiece
 from gpufs.engine._mount import (
@@ -97,6 +98,7 @@ __all__ = [
     "engine_version",
     "fastpath_probe",
     "io_configure",
+    "keep_for_ever",
     "log_configure",
     "refusal_names",
     "relay_pair",

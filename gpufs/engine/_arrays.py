@@ -9,6 +9,8 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from gpufs.engine._arguments import has_references, view_of
+from gpufs.engine._binding import python_function
+from gpufs.engine._dlpack import DRIVER_OF_KIND
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi
 
@@ -21,27 +23,11 @@ if TYPE_CHECKING:  # numpy takes 100 ms to import
     # Before Python 3.12 numpy does not declare that its arrays have the buffer protocol.
     MemoryBuffer: TypeAlias = PythonBuffer | NDArray[Any]
 
-# Kinds of devices in DLPack, and the driver whose memory each is.
-_CPU: Final = 1
-_CUDA: Final = 2
-_CUDA_HOST: Final = 3
-_ROCM: Final = 10
-_ROCM_HOST: Final = 11
-_CUDA_MANAGED: Final = 13
-_HOST_KINDS: Final = frozenset({_CPU, _CUDA_HOST, _ROCM_HOST})
-_DRIVER_OF: Final = {
-    _CPU: "host",
-    _CUDA: "cuda",
-    _CUDA_HOST: "host",
-    _CUDA_MANAGED: "cuda",
-    _ROCM: "hip",
-    _ROCM_HOST: "host",
-}
-
-
 _DLPACK_VERSION: Final = (1, 1)  # the newest whose capsules are understood; every 1.x is laid out alike
 _DLPACK_READ_ONLY: Final = 1
 _DLPACK_PADDED: Final = 4
+_pointer_of: Final = python_function("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_is_capsule: Final = python_function("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 # "<f4", "|b1", "<M8[ns]": byte order, kind, bytes of an element.
 _TYPE: Final = re.compile(r"[<>|=]?([A-Za-z])(\d+)(?:\[.*\])?")
 
@@ -116,7 +102,7 @@ def device_range(engine: Engine, memory: object, *, writable: bool) -> tuple[Dev
     if engine.driver == "cuda" and isinstance(memory, SupportsCudaArrayInterface):
         return _from_cuda_array(engine, memory, writable), memory
     if isinstance(memory, SupportsDLPack):
-        if _DRIVER_OF.get(_dlpack_kind(memory)) != engine.driver:
+        if DRIVER_OF_KIND.get(_dlpack_kind(memory)) != engine.driver:
             raise ValueError(f"memory: the array is not on a device of the {engine.driver} driver")
         device, array = read_dlpack(memory, writable=writable)
         return DeviceRange(device, array.address, array.bytes), array.keep
@@ -196,7 +182,7 @@ def host_range(memory: Any, *, writable: bool) -> HostRange:
     except TypeError:
         if not isinstance(memory, SupportsDLPack) or has_references(memory):
             raise
-        if _dlpack_kind(memory) not in _HOST_KINDS:
+        if DRIVER_OF_KIND.get(_dlpack_kind(memory)) != "host":
             raise ValueError("memory: the array is not in host memory") from None
         return read_dlpack(memory, writable=writable)[1]
     return HostRange(int(ffi.cast("uintptr_t", view)), len(view), not writable and not _is_writable(memory), view)
@@ -230,19 +216,14 @@ def read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRan
         capsule = give(max_version=_DLPACK_VERSION)
     except TypeError:  # from before there were versions
         capsule = give()
-    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer_of.restype = ctypes.c_void_p
-    pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    is_valid = ctypes.pythonapi.PyCapsule_IsValid
-    is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
     flags = 0
-    if is_valid(capsule, b"dltensor_versioned"):
-        versioned = ffi.cast("gpufs_dl_versioned *", pointer_of(capsule, b"dltensor_versioned"))
+    if _is_capsule(capsule, b"dltensor_versioned"):
+        versioned = ffi.cast("gpufs_dl_versioned *", _pointer_of(capsule, b"dltensor_versioned"))
         if versioned.major != _DLPACK_VERSION[0]:
             raise ValueError(f"memory: the array has DLPack of version {versioned.major}, which is not understood")
         flags, tensor = versioned.flags, versioned.tensor
-    elif is_valid(capsule, b"dltensor"):
-        tensor = ffi.cast("gpufs_dl_legacy *", pointer_of(capsule, b"dltensor")).tensor
+    elif _is_capsule(capsule, b"dltensor"):
+        tensor = ffi.cast("gpufs_dl_legacy *", _pointer_of(capsule, b"dltensor")).tensor
     else:
         raise ValueError(f"memory: {type(memory).__name__}.__dlpack__() did not return an array")
     read_only = bool(flags & _DLPACK_READ_ONLY)
@@ -256,5 +237,5 @@ def read_dlpack(memory: SupportsDLPack, *, writable: bool) -> tuple[int, HostRan
         bits = -(-bits // 8) * 8
     size = -(-_check_contiguous(shape, strides, 1) * bits // 8)
     # The device of pinned host memory is the GPU that it was pinned for.
-    device = 0 if tensor.device_type in _HOST_KINDS else int(tensor.device_id)
+    device = 0 if DRIVER_OF_KIND.get(tensor.device_type) == "host" else int(tensor.device_id)
     return device, HostRange(int(ffi.cast("uintptr_t", tensor.data)) + tensor.byte_offset, size, read_only, capsule)

@@ -49,9 +49,18 @@ def check(status: Any) -> None:
         raise failure(status)
 
 
+def python_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return a function of Python's C interface. The functions of ``ctypes.pythonapi`` belong to the whole program."""
+    function: Callable[..., Any] = ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
+    return function
+
+
+_add_reference = python_function("Py_IncRef", None, ctypes.py_object)
+
+
 def new_reference(held: object) -> Any:
     """Return an object's address with a reference, which one of the ``gpufs_drop_object`` functions drops."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    _add_reference(held)
     return ffi.cast("void *", id(held))
 
 
@@ -91,10 +100,9 @@ def json_of(call: Callable[[int, Any], Any], handle: int) -> dict[str, Any]:
     return found
 
 
-def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> None:
+def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> Any:
     # A forked child has the numbers of the handles, but not the engine's threads.
-    if os.getpid() == pid:
-        close(handle)
+    return close(handle) if os.getpid() == pid else None
 
 
 class Handle:
@@ -102,10 +110,11 @@ class Handle:
 
     __slots__ = ("__weakref__", "_close", "_finalizer", "_handle")
 
-    def _own(self, handle: int, close: Callable[[int], Any] = lib.gpufs_close) -> None:
+    def _own(self, handle: int, close: Callable[[int], Any] = lib.gpufs_close, *, at_exit: bool = True) -> None:
         self._handle = handle
         self._close = close
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), close, handle)
+        self._finalizer.atexit = at_exit
 
     @property
     def closed(self) -> bool:
@@ -113,15 +122,19 @@ class Handle:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Close the object. A second call does nothing.
+        """Close the object. A second call does nothing, nor does one in a forked child.
 
         Raises
         ------
         EngineError
             The engine cannot close it. ETIMEDOUT: a device is stalled, and what it uses is released once it goes on.
         """
-        if self._finalizer.detach() is not None:
-            check(self._close(self._handle))
+        finalizer = self._finalizer.detach()  # of several threads one gets it
+        if finalizer is not None:
+            _, close, arguments, _ = finalizer
+            status = close(*arguments)
+            if status is not None:
+                check(status)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it refers to an object of this process")

@@ -381,13 +381,15 @@ class Lease(Handle):
         """Extend the lease to the buffer's size now. Fails as the constructor does; the lease is then as before."""
         check(lib.gpufs_lease_refresh(self._handle))
 
-    def pieces(self, start: int = 0) -> list[SharedPiece]:
+    def pieces(self, start: int = 0, most: int | None = None) -> list[SharedPiece]:
         """Return descriptors of the memory, in order and without gaps.
 
         Parameters
         ----------
         start
             0, or the end of a piece that was returned before: to get what refresh() has added.
+        most
+            How many pieces to return at most; by default all.
 
         Returns
         -------
@@ -399,12 +401,11 @@ class Lease(Handle):
         count = ffi.new("uint64_t *")
         try:
             while True:
-                check(
-                    lib.gpufs_lease_pieces(self._handle, unsigned("start", start), memory, _AT_ONCE, count),
-                )
+                capacity = _AT_ONCE if most is None else min(_AT_ONCE, unsigned("most", most) - len(pieces))
+                check(lib.gpufs_lease_pieces(self._handle, unsigned("start", start), memory, capacity, count))
                 found = [SharedPiece(piece.offset, piece.bytes, piece.fd) for piece in memory[0 : count[0]]]
                 pieces += found
-                if len(found) < _AT_ONCE:
+                if len(found) < capacity or len(pieces) == most:
                     return pieces
                 start = found[-1].offset + found[-1].bytes
         except BaseException:

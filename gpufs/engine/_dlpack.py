@@ -4,16 +4,20 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gpufs.engine._binding import Handle, check, new_reference
+from gpufs.engine._binding import Handle, check, new_reference, python_function
 from gpufs.engine._native import ffi, lib
 
-# DLPack's kinds of devices, by driver.
+# DLPack's kinds of devices, by driver; and the driver of each kind. "host": also memory that is pinned for a GPU.
 KIND_OF_DRIVER: Final = {"host": 1, "cuda": 2, "hip": 10}
+DRIVER_OF_KIND: Final = {1: "host", 2: "cuda", 3: "host", 10: "hip", 11: "host", 13: "cuda"}
 # Streams that a consumer may not name, by the array API standard: 0 is ambiguous in CUDA, 1 and 2 exist only there.
 _NO_STREAMS: Final[dict[str, tuple[int, ...]]] = {"cuda": (0,), "hip": (1, 2)}
 # A capsule refers to its name, so they are constants.
 _VERSIONED_NAME: Final = ctypes.c_char_p(b"dltensor_versioned")
 _NAME: Final = ctypes.c_char_p(b"dltensor")
+_new_capsule: Final = python_function(
+    "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)
 _DROP: Final = ffi.cast("void(*)(void *)", lib.gpufs_drop_object_address())
 
 
@@ -82,8 +86,5 @@ def dlpack_capsule(
         check(lib.gpufs_tensor_export(owner._handle, ffi.NULL, ffi.NULL, tensor, versioned, read_only, managed))
     else:
         check(lib.gpufs_tensor_export(0, new_reference(owner), _DROP, tensor, versioned, read_only, managed))
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype = ctypes.py_object
-    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     name = _VERSIONED_NAME if versioned else _NAME
-    return new(int(ffi.cast("uintptr_t", managed[0])), name, lib.gpufs_capsule_destructor())
+    return _new_capsule(int(ffi.cast("uintptr_t", managed[0])), name, lib.gpufs_capsule_destructor())

@@ -1,12 +1,12 @@
 """Keeps objects alive while a device may use their memory, also after the engine gave up on the device."""
 
-import ctypes
 import errno
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from gpufs.engine._binding import new_reference
 from gpufs.engine._native import lib
 
 
@@ -39,13 +39,13 @@ class Users:
             used = [user.in_use() for user in self._users]
         status = lib.gpufs_engine_close(handle)
         if status.error == errno.ETIMEDOUT:
-            _keep_for_ever(used)
+            keep_for_ever(used)
         return status
 
 
-def _keep_for_ever(things: object) -> None:
+def keep_for_ever(things: object) -> None:
     """Keep objects until the process ends, even after the interpreter has ended."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))
+    new_reference(things)
 
 
 def close_or_leave(wait: Callable[[int], bool], used: InUse, handle: int) -> Any:
@@ -70,7 +70,7 @@ def close_or_leave(wait: Callable[[int], bool], used: InUse, handle: int) -> Any
         try:
             threading.Thread(target=_close_later, args=(wait, used, handle), name="gpufs-close", daemon=True).start()
         except (RuntimeError, MemoryError):
-            _keep_for_ever(used)
+            keep_for_ever(used)
     return status
 
 

@@ -29,6 +29,9 @@ class SharedPiece:
 class Mapping(Handle):
     """Memory that another program leases, mapped into this one. No engine is needed.
 
+    It is unmapped by close(), ``with`` and garbage collection. What is mapped when the interpreter exits stays mapped
+    until the process has ended.
+
     Parameters
     ----------
     driver
@@ -37,6 +40,9 @@ class Mapping(Handle):
         The device's :attr:`DeviceInfo.pci_address`. Devices have other numbers where CUDA_VISIBLE_DEVICES is set.
     writable
         Whether this program may write to the memory.
+    private
+        Whether what it writes stays in this program. Host memory is then copied page by page as it is written to.
+        Memory of a GPU must be a copy for this program already.
     reserve
         Bytes of addresses, for the memory and what it grows by later.
 
@@ -53,12 +59,13 @@ class Mapping(Handle):
 
     __slots__ = ()
 
-    def __init__(self, driver: str, pci_address: str, *, writable: bool, reserve: int) -> None:
+    def __init__(self, driver: str, pci_address: str, *, writable: bool, private: bool = False, reserve: int) -> None:
         handle = ffi.new("gpufs_handle *")
-        flags = lib.GPUFS_LEASE_WRITE if writable else 0
+        flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_MAPPING_PRIVATE if private else 0)
         names = text("driver", driver), text("pci_address", pci_address)
         check(lib.gpufs_mapping_open(*names, flags, unsigned("reserve", reserve), handle))
-        self._own(handle[0])
+        # Not at the exit: daemon threads, finalizers and exit handlers may still use the memory.
+        self._own(handle[0], at_exit=False)
 
     def add(self, pieces: Iterable[SharedPiece]) -> None:
         """Map pieces after what is mapped. Their descriptors are closed, also after a failure.

@@ -178,6 +178,10 @@ class Mount(Handle):
         """Counts an inode as if it had been created in this limited directory; 0: in none."""
         check(lib.gpufs_quota_charge(self._handle, ino, directory))
 
+    def charge_buffer(self, buffer: Buffer, uid: int) -> None:
+        """Counts the memory of a buffer without a file as memory of a user's files on its device."""
+        check(lib.gpufs_quota_buffer(self._handle, buffer._handle, uid))
+
     def quotas(self) -> dict[str, dict[str, dict[str, int]]]:
         """What is used and allowed: "users" by "device:uid" and "directories" by inode.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Final
 
 from gpufs.engine import _native
@@ -10,6 +11,16 @@ from gpufs.engine._native import ffi, lib
 
 # The functions for torch.cuda.memory.CUDAPluggableAllocator: library, allocation, release.
 TORCH_ALLOCATOR: Final = (str(_native.__file__), "gpufs_torch_allocate", "gpufs_torch_free")
+
+
+class _Entered(threading.local):
+    """The pools that the calling thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.pools: list[AddressPool] = []
+
+
+_entered: Final = _Entered()
 
 
 class AddressPool(Handle):
@@ -31,13 +42,16 @@ class AddressPool(Handle):
         self._own(handle[0])
 
     def enter(self) -> None:
-        """The calling thread allocates from this pool from now on."""
+        """Have the calling thread allocate from this pool until leave()."""
         check(lib.gpufs_pool_enter(self._handle))
+        _entered.pools.append(self)
 
     @staticmethod
     def leave() -> None:
-        """The calling thread allocates from no pool."""
-        check(lib.gpufs_pool_enter(0))
+        """Have the calling thread allocate from the pool that it had entered before, or from none."""
+        _entered.pools.pop()
+        outer = _entered.pools[-1]._handle if _entered.pools else 0
+        check(lib.gpufs_pool_enter(outer))
 
     def usage(self) -> tuple[int, int]:
         """The bytes that are allocated, and those of the largest free range."""

@@ -97,8 +97,8 @@ class Cells(Handle):
     """64-bit signed integers in pinned memory, initially zero, which kernels can read and write, too.
 
     ``cells[n]`` reads and sets one, :meth:`late` passes it to an operation. EngineError ENOMEM if no more memory can be
-    pinned. Close them only after the operations and kernels that use them have ended. The engine keeps the memory of
-    closed cells for later ones of the same size.
+    pinned, ValueError once they or their engine are closed. Close them only after the operations and kernels that use
+    them have ended. The engine keeps the memory of closed cells for later ones of the same size.
     """
 
     __slots__ = ("_count", "_memory", "device_address", "engine")
@@ -120,7 +120,7 @@ class Cells(Handle):
         return self._count
 
     def _at(self, index: int) -> int:
-        if self.closed:
+        if self.closed or self.engine.closed:
             raise ValueError("the cells are closed")
         index = signed("index", index)
         if not -self._count <= index < self._count:

@@ -1,5 +1,6 @@
 """Traces of what the engine's threads do. docs/internals/trace-records.md describes the records."""
 
+import os
 from types import TracebackType
 from typing import Self
 
@@ -17,11 +18,12 @@ class Trace:
         EBUSY if a trace is being recorded already.
     """
 
-    __slots__ = ("_open",)
+    __slots__ = ("_open", "_owner")
 
     def __init__(self) -> None:
         check(lib.gpufs_trace_start())
         self._open = True
+        self._owner = os.getpid()
 
     def read(self, size: int) -> bytes:
         """Take records out, those of each thread in order.
@@ -45,8 +47,8 @@ class Trace:
         return data
 
     def close(self) -> None:
-        """End the recording and drop what has not been read. A second call does nothing."""
-        if self._open:
+        """End the recording and drop what has not been read. Does nothing if it has ended, and in a forked child."""
+        if self._open and self._owner == os.getpid():
             self._open = False
             check(lib.gpufs_trace_stop())
 

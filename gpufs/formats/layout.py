@@ -76,7 +76,7 @@ def read_layout(name: str, size: int, read: Callable[[int, int], bytes]) -> Layo
     """
     prefix = read(0, min(size, safetensors.LENGTH_BYTES + 1))
     if name.endswith(".npy") or prefix.startswith(_MAGIC):
-        return Layout("npy", (_read_npy(size, read),))
+        return Layout("npy", (read_npy(size, read),))
     if not name.endswith(".safetensors") and not _resembles_safetensors(prefix, size):
         return None
     check_safetensors(read(0, min(size, PREFIX_BYTES)))
@@ -100,7 +100,7 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
     return prefix.endswith(b"{")
 
 
-def _read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
+def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
     """The array of an npy file."""
     from numpy.lib import format as npy
 

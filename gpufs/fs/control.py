@@ -13,7 +13,14 @@ from gpufs.engine import Device, Engine, EngineError, Mount, refusal_names
 
 _PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
 _BUSIEST = 32  # files that `.gpufs/activity` lists at most
+_INDENTED = 100  # leases with which a text has still one line for each value: making that takes six times as long
 _NAME_MAX = 64  # characters of a device's name that the counters' file keeps
+
+
+def _json(content: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> bytes:
+    """A text of one JSON object with these leases in it."""
+    indent = 2 if len(leases) <= _INDENTED else None
+    return json.dumps(content, indent=indent, default=str).encode() + b"\n"
 
 
 @dataclass(slots=True)
@@ -58,7 +65,8 @@ class MountStatus:
 
     def as_bytes(self, uid: int) -> bytes:
         """The text of ``.gpufs/status`` for this user: one JSON object."""
-        return json.dumps(self.as_dict(uid), indent=2, default=str).encode() + b"\n"
+        status = self.as_dict(uid)
+        return _json(status, status["leases"])
 
     def device(self, device: Device) -> dict[str, Any]:
         """What is known of a device: its memory in bytes, files and health."""
@@ -115,11 +123,16 @@ class MountStatistics:
         """The text of ``.gpufs/stats``: one JSON object, as docs/statistics.md describes it."""
         return json.dumps(self.read(), indent=2).encode() + b"\n"
 
-    def as_metrics(self) -> bytes:
-        """The text of ``.gpufs/metrics``, in Prometheus' format."""
-        from gpufs.statistics import prometheus  # most mounts never need it
+    def as_metrics(self) -> Callable[[], bytes]:
+        """What makes the text of ``.gpufs/metrics``, in Prometheus' format; for a thread."""
+        found = self.read()
 
-        return prometheus.metrics([self.read()])
+        def render() -> bytes:
+            from gpufs.statistics import prometheus  # takes long, and most mounts never need it
+
+            return prometheus.metrics([found])
+
+        return render
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +153,7 @@ class MountActivity:
             "copies": self.copies(uid),
             "leases": self.status.leases(uid),
         }
-        return json.dumps(activity, indent=2).encode() + b"\n"
+        return _json(activity, activity["leases"])
 
     def _files(self) -> Iterator[dict[str, Any]]:
         busiest = self.mount.busiest(_BUSIEST)
@@ -184,7 +197,7 @@ def readme_text(mountpoint: str, devices: Sequence[Device], shares: Sequence[str
 
 def leases_text(leases: Sequence[Mapping[str, Any]]) -> bytes:
     """The text of ``.gpufs/leases``: one JSON object with a list of the leases."""
-    return json.dumps({"leases": leases}, indent=2).encode() + b"\n"
+    return _json({"leases": leases}, leases)
 
 
 def version_text() -> bytes:

@@ -20,7 +20,6 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import pyfuse3
@@ -73,23 +72,26 @@ def _request(
     return wrapped
 
 
-@dataclass(slots=True)
 class _Listing(Opened):
-    """A directory that a program lists. Positions count in ``names``, what it had when the listing began.
+    """A directory that a program lists, as far as the names reached when the listing began.
 
     So each name that stays is listed once while others come and go, and a program that creates a name for each one it
     finds reaches the end.
     """
 
-    directory: Directory
-    table: Mount
-    reply: pyfuse3.EntryAttributes
-    names: list[bytes] = field(default_factory=list)
+    __slots__ = ("_directory", "_end", "_order", "_reply", "_table")
+
+    def __init__(self, directory: Directory, table: Mount, reply: pyfuse3.EntryAttributes) -> None:
+        self._directory = directory
+        self._table = table
+        self._reply = reply
+        self._order = directory.begin_listing()
+        self._end = self._order.next
 
     async def readdir(self, start: int, token: pyfuse3.ReaddirToken) -> None:
-        directory, reply, add = self.directory, self.reply, pyfuse3.readdir_reply
-        if start == 0 or not self.names:  # also after rewinddir(3)
-            self.names = list(directory.entries)
+        directory, reply, add = self._directory, self._reply, pyfuse3.readdir_reply
+        if start == 0:  # also after rewinddir(3)
+            self._end = self._order.next
         # The kernel takes no references to "." and "..".
         for cookie, name, node in ((1, b".", directory), (2, b"..", directory.parent or directory)):
             if start < cookie:
@@ -97,15 +99,16 @@ class _Listing(Opened):
                 reply.st_mode = stat.S_IFDIR
                 if not add(token, name, reply, cookie):
                     return
-        for index in range(max(start - 2, 0), len(self.names)):
-            child = directory.entries.get(self.names[index])
-            if child is None:
-                continue
+        for number, name in self._order.between(max(start - 2, 0), self._end):
+            child = directory.entries[name]
             reply.st_ino = child.ino
             reply.st_mode = child.kind
-            if not add(token, self.names[index], reply, index + 3):
+            if not add(token, name, reply, number + 3):
                 return
-            self.table.inode_hold(child.ino)
+            self._table.inode_hold(child.ino)
+
+    async def release(self) -> None:
+        self._directory.end_listing()
 
 
 class Operations(pyfuse3.Operations):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 class Opened:
     """An open file or directory. Each kind overrides what it can do."""
 
+    __slots__ = ()
+
     async def readdir(self, start: int, token: "pyfuse3.ReaddirToken") -> None:
         """Lists the entries after a cookie."""
         raise error(EBADF)

@@ -12,12 +12,11 @@ between devices, nor into a directory with a limit of its own or out of one (EXD
 import errno
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from gpufs.engine import NO_LIMIT, Attributes, Mount, Trace
-from gpufs.fs.control_files import ControlFile
+from gpufs.engine import NO_LIMIT, Attributes, Mount
+from gpufs.fs.control_files import Content, ControlFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Symlink
 
@@ -69,7 +68,7 @@ class Tree:
         gid: int,
         device_mode: int = 0o755,
         readme: bytes,
-        control_files: dict[str, Callable[[int], bytes | Trace]],
+        control_files: dict[str, Callable[[int], Content]],
     ) -> None:
         self._table = table
         self._next_ino = ROOT_INODE + 1
@@ -145,26 +144,19 @@ class Tree:
 
     def paths(self, inos: Iterable[int]) -> dict[int, bytes]:
         """A path of each file that has one, below the root."""
-        wanted: dict[Directory, set[int]] = {}
+        found = {}
         for ino in inos:
             node = self.nodes.get(ino)
-            if node is not None and node.names and node.parent is not None:
-                wanted.setdefault(node.parent, set()).add(ino)
-        return {
-            node.ino: b"/".join([self.path(directory), name])
-            for directory, below in wanted.items()
-            for name, node in directory.entries.items()
-            if node.ino in below
-        }
+            if node is not None and node.name is not None and node.parent is not None:
+                found[ino] = b"/".join([self.path(node.parent), node.name])
+        return found
 
     def path(self, directory: Directory) -> bytes:
         """A directory's path below the root."""
         parts: list[bytes] = []
         while directory is not self.root and directory.parent is not None:
-            above = directory.parent
-            names = (name for name, entry in above.entries.items() if entry is directory)
-            parts.append(next(names, b"(removed)"))
-            directory = above
+            parts.append(b"(removed)" if directory.name is None else directory.name)
+            directory = directory.parent
         return b"/".join(reversed(parts))
 
     # ---- making ----
@@ -252,18 +244,10 @@ class Tree:
         removed: list[tuple[int, bytes]] = []
         if node is None or isinstance(node, Directory):
             return removed
-        # Most files have one name, in the directory that the node knows.
-        for directory in chain([node.parent] if node.parent else [], self._directories()):
-            if node.names == 0 or len(removed) == most:
-                break
-            names = (name for name, entry in directory.entries.items() if entry is node)
-            for name in list(islice(names, most - len(removed))):
-                self.unlink(directory.ino, name)
-                removed.append((directory.ino, name))
+        while len(removed) < most and node.name is not None and node.parent is not None:
+            removed.append((node.parent.ino, node.name))
+            self.unlink(*removed[-1])
         return removed
-
-    def _directories(self) -> Iterator[Directory]:
-        yield from [node for node in self.nodes.values() if isinstance(node, Directory)]
 
     def rmdir(self, parent: int, name: bytes, ctx: "RequestContext") -> None:
         """Removes an empty directory."""

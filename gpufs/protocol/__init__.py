@@ -34,6 +34,8 @@ SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
 HANDLE_BYTES: Final = 64
 READ: Final = "r"  # modes of an attachment
 READ_WRITE: Final = "r+"
+COPY_ON_WRITE: Final = "c"
+MODES: Final = (READ, READ_WRITE, COPY_ON_WRITE)
 NO_LIMIT: Final = -1  # instead of bytes
 DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
 
@@ -208,12 +210,13 @@ class Result:
 class Attach:
     """Asks for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
 
-    ``mode``: READ, or READ_WRITE, for which the descriptor must be open for reading and writing.
+    ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
+    memory of a GPU is then always a copy, and the client maps memory of the host privately.
     """
 
     TYPE: ClassVar[str] = "attach"
     id: Id
-    mode: Annotated[str, _one_of(READ, READ_WRITE)]
+    mode: Annotated[str, _one_of(*MODES)]
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,14 @@ class Detach:
     """Ends a lease. The end of the connection ends all of them."""
 
     TYPE: ClassVar[str] = "detach"
+    id: Id
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """Ends all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
+
+    TYPE: ClassVar[str] = "revoke"
     id: Id
 
 
@@ -265,7 +276,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Done:
-    """The answer to Detach, Register, Unregister and SetQuota: ``error`` is 0, or ``message`` says why it failed."""
+    """The answer to the other requests about leases, memory and limits: ``error`` is 0, or ``message`` says why not."""
 
     TYPE: ClassVar[str] = "done"
     id: Id
@@ -282,7 +293,7 @@ class Goodbye:
     message: Text
 
 
-ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota
+ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota | Revoke
 ServerMessage = Welcome | Progress | Result | Attached | Pieces | Done | Goodbye
 
 

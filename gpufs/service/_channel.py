@@ -8,14 +8,15 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import trio
 
 from gpufs import protocol, threads
 from gpufs.protocol import ClientMessage, Goodbye, ProtocolError, ServerMessage
-from gpufs.service._holdings import Holdings
+from gpufs.service._holdings import Descriptor, Holdings
 from gpufs.service._limits import Limits
+from gpufs.service._user import Both, Place, User
 
 log = logging.getLogger(__name__)
 
@@ -57,27 +58,45 @@ def path_of(fd: int) -> str:
 class Channel:
     """A connection. ``number`` names it in logs."""
 
-    def __init__(self, sock: socket.socket, peer: Peer, number: int, limits: Limits) -> None:
+    def __init__(self, sock: socket.socket, peer: Peer, number: int, limits: Limits, user: User) -> None:
         sock.setblocking(False)
         self.peer = peer
         self.number = number
+        self.user = user
         self._sock = sock
         self._limits = limits
-        self._threads = trio.CapacityLimiter(limits.threads)
+        self._threads = Both(trio.CapacityLimiter(limits.threads), user.threads)
         self._sending = trio.Lock()
+        self._place: Place | None = None  # for the next message
 
     def log(self, level: int, text: str, *arguments: object) -> None:
         log.log(level, "connection %d, %s: " + text, self.number, self.peer, *arguments, extra={"user": self.peer.uid})
 
-    async def receive(self) -> tuple[ClientMessage | None, list[int]]:
-        """The next message and its descriptors, now the caller's; None at the end. No checkpoint after receiving."""
+    async def wait_for_message(self) -> None:
+        """Waits for a message, and until its user may have one more here."""
         await trio.lowlevel.checkpoint()
-        while True:
-            try:
-                data, descriptors = protocol.receive(self._sock, discard=self.discard)
-                break
-            except BlockingIOError:
-                await trio.lowlevel.wait_readable(self._sock)
+        await trio.lowlevel.wait_readable(self._sock)
+        if self._place is None:
+            self._place = await self.user.take_place()
+
+    def receive(self) -> tuple[ClientMessage | None, list[Descriptor]] | None:
+        """The next message, None at the end, and its descriptors, now the caller's. After wait_for_message().
+
+        None if there is no message after all.
+        """
+        place = self._place
+        assert place is not None
+
+        def wrap(numbers: list[int]) -> list[Descriptor]:
+            place.hold(len(numbers))
+            return [Descriptor(number, place) for number in numbers]
+
+        try:
+            data, numbers = protocol.receive(self._sock, discard=lambda numbers: self.discard(wrap(numbers)))
+        except BlockingIOError:
+            return None
+        descriptors = wrap(numbers)
+        self.close()
         if not data:
             return None, descriptors
         try:
@@ -85,6 +104,12 @@ class Channel:
         except ProtocolError:
             self.discard(descriptors)
             raise
+
+    def close(self) -> None:
+        """No more messages are received now. The socket is the caller's."""
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
 
     async def answer(self, message: ServerMessage, descriptors: Sequence[int] = (), seconds: float = 0) -> None:
         """Sends a message. A client that does not take it would wait forever for it: its connection ends.
@@ -120,14 +145,18 @@ class Channel:
         """The last message, and why."""
         self.send_if_possible(Goodbye(error, protocol.shorten(text)))
 
-    def discard(self, descriptors: list[int]) -> None:
-        """Closes descriptors on a thread: closing calls the file's server, which may be this process."""
-        if descriptors:
-            threads.in_background(functools.partial(protocol.close_all, descriptors))
+    def discard(self, descriptors: list[Descriptor]) -> None:
+        """Closes descriptors on a thread."""
+        self.user.close(descriptors)
 
-    async def in_thread(self, work: Callable[[], T], holdings: Holdings) -> T:
-        """Runs work that may block on one of the client's threads, with these holdings in use.
+    async def in_thread(self, work: Callable[[], T], holdings: Holdings, *, may_hang: bool = False) -> T:
+        """Runs work that may block on one of the user's threads, with these holdings in use.
 
-        Cancellation abandons the thread. OSError ECANCELED if the holdings are closed by then.
+        ``may_hang``: as a file of the client's may. Cancellation abandons the thread. OSError ECANCELED if the holdings
+        are closed by then.
         """
-        return await threads.run(lambda: holdings.use(work), abandon_on_cancel=True, limiter=self._threads)
+        limiter = cast(Any, self._threads) if may_hang else self.user.calls
+        return await threads.run(functools.partial(self._use, holdings, work), abandon_on_cancel=True, limiter=limiter)
+
+    def _use(self, holdings: Holdings, work: Callable[[], T]) -> T:
+        return holdings.use(work)  # in a method, so that a thread that hangs keeps the user's share in use

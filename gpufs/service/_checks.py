@@ -5,6 +5,7 @@ is used for what it was opened for and for nothing else, and never for files who
 writes them.
 """
 
+import fcntl
 import os
 import stat
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Final
 
 from gpufs.protocol import LOAD, READ_WRITE
 from gpufs.protocol.statx import Identity, file_system_type, identity, open_flags
-from gpufs.service._holders import trusted
+from gpufs.service._user import trusted
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
 _KERNEL_FILE_SYSTEMS: Final = frozenset(
@@ -116,7 +117,7 @@ def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
     fd
         The client's descriptor.
     mode
-        READ or READ_WRITE.
+        READ, READ_WRITE or COPY_ON_WRITE.
     device
         The st_dev of our mount.
 
@@ -148,6 +149,18 @@ def check_registrable(fd: int, device: int) -> int:
     return _device_file(fd, "the file on the mount", device).ino
 
 
+def check_shareable(fd: int) -> None:
+    """Check the descriptor of memory that a client wants to register. Asks no file system anything.
+
+    OSError EINVAL for a file of storage: it may be served by a process of the client's that does not answer.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # files in memory alone have seals
+    except OSError:
+        if stat.S_IFMT(identity(fd).mode) in (stat.S_IFREG, stat.S_IFDIR):
+            raise OSError(EINVAL, "the descriptor is not that of memory") from None
+
+
 def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
     """The inode of the directory whose limits a client wants to change. Asks no file system anything.
 
@@ -164,6 +177,16 @@ def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
     if not stat.S_ISDIR(found.mode):
         raise OSError(ENOTDIR, os.strerror(ENOTDIR))
     return found.ino
+
+
+def check_revocable(descriptors: Sequence[int], device: int) -> int:
+    """The inode of the file whose leases a client wants to end, by any descriptor of it. Asks no file system anything.
+
+    OSError EINVAL without one descriptor, and as of :func:`check_attachable`.
+    """
+    if len(descriptors) != 1:
+        raise OSError(EINVAL, "a revocation takes the descriptor of one file")
+    return _device_file(descriptors[0], "the file", device).ino
 
 
 def check_file_system(fd: int) -> bool:

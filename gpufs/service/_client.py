@@ -13,6 +13,8 @@ from gpufs import protocol
 from gpufs._version import __version__
 from gpufs.protocol import (
     Attach,
+    Cancel,
+    ClientMessage,
     Copy,
     Detach,
     Done,
@@ -20,6 +22,7 @@ from gpufs.protocol import (
     ProtocolError,
     Refresh,
     Register,
+    Revoke,
     SetQuota,
     Unregister,
     Welcome,
@@ -27,21 +30,22 @@ from gpufs.protocol import (
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, Peer
 from gpufs.service._copies import ClientCopies
-from gpufs.service._holders import trusted
+from gpufs.service._holdings import Descriptor
 from gpufs.service._leases import ClientLeases
 from gpufs.service._mount import ServedMount
 from gpufs.service._register import Registrations
+from gpufs.service._user import User, trusted
 
 
 class ClientConnection:
     """Serves one connection until it ends. Owns its socket."""
 
-    def __init__(self, sock: socket.socket, peer: Peer, number: int, served: ServedMount) -> None:
-        """``number``: names the connection in logs."""
+    def __init__(self, sock: socket.socket, peer: Peer, number: int, served: ServedMount, user: User) -> None:
+        """``number``: names the connection in logs; ``user``: the share of its user."""
         self.peer = peer
         self._sock = sock
         self._served = served
-        self._channel = Channel(sock, peer, number, served.limits)
+        self._channel = Channel(sock, peer, number, served.limits, user)
         self._registrations = Registrations(self._channel, served)
         self._leases = ClientLeases(self._channel, served)
         self._copies = ClientCopies(self._channel, served)
@@ -75,6 +79,7 @@ class ClientConnection:
             raise
         finally:
             self._sock.close()
+            channel.close()
             ending = trio.current_effective_deadline() == -math.inf
             await self._registrations.close(limits.last_send if ending else limits.withdrawal)
             with trio.CancelScope(shield=True):
@@ -83,7 +88,11 @@ class ClientConnection:
     async def _serve(self) -> None:
         channel = self._channel
         with trio.fail_after(self._served.limits.hello):
-            message, descriptors = await channel.receive()
+            received = None
+            while received is None:
+                await channel.wait_for_message()
+                received = channel.receive()
+            message, descriptors = received
             channel.discard(descriptors)
             if message is None:
                 return
@@ -104,29 +113,39 @@ class ClientConnection:
             raise violation
 
     async def _read(self, nursery: trio.Nursery) -> None:
+        channel = self._channel
         while True:
-            message, descriptors = await self._channel.receive()
-            if message is None:
-                self._channel.discard(descriptors)
-                return
-            if isinstance(message, Register | Unregister | SetQuota):
-                await self._change(message, descriptors)
-                continue
-            try:
-                if isinstance(message, Copy):
-                    self._copies.accept(message, descriptors, nursery)
-                elif isinstance(message, Attach | Refresh | Detach):
-                    self._leases.accept(message, descriptors, nursery)
-                elif isinstance(message, Hello):
-                    raise ProtocolError("a second hello")
+            await channel.wait_for_message()
+            async with channel.user.turns:
+                received = channel.receive()
+                if received is None:
+                    continue
+                message, descriptors = received
+                if message is None:
+                    channel.discard(descriptors)
+                    return
+                if isinstance(message, Register | Unregister | SetQuota | Revoke):
+                    await self._change(message, descriptors)
                 else:
-                    self._channel.discard(descriptors)
-                    self._copies.cancel(message.id)
-            except ProtocolError:
-                self._channel.discard(descriptors)
-                raise
+                    self._begin(message, descriptors, nursery)
 
-    async def _change(self, message: Register | Unregister | SetQuota, descriptors: list[int]) -> None:
+    def _begin(self, message: ClientMessage, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
+        """Begins what a task of its own serves."""
+        try:
+            if isinstance(message, Copy):
+                self._copies.accept(message, descriptors, nursery)
+            elif isinstance(message, Attach | Refresh | Detach):
+                self._leases.accept(message, descriptors, nursery)
+            elif isinstance(message, Cancel):
+                self._channel.discard(descriptors)
+                self._copies.cancel(message.id)
+            else:
+                raise ProtocolError("a second hello")
+        except ProtocolError:
+            self._channel.discard(descriptors)
+            raise
+
+    async def _change(self, message: Register | Unregister | SetQuota | Revoke, descriptors: list[Descriptor]) -> None:
         """Serves one message. Registrations end with the connection, also if the answer is not sent."""
         answer = Done(message.id)
         try:
@@ -134,8 +153,12 @@ class ClientConnection:
                 await self._registrations.add(message, descriptors)
             elif isinstance(message, Unregister):
                 await self._registrations.remove(message.id)
+            elif isinstance(message, Revoke):
+                await self._leases.revoke([one.fd for one in descriptors])
             else:
-                ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.device)
+                ino = _checks.check_limitable(
+                    [one.fd for one in descriptors], self._channel.peer.uid, self._served.device
+                )
                 self._served.set_limit(ino, message.uid, message.limit)
                 self._channel.log(logging.INFO, "%s", message)
         except OSError as failure:

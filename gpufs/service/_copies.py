@@ -151,7 +151,7 @@ class ClientCopies:
         if number in self._tasks:
             self._tasks[number].cancel()
 
-    def accept(self, copy: Copy, descriptors: list[int], nursery: trio.Nursery) -> None:
+    def accept(self, copy: Copy, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
         """Begins a copy, and takes its descriptors over. ProtocolError if there cannot be such a copy.
 
         The descriptors stay the caller's after a ProtocolError.
@@ -164,17 +164,18 @@ class ClientCopies:
             raise ProtocolError("too many requests at once")
         task = _CopyTask(copy)
         self._tasks[copy.id] = task
-        host, mount = (task.holdings.hold(Descriptor(fd)) for fd in descriptors)
+        host, mount = map(task.holdings.hold, descriptors)
         nursery.start_soon(self._serve_copy, task, host, mount)
 
     async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """Serves one copy from its checks to its result, whatever happens."""
-        limits = self._served.limits
+        limits, user = self._served.limits, self._channel.user
         result = task.result(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
         try:
             try:
                 with task.scope, trio.fail_after(limits.prepare):
-                    await self._channel.in_thread(functools.partial(self._prepare, task, host, mount), task.holdings)
+                    work = functools.partial(self._prepare, task, host, mount)
+                    await self._channel.in_thread(work, task.holdings, may_hang=True)
             except OSError as error:
                 result = task.result(error)
             except trio.TooSlowError:
@@ -200,7 +201,7 @@ class ClientCopies:
                     if task.holdings.in_use:
                         deadline = min(deadline, trio.current_time() + limits.abandoned)
                     with trio.move_on_at(deadline):
-                        await task.holdings.close()
+                        await task.holdings.closed(functools.partial(user.start, user.closers))
                     del self._tasks[task.copy.id]
                     self._channel.log(
                         logging.INFO,
@@ -291,7 +292,7 @@ class ClientCopies:
 
         try:
             with trio.fail_at(deadline):
-                await self._channel.in_thread(settle, task.holdings)
+                await self._channel.in_thread(settle, task.holdings, may_hang=True)
         except OSError as error:
             return task.result(failure or error, **moved)
         except trio.TooSlowError:

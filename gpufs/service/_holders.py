@@ -1,6 +1,5 @@
 """Who uses a mount's memory in place: the leases and registrations, and how many a user may have."""
 
-import os
 import threading
 import time
 from collections import Counter
@@ -9,15 +8,12 @@ from errno import EBUSY, EMFILE, ENOSPC
 from typing import Any, Final
 
 from gpufs.service._channel import Peer
+from gpufs.service._holdings import Holdings
 from gpufs.service._limits import Limits
+from gpufs.service._user import trusted
 from gpufs.units import bytes_text
 
 REGISTERED: Final = "registered"  # the mode of a registration
-
-
-def trusted(uid: int) -> bool:
-    """Whether a user is root or the mount's owner."""
-    return uid in (0, os.geteuid())
 
 
 @dataclass(eq=False, slots=True)
@@ -30,8 +26,10 @@ class Holder:
     ino: int = 0
     private: bool = False
     bytes: int = 0
-    charged: int = 0  # bytes of device memory that a private copy takes
+    charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
+    holdings: Holdings | None = None  # of a lease, which ends with them
+    revoked: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For ``.gpufs/leases``."""
@@ -56,6 +54,7 @@ class HolderTable:
         self._lock = threading.Lock()  # guards all below
         self._holders: set[Holder] = set()
         self._counts: Counter[tuple[int, bool]] = Counter()  # by user, and whether they are registrations
+        self._private: Counter[tuple[int, int]] = Counter()  # bytes of private copies by user and device
 
     def enter(self, holder: Holder) -> None:
         """Adds one. OSError EMFILE or EBUSY if its user has too many."""
@@ -73,21 +72,29 @@ class HolderTable:
         with self._lock:
             self._holders.remove(holder)
             self._counts[holder.peer.uid, holder.mode == REGISTERED] -= 1
+            device, size = holder.charged
+            self._private[holder.peer.uid, device] -= size
 
-    def charge(self, holder: Holder, size: int, total: int) -> None:
+    def charge(self, holder: Holder, device: int, size: int, total: int) -> None:
         """Counts a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
         uid = holder.peer.uid
         with self._lock:
-            used = sum(one.charged for one in self._holders if one.peer.uid == uid)
+            used = self._private[uid, device]
             most = total if trusted(uid) else int(total * self._limits.private_share)
             if used + size > most:
                 raise OSError(
                     ENOSPC,
-                    f"private copies of user {uid} may take {bytes_text(most)}: {bytes_text(used)} are in use, "
-                    f"{bytes_text(size)} more are needed (files that the user may write need no copy)",
+                    f"private copies of user {uid} on gpu{device} may take {bytes_text(most)}: {bytes_text(used)} are "
+                    f"in use, {bytes_text(size)} more are needed (files that the user may write need no copy)",
                 )
-            holder.private = True
-            holder.charged = size
+            self._private[uid, device] += size
+            holder.charged = (device, size)
+
+    def leases_on(self, ino: int) -> list[tuple[Holder, Holdings]]:
+        """The leases on the file itself; private copies keep nobody from anything."""
+        with self._lock:
+            on_it = [one for one in self._holders if one.ino == ino and not one.private]
+        return [(one, one.holdings) for one in on_it if one.holdings is not None]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """Those that a user may see, oldest first: root and the mount's owner all, others their own."""

@@ -9,18 +9,11 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
-from gpufs import threads
-
-
-class Closable(Protocol):
-    """Something that must be closed once."""
-
-    def close(self) -> None: ...
-
+from gpufs.service._user import Closable, Place
 
 T = TypeVar("T")
 Held = TypeVar("Held", bound=Closable)
@@ -32,7 +25,7 @@ class Holdings:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held by the thread that uses or closes it
         self._closers: list[Callable[[], None]] = []
-        self._closed = False
+        self._ending = False
 
     def hold(self, item: Held) -> Held:
         """Takes over an object. Its close() runs at the end, in reverse order."""
@@ -45,45 +38,64 @@ class Holdings:
 
     def use(self, work: Callable[[], T]) -> T:
         """On a thread: runs work, during which nothing is closed. OSError ECANCELED if everything is closed."""
-        with self._lock:
-            if self._closed:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-            return work()
+        try:
+            with self._lock:
+                if self._ending:
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                return work()
+        finally:
+            if self._ending:
+                self.close()
 
     @property
     def in_use(self) -> bool:
         """Whether a thread is using what is held."""
         return self._lock.locked()
 
-    async def close(self) -> None:
-        """Closes everything on a thread once no other one uses it. Cancellation ends only the wait for that."""
-        closed = trio.Event()
-        token = trio.lowlevel.current_trio_token()
+    def end(self) -> None:
+        """Nobody may use it any more. A thread that still does closes it when it is done."""
+        self._ending = True
 
-        def work() -> None:
-            with self._lock:
-                self._closed = True
+    def close(self) -> None:
+        """On a thread, after end(): closes everything, unless a thread uses it, which closes it then."""
+        while self._closers and self._lock.acquire(blocking=False):
+            try:
                 while self._closers:
                     with contextlib.suppress(OSError):  # the descriptor is closed all the same
                         self._closers.pop()()
+            finally:
+                self._lock.release()  # then looks again: another thread may have found it in use just before
+
+    async def closed(self, start: Callable[[Callable[[], None]], None]) -> None:
+        """Closes everything by a job that ``start`` starts. Cancellation ends only the wait for that."""
+        closed = trio.Event()
+        token = trio.lowlevel.current_trio_token()
+
+        def notify() -> None:
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(closed.set)
 
-        threads.in_background(work)
+        self._closers.insert(0, notify)  # the last one
+        self.end()
+        start(self.close)
         await closed.wait()
 
 
 class Descriptor:
-    """An open descriptor that is closed once."""
+    """An open descriptor that came with a message and is closed once."""
 
-    __slots__ = ("_open", "fd")
+    __slots__ = ("_open", "_place", "fd")
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, place: Place) -> None:
         self.fd = fd
         self._open = True
+        self._place = place
 
     def close(self) -> None:
         """Closes it; a second call does nothing."""
         if self._open:
             self._open = False
-            os.close(self.fd)
+            try:
+                os.close(self.fd)
+            finally:
+                self._place.leave()

@@ -17,19 +17,21 @@ from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import Holder
 from gpufs.service._holdings import Descriptor, Holdings
 from gpufs.service._mount import ServedMount
+from gpufs.service._user import trusted
 
 
 @dataclass(slots=True)
 class _Attachment:
     """A lease of a connection. ``device``: its index; ``busy``: a request for it is being served.
 
-    ``outgoing``: pieces that are about to be sent.
+    ``outgoing``: pieces that are about to be sent, at most as many as one message takes.
     """
 
     holder: Holder
     holdings: Holdings = field(default_factory=Holdings)
     lease: Lease | None = None
     device: int = 0
+    read_only: bool = False
     busy: bool = False
     outgoing: list[SharedPiece] = field(default_factory=list)
 
@@ -42,6 +44,14 @@ def _close_pieces(pieces: list[SharedPiece]) -> None:
     protocol.close_all([piece.fd for piece in pieces])
 
 
+def _end_of(pieces: list[SharedPiece]) -> int:
+    return pieces[-1].offset + pieces[-1].bytes
+
+
+async def _refuse(failure: OSError) -> None:
+    raise failure
+
+
 class ClientLeases:
     """Serves the leases of one connection."""
 
@@ -51,7 +61,7 @@ class ClientLeases:
         self._attachments: dict[int, _Attachment] = {}
         self._working = 0  # requests being served
 
-    def accept(self, message: Attach | Refresh | Detach, descriptors: list[int], nursery: trio.Nursery) -> None:
+    def accept(self, message: Attach | Refresh | Detach, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
         """Begins to serve a request, and takes its descriptors over. ProtocolError if there cannot be such a request.
 
         The descriptors stay the caller's after a ProtocolError.
@@ -72,8 +82,15 @@ class ClientLeases:
                 raise ProtocolError("too many attachments on one connection")
             holder = Holder(self._channel.peer, message.mode)
             attachment = self._attachments[message.id] = _Attachment(holder)
-            descriptor = attachment.holdings.hold(Descriptor(descriptors[0]))
-            work = functools.partial(self._attach, message, attachment, descriptor)
+            holder.holdings = attachment.holdings
+            work = functools.partial(self._attach, message, attachment, *descriptors)
+            try:
+                holder.ino, attachment.read_only = self._check(message, *descriptors)
+            except OSError as failure:
+                self._channel.discard(descriptors)
+                work = functools.partial(_refuse, failure)
+            else:
+                attachment.holdings.hold(descriptors[0])  # of a file of ours, so closing it does not hang
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, attachment)
         else:
@@ -87,14 +104,16 @@ class ClientLeases:
         self, work: Callable[[], Awaitable[None]], message: Attach | Refresh | Detach, attachment: _Attachment | None
     ) -> None:
         try:
-            await work()
-        except OSError as failure:
-            if isinstance(message, Attach):
-                await self._end(message.id, attachment)
-            error = failure.errno or errno.EIO
-            text = failure.strerror or os.strerror(error)
-            self._channel.log(logging.INFO, "attach refused: %s %s", errno.errorcode.get(error, error), text)
-            await self._channel.answer(Attached(message.id, error, protocol.shorten(text)))
+            async with self._channel.user.turns:
+                try:
+                    await work()
+                except OSError as failure:
+                    if isinstance(message, Attach):
+                        await self._end(message.id, attachment)
+                    error = failure.errno or errno.EIO
+                    text = failure.strerror or os.strerror(error)
+                    self._channel.log(logging.INFO, "attach refused: %s %s", errno.errorcode.get(error, error), text)
+                    await self._channel.answer(Attached(message.id, error, protocol.shorten(text)))
         finally:
             # Work ends with the last message of its answer, and without a checkpoint after it.
             self._working -= 1
@@ -102,11 +121,41 @@ class ClientLeases:
                 attachment.busy = False
 
     async def close(self, seconds: float) -> None:
-        """Ends all leases, and waits so long for that."""
+        """Ends all leases, one after the other on one thread, and waits so long for that."""
+        attachments = list(self._attachments.values())
+        self._attachments.clear()
+        if not attachments:
+            return
+        last = attachments.pop()
+        for one in attachments:
+            one.holdings.end()
+
+        def start(close_last: Callable[[], None]) -> None:
+            def close() -> None:
+                for one in attachments:
+                    one.holdings.close()
+                close_last()
+
+            self._channel.user.start(self._channel.user.ends, close)
+
         with trio.move_on_after(seconds):
-            async with trio.open_nursery() as nursery:
-                for number, attachment in list(self._attachments.items()):
-                    nursery.start_soon(self._end, number, attachment)
+            await last.holdings.closed(start)
+
+    async def revoke(self, descriptors: list[int]) -> None:
+        """Ends all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
+        served, peer, user = self._served, self._channel.peer, self._channel.user
+        ino = _checks.check_revocable(descriptors, served.device)
+        if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
+            raise OSError(errno.EPERM, "only the file's owner, root and the user who mounted may end its leases")
+        for holder, holdings in served.holders.leases_on(ino):
+            holder.revoked = True
+            self._channel.log(logging.INFO, "revoked the lease of %s on %s", holder.peer, holder.path)
+            await holdings.closed(functools.partial(user.start, user.calls))
+
+    def _check(self, message: Attach, descriptor: Descriptor) -> tuple[int, bool]:
+        """The inode of the file to attach, and whether the client may only read it. OSError if a rule forbids it."""
+        ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._served.device)
+        return ino, not may_write
 
     async def _attach(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> None:
         def prepare() -> Lease:
@@ -121,10 +170,9 @@ class ClientLeases:
         await self._answer(message.id, attachment, attachment.lease, 0)
 
     def _prepare(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> Lease:
-        """On a thread: checks the descriptor and opens the lease. OSError if a rule forbids it."""
+        """On a thread: opens the lease. OSError if a limit forbids it, or memory is missing."""
         holder, holdings, served = attachment.holder, attachment.holdings, self._served
-        ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, served.device)
-        holder.ino = ino
+        ino = holder.ino
         holder.path = path_of(descriptor.fd)
         served.holders.enter(holder)
         holdings.on_close(functools.partial(served.holders.leave, holder))
@@ -132,11 +180,9 @@ class ClientLeases:
             # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
             descriptor.close()
             attachment.device = buffer.info.device
-            if not may_write and served.gets_copy(buffer):
-                served.holders.charge(holder, *served.cost_of_copy(buffer))
+            holder.private = attachment.read_only and served.gets_copy(buffer, message.mode)
             writable = message.mode == READ_WRITE
-            label = str(holder.peer)
-            lease = holdings.hold(served.lease(buffer, writable=writable, private=holder.private, label=label))
+            lease = holdings.hold(served.lease(buffer, holder, writable=writable))
         if writable:
             # The kernel does not see what the program writes: the times change at both ends of the lease.
             served.mount.inode_written(ino)
@@ -148,6 +194,8 @@ class ClientLeases:
     async def _refresh(self, message: Refresh, attachment: _Attachment | None) -> None:
         if attachment is None or attachment.lease is None:
             raise OSError(errno.EBADF, "nothing is attached under this number")
+        if attachment.holder.revoked:
+            raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
         if attachment.holder.private:
             raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
         await self._channel.in_thread(attachment.lease.refresh, attachment.holdings)
@@ -161,31 +209,48 @@ class ClientLeases:
         """Ends a lease and waits until its memory is released. Another one may have its number by now, and stays."""
         if attachment is not None and self._attachments.get(number) is attachment:
             del self._attachments[number]
-            await attachment.holdings.close()
+            user = self._channel.user
+            await attachment.holdings.closed(functools.partial(user.start, user.calls))
 
     async def _answer(self, number: int, attachment: _Attachment, lease: Lease, start: int) -> None:
-        """Sends the memory from ``start`` on."""
+        """Sends the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
+        devices = self._served.mount.engine.devices
 
-        def take() -> None:
+        def take(first: int) -> None:
+            attachment.outgoing = lease.pieces(first, protocol.MAX_PIECES)
+
+        def begin() -> int:
             attachment.holder.bytes = lease.bytes
-            attachment.outgoing = lease.pieces(start)
+            count, first = 0, start
+            while len(pieces := lease.pieces(first, protocol.MAX_PIECES)) == protocol.MAX_PIECES:
+                count += len(pieces)
+                first = _end_of(pieces)
+                _close_pieces(pieces)
+            if count == 0:
+                attachment.outgoing = pieces
+            else:
+                _close_pieces(pieces)
+            return count + len(pieces)
 
-        await self._channel.in_thread(take, attachment.holdings)
-        pieces = attachment.take_outgoing()
-        try:
-            attached = Attached(
-                number,
-                driver=self._served.mount.engine.driver,
-                pci_address=self._served.mount.engine.devices[attachment.device].info.pci_address,
-                device=attachment.device,
-                size=attachment.holder.bytes,
-                private=attachment.holder.private,
-                pieces=len(pieces),
-            )
-            await self._channel.answer(attached)
-            for first in range(0, len(pieces), protocol.MAX_PIECES):
-                some = pieces[first : first + protocol.MAX_PIECES]
-                message = Pieces(number, [one.offset for one in some], [one.bytes for one in some])
-                await self._channel.answer(message, [one.fd for one in some])
-        finally:
-            _close_pieces(pieces)
+        left = await self._channel.in_thread(begin, attachment.holdings)
+        attached = Attached(
+            number,
+            driver=self._served.mount.engine.driver,
+            pci_address=devices[attachment.device].info.pci_address,
+            device=attachment.device,
+            size=attachment.holder.bytes,
+            private=attachment.holder.private,
+            pieces=left,
+        )
+        await self._channel.answer(attached)
+        while left > 0:
+            if not attachment.outgoing:
+                await self._channel.in_thread(functools.partial(take, start), attachment.holdings)
+            pieces = attachment.take_outgoing()
+            try:
+                left -= len(pieces)
+                start = _end_of(pieces)
+                message = Pieces(number, [one.offset for one in pieces], [one.bytes for one in pieces])
+                await self._channel.answer(message, [one.fd for one in pieces])
+            finally:
+                _close_pieces(pieces)

@@ -9,8 +9,8 @@ from typing import Final
 
 from gpufs.engine import Buffer, Lease, Mount
 from gpufs.fs.tree import Tree
-from gpufs.protocol import Register
-from gpufs.service._holders import HolderTable
+from gpufs.protocol import COPY_ON_WRITE, Register
+from gpufs.service._holders import Holder, HolderTable
 from gpufs.service._limits import Limits
 
 # A write through the mount waits as long for the memory of files that have just been removed.
@@ -52,7 +52,7 @@ class ServedMount:
                 raise OSError(EINVAL, "the file on the mount holds no device memory") from None
             raise
 
-    def gets_copy(self, buffer: Buffer) -> bool:
+    def gets_copy(self, buffer: Buffer, mode: str) -> bool:
         """Whether a client that may only read this buffer gets a private copy of it.
 
         On GPUs it does, because a descriptor of device memory always gives write access. A small file is copied on
@@ -61,27 +61,26 @@ class ServedMount:
         """
         if buffer.info.held_bytes < buffer.engine.devices[buffer.info.device].info.granule:
             return True
-        return self.mount.engine.driver != "host" and not self.trust_readers
+        return self.mount.engine.driver != "host" and (mode == COPY_ON_WRITE or not self.trust_readers)
 
-    def cost_of_copy(self, buffer: Buffer) -> tuple[int, int]:
-        """The device memory that a copy of a buffer takes, in whole granules, and that there is, in bytes."""
-        device = buffer.engine.devices[buffer.info.device]
-        granule = device.info.granule
-        return -(-buffer.info.size // granule) * granule, device.memory().total_bytes
+    def lease(self, buffer: Buffer, holder: Holder, *, writable: bool) -> Lease:
+        """Opens a lease on a buffer, or on a private copy of it if ``holder`` gets one, whose user pays for it then.
 
-    def lease(self, buffer: Buffer, *, writable: bool, private: bool, label: str) -> Lease:
-        """Opens a lease on a buffer, or on a private copy of it. ``label``: the holder, for messages.
-
-        OSError ENODATA if it has holes and is not ``writable``, ENOSPC if the memory for its holes or the copy is
-        missing.
+        OSError ENODATA if it has holes and is not ``writable``, ENOSPC or EDQUOT if the memory for its holes or the
+        copy is missing.
         """
-        if not private:
+        label = str(holder.peer)
+        if not holder.private:
             return Lease(buffer, writable=writable, label=label)
-        size = buffer.info.size
+        size = buffer.info.size  # the file may change its size meanwhile: what is charged is what is copied
         if buffer.seek(0, os.SEEK_HOLE) < size:  # or the copy would fill them with zeros
             raise OSError(ENODATA, "the file has holes, which have no memory: allocate them with fallocate(1)")
+        device = buffer.engine.devices[buffer.info.device]
+        granules = -(-size // device.info.granule)
+        self.holders.charge(holder, device.index, granules * device.info.granule, device.memory().total_bytes)
         self.await_space(buffer, size)
-        with Buffer(buffer.engine, buffer.info.device) as copy:  # afterwards the lease keeps the memory
+        with Buffer(buffer.engine, device.index) as copy:  # afterwards the lease keeps the memory
+            self.mount.charge_buffer(copy, holder.peer.uid)
             copy.copy_from(buffer, size=size)
             return Lease(copy, label=label)
 

@@ -13,11 +13,13 @@ from gpufs import threads
 from gpufs.protocol import Register
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
-from gpufs.service._holders import REGISTERED, Holder, trusted
+from gpufs.service._holders import REGISTERED, Holder
+from gpufs.service._holdings import Descriptor
 from gpufs.service._mount import ServedMount
+from gpufs.service._user import trusted
 
 T = TypeVar("T")
-_NAMES_AT_ONCE: Final = 200  # that are removed in one go, in about ten milliseconds
+_NAMES_AT_ONCE: Final = 20  # that are removed in one go, so that other requests wait for less than a millisecond
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
     "root: use memory that can be exported as a descriptor, or a mount of your own"
@@ -32,7 +34,7 @@ class Registrations:
         self._served = served
         self._by_id: dict[int, Holder] = {}
 
-    async def add(self, message: Register, descriptors: list[int]) -> None:
+    async def add(self, message: Register, descriptors: list[Descriptor]) -> None:
         """Serves ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
         if message.id in self._by_id:
             raise OSError(EINVAL, "a registration with this id exists")
@@ -42,14 +44,16 @@ class Registrations:
         peer, served = self._channel.peer, self._served
         if message.kind == "ipc" and not trusted(peer.uid):
             raise OSError(EPERM, _FOREIGN_IPC)
-        ino = _checks.check_registrable(descriptors[0], served.device)
-        holder = Holder(peer, REGISTERED, path_of(descriptors[0]), ino, bytes=message.size)
+        ino = _checks.check_registrable(descriptors[0].fd, served.device)
+        for memory in descriptors[1:]:
+            _checks.check_shareable(memory.fd)
+        holder = Holder(peer, REGISTERED, path_of(descriptors[0].fd), ino, bytes=message.size)
         served.holders.enter(holder)
         try:
             served.tree.hold(ino)
             try:
-                memory = descriptors[1] if wanted == 2 else -1
-                await _to_its_end(functools.partial(served.register, ino, message, memory))
+                shared = descriptors[1].fd if wanted == 2 else -1
+                await _to_its_end(functools.partial(served.register, ino, message, shared), self._channel.user.calls)
             except BaseException:
                 served.tree.forget(ino, 1)
                 raise
@@ -63,7 +67,7 @@ class Registrations:
         holder = self._by_id.get(number)
         if holder is None:
             raise OSError(EINVAL, "this connection has no registration with this id")
-        failure = await self._withdraw([holder], self._served.limits.withdrawal)
+        failure = await self._withdraw([holder], self._served.limits.withdrawal, self._channel.user.calls)
         if failure is None or failure.errno != ETIMEDOUT:
             del self._by_id[number]
             self._release([holder])
@@ -76,7 +80,7 @@ class Registrations:
         self._by_id.clear()
         if holders:
             try:
-                await self._withdraw(holders, patience)
+                await self._withdraw(holders, patience, self._channel.user.ends)
             finally:
                 self._release(holders)
 
@@ -85,17 +89,17 @@ class Registrations:
             self._served.tree.forget(one.ino, 1)
             self._served.holders.leave(one)
 
-    async def _withdraw(self, holders: list[Holder], patience: float) -> OSError | None:
+    async def _withdraw(self, holders: list[Holder], patience: float, limiter: trio.CapacityLimiter) -> OSError | None:
         """Removes the files' names and ends the use of the memory. The failure of that, if one fails."""
         names = []
         with trio.CancelScope(shield=True):
             for one in holders:
-                while removed := self._served.tree.remove_names(one.ino, _NAMES_AT_ONCE):
-                    names += removed
-                    if len(removed) < _NAMES_AT_ONCE:
-                        break
-                    await trio.lowlevel.checkpoint()  # other requests' turn
-        return await _to_its_end(functools.partial(self._revoke, holders, names, patience))
+                removed = None
+                while removed is None or removed:
+                    async with limiter:  # other requests' turn
+                        removed = self._served.tree.remove_names(one.ino, _NAMES_AT_ONCE)
+                        names += removed
+        return await _to_its_end(functools.partial(self._revoke, holders, names, patience), limiter)
 
     def _revoke(self, holders: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
         mount = self._served.mount
@@ -118,8 +122,8 @@ class Registrations:
         return failure
 
 
-async def _to_its_end(work: Callable[[], T]) -> T:
+async def _to_its_end(work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
     """Runs work on a thread to its end, also if the mount ends: what it takes must be released again."""
     with trio.CancelScope(shield=True):
-        result = await threads.run(work)
+        result = await threads.run(work, limiter=limiter)
     return result

@@ -18,9 +18,10 @@ from gpufs.engine import Mount
 from gpufs.fs.tree import Tree
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
-from gpufs.service._holders import HolderTable, trusted
+from gpufs.service._holders import HolderTable
 from gpufs.service._limits import Limits
 from gpufs.service._mount import ServedMount
+from gpufs.service._user import Users, trusted
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Service:
 
     def __init__(self, served: ServedMount) -> None:
         self._served = served
+        self._users = Users(served.limits)
         self._clients: set[ClientConnection] = set()
 
     def statistics(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class Service:
                 if self._over_limit(peer.uid):
                     _reject(sock)
                 else:
-                    client = ClientConnection(sock, peer, number, self._served)
+                    client = ClientConnection(sock, peer, number, self._served, self._users.of(peer.uid))
                     self._clients.add(client)
                     nursery.start_soon(self._serve_client, client)
                 await trio.lowlevel.checkpoint()

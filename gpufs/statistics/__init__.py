@@ -16,6 +16,7 @@ from gpufs.statistics._files import (
     read_mount,
     remove_dead,
     sweep,
+    temporary_folders,
 )
 from gpufs.statistics._format import DETAILS, DEVICE_GAUGES, ENGINE_GAUGES, VERSION, StatisticsError, parse
 
@@ -35,4 +36,5 @@ __all__ = [
     "read_mount",
     "remove_dead",
     "sweep",
+    "temporary_folders",
 ]

@@ -42,14 +42,26 @@ def device_of(name: str) -> str | None:
 
 def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """The directories in which the files of a user's mounts may be."""
-    temporary = Path(f"/tmp/gpufs-{_outer(uid)}")
     if uid == 0:
-        return [Path("/run/gpufs"), temporary]
-    found = [Path(f"/run/user/{uid}/gpufs"), temporary]
+        return [Path("/run/gpufs"), *temporary_folders(uid)]
+    found = [Path(f"/run/user/{uid}/gpufs"), *temporary_folders(uid)]
     own = environ.get("XDG_RUNTIME_DIR")
     if own and Path(own) / "gpufs" not in found:
         found.insert(0, Path(own) / "gpufs")
     return found
+
+
+def temporary_folders(uid: int) -> list[Path]:
+    """A user's directories below /tmp. The first may be missing, or another user may have taken its name."""
+    usual = f"gpufs-{_outer(uid)}"
+    others = []
+    with suppress(OSError), os.scandir("/tmp") as entries:
+        for entry in entries:
+            if entry.name.startswith(f"{usual}-") and entry.is_dir(follow_symlinks=False):
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_uid == uid:
+                        others.append(Path(entry.path))
+    return [Path("/tmp") / usual, *sorted(others)]
 
 
 def _outer(uid: int) -> int:

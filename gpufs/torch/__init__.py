@@ -2,7 +2,7 @@
 
 The functions have the names and signatures of ``safetensors`` and ``safetensors.torch``. The tensors they return are
 views of the file's memory: nothing is copied, every process that maps the file uses the same memory, and a view keeps
-that memory until it is freed. Views are read-only unless ``mode="r+"`` is given. torch does not know this: writing to
+that memory until it is freed. Views are read-only unless ``mode`` is "r+" or "c". torch does not know this: writing to
 a read-only view ends the program (SIGSEGV in host memory, a fatal error of the context on a GPU).
 
 :func:`use_in_place` makes the libraries that are built on safetensors do the same. :func:`publish` writes such a file
@@ -12,8 +12,19 @@ from tensors that are in device memory already.
 from gpufs.formats import FormatError
 from gpufs.in_place import use_in_place
 from gpufs.torch._file import load_file, safe_open
+from gpufs.torch._load import load
 from gpufs.torch._module import attach_module, load_model
 from gpufs.torch._pool import pool
 from gpufs.torch._publish import publish
 
-__all__ = ["FormatError", "attach_module", "load_file", "load_model", "pool", "publish", "safe_open", "use_in_place"]
+__all__ = [
+    "FormatError",
+    "attach_module",
+    "load",
+    "load_file",
+    "load_model",
+    "pool",
+    "publish",
+    "safe_open",
+    "use_in_place",
+]

@@ -201,7 +201,9 @@ class Checkpoint:
         return ((name, self.tensor(name, device)) for name in self.places)
 
 
-def load_file(filename: str | os.PathLike[str], device: Device = None, *, mode: str = "r") -> dict[str, torch.Tensor]:
+def load_file(
+    filename: str | os.PathLike[str], device: Device = None, *, mode: str = "r", backend: str | None = None
+) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file in place.
 
     Parameters
@@ -211,9 +213,12 @@ def load_file(filename: str | os.PathLike[str], device: Device = None, *, mode: 
         the directory of either.
     device : torch.device, str or int, optional
         Tensors that are not on this device are copied to it. By default they stay where the file is.
-    mode : {"r", "r+"}
+    mode : {"r", "r+", "c"}
         "r" maps the file read-only: a program that writes to a tensor ends (SIGSEGV in host memory, a fatal error of
-        the context on a GPU). With "r+" changes of the tensors are changes of the file.
+        the context on a GPU). With "r+" changes of the tensors are changes of the file. With "c" they stay
+        private to this program: a page of host memory is copied when it is written to, a GPU's file at once.
+    backend : str, optional
+        How safetensors reads files. It has no effect: the tensors are in memory already.
 
     Returns
     -------
@@ -268,7 +273,7 @@ class safe_open:
         As for :func:`load_file`.
     framework : {"pt", "torch"}
         Other frameworks take their arrays from :func:`gpufs.attach`.
-    device, mode
+    device, mode, backend
         As for :func:`load_file`.
 
     Examples
@@ -278,7 +283,13 @@ class safe_open:
     """
 
     def __init__(
-        self, filename: str | os.PathLike[str], framework: str = "pt", device: Device = None, *, mode: str = "r"
+        self,
+        filename: str | os.PathLike[str],
+        framework: str = "pt",
+        device: Device = None,
+        *,
+        mode: str = "r",
+        backend: str | None = None,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(f"framework {framework!r} is not served here; use 'pt', or gpufs.attach and DLPack")

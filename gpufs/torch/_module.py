@@ -64,9 +64,10 @@ def attach_module(
         :func:`publish` wrote from a module have all buffers.
     device : torch.device, str or int, optional
         As for :func:`load_file`: tensors that are not there already are copied.
-    mode : {"r", "r+"}
+    mode : {"r", "r+", "c"}
         With "r" parameters are read-only and do not require gradients. With "r+" they do if they did when they were
-        published, or do in the module, and training changes the file.
+        published, or do in the module, and training changes the file. "c" is as "r+", and the changes stay private to
+        this program.
 
     Returns
     -------
@@ -94,6 +95,8 @@ def load_model(
     filename: str | os.PathLike[str],
     strict: bool = True,
     device: Device = None,
+    *,
+    backend: str | None = None,
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a module, as the function of this name in safetensors does.
 
@@ -110,6 +113,8 @@ def load_model(
         Whether a name that only the module or only the file has is an error.
     device : torch.device, str or int, optional
         Where views of the file are to be; copied if the file is on another device.
+    backend : str, optional
+        As for :func:`load_file`.
 
     Returns
     -------

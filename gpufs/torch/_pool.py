@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from errno import EOPNOTSUPP
@@ -14,7 +17,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpufs.config.kinds import parse_size
-from gpufs.engine import TORCH_ALLOCATOR, AddressPool
+from gpufs.engine import TORCH_ALLOCATOR, AddressPool, keep_for_ever
 from gpufs.torch._new_file import NewFile
 from gpufs.units import bytes_text
 
@@ -28,7 +31,6 @@ _HEADER_SHARE = 1024
 # Pools that exist, and those whose tensors have outlived them.
 _pools: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
 _released: list[PoolMemory] = []
-_allocators: list[Any] = []  # torch keeps a bare pointer to the one, so it is never destroyed
 
 
 class PoolMemory:
@@ -90,11 +92,23 @@ class PoolMemory:
         return True
 
 
+def _bytes_of(size: int | str) -> int:
+    """A pool's size in bytes. TypeError, ValueError."""
+    try:
+        found = parse_size(size) if isinstance(size, str) else operator.index(size)
+    except ValueError:
+        raise ValueError(f'size: {size!r} is neither a number of bytes nor a text such as "16G"') from None
+    if found <= 0:
+        raise ValueError(f"size: {size!r} is too small: a pool has at least one byte")
+    return found
+
+
+@functools.cache
 def _allocator() -> Any:
-    if not _allocators:
-        plugged = torch.cuda.memory.CUDAPluggableAllocator(*TORCH_ALLOCATOR)
-        _allocators.append(plugged)
-    return _allocators[0].allocator()
+    plugged: Any = torch.cuda.memory.CUDAPluggableAllocator(*TORCH_ALLOCATOR)
+    # torch keeps a bare pointer to it and frees memory through it until the process has ended.
+    keep_for_ever(plugged)
+    return plugged.allocator()
 
 
 def release_unused() -> None:
@@ -113,6 +127,13 @@ def that_holds(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None
         if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.could_be(path):
             return memory
     return None
+
+
+class _Entered(threading.local):
+    """The calling thread's `with` blocks of a pool, the innermost last: torch's context managers."""
+
+    def __init__(self) -> None:
+        self.uses: list[Any] = []
 
 
 class pool:
@@ -147,13 +168,11 @@ class pool:
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int | str) -> None:
-        self._bytes = parse_size(size) if isinstance(size, str) else size
-        if self._bytes <= 0:
-            raise ValueError(f"size is {size!r}: a pool has at least one byte")
+        self._bytes = _bytes_of(size)
         release_unused()
         self.path = os.fspath(path)
         self._memory = PoolMemory(Path(path), self._bytes)
-        self._entered: list[Any] = []
+        self._entered = _Entered()
         weakref.finalize(self, self._memory.release).atexit = False
 
     @property
@@ -174,7 +193,7 @@ class pool:
         except BaseException:
             self._memory.addresses.leave()
             raise
-        self._entered.append(using)
+        self._entered.uses.append(using)
         return self
 
     def __exit__(
@@ -187,4 +206,4 @@ class pool:
                 f"free part has {bytes_text(largest)}. Give gpufs.torch.pool() a larger size."
             )
         self._memory.addresses.leave()
-        self._entered.pop().__exit__(kind, error, traceback)
+        self._entered.uses.pop().__exit__(kind, error, traceback)

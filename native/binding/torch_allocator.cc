@@ -40,7 +40,7 @@ void wait_for_cuda(int device) {
 }
 
 void wait_for_hip(int device) {
-  void* const hip = loaded({"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"});
+  void* const hip = loaded({"libamdhip64.so.8", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"});
   if (hip == nullptr) return;
   const auto get = reinterpret_cast<int (*)(int*)>(::dlsym(hip, "hipGetDevice"));
   const auto set = reinterpret_cast<int (*)(int)>(::dlsym(hip, "hipSetDevice"));

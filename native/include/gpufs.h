@@ -391,6 +391,8 @@ gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t lim
 /* What exists already: charges an inode, and what is created in it from now on, as if it had been created in
  * `directory`; 0: to no directory. */
 gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory);
+/* Charges a buffer of the mount's engine to a user, whatever the limit; its growth needs space below it. */
+gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_t uid);
 /* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
  * which is absent if no limit is set. As gpufs_mount_statistics(). */
 gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text);

@@ -80,7 +80,7 @@ class Rig {
   const Recount recount_;
 
  public:
-  explicit Rig(Kind kind, AsyncOptions options = {}, int devices = 1, IoOptions io = {})
+  explicit Rig(Kind kind, AsyncOptions options = {}, int devices = 1, IoOptions io = {}, bool virtual_memory = true)
       : recount_(), plan(std::make_shared<testing::FaultPlan>()) {
     if (kind == Kind::kHostCalls || kind == Kind::kCudaCalls) {
       options.stream_waits = Switch::kOff;
@@ -90,11 +90,13 @@ class Rig {
     } else if (kind == Kind::kCuda || kind == Kind::kCudaCalls) {
       FakeGpuSetup setup;
       setup.devices = devices;
+      setup.virtual_memory = virtual_memory;
       cuda_test::fake().reset(&setup);
       driver = must(open_cuda_driver({}, GPUFS_FAKE_CUDA));
     } else {
       FakeGpuSetup setup;
       setup.devices = devices;
+      setup.virtual_memory = virtual_memory;
       hip_test::fake().reset(&setup);
       driver = must(open_hip_driver({}, {GPUFS_FAKE_HIP}));
     }
@@ -113,6 +115,8 @@ class Rig {
     engine->shutdown();
     EXPECT_EQ(engine->outstanding(), 0U);
     transfers->shutdown();
+    EXPECT_EQ(cuda_test::fake().calls("in a host function"), 0);
+    EXPECT_EQ(hip_test::fake().calls("in a host function"), 0);
   }
   Rig(const Rig&) = delete;
   Rig& operator=(const Rig&) = delete;

@@ -509,19 +509,37 @@ TEST(AsyncFaults, HostCallsBlockStreamsOfDevicesThatCannotWait) {
   }
 }
 
+// Neither a stream that the engine knows nor a new one gets work that the graph would repeat.
 TEST(AsyncFaults, StreamsBeingCapturedIntoAGraphAreRefused) {
-  {
-    Rig rig(Kind::kCuda);
-    const FakeGpuSetup setup{.capturing = true};
-    ProgramStream own = rig.program_stream();
-    cuda_test::fake().reset(&setup);
-    EXPECT_EQ(rig.load(rig.buffer(), 10, own.stream).error(), EBUSY);
+  for (const Kind kind : {Kind::kCuda, Kind::kCudaCalls, Kind::kHip}) {
+    Rig rig(kind);
+    const FakeGpuControl& fake = kind == Kind::kHip ? static_cast<const FakeGpuControl&>(hip_test::fake())
+                                                    : static_cast<const FakeGpuControl&>(cuda_test::fake());
+    rig.fill_file(pattern(1'000, 21));
+    const std::shared_ptr<OperationStream> known = must(rig.engine->create_stream(0, {}));
+    ASSERT_OK(rig.load(rig.buffer(), 10, known));
+    EXPECT_OK(rig.next().status);
+    const std::unique_ptr<Stream> fresh = must(rig.device()->device().create_stream());
+    const FakeGpuSetup capturing{.capturing = true};
+    fake.reset(&capturing);
+    EXPECT_EQ(rig.load(rig.buffer(), 10, known).error(), EBUSY);
+    EXPECT_EQ(rig.engine->imply_stream(fresh->native(), -1).status().error(), EBUSY);
+    EXPECT_EQ(fake.calls("captured"), 0);
+    // Calls that end a capture.
+    for (const char* symbol : {"cuMemHostRegister_v2", "hipHostRegister"}) EXPECT_EQ(fake.calls(symbol), 0);
+    const FakeGpuSetup ordinary;
+    fake.reset(&ordinary);
+    ASSERT_OK(rig.load(rig.buffer(), 10, known));
+    EXPECT_OK(rig.next().status);
   }
-  Rig rig(Kind::kHip);
-  const FakeGpuSetup setup{.capturing = true};
+}
+
+TEST(AsyncFaults, AStreamKeepsItsMemoryUntilTheDeviceHasPassedARefusedOperation) {
+  Rig rig(Kind::kCuda);
   ProgramStream own = rig.program_stream();
-  hip_test::fake().reset(&setup);
-  EXPECT_EQ(rig.load(rig.buffer(), 10, own.stream).error(), EBUSY);
+  cuda_test::fake().fail("cuLaunchHostFunc", 1, 801, 1);
+  EXPECT_FALSE(rig.load(rig.buffer(), 10, own.stream).ok());
+  EXPECT_EQ(cuda_test::fake().calls("cuEventRecord"), 1);
 }
 
 TEST(AsyncFaults, TheDefaultStreamBelongsToTheCurrentDevice) {
@@ -536,6 +554,32 @@ TEST(AsyncFaults, TheDefaultStreamBelongsToTheCurrentDevice) {
   EXPECT_OK(rig.next().status);
   EXPECT_EQ(contents(*buffer), bytes);
   EXPECT_EQ(must(rig.engine->imply_stream(0, 0))->device(), rig.device(0));
+}
+
+// The memory of an operation is freed when the program holds it no more, and that waits for all streams of a device.
+TEST(AsyncFaults, FreeingMemoryStopsNoOtherOperation) {
+  Rig rig(Kind::kCuda, {}, 1, {}, /*virtual_memory=*/false);
+  rig.fill_file(pattern(1'000, 25));
+  ProgramStream own = rig.program_stream();
+  Gate gate(rig.device());
+  std::atomic<bool> reached{false};
+  cuda_test::fake().share_queues();
+  ASSERT_OK(own.program->call([](void* at) { static_cast<std::atomic<bool>*>(at)->store(true); }, &reached));
+  gate.hold(*own.program);
+  ASSERT_TRUE(soon([&] { return reached.load(); }));
+  std::this_thread::sleep_for(10ms);
+  std::vector<std::weak_ptr<Buffer>> freed;
+  // More than there are threads; each kind of end.
+  for (int count = 0; count < 40; ++count) {
+    std::shared_ptr<Buffer> buffer = rig.buffer(pattern(100, 26));
+    freed.emplace_back(buffer);
+    ASSERT_OK(rig.load(buffer, count % 2 == 0 ? 0 : 1'000));
+    buffer.reset();
+    EXPECT_OK(rig.next().status);
+  }
+  EXPECT_FALSE(freed.front().expired() && freed.back().expired());
+  gate.open();
+  EXPECT_TRUE(soon([&] { return freed.front().expired() && freed.back().expired(); }));
 }
 
 TEST(AsyncFaults, OperationsEndWhenTheirDeviceFails) {

@@ -267,6 +267,46 @@ TEST_F(SharedMemoryTest, NoTwoThreadsGetTheSameSlot) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// Each thread has files of its own, which hold what it wrote, while another one moves all that can be moved.
+TEST_F(SharedMemoryTest, SmallFilesMoveWhileTheyAreUsed) {
+  start(64 * kMiB, 65536);
+  SlabPool& slabs = *contexts[0]->slabs();
+  std::atomic<bool> end{false};
+  std::vector<std::thread> threads;
+  for (unsigned thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::mt19937 random(thread);
+      struct File {
+        std::shared_ptr<Buffer> buffer;
+        std::vector<std::byte> bytes;
+      };
+      std::vector<File> files;
+      for (int step = 0; step < 10 * kRounds; ++step) {
+        if (files.size() < 50) files.push_back({make(), {}});
+        File& file = files[random() % files.size()];
+        if (random() % 4 == 0) {
+          file = {make(), {}};
+          continue;
+        }
+        const std::uint64_t offset = random() % (file.bytes.size() + 1);
+        const auto data = pattern(1 + random() % 9000, static_cast<unsigned>(random()));
+        ASSERT_TRUE(file.buffer->write(offset, data).ok());
+        file.bytes.resize(std::max(file.bytes.size(), offset + data.size()));
+        std::copy(data.begin(), data.end(), file.bytes.begin() + static_cast<std::ptrdiff_t>(offset));
+        const File& other = files[random() % files.size()];
+        ASSERT_TRUE(same_bytes(contents(*other.buffer, 0, other.bytes.size()), other.bytes));
+        ASSERT_EQ(other.buffer->size(), other.bytes.size());
+      }
+    });
+  }
+  std::thread gathering([&] {
+    while (!end) slabs.gather(std::chrono::steady_clock::now() + std::chrono::seconds(1));
+  });
+  for (std::thread& thread : threads) thread.join();
+  end = true;
+  gathering.join();
+}
+
 INSTANTIATE_TEST_SUITE_P(Settings, BufferConcurrencyTest,
                          ::testing::Values(Setting{"slabs", 65536, false, 0}, Setting{"copying", 0, true, 0},
                                            Setting{"pieces", 0, false, 2 * kGranule}),

@@ -326,6 +326,14 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
     return must(vendor().open(options));
   }
 
+  void gather() {
+    for (const auto& context : contexts_) {
+      if (context->slabs() != nullptr) {
+        context->slabs()->gather(std::chrono::steady_clock::now() + std::chrono::seconds(1));
+      }
+    }
+  }
+
   void run(unsigned seed) {
     random_.seed(seed);
     const std::shared_ptr<Driver> driver = open();
@@ -339,6 +347,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
     for (int number = 0; number < kSteps && !HasFailure(); ++number) {
       SCOPED_TRACE("step " + std::to_string(number));
       step();
+      if (number % 4 == 0) gather();
       check_accounts();
       if (number % 16 != 0) continue;
       check(files_[static_cast<std::size_t>(number) / 16 % files_.size()], 0, kLargest);

@@ -337,6 +337,8 @@ TEST_F(RelayTest, ClosingWhileTheControlPlaneIsBusy) {
 
 TEST_F(RelayTest, TheControlPlaneEnds) {
   const std::uint64_t fh = add_file(2);
+  const UniqueFd file = testing::temporary_file();
+  const std::uint64_t backing = mount->backing_files().open(file.get()).take();
   kernel->write(2, fh, 0, pattern(100, 1));
   std::vector<std::uint64_t> pending;
   for (int i = 0; i < 5; ++i) pending.push_back(kernel->send(FUSE_LOOKUP, 1, name()));
@@ -352,6 +354,9 @@ TEST_F(RelayTest, TheControlPlaneEnds) {
   EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), 0);
   EXPECT_TRUE(eventually([&] { return table->counts().files == 0; }));  // another reader may have the FORGET
   EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), ENOTCONN);
+  release.fh = backing;
+  EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), 0);
+  EXPECT_TRUE(eventually([&] { return mount->backing_files().size() == 0; }));
   EXPECT_FALSE(ended(kQuiet));  // the connection has not ended
 }
 

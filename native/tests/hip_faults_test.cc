@@ -1,8 +1,15 @@
 // What only the HIP driver has: libraries that lack something, kinds of memory, the current device, error paths.
 // gpu_faults_test.cc has the error paths that it shares with CUDA.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <functional>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "drivers/hip/hip_api.h"
 #include "hip_test_support.h"
@@ -34,6 +41,28 @@ TEST(HipLibrary, AMissingOrBrokenOneIsReported) {
   }
   EXPECT_EQ(fake().reset(std::make_unique<FakeGpuSetup>().get()), 0);
   EXPECT_TRUE(open_hip_driver({}, {"libamdhip64.so.99", GPUFS_FAKE_HIP_OLD, GPUFS_FAKE_HIP}).ok());
+}
+
+TEST(HipLibrary, ALoadedOneComesFirstAndThenTheNewest) {
+  const std::filesystem::path rocm =
+      std::filesystem::path(::testing::TempDir()) / ("rocm" + std::to_string(::getpid()));
+  for (const char* version : {"core-7.9", "core-10.10", "core-10.2", "bin"}) {
+    std::filesystem::create_directories(rocm / version);
+  }
+  ASSERT_NE(::dlopen(GPUFS_FAKE_HIP, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE), nullptr);
+  const std::vector<std::string> names = hip::Library::names(rocm.string());
+  std::filesystem::remove_all(rocm);
+  const auto place = [&names](const std::string& name) { return std::ranges::find(names, name) - names.begin(); };
+  const std::vector<std::string> expected = {GPUFS_FAKE_HIP,
+                                             "libamdhip64.so.8",
+                                             "libamdhip64.so.7",
+                                             "libamdhip64.so",
+                                             rocm / "lib/libamdhip64.so",
+                                             rocm / "core-10.10/lib/libamdhip64.so",
+                                             rocm / "core-10.2/lib/libamdhip64.so",
+                                             rocm / "core-7.9/lib/libamdhip64.so"};
+  for (std::size_t i = 1; i < expected.size(); ++i) EXPECT_LT(place(expected[i - 1]), place(expected[i]));
+  EXPECT_EQ(place(expected.back()) + 1, static_cast<std::ptrdiff_t>(names.size()));
 }
 
 TEST_F(HipFaults, VirtualMemoryIsNotUsedBeforeRocm6) {

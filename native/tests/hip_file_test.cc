@@ -172,6 +172,22 @@ TEST_F(HipFiles, TheSecondDeviceHasItToo) {
   EXPECT_TRUE(std::all_of(made.begin(), made.end(), [](const FileCall& call) { return call.prepared; }));
 }
 
+TEST_F(HipFiles, AnInterfaceThatHasWorkedIsAskedAgain) {
+  const auto data = pattern(4 * kMiB, 8);
+  START_OR_SKIP(data);
+  ASSERT_EQ(rig_->finish(rig_->load()).path_bytes[0], data.size());
+  FakeHipFilePlan failure;
+  failure.result = api::kUnknown;
+  failure.error_number = ENOTTY;
+  fake().plan_file_call(&failure);
+  TransferProgress done = rig_->finish_in_order(rig_->load());
+  ASSERT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.path_bytes[1], data.size());
+  EXPECT_EQ(rig_->path->refusals(), 0U);
+  EXPECT_EQ(rig_->finish(rig_->load()).path_bytes[0], data.size());
+  EXPECT_EQ(rig_->buffer_contents(), data);
+}
+
 TEST_F(HipFiles, AKernelWithoutTheInterfaceIsAskedOnce) {
   const auto data = pattern(4 * kMiB, 8);
   START_OR_SKIP(data);

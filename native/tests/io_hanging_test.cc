@@ -201,6 +201,57 @@ TEST(Hanging, NeitherOneClientNorManyServersStopTheOthers) {
   }
 }
 
+// Opens a door at the end of a test, however that ends.
+class Opener {
+ public:
+  explicit Opener(Door& door) : door_(door) {}
+  ~Opener() { door_.open(); }
+  Opener(const Opener&) = delete;
+  Opener& operator=(const Opener&) = delete;
+
+ private:
+  Door& door_;
+};
+
+// Transfers with the last reference to a file whose close hangs, as a server of a client's can make it.
+TEST(Hanging, ClosingFilesStopsNoOtherClient) {
+  IoOptions options = FakeRig::without_fastpath();
+  options.workers = 2;
+  FakeRig rig(false, options);
+  const auto data = pattern(kChunk);
+  rig.make_file(data, /*may_hang=*/true);
+  Door door;
+  const auto start = [&](std::uint64_t client) {
+    TransferRequest wanted = rig.load();
+    wanted.client = client;
+    wanted.file = std::shared_ptr<BackingFile>(wanted.file.get(), [&door, file = wanted.file](BackingFile*) mutable {
+      door.pass();
+      file.reset();
+    });
+    return gpu_test::must(rig.engine->start(wanted));
+  };
+  const Opener opener(door);
+  // As many as there are threads, whose last references are the threads'.
+  for (int count = 0; count < 3; ++count) Transfer::release(start(1000));
+  door.await(2);
+  // These find no thread. They end because they are cancelled, and none keeps the next one from that.
+  for (const std::uint64_t client : {1000, 1001, 1002}) {
+    std::shared_ptr<Transfer> transfer = start(client);
+    transfer->cancel();
+    ASSERT_TRUE(transfer->wait(kPatience));
+    Transfer::release(std::move(transfer));
+  }
+  EXPECT_EQ(door.waiting(), 2);
+  rig.open_file();
+  for (std::uint64_t client = 0; client < 3; ++client) {
+    TransferRequest wanted = rig.load();
+    wanted.client = client;
+    const std::shared_ptr<Transfer> transfer = gpu_test::must(rig.engine->start(wanted));
+    ASSERT_TRUE(transfer->wait(kPatience));
+    EXPECT_EQ(transfer->progress().prefix, data.size());
+  }
+}
+
 TEST(Sharing, ManyTransfersTakeTurns) {
   IoOptions options = FakeRig::without_fastpath();
   options.workers = 2;

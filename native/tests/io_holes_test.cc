@@ -9,12 +9,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "base/math.h"
 #include "fake_transfer_rig.h"
+#include "memory/registered_buffer.h"
 
 namespace gpufs {
 namespace {
@@ -178,16 +180,24 @@ TEST_P(HoleTransfers, AFileThatIsTruncatedInAHole) {
   EXPECT_EQ(rig.buffer->size(), left);
 }
 
-TEST_P(HoleTransfers, MemoryOfTheProgramGetsZerosForHoles) {
-  FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
-  const auto data = make_sparse(rig, 4 * gpu_test::kGranule, {2});
-  std::vector<std::byte> memory(data.size(), std::byte{0x5a});
-  TransferRequest wanted = rig.load();
-  wanted.set_range(rig.device, reinterpret_cast<DeviceAddress>(memory.data()), memory.size());
-  const TransferProgress done = rig.finish(wanted);
-  ASSERT_TRUE(done.status.ok()) << done.status.message();
-  EXPECT_EQ(done.hole_bytes, 0U);
-  EXPECT_TRUE(memory == data);
+TEST_P(HoleTransfers, MemoryOfAProgramGetsZerosForHoles) {
+  for (const bool registered : {false, true}) {
+    FakeRig rig(GetParam(), FakeRig::without_fastpath(), "/dev/shm");
+    const auto data = make_sparse(rig, 4 * gpu_test::kGranule, {2});
+    std::vector<std::byte> memory(data.size(), std::byte{0x5a});
+    const auto address = reinterpret_cast<DeviceAddress>(memory.data());
+    TransferRequest wanted = rig.load();
+    if (registered) {
+      wanted.target = std::make_shared<RegisteredBuffer>(rig.device, std::make_unique<ForeignMapping>(address),
+                                                         memory.size(), /*writable=*/true);
+    } else {
+      wanted.set_range(rig.device, address, memory.size());
+    }
+    const TransferProgress done = rig.finish(wanted);
+    ASSERT_TRUE(done.status.ok()) << done.status.message();
+    EXPECT_EQ(done.hole_bytes, 0U);
+    EXPECT_TRUE(memory == data);
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,8 +23,10 @@
 #include "bytes.h"
 #include "device/device_context.h"
 #include "fake_vendors.h"
+#include "io/direct_path.h"
 #include "memory/buffer.h"
 #include "memory/registered_buffer.h"
+#include "transfer_rig.h"
 
 namespace gpufs {
 namespace {
@@ -227,6 +230,7 @@ TEST_P(RegisteredDescriptorTest, RefusesForgedDescriptors) {
   EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
   forged.descriptor = UniqueFd();
   EXPECT_FALSE(device().map_foreign(forged).ok());
+  EXPECT_OK(device().health());
 }
 
 class RegisteredHostTest : public ::testing::Test {
@@ -259,7 +263,47 @@ class RegisteredHostTest : public ::testing::Test {
   std::shared_ptr<DeviceContext> context_;
 };
 
+TEST_F(RegisteredHostTest, HolesAreReadWithoutMemory) {
+  constexpr std::uint64_t kPage = 4096;
+  constexpr std::uint64_t kData = 2 * kMiB;
+  const std::vector<std::byte> data = pattern(kPage, 3);
+  ASSERT_EQ(::pwrite(fd_.get(), data.data(), kPage, kData), static_cast<ssize_t>(kPage));
+  const auto blocks = [this] {
+    struct stat found = {};
+    EXPECT_EQ(::fstat(fd_.get(), &found), 0);
+    return found.st_blocks;
+  };
+  const auto before = blocks();
+  const auto buffer = registered(kMiB, 3 * kMiB);
+  std::vector<std::byte> seen(3 * kMiB, std::byte{1});
+  ASSERT_EQ(must(buffer->read(0, seen)), seen.size());
+  std::vector<std::byte> expected(3 * kMiB);
+  std::copy(data.begin(), data.end(), expected.begin() + (kData - kMiB));
+  EXPECT_TRUE(seen == expected);
+  EXPECT_EQ(must(buffer->seek_data(0)), kData - kMiB);
+  EXPECT_EQ(must(buffer->seek_hole(kData - kMiB)), kData - kMiB + kPage);
+  EXPECT_EQ(buffer->seek_data(kData).error(), ENXIO);
+  const auto copy = must(Buffer::create(context_));
+  EXPECT_EQ(must(copy->copy_from(*buffer, 0, 0, 3 * kMiB, nullptr)), 3 * kMiB);
+  ASSERT_EQ(must(copy->read(0, seen)), seen.size());
+  EXPECT_TRUE(seen == expected);
+  EXPECT_EQ(blocks(), before);
+}
+
+TEST_F(RegisteredHostTest, ItCountsAsMemoryOfTheDevice) {
+  const std::uint64_t free = must(context_->device().memory()).free_bytes;
+  {
+    const auto buffer = registered(0, kBytes);
+    EXPECT_EQ(must(context_->device().memory()).free_bytes, free - kBytes);
+    ASSERT_EQ(::ftruncate(fd_.get(), static_cast<off_t>(free)), 0);
+    EXPECT_EQ(context_->device().map_foreign(shared(0, free)).error(), ENOSPC);
+  }
+  EXPECT_EQ(must(context_->device().memory()).free_bytes, free);
+}
+
 TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
+  const std::vector<std::byte> data = pattern(kBytes, 3);
+  ASSERT_EQ(::write(fd_.get(), data.data(), kBytes), static_cast<ssize_t>(kBytes));
   const auto buffer = registered(0, kBytes);
   const auto pin = must(buffer->pin_for_read(0, kBytes));
   EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
@@ -268,6 +312,23 @@ TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
   EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](std::byte byte) { return byte == std::byte{0}; }));
   EXPECT_EQ(::ftruncate(fd_.get(), kBytes), 0);  // too late: the range no longer shows the file
   EXPECT_EQ(buffer->read(0, seen).error(), ESTALE);
+}
+
+// What was cut off reads as zeros, which must not pass for the program's data.
+TEST_F(RegisteredHostTest, AStoreOfMemoryThatIsCutOffFails) {
+  testing::TransferRig rig(driver_, make_direct_path("none"), testing::TransferRig::small_options(), "/tmp");
+  rig.open_file();
+  rig.operations.on_write = [&](int, const void* memory, std::size_t, std::uint64_t, ssize_t*) {
+    EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
+    EXPECT_EQ(*static_cast<const volatile char*>(memory), 0);
+    return false;
+  };
+  TransferRequest wanted = rig.store();
+  wanted.target = std::make_shared<RegisteredBuffer>(
+      rig.device, must(rig.device->device().map_foreign(shared(0, kBytes))), kBytes, true);
+  const TransferProgress done = rig.finish_in_order(wanted);
+  EXPECT_EQ(done.status.error(), ESTALE);
+  EXPECT_EQ(done.prefix, 0U);
 }
 
 }  // namespace

@@ -265,11 +265,16 @@ def test_default_streams_and_capture(cuda: Cuda, gpu: engine.Engine, file: engin
     with engine.Buffer(gpu) as buffer:
         for handle in (0, 1, 2):
             assert file.read_async(buffer, 1000, stream=handle).result(60) == 1000
-        stream = cuda.stream()
-        cuda("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 2)
-        with pytest.raises(engine.EngineError, match="captured into a graph"):
-            file.read_async(buffer, 1000, stream=stream)
-        graph = ctypes.c_void_p()
-        cuda("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
-        assert file.read_async(buffer, 1000, stream=stream).result(60) == 1000
-        cuda.destroy(stream)
+        used, fresh = cuda.stream(), cuda.stream()
+        assert file.read_async(buffer, 1000, stream=used).result(60) == 1000
+        for stream in (used, fresh):
+            cuda("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 2)
+            with pytest.raises(engine.EngineError, match="captured into a graph"):
+                file.read_async(buffer, 1000, stream=stream)
+            graph, nodes = ctypes.c_void_p(), ctypes.c_size_t()
+            cuda("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+            cuda("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
+            assert nodes.value == 0, "the refused read is in the program's graph"
+            cuda("cuGraphDestroy", graph)
+            assert file.read_async(buffer, 1000, stream=stream).result(60) == 1000
+            cuda.destroy(stream)

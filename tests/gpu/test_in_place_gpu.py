@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import run
 
 import gpufs
 import gpufs.torch
@@ -339,6 +340,38 @@ def test_tensors_outlive_their_pool(gpu: GpufsMount) -> None:
     assert memory_held(gpu) - before <= 8 * MIB
 
 
+def test_pools_can_be_nested(gpu: GpufsMount) -> None:
+    outer, inner = (gpufs.torch.pool(gpu.device / name, 32 * MIB) for name in ("outer", "inner"))
+    with outer:
+        with inner:
+            first = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda")
+        assert (outer.used, inner.used >= 4 * MIB) == (0, True)
+        second = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
+    assert outer.used >= 4 * MIB
+    assert int(first.sum()) + int(second.sum()) == 4 * MIB
+
+
+def test_programs_end_while_memory_is_in_use(gpu: GpufsMount) -> None:
+    """By a finalizer and an exit handler that runs last, and with a pool."""
+    file = gpu.device / "f"
+    gpufs.torch.publish({"a": torch.ones(8 * MIB, dtype=torch.uint8)}, file)
+    text = """
+        import atexit, sys
+        atexit.register(lambda: print(int(tensor.sum()), flush=True))
+        import gpufs.torch, torch
+        tensor = gpufs.torch.load_file(sys.argv[1])["a"]
+        pool = gpufs.torch.pool(sys.argv[1] + ".new", "32M")
+        with pool:
+            kept = torch.full((4 << 20,), 7, dtype=torch.uint8, device="cuda")
+        class Reader:
+            def __del__(self, tensor=tensor):
+                print(int(tensor.sum()), flush=True)
+        reader = Reader()
+    """
+    done = run(sys.executable, "-c", textwrap.dedent(text), file)
+    assert done.stdout.split() == [str(8 * MIB)] * 2
+
+
 def test_a_full_pool(gpu: GpufsMount) -> None:
     pool = gpufs.torch.pool(gpu.device / "small", 64 * MIB)
     with pytest.raises(torch.OutOfMemoryError) as failure, pool:
@@ -368,3 +401,47 @@ def test_pools_do_not_grow(gpu: GpufsMount) -> None:
         if cycle == 20:
             before = memory_held(gpu)
     assert memory_held(gpu) <= before + 16 * MIB
+
+
+def test_copy_on_write(gpu: GpufsMount) -> None:
+    """What a program writes with mode "c" stays in its own copy."""
+    path = gpu.device / "file"
+    path.write_bytes(bytes(8 * MIB))
+    first, second = (torch.from_dlpack(gpufs.attach(path, "c")) for _ in range(2))
+    first.fill_(7)
+    torch.cuda.synchronize()
+    assert int(first.sum(dtype=torch.int64)) == 7 * 8 * MIB
+    assert int(second.sum(dtype=torch.int64)) == 0
+    assert path.read_bytes() == bytes(8 * MIB)
+
+
+UNCHANGED_PROGRAM = """
+import json, sys, torch, transformers
+torch.zeros(1, device="cuda")
+before = torch.cuda.mem_get_info()[0]
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="cuda:0")
+taken = before - torch.cuda.mem_get_info()[0]
+tokens = model.generate(torch.arange(8, device="cuda")[None], max_new_tokens=8, do_sample=False)
+print(json.dumps([taken, tokens.tolist(), json.loads(model.config.to_json_string())["num_hidden_layers"]]))
+"""
+
+
+def test_transformers_takes_no_memory(gpu: GpufsMount, tmp_path: Path) -> None:
+    """`gpufs run` of an unchanged program: no memory for the weights, and the same tokens."""
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 8000}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", gpu.device], check=True)
+    answers = []
+    for words in ([sys.executable], [*GPUFS, "run", sys.executable]):
+        done = subprocess.run(
+            [*words, "-c", UNCHANGED_PROGRAM, gpu.device / "model"], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout.splitlines()[-1]))
+    plain, in_place = answers
+    assert plain[1:] == in_place[1:]
+    assert plain[0] > 200 * MIB
+    assert in_place[0] < 32 * MIB

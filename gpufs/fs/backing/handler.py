@@ -232,7 +232,13 @@ class BackingHandler:
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        parent, umask = self._changeable(parent_inode), ctx.umask
+        with self._files.count.entered(ctx.uid):
+            return await self._create(self._changeable(parent_inode), name, mode, flags, ctx)
+
+    async def _create(
+        self, parent: BackingNode, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        umask = ctx.umask
         fd, found = await self._calls.run_as_caller(
             ctx, parent, lambda: self._files.create(parent, name, mode, flags, umask)
         )
@@ -415,7 +421,9 @@ class BackingHandler:
             return self._handles.add(_ShareListing(self))
         node = self._node(inode)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        fd = await self._calls.run_as_caller(ctx, node, lambda: os.open(node.link, flags))
+        count = self._files.count
+        with count.entered(ctx.uid):
+            fd = await self._calls.run_as_caller(ctx, node, lambda: os.open(node.link, flags))
         node.users += 1
         above = self.replies.entry(node.ino, stat.S_IFDIR)
-        return self._handles.add(OpenDirectory(node, fd, ctx.uid, self._calls, above, self._adopt, self.forget))
+        return self._handles.add(OpenDirectory(node, fd, ctx.uid, self._calls, count, above, self._adopt, self.forget))

@@ -6,12 +6,14 @@ import fcntl
 import functools
 import logging
 import os
+import resource
 import stat
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from errno import EDEADLK, EINVAL, ESTALE
+from errno import EDEADLK, EINVAL, EMFILE, ESTALE
 from typing import Any, Final
 
 import pyfuse3
@@ -31,6 +33,7 @@ _TO_RUN: Final = 0x20  # the kernel opens a program to run it (FMODE_EXEC); open
 _CHANGES: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 _IN_MEMORY: Final = (0x01021994, 0x858458F6, 0x958458F6)  # statfs(2)'s types of tmpfs, ramfs and hugetlbfs
 _DEFAULT_ACL: Final = "system.posix_acl_default"
+_SHARE: Final = 16  # one user may have as many files open as this process may have descriptors, divided by this
 _AT_ONCE: Final = 32  # names that a thread looks up for a listing
 SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 
@@ -115,6 +118,40 @@ class OpenFile(Opened):
             self.files.engine.file_release(self.handle)
         except OSError:
             log.exception("a file below backing/ is not released")
+        self.files.count.leave(self.uid)
+
+
+class OpenCount:
+    """How many files and directories of the host each user has open, until they are closed. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._privileged = (0, os.geteuid())
+        self._lock = threading.Lock()
+        self._open: Counter[int] = Counter()
+
+    @contextlib.contextmanager
+    def entered(self, uid: int) -> Iterator[None]:
+        """One more, which the block opens. EMFILE beyond the share of a user other than root and the mount's owner."""
+        self._enter(uid)
+        try:
+            yield
+        except BaseException:
+            self.leave(uid)
+            raise
+
+    def _enter(self, uid: int) -> None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with self._lock:
+            if uid not in self._privileged and self._open[uid] >= descriptors // _SHARE:
+                raise error(EMFILE)
+            self._open[uid] += 1
+
+    def leave(self, uid: int) -> None:
+        """One is closed."""
+        with self._lock:
+            self._open[uid] -= 1
+            if not self._open[uid]:
+                del self._open[uid]
 
 
 class OpenFiles:
@@ -124,6 +161,7 @@ class OpenFiles:
         self.engine = engine
         self.calls = calls
         self._handles = handles
+        self.count = OpenCount()
         self._in_memory: dict[int, bool] = {}  # file systems by st_dev
 
     async def open(self, node: BackingNode, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
@@ -161,12 +199,13 @@ class OpenFiles:
                 close_quietly(fd)
                 raise
 
-        node.users += 1
-        try:
-            handle, kept = await self.calls.retry_past_leases(uid, flags, lambda: self.calls.run(uid, node, work))
-        except BaseException:
-            node.users -= 1
-            raise
+        with self.count.entered(uid):
+            node.users += 1
+            try:
+                handle, kept = await self.calls.retry_past_leases(uid, flags, lambda: self.calls.run(uid, node, work))
+            except BaseException:
+                node.users -= 1
+                raise
         return self._opened(node, uid, handle, kept)
 
     def create(self, parent: BackingNode, name: bytes, mode: int, flags: int, umask: int) -> tuple[int, Found]:
@@ -191,7 +230,7 @@ class OpenFiles:
             raise
 
     async def opened(self, node: BackingNode, uid: int, fd: int) -> pyfuse3.FileInfo:
-        """The reply for a file that create() has opened. Takes the descriptor over."""
+        """The reply for a file that create() has opened, and its caller has counted. Takes the descriptor over."""
         try:
             handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(fd))
         except BaseException:
@@ -270,6 +309,7 @@ class OpenDirectory(Opened):
     fd: int
     uid: int
     calls: HostCalls
+    count: OpenCount
     above: pyfuse3.EntryAttributes
     adopt: Callable[[Found, BackingNode, bytes], pyfuse3.EntryAttributes]
     forget: Callable[[int, int], None]
@@ -319,4 +359,8 @@ class OpenDirectory(Opened):
 
     async def release(self) -> None:
         self.node.users -= 1
-        self.calls.release(self.uid, self.node, functools.partial(close_quietly, self.fd))
+        self.calls.release(self.uid, self.node, self._close)
+
+    def _close(self) -> None:
+        close_quietly(self.fd)
+        self.count.leave(self.uid)

@@ -281,7 +281,7 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
     const Status health = context.value()->device().health();
     memory->health_error = health.error();
     memory->health_device_code = health.device_code();
-    Result<MemoryInfo> now = context.value()->device().memory();
+    Result<MemoryInfo> now = context.value()->memory();
     if (now.ok()) {
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;

@@ -250,6 +250,15 @@ gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t direc
   });
 }
 
+gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_t uid) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    Result<std::shared_ptr<Buffer>> charged = HandleTable::instance().get<Buffer>(buffer);
+    if (!charged.ok()) return charged.status();
+    found.table().charge_to_user(*charged.value(), uid);
+    return {};
+  });
+}
+
 gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     fuse::JsonWriter json;
@@ -276,11 +285,10 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
     wanted.writable = memory->writable != 0;
     if (!inode.buffer()) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     if (wanted.bytes > Buffer::kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-    const std::shared_ptr<DeviceContext>& device = inode.buffer()->device();
-    Result<std::unique_ptr<ForeignMapping>> imported = device->device().map_foreign(wanted);
-    if (!imported.ok()) return imported.status();
-    Status status = found.table().replace_buffer(
-        ino, std::make_shared<RegisteredBuffer>(device, imported.take(), wanted.bytes, wanted.writable));
+    const std::shared_ptr<Buffer> empty = inode.buffer();
+    Result<std::shared_ptr<RegisteredBuffer>> mapped = RegisteredBuffer::map(empty->device(), wanted, empty->charge());
+    if (!mapped.ok()) return mapped.status();
+    Status status = found.table().replace_buffer(ino, mapped.take());
     if (status.ok()) found.notifier().invalidate_inode_now(ino);
     return status;
   });

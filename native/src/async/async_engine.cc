@@ -89,6 +89,9 @@ bool AsyncEngine::probe(DeviceState& device) {
 Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t device, std::unique_ptr<Stream> stream,
                                                                  const StreamPromises& promises,
                                                                  OperationStream::Origin origin) {
+  // First of all: pinning memory, and other things below, can end the capture of any stream of the program.
+  Status capture = stream->check_capture();
+  if (!capture.ok()) return capture;
   Status started = start_keeper();
   if (!started.ok()) return started;
   DeviceState& state = *devices_[device];
@@ -247,7 +250,7 @@ void AsyncEngine::pump(Backlog& backlog) {
     std::shared_ptr<void> leftover;
     Result<bool> started = transfers != nullptr ? operation->start(*transfers, on_moved, &leftover)
                                                 : Status(ESHUTDOWN, "the engine is being closed");
-    if (leftover != nullptr) post([leftover = std::move(leftover)] {});
+    if (leftover != nullptr) drop(operation->may_hang(), std::move(leftover));
     if (started.ok() && started.value()) continue;
     {
       const std::lock_guard lock(backlog.mutex);
@@ -311,6 +314,15 @@ void AsyncEngine::keeper_main() {
   }
 }
 
+// Destroying a stream may wait for blocked streams of the program.
+void AsyncEngine::drop_idle(std::vector<std::shared_ptr<OperationStream>>& streams) {
+  const auto idle = std::stable_partition(
+      streams.begin(), streams.end(), [](const std::shared_ptr<OperationStream>& stream) { return !stream->idle(); });
+  if (idle == streams.end()) return;
+  reapers_[0]->drop(Reaper::References(std::make_move_iterator(idle), std::make_move_iterator(streams.end())));
+  streams.erase(idle, streams.end());
+}
+
 void AsyncEngine::keep_streams() {
   std::vector<std::shared_ptr<OperationStream>> streams;
   {
@@ -336,7 +348,7 @@ void AsyncEngine::keep_streams() {
     std::move(first, streams_.end(), std::back_inserter(going));
     streams_.erase(first, streams_.end());
   }
-  std::erase_if(going, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
+  drop_idle(going);
   const std::lock_guard lock(mutex_);
   std::move(going.begin(), going.end(), std::back_inserter(streams_));
 }
@@ -413,13 +425,16 @@ void AsyncEngine::shutdown() {
     transfers_.reset();
   }
   for (const std::shared_ptr<OperationStream>& stream : streams) stream->close();
-  for (const Clock::time_point end = Clock::now() + stream_grace;; std::this_thread::sleep_for(kStep)) {
-    std::erase_if(streams, [](const std::shared_ptr<OperationStream>& stream) { return stream->idle(); });
-    if (streams.empty()) return;
-    if (Clock::now() >= end) break;
+  const Clock::time_point end = Clock::now() + stream_grace;
+  for (drop_idle(streams); !streams.empty() && Clock::now() < end; drop_idle(streams)) {
+    std::this_thread::sleep_for(kStep);
   }
-  log_warning(streams.size(), " streams have not reached their operations and are abandoned");
+  if (!streams.empty()) log_warning(streams.size(), " streams have not reached their operations and are abandoned");
   for (std::shared_ptr<OperationStream>& stream : streams) abandon(std::move(stream));
+  for (const std::shared_ptr<Reaper>& reaper : reapers_) {
+    if (reaper->shutdown(stream_grace)) continue;
+    log_warning("memory of operations is not free yet: streams of the program or a file do not go on");
+  }
 }
 
 }  // namespace gpufs

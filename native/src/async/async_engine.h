@@ -19,6 +19,7 @@
 
 #include "async/completion_queue.h"
 #include "async/operation.h"
+#include "async/reaper.h"
 #include "io/transfer_engine.h"
 
 namespace gpufs {
@@ -81,6 +82,13 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   // Its stream has reached it, or it has none: binds it and starts its transfer. Also on a driver's thread.
   void start(const std::shared_ptr<Operation>& operation);
   void unreserve(std::size_t count) { outstanding_ -= count; }
+  // Drops references, in this order, without waiting for their destructors. may_hang: a file among them may.
+  template <typename... Types>
+  void drop(bool may_hang, std::shared_ptr<Types>&&... references) {
+    Reaper::References list;  // not from an initializer list, whose copies this thread would drop
+    (list.push_back(std::move(references)), ...);
+    reapers_[may_hang ? 1 : 0]->drop(std::move(list));
+  }
 
  private:
   // Operations that wait for their transfer to start. Files that may hang have their own.
@@ -110,9 +118,10 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
 
   Status start_keeper();
   void keeper_main();
-  // Has the keeper do something that must not be done on a driver's thread.
+  // Has the keeper do something that must not be done on a driver's thread. The keeper must not wait for a device.
   void post(std::function<void()> task);
   void keep_streams();
+  void drop_idle(std::vector<std::shared_ptr<OperationStream>>& streams);
   std::vector<std::shared_ptr<Operation>> all_under_way();
   void cancel_until(std::chrono::steady_clock::time_point end);
 
@@ -121,6 +130,8 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   std::atomic<std::uint64_t> last_id_{0};
   std::atomic<std::size_t> outstanding_{0};
   std::array<Backlog, 2> backlogs_;
+  // What operations with files that may hang held has one of its own.
+  const std::array<std::shared_ptr<Reaper>, 2> reapers_{std::make_shared<Reaper>(), std::make_shared<Reaper>()};
 
   // Guards all below; nothing is called under it. Before a stream's.
   mutable std::mutex mutex_;

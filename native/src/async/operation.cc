@@ -190,10 +190,8 @@ bool Operation::end(Completion completion, bool unless_running) {
   }
   changed_.notify_all();
   if (holds_stream) stream_->release(*this);
-  // Only now: freeing memory may wait for all work of the device, and so for this stream.
-  request = OperationRequest{};
-  transfer.reset();
   engine_->unreserve(1);
+  engine_->drop(may_hang_, std::move(request.transfer.target), std::move(transfer), std::move(request.transfer.file));
   return true;
 }
 
@@ -360,15 +358,23 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     ++calling_;
     used_ = std::chrono::steady_clock::now();
   }
+  // Before anything is queued: a graph would repeat it at each launch.
+  status = stream_->check_capture();
+  const bool fills = status.ok() && entry.waits;
   // A stream waits in the queue of its last work. If that was a copy, copies of other streams would wait behind it, so
   // here is a fill, which goes by a queue for kernels: the bound on blocked streams leaves others enough of those.
-  if (entry.waits) status = stream_->fill_zero(counter_.address + sizeof(std::uint32_t), sizeof(std::uint32_t));
+  if (fills) status = stream_->fill_zero(counter_.address + sizeof(std::uint32_t), sizeof(std::uint32_t));
   if (status.ok()) status = stream_->call(&OperationStream::on_reached, operation.get());
   if (!status.ok()) {
-    const std::lock_guard lock(mutex_);
-    std::erase(queued_, operation);
-    --calling_;
-    forget(*operation);
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase(queued_, operation);
+      --calling_;
+      forget(*operation);
+      if (fills) recorded_ = false;
+    }
+    // The device may still have to do the fill, into memory that the stream must keep until then.
+    if (fills) record();
     return status.with_context("an operation on a stream");
   }
   ++last_number_;

@@ -1,5 +1,6 @@
 #include "device/device_context.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 #include <vector>
@@ -35,6 +36,14 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
 // Slabs release memory through this context.
 DeviceContext::~DeviceContext() { slabs_.reset(); }
 
+Result<MemoryInfo> DeviceContext::memory() const {
+  Result<MemoryInfo> found = device_.memory();
+  if (!found.ok()) return found;
+  MemoryInfo info = found.value();
+  info.free_bytes = std::min(info.free_bytes + reclaimable_.load(std::memory_order_relaxed), info.total_bytes);
+  return info;
+}
+
 void DeviceContext::add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
   const std::lock_guard lock(trimmable_mutex_);
   trimmable_[key] = std::move(buffer);
@@ -45,7 +54,7 @@ void DeviceContext::remove_trimmable(const Buffer* key, bool released) {
     const std::lock_guard lock(trimmable_mutex_);
     trimmable_.erase(key);
   }
-  if (released) trim_count_.fetch_add(1, std::memory_order_release);
+  if (released) note_release();
 }
 
 std::vector<std::weak_ptr<Buffer>> DeviceContext::trimmable() const {

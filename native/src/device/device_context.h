@@ -46,6 +46,10 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] DevicePool<Stream>& streams() { return streams_; }
   [[nodiscard]] PinnedPool& pinned() { return pinned_; }
 
+  // The device's memory. What small files can free by moving together counts as free.
+  [[nodiscard]] Result<MemoryInfo> memory() const;
+  void set_reclaimable(std::uint64_t bytes) { reclaimable_.store(bytes, std::memory_order_relaxed); }
+
   // Bytes of device memory that buffers of this engine hold.
   void account(std::int64_t bytes) { held_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t held_bytes() const {
@@ -56,10 +60,12 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
   // Buffers that may hold memory which Buffer::trim() releases. trim_count() counts those that were removed because
-  // they had released some, so that a caller who finds the device full knows whether trying again is worth it.
+  // they had released some, and slabs that were released: a caller who finds the device full knows by it whether trying
+  // again is worth it.
   void add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
   void remove_trimmable(const Buffer* key, bool released);
   [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
+  void note_release() { trim_count_.fetch_add(1, std::memory_order_release); }
   [[nodiscard]] std::uint64_t trim_count() const { return trim_count_.load(std::memory_order_acquire); }
 
   // The counters of this device, in private memory until set_counters(). Set once, before the context is shared.
@@ -88,6 +94,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
   std::atomic<std::uint64_t> trim_count_{0};
+  std::atomic<std::uint64_t> reclaimable_{0};  // by moving small files
 
   mutable std::mutex trimmable_mutex_;  // guards trimmable_; a leaf
   std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;

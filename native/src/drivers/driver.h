@@ -181,6 +181,16 @@ class ForeignMapping {
   // False once its owner has taken some of it away. What is read there is undefined, but no access fails.
   [[nodiscard]] virtual bool intact() { return true; }
 
+  // Files in memory may have holes, to which an access through the address allocates memory. Offsets are from
+  // address(). Copies without that. EOPNOTSUPP: this memory has no holes, so use the address. ESTALE: see intact().
+  virtual Status copy_out(std::byte* /*destination*/, std::uint64_t /*offset*/, std::size_t /*bytes*/) {
+    return Status(EOPNOTSUPP, "this memory has no holes");
+  }
+  // The first byte at or above `offset` that is data, or in a hole. The end of the memory counts as both, and what
+  // they return may be beyond it.
+  [[nodiscard]] virtual std::uint64_t next_data(std::uint64_t offset) { return offset; }
+  [[nodiscard]] virtual std::uint64_t next_hole(std::uint64_t /*offset*/) { return UINT64_MAX; }
+
  private:
   const DeviceAddress address_;
 };
@@ -211,9 +221,11 @@ class Stream {
   virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;
+  // EBUSY: the stream is being captured into a graph, so what is queued now becomes a part of the graph.
+  virtual Status check_capture() { return {}; }
   // Calls function(argument) when all earlier work is done; later work waits until it returns. It runs on a thread of
   // the driver's, which may serve other streams too: it must not call the driver, and should be short. It is not called
-  // at all once the device has failed. EBUSY: the stream is being captured into a graph. EOPNOTSUPP.
+  // at all once the device has failed. EBUSY: as check_capture(). EOPNOTSUPP.
   virtual Status call(HostFunction function, void* argument) = 0;
   // Later work starts once the 32-bit word at `cell` has reached `value`, that is once word - value, as a signed
   // number, is not negative. cell: from Device::address_of_pinned(), written by the CPU, which on the host driver must
@@ -245,7 +257,7 @@ class Device {
 
   virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
   // Maps memory of another program. EINVAL: it is not what the caller says, with the reason. EOPNOTSUPP: this driver
-  // takes none of that kind.
+  // takes none of that kind. ENOSPC: the host driver counts it as memory of the device, since accesses allocate it.
   virtual Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& /*memory*/) {
     return Status(EOPNOTSUPP, "this driver maps no memory of other programs");
   }

@@ -36,6 +36,7 @@ class AttributeOperations {
   // 0, or why no attribute can have this name.
   [[nodiscard]] int name_error(std::string_view name) const;
   int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
+  void reply_statfs(const Inode& inode, std::uint32_t uid, Responder& responder) const;
   void reply_attributes(const Inode& inode, Responder& responder) const;
   template <typename T>
   void fill_validity(std::uint32_t mode, T& out) const;

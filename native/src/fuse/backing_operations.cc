@@ -235,14 +235,16 @@ void BackingOperations::write(const File& file, Request& request, Responder resp
                 bytes = std::vector<std::byte>(data.begin(), data.end())](const Cancellation&) {
                  // At the host's end of the file, which can differ from the kernel's; pages that a mapping changed keep
                  // their offset, however the handle was opened that they come by.
-                 const bool append = (in.flags & O_APPEND) != 0 && (in.write_flags & FUSE_WRITE_CACHE) == 0;
+                 const bool pages = (in.write_flags & FUSE_WRITE_CACHE) != 0;
+                 const bool append = (in.flags & O_APPEND) != 0 && !pages;
                  std::size_t done = 0;
                  while (done < bytes.size()) {
                    const iovec part{const_cast<std::byte*>(bytes.data()) + done, bytes.size() - done};
                    const ssize_t count = ::pwritev2(file->fd.get(), &part, 1, static_cast<off_t>(in.offset + done),
                                                     append ? RWF_APPEND : 0);
                    if (count < 0 && errno == EINTR) continue;
-                   if (count < 0 && done == 0) return failed(errno);
+                   // The kernel does not look at the count of pages that it writes back.
+                   if (count < 0 && (done == 0 || pages)) return failed(errno);
                    if (count <= 0) break;  // a short count; the next write meets the error again
                    done += static_cast<std::size_t>(count);
                  }
@@ -331,32 +333,33 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
   wanted.target_offset = load ? copy.in.off_out : copy.in.off_in;
   wanted.bytes = copy.in.len;
   wanted.client = client_of(facts, request.header.uid);
-  long_requests_.run_with_space({Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr,
-                                std::move(responder),
-                                [this, file, buffer, load, wanted, wide = copy.wide,
-                                 caller = Caller::of(request.header)](Cancellation& cancellation, Responder& reply) {
-                                  const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, cancellation);
-                                  if (copied.ok()) {
-                                    if (!load && copied.value() > 0) drop_set_id_after_copy(file, caller);
-                                    count(copied_bytes_, copied.value());
-                                    count(statistics_.copied_bytes, copied.value());
-                                    reply_copied(reply, wide, copied.value());
-                                    return 0;
-                                  }
-                                  const int error = copied.error();
-                                  if (error == ECANCELED) return EINTR;
-                                  // A full file system: free memory of a device does not help.
-                                  if (lacks_memory(error) && !load) {
-                                    reply.error(error);
-                                    return 0;
-                                  }
-                                  // Programs would continue with reads and writes after these, which hides the failure.
-                                  if (error == EOPNOTSUPP || error == ENOSYS) {
-                                    log_warning("copy_file_range failed: ", copied.status().message());
-                                    return EIO;
-                                  }
-                                  return error;
-                                });
+  const Caller caller = Caller::of(request.header);
+  const SetIdLoss loss = load ? inode.bare_set_gid_loss_by(caller) : SetIdLoss::kNone;
+  long_requests_.run_with_space(
+      {Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr, std::move(responder),
+      [this, file, buffer, load, wanted, loss, wide = copy.wide, caller](Cancellation& cancellation, Responder& reply) {
+        const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, loss, cancellation);
+        if (copied.ok()) {
+          if (!load && copied.value() > 0) drop_set_id_after_copy(file, caller);
+          count(copied_bytes_, copied.value());
+          count(statistics_.copied_bytes, copied.value());
+          reply_copied(reply, wide, copied.value());
+          return 0;
+        }
+        const int error = copied.error();
+        if (error == ECANCELED) return EINTR;
+        // A full file system: free memory of a device does not help.
+        if (lacks_memory(error) && !load) {
+          reply.error(error);
+          return 0;
+        }
+        // Programs would continue with reads and writes after these, which hides the failure.
+        if (error == EOPNOTSUPP || error == ENOSYS) {
+          log_warning("copy_file_range failed: ", copied.status().message());
+          return EIO;
+        }
+        return error;
+      });
 }
 
 void BackingOperations::drop_set_id_after_copy(const File& to, const Caller& caller) {
@@ -370,7 +373,7 @@ void BackingOperations::drop_set_id_after_copy(const File& to, const Caller& cal
   });
 }
 
-Result<std::uint64_t> BackingOperations::transfer(const TransferRequest& wanted, Inode& inode,
+Result<std::uint64_t> BackingOperations::transfer(const TransferRequest& wanted, Inode& inode, SetIdLoss loss,
                                                   Cancellation& cancellation) {
   const Result<std::shared_ptr<Transfer>> started = transfers_->start(wanted);
   if (!started.ok()) return started.status();
@@ -380,7 +383,7 @@ Result<std::uint64_t> BackingOperations::transfer(const TransferRequest& wanted,
   cancellation.on_request(nullptr);
   const TransferProgress done = transfer.progress();
   if (done.prefix == 0 && !done.status.ok()) return done.status;
-  if (done.prefix > 0 && wanted.direction == Direction::kLoad) inode.was_written(SetIdLoss::kNone);
+  if (done.prefix > 0 && wanted.direction == Direction::kLoad) inode.was_written(loss);
   if (done.prefix > 0 && wanted.direction == Direction::kStore) table_.was_read(inode);
   return done.prefix;
 }

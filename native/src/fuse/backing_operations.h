@@ -30,7 +30,11 @@ class BackingOperations {
   // transfers: null without an engine (tests); copies with buffers are then EXDEV, which makes the kernel copy.
   BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers, LongRequests& long_requests,
                     Statistics& statistics)
-      : table_(table), transfers_(std::move(transfers)), long_requests_(long_requests), statistics_(statistics) {}
+      : table_(table),
+        transfers_(std::move(transfers)),
+        long_requests_(long_requests),
+        statistics_(statistics),
+        files_(long_requests.executor()) {}
   BackingOperations(const BackingOperations&) = delete;
   BackingOperations& operator=(const BackingOperations&) = delete;
 
@@ -77,7 +81,9 @@ class BackingOperations {
 
   // True if the read was served without waiting, from the page cache.
   bool read_cached(const OpenBacking& open, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
-  Result<std::uint64_t> transfer(const TransferRequest& wanted, Inode& inode, Cancellation& cancellation);
+  // loss: of the target, if that is a buffer.
+  Result<std::uint64_t> transfer(const TransferRequest& wanted, Inode& inode, SetIdLoss loss,
+                                 Cancellation& cancellation);
   void drop_set_id_after_copy(const File& to, const Caller& caller);
 
   // Runs Answer body(const Cancellation&) in the lane of the file and answers the request. The body owns all that it

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "base/log.h"
@@ -31,6 +32,18 @@ int client_error(const Status& status, const char* what) {
   return error;
 }
 
+bool has_hole(Buffer& buffer, std::uint64_t offset, std::uint64_t end) {
+  const Result<std::uint64_t> found = buffer.seek_hole(offset);
+  return found.ok() && found.value() < end;
+}
+
+// Whether holes that nobody has touched yet may get memory: there must be enough for those that are touched first.
+bool may_fill_ahead(Buffer& buffer) {
+  constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
+  const Result<MemoryInfo> memory = buffer.device()->device().memory();
+  return memory.ok() && std::min(memory.value().free_bytes, buffer.charge().room()) >= kPlenty;
+}
+
 // A write across the largest size ends there; one that begins there fails.
 Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
   Result<std::size_t> written = buffer.write(offset, data);
@@ -49,9 +62,8 @@ void BufferOperations::read(const File& file, Request& request, Responder respon
   if (!valid_range(in.offset, in.size)) return responder.error(EINVAL);
   Inode& inode = *file->inode;
   const std::uint64_t wanted = std::min<std::uint64_t>(in.size, request.payload.size());
-  if ((in.read_flags & FUSE_READ_LOCKOWNER) == 0) {  // not a program's read(2): pages for a mapping
-    read_ahead_.note_read(request.header.pid, inode.ino(), in.offset, wanted, inode.buffer()->size());
-  }
+  const bool from_program = (in.read_flags & FUSE_READ_LOCKOWNER) != 0;  // by read(2)
+  if (!from_program && read_pages(file, request, in, wanted, responder)) return;
   const observe::Span span(observe::TraceKind::kMountRead, inode.device(), in.offset, wanted, inode.ino());
   if (inode.in_host_memory()) {
     if (reply_from_memory(inode, in, wanted, responder)) return;
@@ -64,11 +76,42 @@ void BufferOperations::read(const File& file, Request& request, Responder respon
   read_later(file, in, wanted, std::move(responder));
 }
 
+bool BufferOperations::read_pages(const File& file, const Request& request, const fuse_read_in& in,
+                                  std::uint64_t wanted, Responder& responder) {
+  Inode& inode = *file->inode;
+  Buffer& buffer = *inode.buffer();
+  const std::uint64_t size = buffer.size();
+  const std::uint64_t end = std::min(in.offset + wanted, size);
+  const bool own = read_ahead_.is_own(request.header.pid);
+  // Where the kernel caches all files, the READ of a fault looks like that of read(2).
+  const bool hole = in.offset < end && init_.direct_io() && has_hole(buffer, in.offset, end);
+  const bool fills = hole && (file->writes || (own && read_ahead_.is_for_writer(inode.ino())));
+  const bool ahead = !fills || may_fill_ahead(buffer);
+  if (ahead) read_ahead_.note_read(request.header.pid, inode.ino(), in.offset, wanted, size, file->writes);
+  if (own && hole && (!ahead || (!fills && inode.has_writers()))) {
+    // A store to a page that is cached asks for nothing, so no hole may be cached without need.
+    responder.error(EAGAIN);
+    return true;
+  }
+  if (!fills) return false;
+  // The page that a store needs is read first. Memory for it must come now: when the page is written back, nobody can
+  // be told any more that there is none. An error becomes a SIGBUS at the store.
+  const Status filled = buffer.pin_for_write(in.offset, end - in.offset).status();
+  if (filled.ok()) return false;
+  if (!lacks_memory(filled.error()) && filled.error() != EAGAIN) {
+    responder.error(client_error(filled, "a page of a mapping"));
+  } else {
+    fill_later(file, in, end - in.offset, std::move(responder));
+  }
+  return true;
+}
+
 bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes,
                                          Responder& responder) {
   observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kOut);
   const Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, bytes);
-  if (gathered.error() == EAGAIN) {
+  // A registration has just replaced the buffer by one that is copied.
+  if (gathered.error() == EAGAIN || gathered.error() == EOPNOTSUPP) {
     measured.dismiss();
     return false;
   }
@@ -110,6 +153,16 @@ void BufferOperations::read_later(const File& file, const fuse_read_in& in, std:
                        const int error = reply_from_copy(*file->inode, in, memory, reply);
                        if (error != 0) reply.error(error);
                      });
+}
+
+void BufferOperations::fill_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder) {
+  long_requests_.run_with_space(*file->inode, std::move(responder),
+                                [this, file, in, bytes](Cancellation&, Responder& reply) {
+                                  const Status filled = file->inode->buffer()->pin_for_write(in.offset, bytes).status();
+                                  if (!filled.ok()) return client_error(filled, "a page of a mapping");
+                                  std::vector<std::byte> memory(static_cast<std::size_t>(bytes));
+                                  return reply_from_copy(*file->inode, in, memory, reply);
+                                });
 }
 
 void BufferOperations::note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes) {
@@ -156,7 +209,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   }
   measured.dismiss();
   // The reader's memory is needed for the next request.
-  write_later(file, in.offset, loss, {data.begin(), data.end()}, std::move(responder));
+  write_later(file, in, loss, {data.begin(), data.end()}, std::move(responder));
 }
 
 void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder) {
@@ -168,41 +221,53 @@ void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_
   responder.body(out);
 }
 
-void BufferOperations::write_later(const File& file, std::uint64_t offset, SetIdLoss loss, std::vector<std::byte> data,
-                                   Responder responder) {
+void BufferOperations::write_later(const File& file, const fuse_write_in& in, SetIdLoss loss,
+                                   std::vector<std::byte> data, Responder responder) {
   // From the first attempt to the reply.
   auto measured = std::make_unique<observe::Measured>(file->inode->buffer()->device()->counters(),
                                                       observe::Backend::kMount, observe::Flow::kIn);
-  long_requests_.run_with_space(*file->inode, std::move(responder),
-                                [this, file, offset, loss, data = std::move(data), measured = std::move(measured)](
-                                    Cancellation&, Responder& reply) {
-                                  const Result<std::size_t> written =
-                                      write_what_fits(*file->inode->buffer(), offset, data);
-                                  if (!written.ok()) return client_error(written.status(), "write");
-                                  finish_write(*file, loss, written.value(), reply);
-                                  measured->done(written.value());
-                                  return 0;
-                                });
+  // Pages that a mapping changed: the kernel does not look at the count, so a part is a failure.
+  const bool pages = (in.write_flags & FUSE_WRITE_CACHE) != 0;
+  long_requests_.run_with_space(
+      *file->inode, std::move(responder),
+      [this, file, in, loss, pages, data = std::move(data), measured = std::move(measured)](Cancellation&,
+                                                                                            Responder& reply) {
+        Status stopped;
+        const std::size_t written = write_what_fits(*file->inode->buffer(), in.offset, data, &stopped);
+        if (!stopped.ok() && (written == 0 || pages)) return client_error(stopped, "write");
+        finish_write(*file, loss, written, reply);
+        measured->done(written);
+        return 0;
+      },
+      [this, file, pages](int error) {
+        if (pages) report_lost_stores(*file->inode, error);
+      });
 }
 
-Result<std::size_t> BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t offset,
-                                                      std::span<const std::byte> data) {
-  Result<std::size_t> all = write_to_limit(buffer, offset, data);
-  if (!lacks_memory(all.error())) return all;
+std::size_t BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data,
+                                              Status* stopped) {
+  const Result<std::size_t> all = write_to_limit(buffer, offset, data);
+  *stopped = all.status();
+  if (all.ok()) return all.value();
+  if (!lacks_memory(all.error())) return 0;
   // As many granules from the front as fit: write(2) promises a short count.
   const std::uint64_t granule = buffer.device()->info().granule;
   std::size_t done = 0;
   while (done < data.size()) {
     const std::uint64_t at = offset + done;
     const std::uint64_t bytes = std::min<std::uint64_t>(round_down(at, granule) + granule - at, data.size() - done);
-    Result<std::size_t> part = buffer.write(at, data.subspan(done, static_cast<std::size_t>(bytes)));
-    if (!part.ok()) {
-      if (done == 0) return part.status();
-      break;
-    }
+    const Result<std::size_t> part = buffer.write(at, data.subspan(done, static_cast<std::size_t>(bytes)));
+    *stopped = part.status();
+    if (!part.ok()) break;
     done += part.value();
   }
   return done;
+}
+
+void BufferOperations::report_lost_stores(Inode& inode, int error) const {
+  if (!inode.first_loss() || !log_enabled(LogLevel::kWarning) || !log_permitted(inode.attributes().uid)) return;
+  log_warning("file \"", table_.name_of(inode.ino()), "\" (inode ", inode.ino(),
+              "): stores through a mapping were lost: ", std::strerror(error));
 }
 
 // ---- the rest ----
@@ -254,7 +319,7 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
     return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
   };
   if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
-  const Result<MemoryInfo> memory = buffer.device()->device().memory();
+  const Result<MemoryInfo> memory = buffer.device()->memory();
   if (!memory.ok()) return memory.status();
   if (std::min(memory.value().free_bytes, buffer.charge().room()) < in.length)
     return apply(in.offset, in.length, keep_size);

@@ -53,7 +53,12 @@ bool has_bit(const std::string& line, int bit) {
   return parsed.ec == std::errc() && (bits >> bit & 1) != 0;
 }
 
-bool has_capability(std::uint32_t pid, int capability) { return has_bit(status_line(pid, "CapEff"), capability); }
+// Outside of all user namespaces: inside of one everybody may have every capability.
+bool has_capability(std::uint32_t pid, int capability) {
+  struct stat found {};
+  return has_bit(status_line(pid, "CapEff"), capability) && ::stat(process_path(pid, "ns/user").c_str(), &found) == 0 &&
+         found.st_ino == kFirstUserNamespace;
+}
 
 }  // namespace
 
@@ -84,10 +89,6 @@ bool Caller::dying() const {
   return !pending.empty() && (has_bit(pending, SIGKILL - 1) || status_line(pid, "VmSize").empty());
 }
 
-bool Caller::administers() const {
-  struct stat found {};
-  return has_capability(pid, CAP_SYS_ADMIN) && ::stat(process_path(pid, "ns/user").c_str(), &found) == 0 &&
-         found.st_ino == kFirstUserNamespace;
-}
+bool Caller::administers() const { return has_capability(pid, CAP_SYS_ADMIN); }
 
 }  // namespace gpufs::fuse

@@ -16,7 +16,7 @@ struct Caller {
 
   // By its group or its supplementary groups.
   [[nodiscard]] bool in_group(std::uint32_t group) const;
-  // CAP_FSETID: its changes to a file leave set-id bits.
+  // CAP_FSETID outside of all user namespaces: its changes to a file leave set-id bits.
   [[nodiscard]] bool keeps_set_id() const;
   // Its changes to a file of this group leave set-gid: it is in the group, or may keep all such bits.
   [[nodiscard]] bool keeps_set_gid_of(std::uint32_t group) const { return in_group(group) || keeps_set_id(); }

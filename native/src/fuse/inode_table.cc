@@ -19,6 +19,12 @@ namespace {
 
 constexpr std::uint32_t kPermissions = 07777;
 
+// How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
+// file that still exists then is kept by somebody.
+constexpr std::chrono::milliseconds kForgetTime{300};
+// Less than one part in so many of a device's memory is worth no waiting.
+constexpr std::uint64_t kSmallPart = 64;
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
@@ -64,6 +70,11 @@ void Inode::was_written(SetIdLoss loss) {
   set_ctime(attributes_, now);
   attributes_.mode = mode_without_set_id(attributes_.mode, loss);
   if (extended_) extended_->drop_capability();
+}
+
+bool Inode::has_writers() const {
+  const std::lock_guard lock(mutex_);
+  return open_writers_ > 0;
 }
 
 SetIdLoss Inode::loss_by(const Caller& caller) const {
@@ -124,12 +135,6 @@ std::uint64_t Inode::metadata_locked() const {
   return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
 }
 
-bool InodeTable::charge(std::uint64_t bytes) {
-  if (metadata_.fetch_add(bytes) + bytes <= metadata_limit_ || bytes == 0) return true;
-  metadata_.fetch_sub(bytes);
-  return false;
-}
-
 Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent, std::uint32_t umask) {
   if (attributes.ino == 0) return Status(EINVAL, "0 is not an inode number");
   if (attributes.device < -1 || attributes.device >= static_cast<std::int32_t>(devices_.size())) {
@@ -150,11 +155,13 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     inode->inherit(*directory, umask);
   }
   const std::uint64_t metadata = inode->metadata_locked();  // not visible yet
-  if (!charge(metadata)) return Status(ENOSPC, "the mount's limit for metadata");
+  Metadata::Share* const share = metadata_.share_of(attributes.uid);
+  if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
   inode->charged_ = metadata;
+  inode->charged_to_ = share;
   const std::unique_lock lock(inodes_mutex_);
   if (!inodes_.emplace(attributes.ino, std::move(inode)).second) {
-    metadata_.fetch_sub(metadata);
+    metadata_.give(share, metadata);
     return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " is there already");
   }
   return {};
@@ -179,7 +186,7 @@ Status InodeTable::remove(std::uint64_t ino) {
     if (inode->removed_) return unknown_inode(ino);
     if (inode->references_ != 0) return Status(EBUSY, "the inode is in use");
     inode->removed_ = true;
-    metadata_.fetch_sub(std::exchange(inode->charged_, 0));
+    metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
   {
@@ -202,6 +209,23 @@ Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std:
   }
   set_mtime(inode->attributes_, now);
   set_ctime(inode->attributes_, now);
+  return {};
+}
+
+std::string InodeTable::name_of(std::uint64_t ino) const {
+  std::vector<std::shared_ptr<Inode>> directories;
+  {
+    const std::shared_lock lock(inodes_mutex_);
+    for (const auto& [number, inode] : inodes_) {
+      if (S_ISDIR(inode->kind_)) directories.push_back(inode);
+    }
+  }
+  for (const std::shared_ptr<Inode>& directory : directories) {
+    const std::lock_guard lock(directory->mutex_);
+    for (const auto& [name, target] : directory->names_) {
+      if (target == ino) return name;
+    }
+  }
   return {};
 }
 
@@ -268,6 +292,11 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
     if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
   }
   if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
+  if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
+  if (changes.uid) {
+    Metadata::Share* const share = metadata_.share_of(*changes.uid);
+    metadata_.move(std::exchange(inode.charged_to_, share), share, inode.charged_);
+  }
   ours.uid = changes.uid.value_or(ours.uid);
   ours.gid = changes.gid.value_or(ours.gid);
   if (changes.atime) set_atime(ours, *changes.atime);
@@ -289,7 +318,7 @@ Status InodeTable::set_links(std::uint64_t ino, std::uint32_t links) {
     return 0;
   };
   if (change_metadata(*inode, more * kNameBytes, change) != 0) {
-    return Status(ENOSPC, "the mount's limit for metadata");
+    return Status(ENOSPC, "the limit for metadata");
   }
   if (doomed) free_later(std::move(inode));
   return {};
@@ -300,6 +329,10 @@ Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optio
     return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
   return {};
+}
+
+void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {
+  buffer.charge().move(Charge::kOwner, quotas_.user(buffer.device()->info().index, uid));
 }
 
 Status InodeTable::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
@@ -324,6 +357,7 @@ Status InodeTable::charge_to(std::uint64_t ino, std::shared_ptr<Account> account
   if (!inode) return unknown_inode(ino);
   const std::lock_guard lock(inode->mutex_);
   if (inode->buffer_) inode->buffer_->charge().move(Charge::kDirectory, account);
+  if (inode->replacement_) inode->replacement_->charge().move(Charge::kDirectory, account);
   inode->directory_account_ = std::move(account);
   return {};
 }
@@ -337,6 +371,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   const bool fresh = inode->created_open_ && inode->writers_ever_ == 1 && inode->attributes_.nlink <= 1 &&
                      !inode->replaced_ && inode->buffer_->size() == 0;
   if (!fresh) return Status(EBUSY, "the file is not one that its opener has just created, empty and for itself alone");
+  buffer->charge().move_to_accounts_of(inode->buffer_->charge());  // whose owner may have changed
   inode->replacement_ = std::move(buffer);
   inode->replaced_.store(true, std::memory_order_release);
   set_mtime(inode->attributes_, now);
@@ -398,7 +433,7 @@ bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
     orphans_.erase(inode.get());  // the caller's pointer keeps it alive
     return false;
   }
-  orphans_.emplace(inode.get(), inode);
+  orphans_.emplace(inode.get(), Orphan{inode, std::chrono::steady_clock::now(), false});
   return inode->removed_;
 }
 
@@ -407,6 +442,7 @@ void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   const std::int32_t device = inode->device_;
   {
     const std::lock_guard lock(orphan_mutex_);
+    if (const auto orphan = orphans_.find(inode.get()); orphan != orphans_.end()) orphan->second.doomed = true;
     Doomed& doomed = doomed_[device];
     doomed.inodes.push_back(std::move(inode));
     if (std::exchange(doomed.has_job, true)) return;
@@ -441,13 +477,15 @@ void InodeTable::free(std::shared_ptr<Inode> inode) {
   {
     const std::lock_guard lock(orphan_mutex_);
     // Not there: it was opened again at the last moment, and comes back when that file is released.
-    if (orphans_.erase(inode.get()) != 0) bytes = inode->buffer_->bytes_held();
-    freeing_[device] += bytes;
+    if (const auto orphan = orphans_.extract(inode.get())) {
+      bytes = inode->buffer_->bytes_held();
+      freeing_[device] = {bytes, orphan.mapped().since};
+    }
   }
   inode.reset();  // frees the memory, unless a request or a view still uses it
   {
     const std::lock_guard lock(orphan_mutex_);
-    freeing_[device] -= bytes;
+    freeing_.erase(device);
   }
   executor_.memory_freed(device);
 }
@@ -469,12 +507,34 @@ std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
   const std::lock_guard lock(orphan_mutex_);
   std::uint64_t bytes = 0;
   for (const auto& [of, freeing] : freeing_) {
-    if (device < 0 || of == device) bytes += freeing;
+    if (device < 0 || of == device) bytes += freeing.bytes;
   }
-  for (const auto& [key, inode] : orphans_) {
-    if (device < 0 || inode->device_ == device) bytes += inode->buffer_->bytes_held();
+  for (const auto& [key, orphan] : orphans_) {
+    if (device < 0 || orphan.inode->device_ == device) bytes += orphan.inode->buffer_->bytes_held();
   }
   return bytes;
+}
+
+std::optional<std::int32_t> InodeTable::returning(std::int32_t device, TimePoint before) const {
+  const auto now = std::chrono::steady_clock::now();
+  std::uint64_t bytes = 0;
+  std::int32_t found = 0;
+  const auto add = [&](std::int32_t of, TimePoint since, std::uint64_t held) {
+    if ((device >= 0 && of != device) || since > before || held == 0) return;
+    bytes += held;
+    found = of;
+  };
+  {
+    const std::lock_guard lock(orphan_mutex_);
+    for (const auto& [of, freeing] : freeing_) add(of, freeing.since, freeing.bytes);
+    for (const auto& [key, orphan] : orphans_) {
+      if (!orphan.doomed && now - orphan.since > kForgetTime) continue;
+      add(orphan.inode->device_, orphan.since, orphan.inode->buffer_->bytes_held());
+    }
+  }
+  const std::uint64_t total = devices_.empty() ? 0 : devices_[static_cast<std::size_t>(found)]->info().total_bytes;
+  if (bytes == 0 || bytes < total / kSmallPart) return std::nullopt;
+  return found;
 }
 
 InodeTable::Counts InodeTable::counts() const {
@@ -486,7 +546,7 @@ InodeTable::Counts InodeTable::counts() const {
   counts.files = files_.size();
   const std::lock_guard lock(orphan_mutex_);
   counts.orphans = orphans_.size();
-  counts.metadata_bytes = metadata_.load();
+  counts.metadata_bytes = metadata_.used();
   return counts;
 }
 

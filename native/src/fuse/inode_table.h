@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -24,6 +25,7 @@
 #include "fuse/caller.h"
 #include "fuse/executor.h"
 #include "fuse/extended_attributes.h"
+#include "fuse/metadata.h"
 #include "fuse/open_files.h"
 #include "fuse/quotas.h"
 #include "gpufs.h"
@@ -63,6 +65,10 @@ class Inode {
   // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
   [[nodiscard]] SetIdLoss bare_set_gid_loss_by(const Caller& caller) const;
 
+  [[nodiscard]] bool has_writers() const;
+  // Whether this is the first call: what a mapping stored is lost.
+  [[nodiscard]] bool first_loss() { return !lost_stores_.exchange(true); }
+
   // Runs change(attributes, extended attributes) with the inode locked.
   template <typename Change>
   auto with_extended(Change change) {
@@ -89,16 +95,18 @@ class Inode {
   const Timestamp birth_;
   std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
   std::atomic<bool> replaced_{false};
+  std::atomic<bool> lost_stores_{false};
 
-  // Guards all below. InodeTable::orphan_mutex_, the mutex of a Charge and ExtentBuffer::state_mutex_ may be taken
-  // under it, nothing else.
+  // Guards all below. InodeTable::orphan_mutex_, the mutexes of a Charge and of Metadata, and
+  // ExtentBuffer::state_mutex_ may be taken under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;             // null until the first one
   std::map<std::string, std::uint64_t, std::less<>> names_;  // in a directory, with the inodes that they lead to
   std::uint64_t references_ = 0;                             // the kernel's, and what hold() adds
   std::shared_ptr<Account> directory_account_;
-  std::uint64_t charged_ = 0;  // of the table's metadata
+  std::uint64_t charged_ = 0;              // of the table's metadata
+  Metadata::Share* charged_to_ = nullptr;  // the share of its owner
   std::uint32_t open_files_ = 0;
   std::uint32_t open_writers_ = 0;  // of them, those open for writing
   std::uint32_t writers_ever_ = 0;  // how often it was opened for writing
@@ -118,11 +126,12 @@ class InodeTable {
   static constexpr std::uint64_t kInodeBytes = 1536;
   static constexpr std::uint64_t kNameBytes = 1024;
 
-  // metadata_limit: bytes of memory that names and attributes may take together; above that is ENOSPC.
+  // metadata_limit: bytes of memory that names and attributes may take together, of which a user may take a share;
+  // above that is ENOSPC.
   // executor: frees memory, and is stopped before the table goes. user_limit: as Quotas().
   InodeTable(std::vector<std::shared_ptr<DeviceContext>> devices, Executor& executor,
              std::uint64_t metadata_limit = kNoMetadataLimit, std::uint64_t user_limit = Account::kNoLimit)
-      : devices_(std::move(devices)), executor_(executor), metadata_limit_(metadata_limit), quotas_(user_limit) {}
+      : devices_(std::move(devices)), executor_(executor), metadata_(metadata_limit), quotas_(user_limit) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
@@ -138,6 +147,9 @@ class InodeTable {
   Status set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino);
   // What a name leads to, with one more reference; null: there is no such name.
   [[nodiscard]] std::shared_ptr<Inode> look_up(Inode& directory, std::string_view name);
+
+  // One of an inode's names, for messages; empty without any. Looks through all directories.
+  [[nodiscard]] std::string name_of(std::uint64_t ino) const;
 
   // References keep an inode in the table. The control plane adds one for each that its replies hand out.
   Status hold(std::uint64_t ino);
@@ -162,15 +174,17 @@ class InodeTable {
   // bytes of metadata fit under the limit; else ENOSPC. It may not add more.
   template <typename Change>
   int change_metadata(Inode& inode, std::uint64_t most, Change change) {
-    if (!charge(most)) return ENOSPC;
     const std::lock_guard lock(inode.mutex_);
+    if (!metadata_.take(inode.charged_to_, most)) return ENOSPC;
     const int error = change(inode.attributes_, inode.extended_);
     const std::uint64_t before = inode.charged_;
     inode.charged_ = inode.removed_ ? 0 : inode.metadata_locked();
-    metadata_.fetch_sub(most + before - inode.charged_);  // modulo 2^64
+    metadata_.give(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
     return error;
   }
-  [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_limit_; }
+  [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_.limit(); }
+  // Bytes of metadata that a user may still take.
+  [[nodiscard]] std::uint64_t metadata_room(std::uint32_t uid) { return metadata_.room(uid); }
 
   // EINVAL: no such device. nullopt: as for users without a limit of their own.
   Status limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes);
@@ -179,6 +193,8 @@ class InodeTable {
   Status limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes);
   // Charges an inode, and what is added to it later, to the account of a directory (null: to none). ENOENT if unknown.
   Status charge_to(std::uint64_t ino, std::shared_ptr<Account> account);
+  // Charges a buffer that belongs to no inode to a user, whatever the limit.
+  void charge_to_user(Buffer& buffer, std::uint32_t uid);
   [[nodiscard]] const Quotas& quotas() const { return quotas_; }
 
   // Gives a new and empty file another buffer, for good, as if it were changed now. Only for a file that was created by
@@ -200,6 +216,11 @@ class InodeTable {
   // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
   [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
 
+  // A device with memory of files that were removed before a time, which is likely to be free soon. device < 0: any.
+  // nullopt: there is none, or little; removed files that somebody keeps do not count.
+  using TimePoint = std::chrono::steady_clock::time_point;
+  [[nodiscard]] std::optional<std::int32_t> returning(std::int32_t device, TimePoint before) const;
+
   struct Counts {
     std::size_t inodes = 0;
     std::size_t files = 0;
@@ -220,14 +241,10 @@ class InodeTable {
   void free(std::shared_ptr<Inode> inode);
   void trim_later(const std::shared_ptr<Inode>& inode);
 
-  // False, and nothing is charged, if that many more bytes of metadata exceed the limit.
-  [[nodiscard]] bool charge(std::uint64_t bytes);
-
   const std::vector<std::shared_ptr<DeviceContext>> devices_;
   Executor& executor_;
-  const std::uint64_t metadata_limit_;
+  Metadata metadata_;
   Quotas quotas_;
-  std::atomic<std::uint64_t> metadata_{0};
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 
@@ -239,13 +256,22 @@ class InodeTable {
 
   // Guards all below; innermost. Nothing is freed under it.
   mutable std::mutex orphan_mutex_;
-  std::unordered_map<const Inode*, std::shared_ptr<Inode>> orphans_;
+  struct Orphan {
+    std::shared_ptr<Inode> inode;
+    TimePoint since;
+    bool doomed;  // in doomed_, too
+  };
+  std::unordered_map<const Inode*, Orphan> orphans_;
   struct Doomed {
     std::vector<std::shared_ptr<Inode>> inodes;
     bool has_job = false;  // that frees them
   };
-  std::map<std::int32_t, Doomed> doomed_;          // by device
-  std::map<std::int32_t, std::uint64_t> freeing_;  // bytes that the executor is freeing, by device
+  std::map<std::int32_t, Doomed> doomed_;  // by device
+  struct Freeing {
+    std::uint64_t bytes;
+    TimePoint since;  // the removal
+  };
+  std::map<std::int32_t, Freeing> freeing_;  // what the executor is freeing, by device
 };
 
 }  // namespace gpufs::fuse

@@ -36,6 +36,10 @@ void reply_copied(Responder& responder, bool wide, std::uint64_t bytes);
 
 class LongRequests {
  public:
+  struct Ignore {
+    void operator()(int /*error*/) const {}
+  };
+
   // patience: how long a request that finds the device full waits for memory of removed files to come back.
   LongRequests(InodeTable& table, Executor& executor, Statistics& statistics, std::chrono::milliseconds patience)
       : table_(table), executor_(executor), statistics_(statistics), patience_(patience) {}
@@ -74,11 +78,12 @@ class LongRequests {
 
   // The same for what needs memory. attempt(cancellation, responder) returns 0 when it has answered, else the errno to
   // answer with. After ENOSPC and EDQUOT it is tried again when memory of removed files comes back, as long as there is
-  // any, and a last time at the end of the patience.
-  template <typename Attempt>
-  void run_with_space(const Executor::Lane& lane, const void* subject, Responder responder, Attempt attempt) {
+  // any, and a last time at the end of the patience. failed(errno): before the request is answered with it.
+  template <typename Attempt, typename Failed = Ignore>
+  void run_with_space(const Executor::Lane& lane, const void* subject, Responder responder, Attempt attempt,
+                      Failed failed = {}) {
     run(lane, subject, std::move(responder),
-        [this, device = lane.device, attempt = std::move(attempt),
+        [this, device = lane.device, attempt = std::move(attempt), failed = std::move(failed),
          deadline = std::chrono::steady_clock::now() + patience_,
          waited = false](Cancellation& cancellation, Responder& reply) mutable -> std::optional<Executor::TimePoint> {
           const std::uint64_t noted = executor_.freed_count();
@@ -87,14 +92,17 @@ class LongRequests {
             if (!std::exchange(waited, true)) count(statistics_.space_waits);
             if (table_.orphan_bytes(device) > 0 || executor_.freed_count() != noted) return deadline;
           }
-          if (error != 0) reply.error(cancellation.requested() ? EINTR : error);
+          if (error != 0) {
+            failed(error);
+            reply.error(cancellation.requested() ? EINTR : error);
+          }
           return std::nullopt;
         });
   }
-  template <typename Attempt>
-  void run_with_space(const Inode& inode, Responder responder, Attempt attempt) {
+  template <typename Attempt, typename Failed = Ignore>
+  void run_with_space(const Inode& inode, Responder responder, Attempt attempt, Failed failed = {}) {
     run_with_space({Executor::Lane::Kind::kBuffers, inode.device(), 0}, &inode, std::move(responder),
-                   std::move(attempt));
+                   std::move(attempt), std::move(failed));
   }
 
  private:

@@ -115,7 +115,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
       backing_(table_, options.transfers, long_requests_, statistics_),
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
-      buffers_(table_, long_requests_, read_ahead_, statistics_),
+      buffers_(table_, long_requests_, read_ahead_, relay_.init(), statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
       names_(table_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout, statistics_) {}
 

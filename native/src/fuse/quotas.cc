@@ -18,16 +18,20 @@ void write_account(JsonWriter& json, const std::string& name, const Account& acc
 
 }  // namespace
 
+bool Quotas::is_plain(std::uint32_t uid) { return uid != 0 && uid != ::geteuid(); }
+
 std::uint64_t Quotas::default_limit(std::uint32_t uid) const {
-  return uid == 0 || uid == ::geteuid() ? Account::kNoLimit : plain_limit_;
+  return is_plain(uid) ? plain_limit_ : Account::kNoLimit;
 }
 
 std::shared_ptr<Account> Quotas::user(std::int32_t device, std::uint32_t uid) {
   const std::lock_guard lock(mutex_);
   std::shared_ptr<Account>& account = users_[{device, uid}];
   if (account == nullptr) {
-    const std::string holder = "user " + std::to_string(uid) + " on gpu" + std::to_string(device);
-    account = std::make_shared<Account>(holder, default_limit(uid));
+    const std::string holder = "user " + std::to_string(uid);
+    std::shared_ptr<AddressSpace::Share>& share = shares_[uid];
+    if (share == nullptr) share = addresses_->share(holder, is_plain(uid));
+    account = std::make_shared<Account>(holder + " on gpu" + std::to_string(device), default_limit(uid), share);
   }
   return account;
 }

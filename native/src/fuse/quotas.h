@@ -30,11 +30,14 @@ class Quotas {
   void write(JsonWriter& json) const;
 
  private:
+  [[nodiscard]] static bool is_plain(std::uint32_t uid);
   [[nodiscard]] std::uint64_t default_limit(std::uint32_t uid) const;
 
   const std::uint64_t plain_limit_;
+  const std::shared_ptr<AddressSpace> addresses_ = std::make_shared<AddressSpace>();
   mutable std::mutex mutex_;  // guards all below
   std::map<std::pair<std::int32_t, std::uint32_t>, std::shared_ptr<Account>> users_;
+  std::map<std::uint32_t, std::shared_ptr<AddressSpace::Share>> shares_;  // by user
   std::map<std::uint64_t, std::shared_ptr<Account>> directories_;
 };
 

@@ -87,11 +87,12 @@ bool ReadAhead::is_own(std::uint32_t pid) const {
 }
 
 void ReadAhead::note_read(std::uint32_t pid, std::uint64_t ino, std::uint64_t offset, std::uint64_t bytes,
-                          std::uint64_t file_bytes) {
+                          std::uint64_t file_bytes, bool writable) {
   if (!running_ || is_own(pid)) return;
   const std::lock_guard lock(mutex_);
   Scan& scan = scans_[ino % scans_.size()];
   if (scan.ino != ino) scan = Scan{.ino = ino};
+  scan.writable = writable;
   if (offset >= scan.begin && offset < scan.end) {
     if (offset < scan.probe) return;
   } else {
@@ -108,6 +109,12 @@ void ReadAhead::note_read(std::uint32_t pid, std::uint64_t ino, std::uint64_t of
   if (window.next >= window.end || windows_.size() >= kMostWindows) return;
   windows_.push_back(window);
   wanted_.notify_all();
+}
+
+bool ReadAhead::is_for_writer(std::uint64_t ino) {
+  const std::lock_guard lock(mutex_);
+  const Scan& scan = scans_[ino % scans_.size()];
+  return scan.ino == ino && scan.writable;
 }
 
 void ReadAhead::work(std::size_t index) {

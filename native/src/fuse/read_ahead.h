@@ -40,9 +40,11 @@ class ReadAhead {
   // Whether a request with this number of a thread (fuse_in_header::pid) is from a thread of this object. Such an OPEN
   // must keep what the kernel has cached.
   [[nodiscard]] bool is_own(std::uint32_t pid) const;
-  // The kernel has read these bytes into its cache. file_bytes: the file's size.
+  // The kernel has read these bytes into its cache. file_bytes: the file's size. writable: by a file open for writing.
   void note_read(std::uint32_t pid, std::uint64_t ino, std::uint64_t offset, std::uint64_t bytes,
-                 std::uint64_t file_bytes);
+                 std::uint64_t file_bytes, bool writable);
+  // Whether what these threads read of this inode is for a file that is open for writing.
+  [[nodiscard]] bool is_for_writer(std::uint64_t ino);
 
  private:
   static constexpr std::size_t kMostThreads = 4;
@@ -52,6 +54,7 @@ class ReadAhead {
     std::uint64_t ino = 0;
     std::uint64_t next = 0;  // where its furthest read ended
     std::uint64_t run = 0;   // bytes that it has read near each other
+    bool writable = false;   // its file is open for writing
     // The window that is read ahead, and what is before it as far as the program's reads may still be there.
     std::uint64_t begin = 0;
     std::uint64_t probe = 0;

@@ -182,6 +182,7 @@ Status CopyLoop::move_straight_in_use(Chunk& chunk) {
         load_  ? load_straight(chunk, piece, direct)
         : hole ? store_hole(chunk, piece.bytes)
                : write_out(reinterpret_cast<const std::byte*>(piece.address), piece.bytes, file_offset(chunk), direct);
+    if (Status intact = memory_.buffer().check_pinned(); !intact.ok()) return intact;
     chunk.done += moved.bytes;
     if (!hole) transfer_.count_moved(Path::kFallback, moved.bytes);
     if (!moved.status.ok() || moved.bytes < piece.bytes) return moved.status;
@@ -417,10 +418,11 @@ Status CopyLoop::wait_for_device(InFlight& slot) {
 // The device is done with the slot: completes its chunk, for a store after writing it to the file.
 void CopyLoop::end(InFlight& slot, const Status& device_status) {
   if (slot.copy_start != 0) trace_copy(slot, device_status);
+  Status status = device_status;
+  if (status.ok()) status = memory_.buffer().check_pinned();
   slot.pin = {};
   slot.busy = false;
   slot.use.end();
-  Status status = device_status;
   if (status.ok() && load_) {
     slot.chunk.done += slot.bytes;
     transfer_.count_moved(Path::kFallback, slot.bytes);

@@ -22,6 +22,7 @@ struct HipFileCalls {
   hip::HipFileCall read = nullptr;
   hip::HipFileCall write = nullptr;
   std::atomic<RefusalMask> refusals{0};
+  std::atomic<bool> worked{false};  // a call has moved bytes
 };
 
 class HipFile final : public DirectFile {
@@ -61,12 +62,16 @@ class HipFile final : public DirectFile {
         call(handle, reinterpret_cast<void*>(address), bytes, static_cast<std::int64_t>(file_offset), &copied, &status);
     const int error = errno;
     // The status is more exact: for most failures the result is just "unknown".
-    if (result == hip::api::kSuccess && status == 0 && copied <= bytes) return {copied, {}};
+    if (result == hip::api::kSuccess && status == 0 && copied <= bytes) {
+      if (copied > 0) calls_->worked.store(true, std::memory_order_relaxed);
+      return {copied, {}};
+    }
     const auto failed = [&](int code, const std::string& why) {
       return Status(code, std::string(name) + ": " + why, result);
     };
     if (result != hip::api::kSuccess && error == ENOTTY) {
-      no_kernel_interface();
+      // Once the interface has worked it is there, and this error means the one request.
+      if (!calls_->worked.load(std::memory_order_relaxed)) no_kernel_interface();
       return {0, failed(ENOTTY, "the kernel's GPU driver has no such interface")};  // and the outputs are garbage
     }
     if (copied > bytes || status > 0 || status < -kLargestErrno) {

@@ -147,6 +147,11 @@ std::uint64_t Transfer::group() const {
   return facts.may_hang ? kMayHang : facts.always_hot ? kNeverStalls : facts.device;
 }
 
+void Transfer::release(std::shared_ptr<Transfer> transfer) {
+  const std::shared_ptr<TransferThreads> threads = transfer->threads_;
+  threads->release(std::move(transfer));
+}
+
 void Transfer::serve() {
   if (!enter()) return;
   CopyLoop(*this).run();
@@ -288,7 +293,12 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
 
 // Holes of a load's file are not read and get no memory.
 Result<Plan> Transfer::leave_holes_out(std::uint64_t total, const Plan& plan) {
-  if (!request_.sparse || !of_buffer_) return plan;
+  if (!request_.sparse) return plan;
+  {
+    const TargetMemory::Use use = memory_.use();
+    if (!use) return cancelled_status();
+    if (!memory_.buffer().can_have_holes()) return plan;
+  }
   HoleSearch search;
   search.file_offset = request_.file_offset;
   search.file_size = original_file_size_;
@@ -319,7 +329,9 @@ Status Transfer::preallocate(std::uint64_t total, const Plan& plan) {
   const bool side_by_side =
       wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(device_->info().numa_node) >= kCpusForPages);
   if (side_by_side && facts.always_hot && facts.readable) {
-    by_pages_ = backing.operations().truncate(backing.buffered_fd(), end) == 0;
+    // A byte of the store's own range: setting the size would cut off what another writer has appended by now.
+    const std::byte last{};
+    by_pages_ = backing.operations().write_at(backing.buffered_fd(), &last, 1, end - 1) == 1;
     if (by_pages_) preallocated_end_ = end;
     return {};
   }

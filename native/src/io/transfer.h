@@ -46,7 +46,7 @@ struct TransferRequest {
 
   SyncMode sync = SyncMode::kNone;
   // Holes of the source become holes of the destination if both can have them; otherwise zeros are read and written.
-  // The range reads as zeros either way. Does not apply to memory that the program allocated itself.
+  // The range reads as zeros either way. Does not apply to memory that a program allocated itself.
   bool sparse = true;
   std::optional<FastpathMode> fastpath;  // instead of the engine's option
   std::optional<bool> fallback;
@@ -109,6 +109,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // Ends a cancelled transfer whose threads have not returned for a while, if their file is one that may be left.
   // force: now, and whatever the file is. True if the transfer is done.
   bool abandon(bool force);
+  // TransferThreads::release() of its threads.
+  static void release(std::shared_ptr<Transfer> transfer);
 
   // ---- for the TransferThreads ----
 

@@ -55,16 +55,18 @@ std::shared_ptr<TransferThreads> TransferThreads::create(int node, int share, in
   return std::shared_ptr<TransferThreads>(new TransferThreads(node, std::max(share, 1), std::max(spare, 0)));
 }
 
+bool TransferThreads::ServedTransfer::finished() const { return running == 0 && transfer->wanted() == 0; }
+
+int TransferThreads::ServedTransfer::wanted() const { return std::max(transfer->wanted(), 1); }
+
 Status TransferThreads::submit(const std::shared_ptr<Transfer>& transfer) {
-  Entries finished;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
     entries_.push_back({transfer, 0, Clock::now()});
-    finished = take_finished_locked();
     start_missing_locked();
     if (alive_ == 0) {
-      entries_.clear();  // without a thread there is no other transfer
+      entries_.pop_back();
       return Status(EAGAIN, "no thread could be started for the transfer");
     }
   }
@@ -77,7 +79,7 @@ Status TransferThreads::submit(const std::shared_ptr<Transfer>& transfer) {
 void TransferThreads::start_missing_locked() {
   if (alive_ >= threads()) return;
   int missing = -alive_;
-  for (const ServedTransfer& entry : entries_) missing += std::max(entry.transfer->wanted(), entry.running);
+  for (const ServedTransfer& entry : entries_) missing += std::max(entry.wanted(), entry.running);
   for (; missing > 0 && alive_ < threads(); --missing) {
     Result<std::thread> started = start_thread("gpufs-io", [self = shared_from_this()] { self->thread_main(); });
     if (!started.ok()) {
@@ -103,11 +105,31 @@ TransferThreads::Entries TransferThreads::take_finished_locked() {
   Entries finished;
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     const auto next = std::next(entry);
-    if (entry->running == 0 && entry->transfer->wanted() == 0) finished.splice(finished.end(), entries_, entry);
+    // A thread that counts as its client's closes a file that may hang.
+    if (entry->finished() && entry->transfer->group() != Transfer::kMayHang) {
+      finished.splice(finished.end(), entries_, entry);
+    }
     entry = next;
   }
-  if (entries_.empty()) clients_.clear();
+  if (entries_.empty()) std::erase_if(clients_, [](const auto& client) { return client.second == 0; });
   return finished;
+}
+
+void TransferThreads::release(std::shared_ptr<Transfer> transfer) {
+  if (transfer->group() != Transfer::kMayHang) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (ending_) return;  // the lock is released first
+    // While it is in the list, this is not the last reference.
+    if (std::any_of(entries_.begin(), entries_.end(),
+                    [&](const ServedTransfer& entry) { return entry.transfer == transfer; })) {
+      transfer.reset();
+      return;
+    }
+    entries_.push_back({std::move(transfer), 0, Clock::now()});
+    start_missing_locked();
+  }
+  changed_.notify_one();
 }
 
 // The client with the fewest threads, of its transfers the one with the fewest, and among equals the one that got a
@@ -119,7 +141,8 @@ TransferThreads::Entries::iterator TransferThreads::choose_locked() {
   auto best = entries_.end();
   for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
     const std::uint64_t group = entry->transfer->group();
-    if (entry->running >= entry->transfer->wanted() || clients_[entry->transfer->client()] >= share_) continue;
+    if (ending_ && !entry->finished()) continue;
+    if (entry->running >= entry->wanted() || clients_[entry->transfer->client()] >= share_) continue;
     if (group != Transfer::kNeverStalls && groups_[group] >= share_) continue;
     if (best == entries_.end() || rank(*entry) < rank(*best)) best = entry;
   }
@@ -152,16 +175,17 @@ bool TransferThreads::should_yield(const Transfer& transfer, Clock::time_point s
 void TransferThreads::thread_main() {
   run_on_node(node_);
   std::unique_lock lock(mutex_);
-  while (!ending_) {
+  for (;;) {
     const auto entry = choose_locked();
     if (entry == entries_.end()) {
+      if (ending_) break;
       ++idle_;
       changed_.wait(lock);
       --idle_;
       continue;
     }
     std::shared_ptr<Transfer> transfer = entry->transfer;
-    // They keep their addresses: entries and clients are removed only while no thread serves them.
+    // They keep their addresses: entries and clients are removed only while no thread counts for them.
     entries_.splice(entries_.end(), entries_, entry);
     int& client = clients_[transfer->client()];
     ++client;
@@ -171,18 +195,21 @@ void TransferThreads::thread_main() {
     lock.unlock();
     transfer->serve();
     lock.lock();
-    --together;
-    if (ending_) finished_.notify_all();
-    --client;
     --entry->running;
     if (entry->running == 0) entry->waiting_since = Clock::now();
-    Entries finished = take_finished_locked();
+    Entries finished;
+    if (entry->finished()) finished.splice(finished.end(), entries_, entry);
+    finished.splice(finished.end(), take_finished_locked());
     const bool more = !entries_.empty();
     lock.unlock();
     if (more) changed_.notify_one();
+    // The thread still counts: the last reference closes the file, which may hang.
     finished.clear();
     transfer.reset();
     lock.lock();
+    --client;
+    --together;
+    if (ending_) finished_.notify_all();
   }
   --alive_;
   finished_.notify_all();
@@ -338,7 +365,10 @@ void TransferEngine::watch_main() {
       continue;
     }
     lock.unlock();
-    for (const std::shared_ptr<Transfer>& transfer : cancelled) (void)transfer->abandon(/*force=*/false);
+    for (std::shared_ptr<Transfer>& transfer : cancelled) {
+      (void)transfer->abandon(/*force=*/false);
+      Transfer::release(std::move(transfer));
+    }
     cancelled.clear();
     lock.lock();
     if (!watch_ending_) changed_.wait_for(lock, kWatchInterval);
@@ -373,7 +403,7 @@ void TransferEngine::shutdown() {
   }
   changed_.notify_all();
   if (watch.joinable()) watch.join();
-  transfers.clear();
+  for (std::shared_ptr<Transfer>& transfer : transfers) Transfer::release(std::move(transfer));
   const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
   for (const std::shared_ptr<TransferThreads>& threads : pools) {
     const int hung =

@@ -40,6 +40,8 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   Status submit(const std::shared_ptr<Transfer>& transfer);
   // Call it when Transfer::wanted() has grown or become 0, without locks of the transfer.
   void update();
+  // Drops a reference to one of their transfers without waiting, even if it is the last one and closing the file hangs.
+  void release(std::shared_ptr<Transfer> transfer);
 
   // Waits until every thread has left its transfer and joins them: up to `grace`, and up to `hang_grace` once only
   // threads that may hang are left. Threads that hang are left behind; returns their number. The transfers must have
@@ -60,6 +62,10 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
     std::shared_ptr<Transfer> transfer;
     int running = 0;
     Clock::time_point waiting_since;  // when it last had no thread
+
+    [[nodiscard]] bool finished() const;
+    // How many threads it could use. One that is finished needs one to close its file, if that may hang.
+    [[nodiscard]] int wanted() const;
   };
   using Entries = std::list<ServedTransfer>;  // the one that got a thread longest ago first
 
@@ -68,6 +74,7 @@ class TransferThreads : public std::enable_shared_from_this<TransferThreads> {
   void thread_main();
   Entries::iterator choose_locked();
   void start_missing_locked();
+  // Finished transfers that any thread may destroy, without the lock.
   Entries take_finished_locked();
 
   const int node_;

@@ -75,6 +75,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     std::vector<Piece> pieces;
     std::shared_ptr<void> keep;
   };
+  // Of a buffer that the caller has pinned: ESTALE if some of its memory was taken away, so that what was copied from or to
+  // it may be lost.
+  virtual Status check_pinned() { return {}; }
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
   virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
@@ -114,6 +117,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Status resize(std::uint64_t size) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
+  // Whether ranges of it can have no memory: otherwise zeros must be written there, and punch() fails.
+  [[nodiscard]] virtual bool can_have_holes() const { return true; }
   // Zeroes partial granules and releases whole ones.
   virtual Status punch(std::uint64_t offset, std::uint64_t bytes) = 0;
   // Zeroes what exists and allocates what does not, as fallocate(2) has it: later writes there find memory.

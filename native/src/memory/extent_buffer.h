@@ -69,6 +69,10 @@ class ExtentBuffer : public Buffer {
                                     std::uint64_t bytes) const override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
 
+  // Moves a small file that lives at these addresses to a free slot elsewhere. False: there is none, or somebody writes
+  // to the file or changes it.
+  bool leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_t bytes);
+
  private:
   using TimePoint = std::chrono::steady_clock::time_point;
   static constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
@@ -136,6 +140,9 @@ class ExtentBuffer : public Buffer {
   Status retry_when_full(const std::function<Status()>& attempt);
   // of_our_accounts: only from buffers that charge the same account.
   bool reclaim(std::uint64_t releases_before, bool of_our_accounts);
+  [[nodiscard]] std::weak_ptr<ExtentBuffer> owner() {
+    return std::static_pointer_cast<ExtentBuffer>(shared_from_this());
+  }
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
   [[nodiscard]] SnapshotPointer make_empty_snapshot();
   void replace(SnapshotPointer next);
@@ -148,6 +155,8 @@ class ExtentBuffer : public Buffer {
   // a range of at least reserve_end bytes.
   Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative);
   Status reserve_own(std::uint64_t end);
+  // DeviceMemory::reserve(), charged while the range exists.
+  Result<std::shared_ptr<AddressRange>> reserve_addresses(std::uint64_t bytes, const Extents& populated);
   Status grow_own(const Extents& missing, bool speculative);
   [[nodiscard]] std::uint64_t bytes_to_preallocate(std::uint64_t end, std::uint64_t existing);
   Status leave_slot(const Extents& missing);

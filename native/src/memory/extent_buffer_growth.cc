@@ -1,8 +1,8 @@
 // What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot.
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it holds above its size,
-// and tries again. At a limit (EDQUOT) it asks the buffers that charge the same account. Nothing else is given up for a
-// caller; memory of removed files is waited for above this layer.
+// then small files move together, and it tries again. At a limit (EDQUOT) it asks the buffers that charge the same
+// account. Nothing else is given up for a caller; memory of removed files is waited for above this layer.
 
 #include <algorithm>
 #include <bit>
@@ -21,8 +21,8 @@
 namespace gpufs {
 namespace {
 
-// No reservation is smaller: a file that grows to this size moves its range once at most.
-constexpr std::uint64_t kSmallestReservation = std::uint64_t{64} << 20;
+// No reservation is smaller: a file that grows to this size never moves.
+constexpr std::uint64_t kSmallestReservation = AddressSpace::kSmallRange;
 // A growing file preallocates as much as it has, up to the most: a call of a GPU's driver costs 0.1 to 0.3 ms whatever
 // it takes, and this is 16 ms of writing at 4 GB/s. It never takes more than one part in so many of the device's free
 // memory, since releasing the unused part of a piece needs space to copy the used part to, nor of what limits allow.
@@ -58,6 +58,9 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
       // One that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimPatience)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
+    }
+    if (context_->trim_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
+      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimPatience);
     }
     if (context_->trim_count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
@@ -116,7 +119,7 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool specul
 }
 
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
-  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end);
+  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end, owner());
   if (!taken.ok()) return taken.status();
   const std::shared_ptr<const SlabPool::Slot> slot = taken.take();
   Exclusion exclusion(*this);
@@ -130,6 +133,24 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
   replace(std::make_shared<Snapshot>(*this, slot));
   account();
   return {};
+}
+
+bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_t bytes) {
+  const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
+  if (!mutation) return false;
+  const std::shared_ptr<const SlabPool::Slot> old = current()->slot;
+  if (old == nullptr || old->address - start >= bytes) return true;
+  const Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
+  if (!slot.ok()) return false;
+  Exclusion exclusion(*this);
+  {
+    const std::lock_guard lock(state_mutex_);
+    exclusion.limit_writers_locked(0);
+    if (!writers_.empty()) return false;
+  }
+  if (!context_->device().copy_within(slot.value()->address, old->address, old->bytes).ok()) return false;
+  replace(std::make_shared<Snapshot>(*this, slot.value()));
+  return true;
 }
 
 Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative) {
@@ -229,18 +250,18 @@ Status ExtentBuffer::reserve_own(std::uint64_t end) {
   // More than the device has cannot come, whatever is expected.
   const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
   const std::uint64_t expected = round_up(std::min(expected_end_.load(std::memory_order_relaxed), possible), granule_);
-  // Addresses cost nothing, so a growing file seldom needs new ones; where they are memory, doubling has to do.
-  std::uint64_t wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation / 4})) * 4
+  // A growing file moves each time its length doubles. Addresses are limited, too: see AddressSpace.
+  std::uint64_t wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation}))
                          : expected > needed ? expected
                                              : std::bit_ceil(needed);
   wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
   if (copies && !existing.empty() && !exclusion.stop_writers()) return would_wait();
   const Extents populated = joined(existing, preallocated_);
-  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(wanted, populated);
-  while (wanted > needed && (reserved.error() == ENOMEM || reserved.error() == ENOSPC)) {
+  Result<std::shared_ptr<AddressRange>> reserved = reserve_addresses(wanted, populated);
+  while (wanted > needed && (reserved.error() == ENOMEM || lacks_memory(reserved.error()))) {
     wanted = std::max(needed, wanted / 2);
-    reserved = memory_->reserve(wanted, populated);
+    reserved = reserve_addresses(wanted, populated);
   }
   // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
   if (reserved.error() == ENOMEM) return Status(ENOSPC, reserved.status().message());
@@ -249,6 +270,25 @@ Status ExtentBuffer::reserve_own(std::uint64_t end) {
   // Later memory appears in the new range alone, so whatever is published from now on must show that.
   if (!in_slot) replace(make_snapshot(std::move(existing)));
   return {};
+}
+
+Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint64_t bytes, const Extents& populated) {
+  if (context_->info().reserve_copies) return memory_->reserve(bytes, populated);  // they are memory
+  struct Charged {
+    ~Charged() {
+      range.reset();
+      charge.give_addresses(bytes);
+    }
+    Charge& charge;
+    std::uint64_t bytes;
+    std::shared_ptr<AddressRange> range;
+  };
+  if (Status status = charge().take_addresses(bytes); !status.ok()) return status;
+  const std::shared_ptr<Charged> charged(new Charged{charge(), bytes, nullptr});
+  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(bytes, populated);
+  if (!reserved.ok()) return reserved.status();
+  charged->range = reserved.take();
+  return std::shared_ptr<AddressRange>(charged, charged->range.get());
 }
 
 // Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.

@@ -98,7 +98,8 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::uint64_t* b
 
 bool ExtentBuffer::leased() const {
   const std::lock_guard lock(state_mutex_);
-  return !leases_.empty();
+  // A lease on an empty file keeps no memory until it is refreshed.
+  return std::ranges::any_of(leases_, [](const SharedLease* lease) { return lease->bytes_ > 0; });
 }
 
 void ExtentBuffer::unfix_unless_leased() {

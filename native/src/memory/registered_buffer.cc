@@ -30,18 +30,13 @@ class RegisteredBuffer::MappingUse {
       const std::lock_guard lock(buffer_->mutex_);
       if (--buffer_->uses_ == 0 && buffer_->revoked_) unmapped = std::move(buffer_->memory_);
     }
-    if (!unmapped) return;
-    unmapped.reset();
-    {
-      const std::lock_guard lock(buffer_->mutex_);
-      buffer_->gone_ = true;
-    }
-    buffer_->unused_.notify_all();
+    if (unmapped) buffer_->unmap(std::move(unmapped));
   }
   MappingUse(const MappingUse&) = delete;
   MappingUse& operator=(const MappingUse&) = delete;
 
   [[nodiscard]] DeviceAddress address() const { return memory_->address(); }
+  [[nodiscard]] ForeignMapping& memory() const { return *memory_; }
 
  private:
   friend class RegisteredBuffer;
@@ -53,15 +48,44 @@ RegisteredBuffer::RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::u
                                    std::uint64_t bytes, bool writable)
     : context_(std::move(device)), bytes_(bytes), writable_(writable), memory_(std::move(memory)) {}
 
+Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(std::shared_ptr<DeviceContext> device,
+                                                                const ForeignMemory& memory, const Charge& payers) {
+  const auto buffer = std::make_shared<RegisteredBuffer>(device, nullptr, memory.bytes, memory.writable);
+  Charge& charge = buffer->charge();
+  charge.move_to_accounts_of(payers);
+  const std::uint64_t addresses = std::max(memory.bytes, memory.whole_bytes);
+  Status status = charge.take_addresses(addresses);
+  if (!status.ok()) return status;
+  buffer->address_bytes_ = addresses;
+  if (device->info().cpu_addressable) status = charge.grow(buffer->bytes_held());
+  if (!status.ok()) return status;
+  Result<std::unique_ptr<ForeignMapping>> mapped = device->device().map_foreign(memory);
+  if (!mapped.ok()) return mapped.status();
+  buffer->memory_ = mapped.take();
+  return buffer;
+}
+
 bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
-  std::unique_ptr<ForeignMapping> unmapped;  // after the lock is released
+  std::unique_ptr<ForeignMapping> unmapped;
+  {
+    const std::lock_guard lock(mutex_);
+    revoked_ = true;
+    if (uses_ == 0) unmapped = std::move(memory_);
+  }
+  if (unmapped) unmap(std::move(unmapped));
   std::unique_lock lock(mutex_);
-  revoked_ = true;
-  if (uses_ == 0 && memory_) {
-    unmapped = std::move(memory_);
+  return unused_.wait_for(lock, patience, [this] { return gone_; });
+}
+
+void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {
+  memory.reset();
+  charge().settle(0);
+  charge().give_addresses(address_bytes_);
+  {
+    const std::lock_guard lock(mutex_);
     gone_ = true;
   }
-  return unused_.wait_for(lock, patience, [this] { return gone_; });
+  unused_.notify_all();
 }
 
 std::uint64_t RegisteredBuffer::bytes_held() const {
@@ -85,6 +109,19 @@ Status RegisteredBuffer::check_intact(MappingUse& use) {
   return {ESTALE, "the program that registered this memory has taken a part of it away"};
 }
 
+Status RegisteredBuffer::check_pinned() {
+  MappingUse use;
+  {
+    // Also once it is withdrawn: the pin keeps it until then.
+    const std::lock_guard lock(mutex_);
+    if (memory_ == nullptr) return stale();
+    ++uses_;
+    use.buffer_ = std::static_pointer_cast<RegisteredBuffer>(shared_from_this());
+    use.memory_ = memory_.get();
+  }
+  return check_intact(use);
+}
+
 Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) const {
   if (!writable_) return {EPERM, "this memory is registered for reading only"};
   if (offset >= bytes_ && bytes != 0) return fixed();
@@ -96,8 +133,14 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::ui
   const auto use = std::make_shared<MappingUse>();
   if (Status status = begin(use.get()); !status.ok()) return status;
   Pin pin{{}, use};
-  if (offset < bytes_ && bytes != 0) {
-    pin.pieces.push_back({use->address() + offset, offset, std::min(bytes, bytes_ - offset)});
+  const std::uint64_t end = offset + std::min(bytes, bytes_ - std::min(offset, bytes_));
+  while (offset < end) {
+    const std::uint64_t data = std::min(use->memory().next_data(offset), end);
+    if (data > offset) pin.pieces.push_back({0, offset, data - offset});
+    if (data == end) break;
+    // At least a byte: the memory may be taken away between the two calls.
+    offset = std::clamp(use->memory().next_hole(data), data + 1, end);
+    pin.pieces.push_back({use->address() + data, data, offset - data});
   }
   return pin;
 }
@@ -122,7 +165,10 @@ Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::
   if (Status status = begin(&use); !status.ok()) return status;
   if (offset >= bytes_) return std::size_t{0};
   const std::size_t bytes = std::min<std::uint64_t>(destination.size(), bytes_ - offset);
-  Status status = context_->device().copy_out(destination.data(), use.address() + offset, bytes);
+  Status status = use.memory().copy_out(destination.data(), offset, bytes);
+  if (status.error() == EOPNOTSUPP) {
+    status = context_->device().copy_out(destination.data(), use.address() + offset, bytes);
+  }
   if (status.ok()) status = check_intact(use);
   if (!status.ok()) return status;
   return bytes;
@@ -145,14 +191,16 @@ Result<Buffer::Gathered> RegisteredBuffer::gather(std::uint64_t /*offset*/, std:
 Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
   MappingUse use;
   if (Status status = begin(&use); !status.ok()) return status;
-  if (offset >= bytes_) return Status(ENXIO, "no data at or above the offset");
-  return offset;
+  const std::uint64_t data = offset < bytes_ ? use.memory().next_data(offset) : bytes_;
+  if (data >= bytes_) return Status(ENXIO, "no data at or above the offset");
+  return data;
 }
 
 Result<std::uint64_t> RegisteredBuffer::seek_hole(std::uint64_t offset) {
-  Result<std::uint64_t> data = seek_data(offset);
-  if (!data.ok()) return data;
-  return bytes_;
+  MappingUse use;
+  if (Status status = begin(&use); !status.ok()) return status;
+  if (offset >= bytes_) return Status(ENXIO, "the offset is not below the end");
+  return std::min(use.memory().next_hole(offset), bytes_);
 }
 
 Status RegisteredBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const {

@@ -22,6 +22,11 @@ namespace gpufs {
 
 class RegisteredBuffer : public Buffer {
  public:
+  // Maps the memory and charges it to the accounts that `payers` charges: its addresses, and on the host driver its
+  // bytes, since accesses allocate what its program has not. As Device::map_foreign(). EDQUOT: beyond a limit of
+  // theirs.
+  static Result<std::shared_ptr<RegisteredBuffer>> map(std::shared_ptr<DeviceContext> device,
+                                                       const ForeignMemory& memory, const Charge& payers);
   // memory: `bytes` of it are the buffer; not null.
   RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory, std::uint64_t bytes,
                    bool writable);
@@ -34,6 +39,7 @@ class RegisteredBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override;
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
 
+  Status check_pinned() override;
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
   // EPERM beyond the end, and for memory that is shared for reading only; so also the next ones.
   Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
@@ -53,6 +59,7 @@ class RegisteredBuffer : public Buffer {
   // The size is fixed and the memory belongs to another program: EPERM.
   Status resize(std::uint64_t size) override;
   Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
+  [[nodiscard]] bool can_have_holes() const override { return false; }
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
@@ -72,10 +79,13 @@ class RegisteredBuffer : public Buffer {
   Status refuse();
   // After an access: ESTALE if the memory was taken away under it.
   Status check_intact(MappingUse& use);
+  // Unmaps the memory, which nobody uses any more. Needs no lock.
+  void unmap(std::unique_ptr<ForeignMapping> memory);
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t bytes_;
   const bool writable_;
+  std::uint64_t address_bytes_ = 0;  // charged; set before the buffer is shared
 
   mutable std::mutex mutex_;  // guards all below; nothing is called under it
   std::condition_variable unused_;

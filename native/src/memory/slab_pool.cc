@@ -4,8 +4,10 @@
 #include <bit>
 #include <cerrno>
 #include <string>
+#include <utility>
 
 #include "device/device_context.h"
+#include "memory/extent_buffer.h"
 
 namespace gpufs {
 namespace {
@@ -20,7 +22,11 @@ std::size_t class_for(std::uint64_t bytes) {
 }  // namespace
 
 SlabPool::SlabPool(DeviceContext& context, std::uint64_t largest)
-    : context_(context), granule_(context.info().granule), largest_(largest), free_slabs_(class_for(largest) + 1) {}
+    : context_(context),
+      granule_(context.info().granule),
+      largest_(largest),
+      free_slabs_(class_for(largest) + 1),
+      free_slots_(free_slabs_.size()) {}
 
 SlabPool::~SlabPool() = default;  // every slot keeps the pool, so all are back
 
@@ -33,7 +39,19 @@ Result<std::shared_ptr<SlabPool>> SlabPool::create(DeviceContext& context, std::
   return std::shared_ptr<SlabPool>(new SlabPool(context, slot_bytes(class_for(file_bytes))));
 }
 
-Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes) {
+std::size_t SlabPool::slots(const Slab& slab) const { return granule_ / slot_bytes(slab.size_class); }
+
+std::size_t SlabPool::free_slots(const Slab& slab) const { return slots(slab) - slab.fresh + slab.returned.size(); }
+
+void SlabPool::count_free(std::size_t size_class, std::ptrdiff_t change) {
+  free_slots_[size_class] += static_cast<std::size_t>(change);
+  std::uint64_t slabs = 0;
+  for (std::size_t one = 0; one < free_slots_.size(); ++one) slabs += free_slots_[one] / (granule_ / slot_bytes(one));
+  context_.set_reclaimable(slabs * granule_);
+}
+
+Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner,
+                                                             bool may_add_slab) {
   if (bytes == 0 || bytes > largest_) return Status(EINVAL, "no slot of that size");
   const std::size_t size_class = class_for(bytes);
   std::shared_ptr<const Slot> slot;
@@ -42,6 +60,7 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
     const std::lock_guard lock(mutex_);
     std::set<std::uint64_t>& candidates = free_slabs_[size_class];
     if (candidates.empty()) {
+      if (!may_add_slab) return Status(ENOSPC, "no slot of that size is free");
       if (Status added = add_slab(size_class); !added.ok()) return added;
     }
     const std::uint64_t offset = *candidates.begin();
@@ -56,10 +75,13 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
             }};
     if (used_before) {
       slab.returned.pop_back();
+      slab.owners[index] = std::move(owner);
     } else {
       ++slab.fresh;
+      slab.owners.push_back(std::move(owner));
     }
-    if (slab.returned.empty() && slab.fresh == granule_ / slot_size) candidates.erase(offset);
+    count_free(size_class, -1);
+    if (free_slots(slab) == 0) candidates.erase(offset);
   }
   if (used_before) {
     if (Status zeroed = context_.device().zero(slot->address, slot->bytes); !zeroed.ok()) return zeroed;
@@ -84,8 +106,9 @@ Status SlabPool::add_slab(std::size_t size_class) {
   if (offset + granule_ > range_->bytes()) return Status(ENOSPC, "the device has no memory for another slab");
   if (Status populated = memory_->populate(offset, granule_); !populated.ok()) return populated;
   context_.account(static_cast<std::int64_t>(granule_));
-  slabs_.emplace(offset, Slab{size_class, 0, {}});
+  const Slab& added = slabs_.emplace(offset, Slab{size_class, 0, {}, {}}).first->second;
   free_slabs_[size_class].insert(offset);
+  count_free(size_class, static_cast<std::ptrdiff_t>(slots(added)));
   return {};
 }
 
@@ -93,13 +116,90 @@ void SlabPool::put_back(std::uint64_t offset, std::size_t index) {
   const std::lock_guard lock(mutex_);
   Slab& slab = slabs_.at(offset);
   slab.returned.push_back(index);
+  slab.owners[index].reset();
   std::set<std::uint64_t>& candidates = free_slabs_[slab.size_class];
-  candidates.insert(offset);
+  if (!slab.emptying) {
+    candidates.insert(offset);
+    count_free(slab.size_class, 1);
+  }
   if (slab.returned.size() < slab.fresh) return;
-  candidates.erase(offset);
+  if (!slab.emptying) {
+    candidates.erase(offset);
+    count_free(slab.size_class, -static_cast<std::ptrdiff_t>(slots(slab)));
+  }
   slabs_.erase(offset);
   memory_->release(offset, granule_);
   context_.account(-static_cast<std::int64_t>(granule_));
+  context_.note_release();
+}
+
+// ---- a full device ----
+
+std::vector<std::uint64_t> SlabPool::emptiest() const {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> found;  // bytes of files, and the slab
+  for (const std::set<std::uint64_t>& slabs : free_slabs_) {
+    for (const std::uint64_t offset : slabs) {
+      const Slab& slab = slabs_.at(offset);
+      found.emplace_back((slots(slab) - free_slots(slab)) * slot_bytes(slab.size_class), offset);
+    }
+  }
+  std::ranges::sort(found);
+  std::vector<std::uint64_t> offsets;
+  offsets.reserve(found.size());
+  for (const auto& [bytes, offset] : found) offsets.push_back(offset);
+  return offsets;
+}
+
+bool SlabPool::close(std::uint64_t offset, std::vector<std::shared_ptr<ExtentBuffer>>* owners) {
+  const auto found = slabs_.find(offset);
+  if (found == slabs_.end()) return false;
+  Slab& slab = found->second;
+  const std::size_t free = free_slots(slab);
+  if (free == 0 || free_slots_[slab.size_class] < slots(slab)) return false;
+  slab.emptying = true;
+  free_slabs_[slab.size_class].erase(offset);
+  count_free(slab.size_class, -static_cast<std::ptrdiff_t>(free));
+  for (const std::weak_ptr<ExtentBuffer>& owner : slab.owners) {
+    if (std::shared_ptr<ExtentBuffer> buffer = owner.lock()) owners->push_back(std::move(buffer));
+  }
+  return true;
+}
+
+void SlabPool::reopen(std::uint64_t offset) {
+  const auto found = slabs_.find(offset);
+  if (found == slabs_.end()) return;  // it has been freed
+  Slab& slab = found->second;
+  slab.emptying = false;
+  if (free_slots(slab) == 0) return;
+  free_slabs_[slab.size_class].insert(offset);
+  count_free(slab.size_class, static_cast<std::ptrdiff_t>(free_slots(slab)));
+}
+
+void SlabPool::gather(std::chrono::steady_clock::time_point deadline) {
+  const std::lock_guard one_at_a_time(gather_mutex_);
+  std::vector<std::uint64_t> slabs;
+  DeviceAddress base = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (slabs_.empty()) return;
+    slabs = emptiest();
+    base = range_->base();
+  }
+  for (const std::uint64_t offset : slabs) {
+    if (std::chrono::steady_clock::now() >= deadline) return;
+    std::vector<std::shared_ptr<ExtentBuffer>> owners;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!close(offset, &owners)) continue;
+    }
+    for (std::shared_ptr<ExtentBuffer>& owner : owners) {
+      if (!owner->leave_slab(*this, base + offset, granule_)) break;
+      owner.reset();
+    }
+    owners.clear();  // perhaps the last references
+    const std::lock_guard lock(mutex_);
+    reopen(offset);
+  }
 }
 
 }  // namespace gpufs

@@ -1,8 +1,10 @@
 // Memory for small files: slots of a few sizes, cut from granules (slabs) that all small files of a device share.
+// Removed files leave free slots behind. When the device is full, files move together and so free whole slabs.
 // Owned by the device's context; a slot is shared by the readers and writers of the file in it.
 // Any thread may call any function.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -17,6 +19,7 @@
 namespace gpufs {
 
 class DeviceContext;
+class ExtentBuffer;
 
 class SlabPool : public std::enable_shared_from_this<SlabPool> {
  public:
@@ -39,8 +42,14 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
 
   [[nodiscard]] std::uint64_t largest() const { return largest_; }
 
-  // The smallest slot for `bytes` (1..largest()). ENOSPC when a new slab is needed and the device is full.
-  Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes);
+  // The smallest slot for `bytes` (1..largest()). owner: moves out of it when gather() asks. ENOSPC when a new slab is
+  // needed and the device is full, or none may be added.
+  Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner = {},
+                                           bool may_add_slab = true);
+
+  // Moves files out of slabs with few of them, until no slab can be freed or the deadline has passed. Waits for no file
+  // that is in use. The caller holds no lock of a buffer.
+  void gather(std::chrono::steady_clock::time_point deadline);
 
  private:
   // A granule cut into slots of one size.
@@ -48,12 +57,26 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
     std::size_t size_class = 0;
     std::size_t fresh = 0;              // the first slot that was never used: it and all after it are free, and zero
     std::vector<std::size_t> returned;  // other free slots, which are zeroed when they are used again
+    std::vector<std::weak_ptr<ExtentBuffer>> owners;  // by slot, up to `fresh`
+    bool emptying = false;                            // gather() moves its files: no slot is taken here
   };
 
   SlabPool(DeviceContext& context, std::uint64_t largest);
   // Needs mutex_.
   Status add_slab(std::size_t size_class);
   void put_back(std::uint64_t slab, std::size_t index);
+  // The rest needs mutex_, too.
+  [[nodiscard]] std::size_t slots(const Slab& slab) const;
+  [[nodiscard]] std::size_t free_slots(const Slab& slab) const;
+  // So many slots more, or fewer, are free in slabs that are not being emptied. Reports to the context what gather()
+  // can free.
+  void count_free(std::size_t size_class, std::ptrdiff_t change);
+  // The slabs with free slots: those with the fewest files first.
+  [[nodiscard]] std::vector<std::uint64_t> emptiest() const;
+  // Whether the others of its class have enough free slots for the slab's files. Then lists their owners, and no slot
+  // is taken in the slab until reopen().
+  bool close(std::uint64_t offset, std::vector<std::shared_ptr<ExtentBuffer>>* owners);
+  void reopen(std::uint64_t offset);
 
   DeviceContext& context_;
   const std::uint64_t granule_;
@@ -64,6 +87,9 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   std::shared_ptr<AddressRange> range_;
   std::map<std::uint64_t, Slab> slabs_;              // by offset in the memory
   std::vector<std::set<std::uint64_t>> free_slabs_;  // by size class: slabs with a free slot, filled from the lowest
+  std::vector<std::size_t> free_slots_;              // by size class, in these slabs
+
+  std::mutex gather_mutex_;  // one gather() at a time; taken before the mutexes of buffers
 };
 
 }  // namespace gpufs

@@ -206,7 +206,7 @@ api::Code cuCtxPopCurrent_v2(CuContext* context) {
 ON_DEVICE(cuCtxEnablePeerAccess, (CuContext /*peer*/, unsigned /*flags*/), api::kSuccess)
 ON_DEVICE(cuMemGetInfo_v2, (std::size_t * free_bytes, std::size_t* total), m.memory_info(free_bytes, total))
 ON_DEVICE(cuMemAlloc_v2, (CuAddress * address, std::size_t bytes), m.allocate(address, bytes))
-ON_DEVICE(cuMemFree_v2, (CuAddress address), m.free(address))
+ON_DEVICE(cuMemFree_v2, (CuAddress address), m.free(lock, address))
 
 api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
   ENTER_ON_DEVICE("cuPointerGetAttribute");

@@ -46,12 +46,13 @@ struct FakeGpuControl {
   // The n-th call of `symbol` from now (1: the next) and `times - 1` after it fail with `code`, without effect.
   void (*fail)(const char* symbol, int n, int code, int times);
   // Calls of `symbol` since reset(), the failed ones too. "copy, pinned" and "copy, pageable": copies from or to host
-  // memory of that kind. "in a host function": calls that were refused because a host function made them.
+  // memory of that kind. "in a host function": calls that were refused because a host function made them. "captured":
+  // nodes of the graph that streams are being captured into.
   int (*calls)(const char* symbol);
   void (*state)(FakeGpuState* state);
   // While held, no stream does any of its work.
   void (*hold)(bool held);
-  // From now on, until reset(), unpinning memory waits for all blocked streams. While six or more are blocked, creating
+  // From now on, until reset(), unpinning and freeing memory wait for all blocked streams. While six or more are blocked, creating
   // and destroying streams waits for them as well, and so does all work but large copies.
   void (*share_queues)();
   // The device current on the calling thread, -1 if none.

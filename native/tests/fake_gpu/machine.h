@@ -357,7 +357,8 @@ class Machine {
     used(current()) += bytes;
     return api::kSuccess;
   }
-  api::Code free(Address address) {
+  api::Code free(std::unique_lock<std::mutex>& lock, Address address) {
+    wait_for_blocked(lock, 0);
     const auto allocation = allocations_.find(address);
     if (allocation == allocations_.end() || allocation->second.fd < 0) return api::kInvalidValue;
     ::munmap(pointer(address), allocation->second.bytes);
@@ -529,9 +530,8 @@ class Machine {
   }
   api::Code map(Address address, std::size_t bytes, std::size_t offset, Handle handle) {
     const auto physical = physical_.find(handle);
-    if (physical == physical_.end() || physical->second.released || offset != 0 || bytes != physical->second.bytes) {
-      return api::kInvalidValue;
-    }
+    if (physical == physical_.end() || physical->second.released || offset != 0) return api::kInvalidValue;
+    if (bytes != physical->second.bytes) return physical->second.imported ? api::kUnknown : api::kInvalidValue;
     const auto next = mappings_.lower_bound(address);
     if (next != mappings_.end() && next->first < address + bytes) return api::kInvalidValue;
     if (next != mappings_.begin() && std::prev(next)->first + std::prev(next)->second.bytes > address) {
@@ -654,6 +654,7 @@ class Machine {
     api::Stream stream = nullptr;
     if (const api::Code code = checked({destination}, destination, bytes, handle, &stream); code != api::kSuccess)
       return code;
+    if (captured()) return api::kSuccess;
     come_behind_blocked(handle);
     stream->last_queue = nullptr;
     stream->queue([=] {
@@ -715,6 +716,7 @@ class Machine {
   api::Code call_host(api::Stream handle, void (*function)(void*), void* argument) {
     const api::Stream stream = stream_at(handle);
     if (stream == nullptr) return api::kInvalidHandle;
+    if (captured()) return api::kSuccess;
     stream->queue([this, function, argument, device = stream->device] {
       static std::mutex one_at_a_time;
       const std::scoped_lock calling(one_at_a_time);
@@ -732,6 +734,7 @@ class Machine {
     const auto range = around(pinned_, cell);
     if (flags != api::kWaitValueNotLess || range == pinned_.end()) return api::kInvalidValue;
     if (range->first + range->second.bytes < cell + sizeof value) return api::kInvalidValue;
+    if (captured()) return api::kSuccess;
     api::CopyQueue* const queue = stream->last_queue;
     const std::uint64_t place = queue == nullptr ? 0 : queue->join();
     stream->queue([this, cell, value, queue, place, device = stream->device] {
@@ -761,6 +764,7 @@ class Machine {
   api::Code record(api::Event event, api::Stream handle) {
     const api::Stream stream = stream_at(handle);
     if (stream == nullptr || !events_.contains(event) || event->device != stream->device) return api::kInvalidHandle;
+    if (captured()) return api::kSuccess;
     std::uint64_t number = 0;
     {
       const std::scoped_lock event_lock(event->core->mutex);
@@ -859,6 +863,11 @@ class Machine {
     return true;
   }
 
+  // Whether streams are being captured: then the work is counted as a node of the graph and not done.
+  bool captured() {
+    if (setup.capturing) ++calls_["captured"];
+    return setup.capturing;
+  }
   // With shared queues: what is queued next on the stream waits while too many streams are blocked.
   void come_behind_blocked(api::Stream handle) {
     api::Stream stream = shared_queues_ ? stream_at(handle) : nullptr;
@@ -913,6 +922,7 @@ class Machine {
     api::Code code = checked(addresses, number(destination), bytes, handle, &stream);
     if (code == api::kSuccess && host != nullptr) code = count_host_copy(host, bytes);
     if (code != api::kSuccess) return code;
+    if (captured()) return api::kSuccess;
     stream->last_queue = in == nullptr ? nullptr : &in(*stream);
     if (in == nullptr) {
       stream->queue([=] { std::memmove(destination, source, bytes); });

@@ -289,7 +289,7 @@ api::Code hipSetDevice(int device) {
 
 ON_DEVICE(hipMemGetInfo, (std::size_t * free_bytes, std::size_t* total), m.memory_info(free_bytes, total))
 ON_DEVICE(hipMalloc, (void** address, std::size_t bytes), m.allocate(address, bytes))
-ON_DEVICE(hipFree, (void* address), m.free(number(address)))
+ON_DEVICE(hipFree, (void* address), m.free(lock, number(address)))
 
 #ifndef FAKE_HIP_OLD
 api::Code hipHostRegister(void* address, std::size_t bytes, unsigned flags) {

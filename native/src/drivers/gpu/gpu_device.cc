@@ -13,6 +13,7 @@
 #include <typeinfo>
 
 #include "base/log.h"
+#include "base/thread.h"
 #include "drivers/gpu/choose_devices.h"
 #include "drivers/gpu/foreign_memory.h"
 #include "drivers/gpu/plain_memory.h"
@@ -24,7 +25,8 @@ namespace {
 
 // Smaller granules would be possible, but buffers want few and large pieces.
 constexpr std::uint64_t kSmallestGranule = std::uint64_t{2} << 20;
-// More than releasing all of a device's memory takes. memory() waits no longer for a release in progress.
+// More than releasing all of a device's memory takes. memory() waits no longer for a release in progress, and not at
+// all on a thread that must not wait.
 constexpr std::chrono::seconds kReleaseTime{1};
 
 // What the caller of a failed call can act on.
@@ -205,7 +207,8 @@ Result<MemoryInfo> GpuDevice::memory() {
   if (!current.status().ok()) return current.status();
   MemoryInfo info{info_.total_bytes, 0};
   Status status;
-  spares_.while_settled(kReleaseTime, [&](std::uint64_t cached) {
+  const auto patience = this_thread_may_wait() ? kReleaseTime : std::chrono::seconds{0};
+  spares_.while_settled(patience, [&](std::uint64_t cached) {
     std::size_t free_bytes = 0;
     std::size_t total = 0;
     status = call(functions().memory_info, &free_bytes, &total);
@@ -257,10 +260,18 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
   const auto create = [&] {
     return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
   };
-  if (spares_.bytes() > taken_.room()) spares_.drop();
+  // Releasing takes long: on a thread that must not wait this is ENOSPC, which may be premature.
+  const bool may_release = this_thread_may_wait();
+  if (spares_.bytes() > taken_.room()) {
+    if (!may_release) {
+      taken_.give(bytes);
+      return {ENOSPC, "memory has to be released first"};
+    }
+    spares_.drop();
+  }
   std::uint64_t releases = spares_.releases();
   Status status = create();
-  while (status.error() == ENOSPC) {
+  while (status.error() == ENOSPC && may_release) {
     const std::uint64_t now = spares_.drop();
     if (now == releases) break;  // there was nothing to release, here or in another thread
     releases = now;
@@ -305,7 +316,7 @@ Status GpuDevice::zero_spans(DeviceAddress base, std::span<const MemorySpan> spa
 }
 
 Status GpuDevice::map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle) {
-  return full_if_out_of_memory(call(functions().memory_map, address, bytes, 0, handle, 0));
+  return full_if_out_of_memory(call_for_others(functions().memory_map, address, bytes, 0, handle, 0));
 }
 
 Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
@@ -317,7 +328,7 @@ Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
 
 Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool writable) {
   const api::Access own{{api::kLocationDevice, ordinal_}, writable ? api::kAccessReadWrite : api::kAccessRead};
-  return full_if_out_of_memory(call(functions().memory_set_access, address, bytes, &own, 1));
+  return full_if_out_of_memory(call_for_others(functions().memory_set_access, address, bytes, &own, 1));
 }
 
 void GpuDevice::unmap_when_idle(std::shared_ptr<AddressRange> range) {

@@ -80,21 +80,26 @@ Status GpuStream::record(Event& event) {
   return queue(device_->functions().event_record, static_cast<GpuEvent&>(event).handle(), stream_);
 }
 
+Status GpuStream::check_capture() {
+  const Functions& functions = device_->functions();
+  if (!functions.stream_capturing) return {};
+  const Current current(*device_);
+  if (!current.status().ok()) return current.status();
+  int capturing = 0;
+  const api::Code code = functions.stream_capturing(stream_, &capturing);
+  if (code == api::kCaptureImplicit || (code == api::kSuccess && capturing != 0)) {
+    return {EBUSY, "the stream is being captured into a graph, which could not repeat the operation"};
+  }
+  return {};
+}
+
 Status GpuStream::call(HostFunction function, void* argument) {
   const Functions& functions = device_->functions();
   if (!functions.launch_host) {
     return device_->lacks("cannot call the host from a stream", functions.launch_host.symbol());
   }
-  const Current current(*device_);
-  if (!current.status().ok()) return current.status();
-  if (functions.stream_capturing) {
-    int capturing = 0;
-    const api::Code code = functions.stream_capturing(stream_, &capturing);
-    if (code == api::kCaptureImplicit || (code == api::kSuccess && capturing != 0)) {
-      return {EBUSY, "the stream is being captured into a graph, which could not repeat the operation"};
-    }
-  }
-  return device_->call(functions.launch_host, stream_, function, argument);
+  if (Status capture = check_capture(); !capture.ok()) return capture;
+  return queue(functions.launch_host, stream_, function, argument);
 }
 
 Status GpuStream::wait_for_value(DeviceAddress cell, std::uint32_t value) {

@@ -42,6 +42,7 @@ class GpuStream final : public Stream {
   Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
+  Status check_capture() override;
   Status call(HostFunction function, void* argument) override;
   Status wait_for_value(DeviceAddress cell, std::uint32_t value) override;
   [[nodiscard]] NativeStream native() const override { return reinterpret_cast<NativeStream>(stream_); }

@@ -57,7 +57,7 @@ Result<UniqueFd> PhysicalMemory::export_descriptor() {
 
 Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
   DeviceAddress base = 0;
-  Status status = device->call(device->functions().address_reserve, &base, bytes, 0, 0, 0);
+  Status status = device->call_for_others(device->functions().address_reserve, &base, bytes, 0, 0, 0);
   if (!status.ok()) return status;
   return std::shared_ptr<MappedRange>(new MappedRange(std::move(device), base, bytes));
 }

@@ -123,7 +123,9 @@ class HipDevice final : public gpu::GpuDevice {
     return check(library_.device_enable_peer.symbol(), code);
   }
 
-  // HIP's function has a mask besides, of the bits to compare.
+  // HIP's function has a mask besides, of the bits to compare. HIP's documents ask for memory that was allocated for
+  // signals. A runtime that insists on it refuses other memory with an error, so trying it out on pinned memory shows
+  // it.
   Status wait_for_value(api::Stream stream, DeviceAddress cell, std::uint32_t value) override {
     const auto& wait = library_.stream_wait_value;
     if (!wait) return lacks("has no streams that wait for a value", wait.symbol());

@@ -1,11 +1,15 @@
 #include "drivers/hip/hip_library.h"
 
+#include <link.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
+#include <cstring>
+#include <filesystem>
 #include <string_view>
+#include <system_error>
 
 namespace gpufs::hip {
 namespace {
@@ -20,9 +24,31 @@ std::string joined(const std::vector<std::string>& words) {
 
 }  // namespace
 
-const std::vector<std::string>& Library::names() {
-  static const std::vector<std::string> all = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5",
-                                               "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"};
+std::vector<std::string> Library::names(const std::string& rocm) {
+  std::vector<std::string> all;
+  ::dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t /*bytes*/, void* found) {
+        const std::string_view path = info->dlpi_name;
+        if (path.substr(path.rfind('/') + 1).starts_with("libamdhip64")) {
+          static_cast<std::vector<std::string>*>(found)->emplace_back(path);
+        }
+        return 0;
+      },
+      &all);
+  for (const char* name :
+       {"libamdhip64.so.8", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"}) {
+    all.emplace_back(name);
+  }
+  all.push_back(rocm + "/lib/libamdhip64.so");
+  // From ROCm 10 on each version has a folder.
+  std::vector<std::string> versions;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(rocm, ignored)) {
+    if (entry.path().filename().string().starts_with("core-")) versions.push_back(entry.path().string());
+  }
+  std::ranges::sort(versions,
+                    [](const std::string& a, const std::string& b) { return ::strverscmp(a.c_str(), b.c_str()) > 0; });
+  for (const std::string& version : versions) all.push_back(version + "/lib/libamdhip64.so");
   return all;
 }
 

@@ -20,9 +20,10 @@ class Library final : public gpu::VendorLibrary {
   template <typename... Parameters>
   using Function = gpu::Function<Parameters...>;
 
-  // The names under which ROCm's versions install it, the newest first, and its path for a loader that does not know
-  // it.
-  static const std::vector<std::string>& names();
+  // Libraries that this process has loaded already, under whatever name (PyTorch brings its own): a second HIP runtime
+  // beside it would not share its devices' memory. Then the names under which ROCm's versions install it, the newest
+  // first, and its paths for a loader that does not know it, below `rocm`.
+  static std::vector<std::string> names(const std::string& rocm = "/opt/rocm");
 
   // Opens the first of these libraries that can be used, and initialises it. ENODEV, with a text for users, if there is
   // none, it lacks something, or it does not start.

@@ -18,6 +18,11 @@
 namespace gpufs {
 namespace {
 
+std::uint64_t page_bytes() {
+  static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 class HostImport final : public ImportedRange {
  public:
   HostImport(DeviceAddress base, std::uint64_t capacity, ImportAccess access)
@@ -50,17 +55,21 @@ class HostImport final : public ImportedRange {
 
 class SharedFile final : public ForeignMapping {
  public:
-  SharedFile(UniqueFd file, DeviceAddress mapped, std::uint64_t mapped_bytes, DeviceAddress address, std::uint64_t end,
-             std::unique_ptr<FaultGuard> guard)
-      : ForeignMapping(address),
+  // limit: mapped_bytes are charged to it. The destructor releases them.
+  SharedFile(UniqueFd file, DeviceAddress mapped, std::uint64_t mapped_bytes, std::uint64_t start, std::uint64_t end,
+             std::unique_ptr<FaultGuard> guard, std::shared_ptr<Ledger> limit)
+      : ForeignMapping(mapped + start % page_bytes()),
         file_(std::move(file)),
         mapped_(mapped),
         mapped_bytes_(mapped_bytes),
+        start_(start),
         end_(end),
-        guard_(std::move(guard)) {}
+        guard_(std::move(guard)),
+        limit_(std::move(limit)) {}
   ~SharedFile() override {
     guard_.reset();
     ::munmap(reinterpret_cast<void*>(mapped_), mapped_bytes_);
+    limit_->give(mapped_bytes_);
   }
   SharedFile(const SharedFile&) = delete;
   SharedFile& operator=(const SharedFile&) = delete;
@@ -71,12 +80,34 @@ class SharedFile final : public ForeignMapping {
     return !guard_->broken() && ::fstat(file_.get(), &found) == 0 && static_cast<std::uint64_t>(found.st_size) >= end_;
   }
 
+  Status copy_out(std::byte* destination, std::uint64_t offset, std::size_t bytes) override {
+    for (std::size_t done = 0; done < bytes;) {
+      const ssize_t read =
+          ::pread(file_.get(), destination + done, bytes - done, static_cast<off_t>(start_ + offset + done));
+      if (read < 0 && errno == EINTR) continue;
+      if (read < 0) return Status::from_errno(errno, "reading memory of another program");
+      if (read == 0) return Status(ESTALE, "the file of the memory has become shorter");
+      done += static_cast<std::size_t>(read);
+    }
+    return {};
+  }
+  [[nodiscard]] std::uint64_t next_data(std::uint64_t offset) override { return seek(offset, SEEK_DATA); }
+  [[nodiscard]] std::uint64_t next_hole(std::uint64_t offset) override { return seek(offset, SEEK_HOLE); }
+
  private:
+  // No data above the offset, or a file that has become shorter: the end of the memory.
+  [[nodiscard]] std::uint64_t seek(std::uint64_t offset, int whence) const {
+    const off_t found = ::lseek(file_.get(), static_cast<off_t>(start_ + offset), whence);
+    return (found < 0 ? end_ : static_cast<std::uint64_t>(found)) - start_;
+  }
+
   const UniqueFd file_;
   const DeviceAddress mapped_;  // whole pages around the memory
   const std::uint64_t mapped_bytes_;
-  const std::uint64_t end_;  // of the memory in the file
+  const std::uint64_t start_;  // of the memory in the file
+  const std::uint64_t end_;
   std::unique_ptr<FaultGuard> guard_;
+  const std::shared_ptr<Ledger> limit_;
 };
 
 // Before anything is asked of the file: only files in memory have seals, and asking for them calls no file system. So a
@@ -101,16 +132,17 @@ Status check_access(int fd, bool writable) {
 }  // namespace
 
 Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity, ImportAccess access) {
-  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  if (capacity == 0 || capacity > UINT64_MAX - page) return Status(EINVAL, "a mapping of size zero, or too large");
-  capacity = round_up(capacity, page);
+  if (capacity == 0 || capacity > UINT64_MAX - page_bytes()) {
+    return Status(EINVAL, "a mapping of size zero, or too large");
+  }
+  capacity = round_up(capacity, page_bytes());
   void* const base = ::mmap(nullptr, capacity, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "reserving " + std::to_string(capacity) + " addresses");
   return std::unique_ptr<ImportedRange>(
       std::make_unique<HostImport>(reinterpret_cast<DeviceAddress>(base), capacity, access));
 }
 
-Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& memory) {
+Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& memory, std::shared_ptr<Ledger> limit) {
   if (memory.kind != ShareKind::kFile) {
     return Status(EINVAL, "this is memory of a GPU, and the file would be on a device of host memory");
   }
@@ -127,12 +159,20 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
     return Status(EINVAL, "the memory is " + std::to_string(memory.bytes) + " bytes at offset " +
                               std::to_string(memory.offset) + " of a file of " + std::to_string(size) + " bytes");
   }
-  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  const std::uint64_t start = round_down(memory.offset, page);
-  const std::uint64_t bytes = round_up(end - start, page);
+  const std::uint64_t start = round_down(memory.offset, page_bytes());
+  const std::uint64_t bytes = round_up(end - start, page_bytes());
+  if (!limit->take(bytes)) {
+    return Status(ENOSPC, "No space left on device: " + std::to_string(bytes) +
+                              " bytes of registered memory count as " + "memory of the device, which has " +
+                              std::to_string(limit->room()) + " bytes left");
+  }
   const int protection = memory.writable ? PROT_READ | PROT_WRITE : PROT_READ;
   void* const mapped = ::mmap(nullptr, bytes, protection, MAP_SHARED, file.get(), static_cast<off_t>(start));
-  if (mapped == MAP_FAILED) return Status::from_errno(errno, "mapping the memory");
+  if (mapped == MAP_FAILED) {
+    const int error = errno;
+    limit->give(bytes);
+    return Status::from_errno(error, "mapping the memory");
+  }
   // As for buffers: neither forked children nor core files get it.
   ::madvise(mapped, bytes, MADV_DONTFORK);
   ::madvise(mapped, bytes, MADV_DONTDUMP);
@@ -140,10 +180,11 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
   Result<std::unique_ptr<FaultGuard>> guard = FaultGuard::watch(base, bytes);
   if (!guard.ok()) {
     ::munmap(mapped, bytes);
+    limit->give(bytes);
     return guard.status();
   }
   return std::unique_ptr<ForeignMapping>(
-      std::make_unique<SharedFile>(std::move(file), base, bytes, base + (memory.offset - start), end, guard.take()));
+      std::make_unique<SharedFile>(std::move(file), base, bytes, memory.offset, end, guard.take(), std::move(limit)));
 }
 
 }  // namespace gpufs

@@ -53,12 +53,15 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
   info_.cpu_addressable = true;
 }
 
-Result<MemoryInfo> HostDevice::memory() { return MemoryInfo{limit_->limit(), limit_->room()}; }
+Result<MemoryInfo> HostDevice::memory() {
+  shared_files_->release_foreign();
+  return MemoryInfo{limit_->limit(), limit_->room()};
+}
 
-Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_); }
+Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_, shared_files_); }
 
 Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
-  return map_shared_file(memory);
+  return map_shared_file(memory, limit_);
 }
 
 Result<std::unique_ptr<ImportedRange>> HostDevice::create_import(std::uint64_t capacity, ImportAccess access) {

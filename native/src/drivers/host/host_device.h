@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "drivers/driver.h"
+#include "drivers/host/host_file.h"
 #include "drivers/ledger.h"
 
 namespace gpufs {
@@ -59,6 +60,7 @@ class HostDevice : public Device {
   DeviceInfo info_;
   std::shared_ptr<Ledger> limit_;  // how much of its memory is in use
   std::shared_ptr<HostPins> pins_;
+  std::shared_ptr<SharedHostFiles> shared_files_ = std::make_shared<SharedHostFiles>();
 };
 
 }  // namespace gpufs

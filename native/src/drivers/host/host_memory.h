@@ -10,12 +10,14 @@
 
 #include "drivers/driver.h"
 #include "drivers/host/host_device.h"
+#include "drivers/host/host_file.h"
 
 namespace gpufs {
 
 class HostMemory : public DeviceMemory {
  public:
-  static Result<std::unique_ptr<DeviceMemory>> create(std::shared_ptr<Ledger> limit);
+  static Result<std::unique_ptr<DeviceMemory>> create(std::shared_ptr<Ledger> limit,
+                                                      std::shared_ptr<SharedHostFiles> shared);
 
   using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
@@ -27,15 +29,14 @@ class HostMemory : public DeviceMemory {
                                                     bool writable) override;
 
  private:
-  struct File;  // the memfd and its charge
   class Range;
 
-  explicit HostMemory(std::shared_ptr<File> file) : file_(std::move(file)) {}
+  explicit HostMemory(std::shared_ptr<HostFile> file) : file_(std::move(file)) {}
 
   Status populate_one(const MemorySpan& span);
   void release_one(const MemorySpan& span);
 
-  std::shared_ptr<File> file_;
+  const std::shared_ptr<HostFile> file_;
   std::shared_ptr<Range> range_;  // the current one; null before the first reserve()
 };
 

@@ -1,0 +1,207 @@
+"""Files of torch.save(): a zip archive with a pickle that names the tensors, and a member for each storage.
+
+A pickle is a program. This one may only build containers, numbers and tensors: what ``torch.load(weights_only=True)``
+allows of a state dict. Nothing else is imported or called.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpufs.formats import FormatError
+from gpufs.formats.archive import Member, read_members
+
+_PICKLE: Final = "data.pkl"
+_MAX_PICKLE: Final = 1 << 28
+_MAX_DIMENSIONS: Final = 64
+# The names of safetensors for the storages of torch. An untyped storage has its dtype in the tensor.
+_STORAGES: Final = {
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+    "ComplexFloatStorage": "C64",
+    "UntypedStorage": "U8",
+}
+_DTYPES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A member of the archive that tensors lie in. ``dtype``: of its elements, by safetensors' name."""
+
+    dtype: str
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the pickle, in elements of ``dtype`` from the start of its storage."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+    is_parameter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageType:
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtype:
+    name: str
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if len(numbers) > _MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in numbers):
+        raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
+    return numbers
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, *_: Any) -> StoredTensor:
+    """As torch._utils._rebuild_tensor_v2. What follows are hooks and metadata, which torch.load ignores here, too."""
+    if type(storage) is not Storage or type(offset) is not int or offset < 0:
+        raise FormatError("a tensor of the pickle has no storage, or its offset is not an unsigned number")
+    return StoredTensor(storage, storage.dtype, offset, _sizes(shape), _sizes(strides), bool(requires_grad))
+
+
+def _tensor_of_dtype(
+    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any, *_: Any
+) -> StoredTensor:
+    """As torch._utils._rebuild_tensor_v3, for dtypes whose storage is untyped."""
+    if type(dtype) is not _Dtype:
+        raise FormatError("a tensor of the pickle has no dtype")
+    found = _tensor(storage, offset, shape, strides, requires_grad)
+    return StoredTensor(found.storage, dtype.name, found.offset, found.shape, found.strides, found.requires_grad)
+
+
+def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
+    """As torch._utils._rebuild_parameter."""
+    if type(data) is not StoredTensor:
+        raise FormatError("a parameter of the pickle is not a tensor")
+    return StoredTensor(
+        data.storage, data.dtype, data.offset, data.shape, data.strides, bool(requires_grad), is_parameter=True
+    )
+
+
+def _size(values: Any) -> tuple[int, ...]:
+    return _sizes(values)
+
+
+_ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): _size,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch.storage", "UntypedStorage"): _StorageType("U8"),
+    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", name): _Dtype(dtype) for name, dtype in _DTYPES.items()},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, folder: str, members: Mapping[str, Member]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._folder = folder
+        self._members = members
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _ALLOWED.get((module, name))
+        if found is None:
+            raise FormatError(
+                f"the pickle needs {module}.{name}, which is neither a tensor nor a container: use torch.load(), if "
+                "you trust the file's author"
+            )
+        return found
+
+    def persistent_load(self, identifier: Any) -> Storage:
+        """A storage: ("storage", type, key, location, number of elements)."""
+        if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
+            raise FormatError("the pickle refers to something that is not a storage")
+        kind, key = identifier[1:3]
+        member = self._members.get(f"{self._folder}data/{key}")
+        if type(kind) is not _StorageType or member is None:
+            raise FormatError(f"the pickle refers to storage {key!r}, which the archive does not have")
+        return Storage(kind.dtype, member)
+
+
+def pickle_name(names: Mapping[str, Member]) -> str | None:
+    """The member with the pickle, if this is an archive of torch.save()."""
+    return next((name for name in names if name.endswith(f"/{_PICKLE}")), None)
+
+
+def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
+    """Read what torch.save() has written, with a StoredTensor in the place of each tensor.
+
+    Parameters
+    ----------
+    size
+        Of the file, in bytes.
+    read
+        ``read(offset, count)`` returns bytes of the file.
+
+    Returns
+    -------
+    object
+        As a rule a dict of names and tensors, or nested dicts.
+
+    Raises
+    ------
+    FormatError
+        The archive is damaged, or its pickle needs more than tensors and containers.
+    """
+    members = read_members(size, read)
+    name = pickle_name(members)
+    if name is None:
+        raise FormatError("the zip archive has no data.pkl, so it is not a file of torch.save()")
+    folder = name.removesuffix(_PICKLE)
+    order = members.get(f"{folder}byteorder")
+    if order is not None and read(order.offset, order.bytes).strip() != b"little":
+        raise FormatError("the tensors were written on a machine of another byte order: load them with torch.load()")
+    place = members[name]
+    if place.bytes > _MAX_PICKLE:
+        raise FormatError(f"the pickle has {place.bytes} bytes; at most {_MAX_PICKLE} are read")
+    try:
+        return _Unpickler(read(place.offset, place.bytes), folder, members).load()
+    except FormatError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
+        raise FormatError(f"the pickle is damaged: {type(error).__name__}: {error}") from None

@@ -1,0 +1,146 @@
+"""What the connections of one user take together: threads, descriptors and time of the loop.
+
+A user whose file server hangs, or who sends without an end, waits for a share of their own. Everybody else's is free.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+import trio
+
+from gpufs import threads
+from gpufs.service._limits import Limits
+
+_PRIVILEGED_SHARES: Final = 4  # of root and the mount's owner, where another user has one
+
+
+def trusted(uid: int) -> bool:
+    """Whether a user is root or the mount's owner."""
+    return uid in (0, os.geteuid())
+
+
+class Both:
+    """Two limits at once, as a limiter of trio's threads."""
+
+    def __init__(self, first: trio.CapacityLimiter, second: trio.CapacityLimiter) -> None:
+        self._first = first
+        self._second = second
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        """Waits for both."""
+        await self._first.acquire_on_behalf_of(borrower)
+        try:
+            await self._second.acquire_on_behalf_of(borrower)
+        except BaseException:
+            self._first.release_on_behalf_of(borrower)
+            raise
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        """Releases both."""
+        self._second.release_on_behalf_of(borrower)
+        self._first.release_on_behalf_of(borrower)
+
+
+class Place:
+    """One of the messages whose descriptors a user may have open here. The last descriptor that is closed frees it."""
+
+    def __init__(self, user: "User") -> None:
+        self._user: User | None = user
+        self._token = trio.lowlevel.current_trio_token()
+        self._lock = threading.Lock()
+        self._open = 1
+
+    def hold(self, count: int) -> None:
+        """So many descriptors came with the message."""
+        with self._lock:
+            self._open += count
+
+    def leave(self) -> None:
+        """One of them is closed, or the message is received. Any thread may call."""
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
+        user, self._user = self._user, None
+        assert user is not None
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(user._free_place)
+
+
+class Closable(Protocol):
+    """Something that must be closed once."""
+
+    def close(self) -> None: ...
+
+
+class User:
+    """The share of one user. Only the trio thread uses it; it lives as long as something of its share is in use.
+
+    Attributes
+    ----------
+    turns
+        Requests that the loop works on at a time; the others wait, so that they do not delay other users.
+    threads
+        Threads that the files of this user's copies may block.
+    calls
+        Threads for what is about the mount's own files and memory.
+    closers
+        Threads that close what came with messages.
+    ends
+        Threads that end leases and registrations of closed connections, which must not wait for the other kinds.
+    """
+
+    def __init__(self, uid: int, limits: Limits) -> None:
+        shares = _PRIVILEGED_SHARES if trusted(uid) else 1
+        self.turns = trio.CapacityLimiter(limits.turns * shares)
+        self.threads = trio.CapacityLimiter(limits.threads_per_user * shares)
+        self.calls = trio.CapacityLimiter(limits.turns * shares)
+        self.ends = trio.CapacityLimiter(limits.ends_per_user)
+        self.closers = trio.CapacityLimiter(limits.closers_per_user * shares)
+        self._places = trio.Semaphore(limits.messages_per_user())
+
+    async def take_place(self) -> Place:
+        """Waits until one more message may be received."""
+        await self._places.acquire()
+        return Place(self)
+
+    def _free_place(self) -> None:
+        self._places.release()
+
+    def close(self, items: Iterable[Closable]) -> None:
+        """Closes descriptors on one of this user's threads: that calls the file's server, which may be this process."""
+        if found := list(items):
+            self.start(self.closers, functools.partial(_close_all, found))
+
+    def start(self, limiter: trio.CapacityLimiter, work: Callable[[], None]) -> None:
+        """Runs work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""
+        threads.in_background(functools.partial(self._run, work), limiter)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        work()  # in a method, so that a thread that hangs keeps this share in use
+
+
+def _close_all(items: list[Closable]) -> None:
+    for one in items:
+        with contextlib.suppress(OSError):
+            one.close()
+
+
+class Users:
+    """The shares that are in use, by user. Only the trio thread uses it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._users: weakref.WeakValueDictionary[int, User] = weakref.WeakValueDictionary()
+
+    def of(self, uid: int) -> User:
+        """The share of a user."""
+        user = self._users.get(uid)
+        if user is None:
+            user = self._users[uid] = User(uid, self._limits)
+        return user

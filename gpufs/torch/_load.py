@@ -1,0 +1,180 @@
+"""Files of other formats as tensors in place: GGUF, torch.save(), npz and npy."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+import gpufs
+from gpufs.formats import FormatError, archive, gguf, layout, torch_archive
+from gpufs.torch._dtypes import TORCH_DTYPES
+from gpufs.torch._file import Device, load_file
+from gpufs.torch._record import span
+
+_MAGIC_BYTES = 8
+_NPY_MAGIC = b"\x93NUMPY"
+
+
+class _File:
+    """An attached file. Its tensors are views that keep the mapping alive."""
+
+    def __init__(self, path: str, mode: str, device: Device) -> None:
+        self._bytes: torch.Tensor = from_dlpack(gpufs.attach(path, mode=mode))
+        self._device = device
+        self.mode = mode
+        self.size = len(self._bytes)
+
+    def read(self, offset: int, count: int) -> bytes:
+        return self._bytes[offset : offset + count].cpu().numpy().tobytes()
+
+    def tensor(
+        self,
+        dtype: torch.dtype,
+        offset: int,
+        count: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """The tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
+        data = self._bytes[offset : offset + count]
+        if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+            data = data.clone()
+        typed = data.view(dtype)
+        found = typed.view(shape) if strides is None else typed.as_strided(shape, strides)
+        return found if self._device is None else found.to(self._device)
+
+
+def load(path: str | os.PathLike[str], device: Device = None, *, mode: str = "r") -> Any:
+    """Return the tensors of a file in place, whatever its format.
+
+    Parameters
+    ----------
+    path : path
+        A file on a mount of gpufs: safetensors (also an index, or the directory of a checkpoint), GGUF, a file of
+        ``torch.save()``, or npz or npy of numpy. The content decides, not the name.
+    device : torch.device, str or int, optional
+        Tensors that are not on this device are copied to it. By default they stay where the file is.
+    mode : {"r", "r+", "c"}
+        As for :func:`load_file`.
+
+    Returns
+    -------
+    dict of str to torch.Tensor, or object
+        The tensors by name. For npy the tensor itself. For ``torch.save()`` the object that was saved: nested dicts and
+        lists keep their form.
+
+        GGUF tensors of a quantised type are their raw blocks, as uint8 in the shape that ``gguf.GGUFReader`` gives
+        them. Each GGUF tensor has the attributes ``ggml_type`` ("Q4_K") and ``ggml_shape`` (in elements).
+
+    Raises
+    ------
+    FormatError
+        The file is damaged, or cannot be used in place: compressed members, a pickle that needs more than tensors and
+        containers, an old file of ``torch.save()`` that is not a zip archive. The text says what to use instead.
+    OSError
+        As of :func:`gpufs.attach`.
+
+    Examples
+    --------
+    >>> state = gpufs.torch.load("/mnt/gpufs/gpu0/pytorch_model.bin")  # doctest: +SKIP
+    >>> blocks = gpufs.torch.load("/mnt/gpufs/gpu0/model.gguf")["blk.0.attn_q.weight"]  # doctest: +SKIP
+    >>> blocks.ggml_type, blocks.ggml_shape  # doctest: +SKIP
+    ('Q4_K', (4096, 4096))
+
+    See Also
+    --------
+    load_file : safetensors files only, with the parameters of ``safetensors.torch.load_file``.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name) or name.endswith(".json"):
+        return load_file(name, device, mode=mode)
+    file = _File(name, mode, device)
+    magic = file.read(0, _MAGIC_BYTES)
+    try:
+        if magic.startswith(gguf.MAGIC):
+            return _load_gguf(file)
+        if magic.startswith(_NPY_MAGIC):
+            return _array(file, layout.read_npy(file.size, file.read), 0)
+        if magic.startswith(archive.MAGIC):
+            members = archive.read_members(file.size, file.read)
+            if torch_archive.pickle_name(members) is not None:
+                return _restore(torch_archive.read_torch_archive(file.size, file.read), file, {})
+            return _load_npz(file, members)
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from None
+    return load_file(name, device, mode=mode)
+
+
+def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
+    found = {}
+    for entry in gguf.read_gguf(file.size, file.read)[0]:
+        dtype = TORCH_DTYPES[entry.type] if entry.block == 1 else torch.uint8
+        tensor = file.tensor(dtype, entry.offset, entry.bytes, entry.stored_shape)
+        vars(tensor).update(ggml_type=entry.type, ggml_shape=entry.shape)
+        found[entry.name] = tensor
+    return found
+
+
+def _load_npz(file: _File, members: dict[str, archive.Member]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, member in members.items():
+        if not name.endswith(".npy"):
+            raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {name!r}")
+
+        def read(offset: int, count: int, start: int = member.offset) -> bytes:
+            return file.read(start + offset, count)
+
+        found[name.removesuffix(".npy")] = _array(file, layout.read_npy(member.bytes, read), member.offset)
+    return found
+
+
+def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
+    try:
+        dtype = torch.from_numpy(np.empty(0, place.dtype)).dtype
+    except (TypeError, ValueError):
+        raise FormatError(f"torch has no dtype for numpy's {place.dtype}: use numpy.load()") from None
+    offset = start + place.offset
+    if not place.fortran_order:
+        return file.tensor(dtype, offset, place.bytes, place.shape)
+    return file.tensor(dtype, offset, place.bytes, place.shape[::-1]).permute(*reversed(range(len(place.shape))))
+
+
+def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
+    """The saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
+    if isinstance(value, torch_archive.StoredTensor):
+        if id(value) not in known:
+            known[id(value)] = _stored(value, file)
+        return known[id(value)]
+    if isinstance(value, dict):
+        restored = type(value)((key, _restore(item, file, known)) for key, item in value.items())
+        if isinstance(value, OrderedDict):  # the dict of a module has its version in an attribute
+            vars(restored).update(vars(value))
+        return restored
+    if isinstance(value, (list, tuple)):
+        return type(value)(_restore(item, file, known) for item in value)
+    return value
+
+
+def _stored(value: torch_archive.StoredTensor, file: _File) -> torch.Tensor:
+    if value.dtype not in TORCH_DTYPES:
+        raise FormatError(f"torch {torch.__version__} has no dtype for {value.dtype}")
+    dtype = TORCH_DTYPES[value.dtype]
+    member = value.storage.member
+    if len(value.shape) != len(value.strides):
+        raise FormatError(
+            f"a tensor in {member.name!r} has {len(value.shape)} extents and {len(value.strides)} strides"
+        )
+    start = value.offset * dtype.itemsize
+    count = span(value.shape, value.strides) * dtype.itemsize
+    if start + count > member.bytes:
+        raise FormatError(f"a tensor ends at byte {start + count} of {member.name!r}, which has {member.bytes}")
+    tensor = file.tensor(dtype, member.offset + start, count, value.shape, value.strides)
+    trainable = value.requires_grad and file.mode != "r"
+    if value.is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=trainable)
+    return tensor.requires_grad_(trainable)

@@ -1,0 +1,167 @@
+"""Whether others can go on working while one plain user takes all that a mount gives them of something.
+
+    def attack(ready: Callable[[], None]) -> None:  # runs as nobody, in a process of its own
+        take_all_there_is()
+        ready()
+
+    assert_unharmed(mount, attack)
+
+Root and a second plain user create, write, read, copy and attach files: first while nothing else happens, then during
+the attack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+from gpufs import protocol
+from support.attaching import Attacker
+from support.cli import user_gpufs
+from support.copying import socket_path
+from support.data import KIB, noise
+from support.mounting import GPUFS, GpufsMount
+from support.processes import NOBODY, OTHER, in_child, run
+
+Attack = Callable[[Callable[[], None]], None]
+Medians = dict[str, float]  # seconds by operation
+
+FACTOR = 3  # an operation may take that many times its quiet median during the attack,
+SLACK = 0.05  # and so many seconds more: the attack needs the CPU, too
+ROUNDS, COPIES = 9, 3  # `gpufs cp` starts a process, so it is slow and even
+BUDGET = 10.0  # seconds for the rounds of one user; the first ones are always measured
+CONTENT = noise(300 * KIB)  # memory of its own
+
+
+@contextlib.contextmanager
+def attacking(attack: Attack, uid: int = NOBODY) -> Iterator[None]:
+    """Runs attack(ready) as a user in a child process; the block begins when it has called ready().
+
+    If attack() returns, the child keeps what it has. At the end of the block the child is killed, and all that it has
+    started in its process group.
+    """
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpgid(0, 0)
+            os.close(receive)
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+
+            def ready() -> None:
+                os.write(send, b"1")
+
+            attack(ready)
+            signal.pause()
+        except BaseException:  # noqa: BLE001 - shown, and the parent notices the end
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    os.close(send)
+    try:
+        with os.fdopen(receive, "rb") as pipe:
+            assert pipe.read(1), "the attack failed before it was ready"
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+class Bystander:
+    """One user with a directory of their own on the first device of a mount."""
+
+    def __init__(self, mount: GpufsMount, uid: int) -> None:
+        self.uid = uid
+        self.socket = socket_path(mount.path)
+        self.folder = mount.device / f"bystander-{uid}"
+        self.source = mount.path.with_name(f"{mount.path.name}-source-{uid}")
+        self.command: Sequence[str] = GPUFS
+        self.environment = dict(os.environ)
+        if not self.folder.exists():
+            self.folder.mkdir()
+            self.source.write_bytes(CONTENT)
+            for path in (self.folder, self.source):
+                os.chown(path, uid, uid)
+        if uid != 0:
+            self.command, self.environment = user_gpufs({"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
+
+    def measure(self) -> Medians:
+        """Fails if an operation does."""
+        found: Medians = in_child(self._rounds, uid=self.uid, gid=self.uid)
+        return found
+
+    def _rounds(self) -> Medians:
+        signal.alarm(60)  # an operation without an answer ends this process
+        times: dict[str, list[float]] = {}
+        end = time.monotonic() + BUDGET
+        for number in range(ROUNDS):
+            if number >= COPIES and time.monotonic() > end:
+                break
+            self._round(times, copy=number < COPIES)
+        return {name: statistics.median(found) for name, found in times.items()}
+
+    def _round(self, times: dict[str, list[float]], *, copy: bool) -> None:
+        @contextlib.contextmanager
+        def measured(name: str) -> Iterator[None]:
+            start = time.monotonic()
+            try:
+                yield
+            except Exception as error:
+                error.add_note(f"user {self.uid}: {name}, after {time.monotonic() - start:.3f} s")
+                raise
+            times.setdefault(name, []).append(time.monotonic() - start)
+
+        file, copied = self.folder / "file", self.folder / "copied"
+        with measured("create"):
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with measured("write"):
+                assert os.pwrite(fd, CONTENT, 0) == len(CONTENT)
+            with measured("read"):
+                assert os.pread(fd, len(CONTENT), 0) == CONTENT
+            with measured("attach"), Attacker(self.socket) as client:
+                assert client.greet(), "the daemon refuses the connection"
+                answer, descriptors = client.ask(protocol.Attach(1, protocol.READ), [fd])
+                assert not answer.get("error"), answer
+                for received in descriptors:
+                    os.close(received)
+            if copy:
+                with measured("gpufs cp"):
+                    run(*self.command, "cp", self.source, copied, env=self.environment, cwd="/")
+        finally:
+            os.close(fd)
+        file.unlink()
+        copied.unlink(missing_ok=True)
+
+
+def assert_unharmed(mount: GpufsMount, attack: Attack) -> None:
+    """Fails if an operation of a bystander fails during the attack, or takes much longer than before it."""
+    bystanders = [Bystander(mount, uid) for uid in (0, OTHER)]
+    quiet = [one.measure() for one in bystanders]
+    with attacking(attack):
+        attacked = [one.measure() for one in bystanders]
+
+    def slower() -> list[str]:
+        return [
+            f"user {one.uid}: {name} took {now[name] * 1000:.1f} ms, without the attack {before[name] * 1000:.1f} ms"
+            for one, before, now in zip(bystanders, quiet, attacked, strict=True)
+            for name in before
+            if now[name] > FACTOR * before[name] + SLACK
+        ]
+
+    if slower():  # the whole machine may have become slower
+        again = [one.measure() for one in bystanders]
+        quiet = [{name: max(a[name], b[name]) for name in a} for a, b in zip(quiet, again, strict=True)]
+    assert not slower(), "\n".join(slower())

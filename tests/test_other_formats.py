@@ -1,0 +1,156 @@
+"""gpufs.torch.load: files of torch.save(), npz, npy and GGUF in place, judged by torch and numpy."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gpufs.torch
+from gpufs.torch import FormatError
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two saved objects are equal, with the dtypes, shapes and strides of their tensors."""
+    if isinstance(one, torch.Tensor):
+        form = [(x.dtype, x.shape, x.stride(), type(x)) for x in (one, other)]
+        return form[0] == form[1] and torch.equal(*(x.detach().reshape(-1).view(torch.uint8) for x in (one, other)))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_files_of_torch_save(root: Path) -> None:
+    """Every tensor is in place, views of one storage share it, and one write is seen by the reference reader."""
+    path = root / "state.pt"
+    whole = torch.randn(7, 8)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.BatchNorm1d(6))
+    saved = {
+        "state": module.state_dict(),
+        "views": [whole, whole[2:, 1:].t(), (whole[0],)],
+        "small": torch.randn(5).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(whole.bfloat16()),
+        "numbers": [1, 2.5, None, True, "text", whole.shape],
+    }
+    torch.save(saved, path)
+    found = gpufs.torch.load(path)
+    assert same(torch.load(path), found)
+    assert vars(found["state"]) == vars(saved["state"])
+    changed = gpufs.torch.load(path, mode="r+")
+    assert changed["views"][0].untyped_storage().data_ptr() == changed["views"][1].untyped_storage().data_ptr()
+    changed["views"][2][0][3] = 42
+    assert changed["views"][0][0, 3] == torch.load(path)["views"][0][0, 3] == 42
+
+
+def test_arrays_of_numpy(root: Path) -> None:
+    arrays: dict[str, Any] = {
+        "a": np.arange(10.0).reshape(2, 5),
+        "columns": np.asfortranarray(np.arange(24, dtype="i4").reshape(2, 3, 4)),
+        "one": np.float16(3),
+        "none": np.empty((0, 3), "u1"),
+    }
+    np.savez(root / "arrays.npz", **arrays)
+    np.save(root / "array.npy", arrays["columns"])
+    found = gpufs.torch.load(root / "arrays.npz")
+    assert found.keys() == arrays.keys()
+    for name, array in np.load(root / "arrays.npz").items():
+        assert found[name].numpy().dtype == array.dtype
+        assert np.array_equal(found[name].numpy(), array)
+    changed = gpufs.torch.load(root / "array.npy", mode="r+")
+    changed[1, 2, 3] = 77
+    assert np.load(root / "array.npy")[1, 2, 3] == 77
+
+
+def gguf(tensors: list[tuple[str, tuple[int, ...], int, int]], data: bytes, version: int = 3) -> bytes:
+    """The bytes of a GGUF file. tensors: name, extents from the fastest on, type, offset."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), 3)
+    header += text("general.alignment") + struct.pack("<II", 4, 64)
+    header += text("words") + struct.pack("<IIQ", 9, 8, 3) + text("a") + text("") + text("ccc")
+    header += text("numbers") + struct.pack("<IIQ3H", 9, 2, 3, 1, 2, 3)
+    for name, extents, kind, offset in tensors:
+        header += text(name) + struct.pack(f"<I{len(extents)}QIQ", len(extents), *extents, kind, offset)
+    return header + bytes(-len(header) % 64) + data
+
+
+def test_gguf(root: Path) -> None:
+    """Plain types are tensors; quantised ones are their blocks, with type and shape."""
+    plain = np.arange(12, dtype="f4").reshape(3, 4)
+    blocks = np.arange(2 * 36, dtype="u1")  # two rows of two blocks of Q4_0
+    path = root / "model.gguf"
+    path.write_bytes(gguf([("w", (4, 3), 0, 0), ("q", (64, 2), 2, 64)], plain.tobytes() + bytes(16) + blocks.tobytes()))
+    found = gpufs.torch.load(path)
+    assert list(found) == ["w", "q"]
+    assert np.array_equal(found["w"].numpy(), plain)
+    assert (found["q"].ggml_type, found["q"].ggml_shape) == ("Q4_0", (2, 64))
+    assert np.array_equal(found["q"].numpy(), blocks.reshape(2, 36))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/pwned",)
+
+
+def archive(method: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as zipped:
+        for name, data in members.items():
+            zipped.writestr(name.replace("__", "/").replace("_pkl", ".pkl").replace("_npy", ".npy"), data)
+    return file.getvalue()
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def long_tensor() -> bytes:
+    """A file of torch.save() whose tensor is larger than its storage."""
+    data = saved(torch.arange(100, dtype=torch.uint8))
+    assert data.count(b"Kd\x85") == 1  # the shape
+    return data.replace(b"Kd\x85", b"K\xff\x85")
+
+
+BAD = {
+    "code": archive(a__data_pkl=pickle.dumps(Evil())),
+    "module": saved(torch.nn.Linear(2, 2)),
+    "cut pickle": archive(a__data_pkl=pickle.dumps({})[:-1]),
+    "too long": long_tensor(),
+    "compressed": archive(zipfile.ZIP_DEFLATED, a_npy=bytes(1000)),
+    "not numpy": archive(readme=b"text"),
+    "damaged array": archive(a_npy=b"\x93NUMPY\1\0" + b"\xff" * 50),
+    "cut": saved(torch.arange(1000))[:-100],
+    "gguf version": gguf([], b"", 77),
+    "gguf beyond": gguf([("w", (4, 3), 0, 0)], bytes(47)),
+    "gguf overlap": gguf([("w", (4, 3), 0, 0), ("v", (4,), 0, 32)], bytes(64)),
+    "gguf twice": gguf([("w", (4,), 0, 0), ("w", (4,), 0, 32)], bytes(64)),
+    "gguf type": gguf([("w", (4,), 200, 0)], bytes(64)),
+    "gguf blocks": gguf([("w", (31,), 2, 0)], bytes(64)),
+    "gguf huge": gguf([("w", (1 << 62, 1 << 62), 0, 0)], bytes(64)),
+    "gguf cut": gguf([("w", (4,), 0, 0)], b"")[:40],
+    "gguf count": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_used_in_place_is_refused(root: Path, name: str) -> None:
+    path = root / "file.bin"
+    path.write_bytes(BAD[name])
+    with pytest.raises(FormatError) as caught:
+        gpufs.torch.load(path)
+    assert str(path) in str(caught.value)
+    assert not Path("/tmp/pwned").exists()
