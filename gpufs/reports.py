@@ -51,7 +51,8 @@ class MountStatus:
     path
         The mountpoint.
     state
-        "ok", "dead", "no permission", "no answer" or "error". Other attributes may be unknown unless it is "ok".
+        "ok", or why it is not: "dead", "no answer", or another word of `gpufs status`. Unless it is "ok", other
+        attributes may be unknown.
     error
         Why the state is not "ok"; None if it is.
     pid
