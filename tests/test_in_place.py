@@ -18,6 +18,8 @@ from support.cli import fails
 from support.mounting import GPUFS
 from support.processes import PATIENCE
 
+import gpufs.torch
+
 # Programs know nothing of gpufs. They print what they found as JSON.
 WHERE = """
     import json, sys
@@ -185,3 +187,35 @@ def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
         [*GPUFS, "run", "sh", "-c", "echo $GPUFS_IN_PLACE -v; exit 3"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (3, "r -v\n")
+
+
+def small(kind: str) -> Any:
+    """A model of transformers with random weights."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500}
+    sizes |= {"num_attention_heads": 4}
+    kinds: Any = {
+        "llama": lambda: transformers.LlamaConfig(**sizes, tie_word_embeddings=True),
+        "qwen3": lambda: transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16),
+        "bert": lambda: transformers.BertConfig(**sizes),
+        "t5": lambda: transformers.T5Config(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=500),
+    }
+    models: Any = transformers.AutoModel
+    return models.from_config(kinds[kind]()).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "bert", "t5"])
+def test_attach_module_takes_the_directory_of_a_model(root: Path, tmp_path: Path, kind: str) -> None:
+    """Buffers that are in no file are computed as the model's class does; outputs equal those of from_pretrained."""
+    torch.manual_seed(0)
+    small(kind).save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", root], check=True, timeout=PATIENCE)
+    expected = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
+    with torch.device("meta"):
+        model = small(kind)
+    gpufs.torch.attach_module(model, root / "model")
+    tokens: dict[str, Any] = {"input_ids": torch.arange(12)[None]}
+    tokens |= {"decoder_input_ids": torch.arange(3)[None]} if kind == "t5" else {}
+    with torch.no_grad():
+        assert torch.equal(model(**tokens)[0], expected(**tokens)[0])
+    for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(buffer, other), name

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 import torch
 
+from gpufs.torch._buffers import compute_buffers
 from gpufs.torch._file import Checkpoint, Device
 
 _SHOWN_LINES: Final = 5
@@ -60,8 +61,8 @@ def attach_module(
         As for :func:`load_file`: a file, an index, or a directory.
     strict : bool
         Whether a name that only the module or only the file has is an error. Otherwise such tensors stay as they are.
-        A buffer that is not persistent may be missing in the file if the module has a value for it. Files that
-        :func:`publish` wrote from a module have all buffers.
+        A buffer that is not persistent may be missing in the file if the module has a value for it, or if its class
+        computes it: models of transformers do. Files that :func:`publish` wrote from a module have all buffers.
     device : torch.device, str or int, optional
         As for :func:`load_file`: tensors that are not there already are copied.
     mode : {"r", "r+", "c"}
@@ -84,6 +85,12 @@ def attach_module(
     >>> with torch.device("meta"):
     ...     model = Model(config)
     >>> gpufs.torch.attach_module(model, "/mnt/gpufs/gpu0/model.safetensors")
+
+    A model of transformers, from the directory that ``save_pretrained`` or the Hub has made:
+
+    >>> with torch.device("meta"):
+    ...     model = AutoModelForCausalLM.from_config(config)
+    >>> gpufs.torch.attach_module(model, "/mnt/gpufs/gpu0/Qwen3-8B")
     """
     checkpoint = Checkpoint(path, mode)
     _fill(module, checkpoint, strict, device, writable=mode != "r", copy=False)
@@ -159,6 +166,9 @@ def _fill(
             chosen.append((known[0], group))
         else:
             missing += [slot.name for slot in group if slot.needed]
+    lost = {(slot.owner, slot.attribute): slot for slot in slots if slot.name in missing and not slot.persistent}
+    computed = compute_buffers(module, lost)
+    missing = [name for name in missing if name not in {lost[place].name for place in computed}]
     unexpected = sorted(checkpoint.places.keys() - {slot.name for slot in slots})
     wrong = [
         f"{name}: shape {list(found)} in the file, {list(group[0].value.shape)} in the module"
@@ -186,6 +196,9 @@ def _fill(
                 shared[memory] = _new_value(name, value, checkpoint, device, writable)
             for slot in group:
                 slot.put(shared[memory])
+        place = checkpoint.tensor(chosen[0][0], device).device if chosen else device
+        for key, values in computed.items():
+            lost[key].put(values.to(place))
     return missing, unexpected
 
 
