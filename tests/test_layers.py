@@ -41,7 +41,7 @@ PYTHON_MAY_USE = {
         "mounting",
         "units",
     },  # gpufs: attach; engine: pools of addresses
-    "gpufs.integrations": {"torch"},
+    "gpufs.integrations": {"torch", "formats", "mounting", "units"},
     "gpufs.threads": set(),
     "gpufs.fs": {"threads", "engine", "statistics", "_version"},
     "gpufs.service": {"threads", "engine", "fs", "protocol", "mounting", "units", "_version"},

@@ -1,42 +1,18 @@
-"""vLLM: `--load-format gpufs` takes weights from a mount, where they are in device memory already.
+"""vLLM: `--load-format gpufs` takes weights from the memory of a mount.
 
-vLLM copies them into its own parameters within the device, so every quantization and any number of GPUs work. The
-model's directory is a directory of the mount, or one whose safetensors files are links into it.
+The first engine loads a model, lets vLLM process the weights, and publishes them on the mount of its GPU. It uses the
+published memory itself, and so does every later engine: nothing is read or copied. Where a quantization method of vLLM
+does not support that, the engine gets weights of its own, by a copy within the device if the model's files are on a
+mount. That works with every quantization and any number of GPUs.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
 
 
 def register() -> None:
     """Adds the load format; vLLM calls this in each of its processes."""
     from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from gpufs.torch import load_file
+    from gpufs.integrations._vllm_loader import GpufsModelLoader
 
-    @register_model_loader("gpufs")
-    class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
-        """The default loader, with tensors in place instead of a reader of files."""
-
-        def __init__(self, load_config: Any) -> None:
-            # The default loader finds the files, and knows only its own formats.
-            super().__init__(replace(load_config, load_format="safetensors"))
-
-        def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            _, files, *_ = self._prepare_weights(
-                source.model_or_path,
-                source.subfolder,
-                source.revision,
-                False,  # no .pt files
-                source.allow_patterns_overrides,
-            )
-            for file in files:
-                for name, tensor in load_file(file).items():
-                    yield source.prefix + name, tensor
+    register_model_loader("gpufs")(GpufsModelLoader)

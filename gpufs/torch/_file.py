@@ -39,9 +39,11 @@ class TensorFile:
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
         self.path = os.fspath(path)
         try:
-            self._bytes: torch.Tensor = from_dlpack(gpufs.attach(self.path, mode=mode))
+            attached = gpufs.attach(self.path, mode=mode)
         except OSError as error:
             raise link_error(error, self.path) from None
+        self.private = attached.private
+        self._bytes: torch.Tensor = from_dlpack(attached)
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
             check_safetensors(_read(self._bytes[:PREFIX_BYTES]))

@@ -1,0 +1,320 @@
+"""Weights in the form in which an engine uses them: one file of a mount, which any number of engines map.
+
+The file is what :func:`gpufs.torch.publish` writes. Its metadata has the key, which says for which weights and which
+engine they are good, and a digest of their names, shapes and contents. An empty file with the name is a claim: the
+engine that has locked it is about to publish.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpufs.formats import FormatError
+from gpufs.torch import publish
+from gpufs.torch._file import Checkpoint
+
+METADATA_KEY = "gpufs.engine"
+# Smaller tensors become private copies: biases, norms, and scales, which engines may change.
+SMALLEST_SHARED = 64 << 10
+_RETRY_SECONDS = 0.2
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True)
+class OpenWeights:
+    """Weights that are attached.
+
+    attributes: what the engine that published them noted about the model. private: whether this program may not write
+    to the file, and so has got a copy of its own in GPU memory.
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    attributes: dict[str, Any]
+    bytes: int
+    private: bool
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Where weights with a key are, or will be.
+
+    Parameters
+    ----------
+    directory
+        The directory of a device. The file is in ``folder`` there.
+    folder, label
+        Names that people read, such as "vllm" and "Qwen3-8B".
+    key
+        All that decides about the weights, as JSON can express it.
+    trusted
+        Names or numbers of users whose files may be used, besides this program's user, root, and the owner of the
+        directory. "*" stands for all.
+    """
+
+    directory: Path
+    folder: str
+    label: str
+    key: Mapping[str, Any]
+    trusted: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The file. Its name ends with a digest of the key."""
+        label = re.sub(r"[^\w.-]+", "-", self.label).strip("-.")[:100] or "model"
+        return self.directory / self.folder / f"{label}-{_digest_of(_json(self.key))[:16]}.safetensors"
+
+    def open(self, *, verify: bool = True) -> OpenWeights | None:
+        """Attaches the weights. None if there are none, or they are being written.
+
+        Parameters
+        ----------
+        verify
+            Whether to compare the contents with the digest. That reads them once, in device memory.
+
+        Raises
+        ------
+        FormatError
+            The file is damaged, or has another key.
+        PermissionError
+            The file's owner is not trusted.
+        OSError
+            The file cannot be attached.
+        """
+        try:
+            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            status = os.fstat(file)
+            if not status.st_size:
+                return None
+            self._check_owner(status.st_uid)
+            # The file whose owner was checked, whatever has the name by now.
+            checkpoint = Checkpoint(f"/proc/self/fd/{file}", "r")
+        except FormatError as error:
+            raise FormatError(str(error).replace(f"/proc/self/fd/{file}", str(self.path))) from None
+        finally:
+            os.close(file)
+        note = self._note(checkpoint)
+        if verify and note["digest"] != _digest(_kinds(checkpoint), dict(checkpoint.tensors())):
+            raise FormatError(f"{self.path}: the contents do not match the digest in the header")
+        return OpenWeights(self.path, checkpoint, note["attributes"], status.st_size, checkpoint.files[0].private)
+
+    def _check_owner(self, owner: int) -> None:
+        if owner in (os.geteuid(), 0, os.stat(self.directory).st_uid) or "*" in self.trusted:
+            return
+        import pwd
+
+        with suppress(KeyError):
+            if pwd.getpwuid(owner).pw_name in self.trusted:
+                return
+        if str(owner) not in self.trusted:
+            raise PermissionError(f"{self.path} belongs to user {owner}, who is not trusted")
+
+    def _note(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        try:
+            note = json.loads((checkpoint.files[0].metadata or {})[METADATA_KEY])
+            if note["key"] != json.loads(_json(self.key)):
+                raise FormatError(f"{self.path} has another key than its name says")
+            if type(note["digest"]) is not str or type(note["attributes"]) is not dict:
+                raise ValueError("fields have the wrong type")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise FormatError(f"{self.path}: the note of the engine that wrote it is damaged: {error}") from None
+        found: dict[str, Any] = note
+        return found
+
+    def claim(self, seconds: float, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
+        """Claims the name for publishing, until the context ends. Others that claim it wait for that.
+
+        Parameters
+        ----------
+        seconds
+            How long to wait for the engine that has claimed it.
+        waiting
+            Called once if there is one.
+
+        Returns
+        -------
+        context manager of bool
+            Whether this program has the claim. False after that time.
+
+        Raises
+        ------
+        OSError
+            This program may not create files there.
+        """
+        (self.directory / self.folder).mkdir(exist_ok=True)
+        file = self._lock(time.monotonic() + seconds, waiting)
+        return nullcontext(False) if file is None else self._hold(file)
+
+    @contextmanager
+    def _hold(self, file: int) -> Iterator[bool]:
+        try:
+            yield True
+        finally:
+            with suppress(OSError):
+                if _is_named(file, self.path) and not os.fstat(file).st_size:
+                    os.unlink(self.path)
+            os.close(file)
+
+    def _lock(self, deadline: float, waiting: Callable[[], None]) -> int | None:
+        announced = False
+        while True:
+            try:
+                file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                try:
+                    file = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                except FileExistsError:
+                    continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Else another engine has published or removed it between the two calls.
+                if _is_named(file, self.path):
+                    return file
+            except BlockingIOError:
+                if not announced:
+                    waiting()
+                announced = True
+                if time.monotonic() > deadline:
+                    os.close(file)
+                    return None
+                time.sleep(_RETRY_SECONDS)
+            os.close(file)
+
+    def discard(self) -> None:
+        """Removes the contents of a damaged file, within a claim. Without effect while a program has it attached."""
+        with suppress(OSError):
+            os.truncate(self.path, 0)
+
+    def publish(self, module: torch.nn.Module, attributes: Mapping[str, Any]) -> OpenWeights:
+        """Writes the parameters and buffers of a module, within a claim, and attaches them.
+
+        Raises
+        ------
+        TypeError
+            A tensor has no form in the file.
+        OSError
+            As :func:`gpufs.torch.publish`: ENOSPC if the device is full.
+        FormatError
+            What was written is not what was to be written.
+        """
+        tensors = {name: value.detach() for name, value in named_tensors(module).items()}
+        kinds = {name: "parameter" for name, _ in module.named_parameters(remove_duplicate=False)}
+        digest = _digest({**dict.fromkeys(tensors, "buffer"), **kinds}, tensors)
+        note = {"key": self.key, "digest": digest, "attributes": dict(attributes)}
+        publish(module, self.path, metadata={METADATA_KEY: _json(note)})
+        try:
+            found = self.open()
+        except FormatError:
+            self.path.unlink(missing_ok=True)
+            raise
+        if found is None:
+            raise FileNotFoundError(f"{self.path} was removed")
+        return found
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, tied ones under each of their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def use_in_place(module: torch.nn.Module, weights: OpenWeights) -> None:
+    """Moves the parameters of the module that was published into the file's memory. Their old memory becomes free."""
+    for name, parameter in module.named_parameters():
+        if parameter.nbytes >= SMALLEST_SHARED:
+            parameter.data = weights.checkpoint.tensor(name)
+
+
+def fill(module: torch.nn.Module, weights: OpenWeights) -> None:
+    """Gives a module all parameters and buffers of the file; those that it does not have are added.
+
+    Raises
+    ------
+    FormatError
+        The file has a tensor of a submodule that the module does not have, or a buffer of another shape.
+    """
+    checkpoint = weights.checkpoint
+    owners = dict(module.named_modules(remove_duplicate=False))
+    kinds = _kinds(checkpoint)
+    made: dict[tuple[object, ...], torch.Tensor] = {}
+    for name in checkpoint.places:
+        prefix, _, attribute = name.rpartition(".")
+        owner = owners.get(prefix)
+        if owner is None:
+            raise FormatError(f"{weights.path} has a tensor {name!r}, and the model has no module {prefix!r}")
+        is_buffer = kinds[name] == "buffer"
+        identity = (is_buffer, *checkpoint.memory(name))
+        if identity not in made:
+            tensor = checkpoint.tensor(name)
+            if is_buffer or tensor.nbytes < SMALLEST_SHARED:
+                tensor = tensor.clone()
+            made[identity] = tensor if is_buffer else torch.nn.Parameter(tensor, requires_grad=False)
+        if is_buffer:
+            _put_buffer(owner, attribute, made[identity], weights.path)
+        else:
+            owner._buffers.pop(attribute, None)
+            owner.register_parameter(attribute, made[identity])
+
+
+def _put_buffer(owner: torch.nn.Module, attribute: str, value: torch.Tensor, path: Path) -> None:
+    old = owner._buffers.get(attribute)
+    # Tables that are computed from the engine's settings, such as the longest sequence.
+    if old is not None and old.shape != value.shape:
+        raise FormatError(f"{path} has {attribute!r} of shape {list(value.shape)}, and the model {list(old.shape)}")
+    persistent = attribute not in owner._non_persistent_buffers_set
+    owner._parameters.pop(attribute, None)
+    owner.register_buffer(attribute, value, persistent=persistent)
+
+
+def _kinds(checkpoint: Checkpoint) -> dict[str, str]:
+    return {name: checkpoint.record(name).kind or "parameter" for name in checkpoint.places}
+
+
+def _is_named(file: int, path: Path) -> bool:
+    try:
+        named, own = os.stat(path, follow_symlinks=False), os.fstat(file)
+    except FileNotFoundError:
+        return False
+    return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(kinds: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """A digest of names, kinds, dtypes, shapes and contents, which do not leave the device."""
+    lines = (
+        f"{name!r} {kinds[name]} {tensor.dtype} {list(tensor.shape)} {_sum(tensor)}"
+        for name, tensor in sorted(tensors.items())
+    )
+    return _digest_of("\n".join(lines))
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's words, in the widest words that fill it: 20 GB/s on one core."""
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.permute(by_stride).contiguous().view(-1).view(torch.uint8)
+    word = _WORDS[min(tensor.nbytes & -tensor.nbytes or 1, 8)]
+    if flat.data_ptr() % word.itemsize or flat.storage_offset() % word.itemsize:
+        flat = flat.clone()
+    return int(flat.view(word).sum(dtype=torch.int64))

@@ -1,0 +1,161 @@
+"""The parts of vLLM that share processed weights. They are private to vLLM: all uses of them are in this module.
+
+Importing this module fails with a vLLM that does not have them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from vllm import _custom_ops as vllm_ops
+from vllm import envs
+from vllm.config.utils import hash_factors
+from vllm.distributed import (
+    get_dp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.weight_cache.ipc_loader import _materialize_remaining_meta_tensors
+from vllm.model_executor.model_loader.weight_cache.protocol import (
+    UnsupportedQuantForIPCError,
+    WeightCacheKey,
+    check_ipc_quant_support,
+)
+from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
+from vllm.model_executor.utils import weights_already_processed
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from gpufs.integrations._shared_weights import OpenWeights, fill
+
+__all__ = ["build", "export_model_attrs", "obstacle", "reason_against", "weights_key", "weights_label"]
+
+
+def obstacle(vllm_config: Any) -> str | None:
+    """Why weights of an engine with these settings cannot be shared, None if they can."""
+    if vllm_config.parallel_config.enable_eplb:
+        return "expert load balancing moves weights while the engine runs"
+    offload = getattr(vllm_config, "offload_config", None)
+    if offload is not None and (offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size):
+        return "weights are offloaded to host memory"
+    return None
+
+
+def reason_against(model: torch.nn.Module) -> str | None:
+    """Why the weights of this model, once processed, cannot be used by other engines. None if they can."""
+    try:
+        check_ipc_quant_support(model)
+    except UnsupportedQuantForIPCError as error:
+        return str(error)
+    return None
+
+
+def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> dict[str, Any]:
+    """All that decides about processed weights.
+
+    vLLM's own key knows only the headers of the files, which two fine-tuned models have in common, and not the settings
+    that select kernels, whose weights have different layouts. Here the identities of the files stand for their headers.
+    """
+    without_files = copy.copy(model_config)
+    without_files.model = ""
+    key = WeightCacheKey.from_model_config(
+        without_files,
+        tp_size=get_tensor_model_parallel_world_size(),
+        tp_rank=get_tensor_model_parallel_rank(),
+        pp_size=get_pp_group().world_size,
+        pp_rank=get_pp_group().rank_in_group,
+        is_draft=_is_draft(vllm_config, model_config),
+        dp_size=get_dp_group().world_size,
+        dp_rank=get_dp_group().rank_in_group,
+    )
+    settings = {
+        "kernels": vllm_config.kernel_config.compute_hash(),
+        "attention": vllm_config.attention_config.compute_hash(),
+        "parallel": vllm_config.parallel_config.compute_hash(),
+        "environment": hash_factors(envs.compile_factors()),
+        "model": {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
+        "kv_cache": str(vllm_config.cache_config.cache_dtype),
+        "lora": vllm_config.lora_config is not None,
+        "onednn": getattr(vllm_ops, "_supports_onednn", None),
+        "torch": torch.__version__,
+        "device": _device_name(),
+        "files": [_identity(file) for file in sorted(files)],
+    }
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def weights_label(model_config: Any, key: dict[str, Any]) -> str:
+    """A name that people read: of the model, of vLLM's version, and of the rank if there are several."""
+    parts = [os.path.basename(os.path.normpath(model_config.model)), f"vllm-{key['vllm_version']}"]
+    parts += ["draft"] if key["is_draft"] else []
+    for name in ("dp", "pp", "tp"):
+        if key[f"{name}_size"] > 1:
+            parts.append(f"{name}{key[f'{name}_rank']}of{key[f'{name}_size']}")
+    return "-".join(parts)
+
+
+def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
+    """Builds a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
+
+    Raises
+    ------
+    Exception
+        Whatever vLLM raises. Then vLLM's list of layers is as it was before.
+    """
+    device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
+    with _restored_on_failure(vllm_config.compilation_config), set_default_torch_dtype(model_config.dtype):
+        with torch.device("meta"):
+            model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        check_ipc_quant_support(model)
+        fill(model, weights)
+        for name, value in weights.attributes.items():
+            setattr(model, name, value)
+        with weights_already_processed():
+            process_weights_after_loading(model, model_config, device)
+        _materialize_remaining_meta_tensors(model, device)
+        for name, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
+                    raise RuntimeError(f"{name}.{attribute} is computed when the model is built, and is not a buffer")
+        return model.eval()
+
+
+@contextmanager
+def _restored_on_failure(config: Any) -> Iterator[None]:
+    """Layers enter their names into these lists when they are built, and no name may be there twice."""
+    layers, moe_layers = dict(config.static_forward_context), list(config.static_all_moe_layers)
+    try:
+        yield
+    except BaseException:
+        config.static_forward_context.clear()
+        config.static_forward_context.update(layers)
+        config.static_all_moe_layers[:] = moe_layers
+        raise
+
+
+def _is_draft(vllm_config: Any, model_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and model_config is speculative.draft_model_config
+
+
+def _device_name() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{properties.name} {properties.major}.{properties.minor}"
+
+
+def _identity(path: str) -> list[Any]:
+    """What changes whenever the contents of a file do. Two copies of a model have different ones."""
+    status = os.stat(path)
+    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
