@@ -104,7 +104,7 @@ def is_numeric(dtype: str) -> bool:
 
 
 def element_bits(dtype: str) -> int:
-    """The size of an element of a number's type. FormatError if there is no such type."""
+    """The size of an element of a number's type. FormatError if the type is unknown."""
     name = _ALIASES.get(dtype, dtype)
     if name in BITS:
         return BITS[name]

@@ -33,14 +33,12 @@ class Kind:
 
 
 _UNPACK: Final = "unpack it first"
-_GGUF: Final = Kind("GGUF", "gguf.GGUFReader(path) has the tensors' offsets, gpufs.attach(path) their memory")
-_TORCH: Final = Kind(
-    "zip of torch.save", "torch.load(path, mmap=True) reads it, gpufs.torch.publish() makes safetensors of it"
-)
-_NPZ: Final = Kind("npz", "numpy.load(path) reads it; numpy.save() stores one array in a file that can be attached")
+_GGUF: Final = Kind("GGUF", "gpufs.torch.load(path) has its tensors in place, gguf.GGUFReader(path) reads it")
+_TORCH: Final = Kind("zip of torch.save", "gpufs.torch.load(path) has its tensors in place, torch.load(path) reads it")
+_NPZ: Final = Kind("npz", "gpufs.torch.load(path) has its arrays in place, numpy.load(path) reads it")
 _HTML: Final = Kind("HTML", "a web page, so the download has failed")
 _POINTER: Final = Kind("Git LFS pointer", "`git lfs pull` downloads the file that it stands for")
-_NPY: Final = Kind("npy", "numpy.load(path) reads it, gpufs.attach(path) gives its memory")
+_NPY: Final = Kind("npy", "gpufs.torch.load(path) has its array in place, numpy.load(path) reads it")
 
 # By the first bytes.
 _MAGIC: Final = (

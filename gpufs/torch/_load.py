@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs.formats import FormatError, archive, gguf, layout, torch_archive
+from gpufs.formats.checkpoint import link_error
 from gpufs.torch._dtypes import TORCH_DTYPES
 from gpufs.torch._file import Device, load_file
 from gpufs.torch._record import span
@@ -24,7 +25,10 @@ class _File:
     """An attached file. Its tensors are views that keep the mapping alive."""
 
     def __init__(self, path: str, mode: str, device: Device) -> None:
-        self._bytes: torch.Tensor = from_dlpack(gpufs.attach(path, mode=mode))
+        try:
+            self._bytes: torch.Tensor = from_dlpack(gpufs.attach(path, mode=mode))
+        except OSError as error:
+            raise link_error(error, path) from None
         self._device = device
         self.mode = mode
         self.size = len(self._bytes)
