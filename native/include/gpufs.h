@@ -195,8 +195,9 @@ gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_
 
 /* Maps memory that another program leases; no engine is needed. The device is found by its PCI address (any text on the
  * host driver), since its number differs between programs. GPUFS_LEASE_WRITE: this program may write to the memory.
- * GPUFS_MAPPING_PRIVATE: it may write to it, and other programs do not see that; a GPU's memory must be a copy of its own
- * already. Without either the memory is mapped read-only. reserve_bytes: addresses for growth. ENODEV: this process does not see the device. */
+ * GPUFS_MAPPING_PRIVATE: it may write to it, and other programs do not see that; a GPU's memory must be a copy of its
+ * own already. Without either the memory is mapped read-only. reserve_bytes: addresses for growth. ENODEV: this process
+ * does not see the device. */
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping);
 /* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those

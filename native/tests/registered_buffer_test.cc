@@ -316,6 +316,8 @@ TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
 
 // What was cut off reads as zeros, which must not pass for the program's data.
 TEST_F(RegisteredHostTest, AStoreOfMemoryThatIsCutOffFails) {
+  const std::vector<std::byte> data = pattern(kBytes, 3);
+  ASSERT_EQ(::write(fd_.get(), data.data(), kBytes), static_cast<ssize_t>(kBytes));
   testing::TransferRig rig(driver_, make_direct_path("none"), testing::TransferRig::small_options(), "/tmp");
   rig.open_file();
   rig.operations.on_write = [&](int, const void* memory, std::size_t, std::uint64_t, ssize_t*) {

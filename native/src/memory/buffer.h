@@ -75,8 +75,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     std::vector<Piece> pieces;
     std::shared_ptr<void> keep;
   };
-  // Of a buffer that the caller has pinned: ESTALE if some of its memory was taken away, so that what was copied from or to
-  // it may be lost.
+  // Of a buffer that the caller has pinned: ESTALE if some of its memory was taken away, so that what was copied from
+  // or to it may be lost.
   virtual Status check_pinned() { return {}; }
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.

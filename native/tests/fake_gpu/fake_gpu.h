@@ -52,8 +52,8 @@ struct FakeGpuControl {
   void (*state)(FakeGpuState* state);
   // While held, no stream does any of its work.
   void (*hold)(bool held);
-  // From now on, until reset(), unpinning and freeing memory wait for all blocked streams. While six or more are blocked, creating
-  // and destroying streams waits for them as well, and so does all work but large copies.
+  // From now on, until reset(), unpinning and freeing memory wait for all blocked streams. While six or more are
+  // blocked, creating and destroying streams waits for them as well, and so does all work but large copies.
   void (*share_queues)();
   // The device current on the calling thread, -1 if none.
   int (*current)();

@@ -66,8 +66,9 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status call(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
     return check(function.symbol(), function(arguments...));
   }
-  // The same where another program may have chosen the arguments: a descriptor, a handle, a size. Drivers answer a wrong
-  // one with codes that otherwise mean a broken device (CUDA: UNKNOWN), so no failure puts the device out of service.
+  // The same where another program may have chosen the arguments: a descriptor, a handle, a size. Drivers answer a
+  // wrong one with codes that otherwise mean a broken device (CUDA: UNKNOWN), so no failure puts the device out of
+  // service.
   template <typename... Parameters>
   Status call_for_others(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
     return described(function.symbol(), function(arguments...));
