@@ -239,7 +239,7 @@ def test_gpufs_cp_refuses_what_it_cannot_do(root: Path, host: Path) -> None:
     assert (done.returncode, (root / "file").read_bytes()) == (1, b"1")
 
 
-@pytest.mark.parametrize("words", [["a"], ["-f", "a", "b"], ["-rL", "a", "b"], ["--verifi", "a"]])
+@pytest.mark.parametrize("words", [["a"], ["-f", "a", "b"], ["-rd", "a", "b"], ["--verifi", "a"]])
 def test_other_options_are_wrong_usage(words: list[str]) -> None:
     done = cp(*words)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 from errno import EACCES, ENOSPC, EPERM, EROFS
 from pathlib import Path
@@ -152,23 +151,6 @@ def test_new_memory_reads_as_zeros(small: GpufsMount) -> None:
         os.pwrite(fd, b"x", 20_000)
         assert os.pread(fd, 30_000, 0) == bytes(20_000) + b"x"
         os.close(fd)
-
-
-def test_a_store_into_a_mapping_on_a_full_device_is_reported(small: GpufsMount) -> None:
-    """A store cannot return ENOSPC, so msync(2) or fsync(2) does. Existing data stays readable."""
-    fill(small.device / "large")
-    fd = os.open(small.device / "file", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(fd, 8 * MIB)
-    with mmap.mmap(fd, 8 * MIB) as area:
-        area[4 * MIB] = 1
-        code = errno_of(area.flush) or errno_of(os.fsync, fd)
-        assert code in (ENOSPC, errno.EIO)
-        os.unlink(small.device / "large")
-        wait_until(lambda: free_bytes(small.device) > 8 * MIB, 10, "room again")
-        area[5 * MIB] = 2
-        area.flush()
-    assert os.pread(fd, 1, 5 * MIB) == b"\2"
-    os.close(fd)
 
 
 # ---- the tree above the devices ----

@@ -47,6 +47,7 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "which": lambda name: f"/usr/bin/{name}",
             "limit": lambda kind: (1 << 40, 1 << 40),
             "access": lambda path, mode: True,
+            "release": "6.18.0",
             "raises_rights": lambda program: True,
             "mounts": list,
             "probe": answers({"host": {"devices": ["host memory"], "refusals": []}}),

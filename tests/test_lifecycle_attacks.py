@@ -236,7 +236,8 @@ def test_no_user_redirects_the_log_of_roots_mount(mount: Mounter, tmp_path: Path
     (tmp_path / "source").write_bytes(noise(MIB))
     run(*GPUFS, "cp", tmp_path / "source", mounted.device / "file")  # is logged
     mounted.signal(signal.SIGKILL)  # the guard logs that
-    mounted.wait_ended(code=-signal.SIGKILL)
+    assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
+    wait_until(lambda: not mounted.mounted(), PATIENCE, "the guard to unmount")
     assert victim.read_text() == "before\n"
     done = run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M", "--log-file", log, check=False)
     if done.returncode == 0:

@@ -425,7 +425,7 @@ class Connection:
         try:
             message, descriptors = self._next_message()
         except OSError as error:
-            if error.errno != errno.EMFILE:
+            if self.lost or error.errno != errno.EMFILE:
                 self.lost = True
                 raise
             self._lose_memory(error)
@@ -502,6 +502,7 @@ class Connection:
                 raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
             message = protocol.decode_server(data)
             if isinstance(message, Goodbye):
+                self.lost = True
                 raise OSError(message.error or errno.ECONNRESET, message.message)
         except OSError:
             protocol.close_all(descriptors)

@@ -335,10 +335,13 @@ class CopyJob:
                 progress=report if self.progress is not None else None,
                 cancel=self.cancel,
             )
-        except BaseException:
+        except BaseException as error:
             if connection.last is not None:
                 self.done = connection.last.done
             connection.close()
+            # The daemon had no free descriptor to receive those of the request.
+            if isinstance(error, OSError) and error.errno == errno.EMFILE and fastpath != "require":
+                return False
             raise
         connections.give_back(device, connection)
         if result.error in _NOT_BY_DAEMON and not result.done and fastpath != "require":
