@@ -14,16 +14,31 @@ _RETRY_SECONDS: Final = 0.5
 _NO_THREAD: Final = "can't start new thread"  # the text of CPython's RuntimeError
 
 
+class NoThreadError(OSError):
+    """No thread can be started now."""
+
+
 async def run(
     work: Callable[[], T], *, abandon_on_cancel: bool = False, limiter: trio.CapacityLimiter | None = None
 ) -> T:
-    """Like trio.to_thread.run_sync, but raises OSError ENOMEM if no thread can be started."""
+    """Like trio.to_thread.run_sync, but raises NoThreadError if no thread can be started."""
     try:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
     except RuntimeError as failure:
         if str(failure) != _NO_THREAD:
             raise
-        raise OSError(ENOMEM, "no thread can be started") from None
+        raise NoThreadError(ENOMEM, "no thread can be started") from None
+
+
+async def run_to_the_end(work: Callable[[], T], limiter: trio.CapacityLimiter | None = None) -> T:
+    """Runs work that must not be abandoned: waits for a free thread, and ignores cancellation once it has begun."""
+    while True:
+        with trio.CancelScope(shield=True):
+            try:
+                return await run(work, limiter=limiter)
+            except NoThreadError:
+                pass
+        await trio.sleep(_RETRY_SECONDS)
 
 
 def in_background(work: Callable[[], None], limiter: trio.CapacityLimiter | None = None) -> None:
@@ -45,5 +60,5 @@ async def _run_until_started(work: Callable[[], None], limiter: trio.CapacityLim
     while True:
         try:
             return await run(work, abandon_on_cancel=True, limiter=limiter)
-        except OSError:  # no thread now
+        except NoThreadError:
             await trio.sleep(_RETRY_SECONDS)

@@ -3,9 +3,8 @@
 import functools
 import logging
 import time
-from collections.abc import Callable
 from errno import EINVAL, EPERM, ETIMEDOUT
-from typing import Final, TypeVar
+from typing import Final
 
 import trio
 
@@ -18,7 +17,6 @@ from gpufs.service._holdings import Descriptor
 from gpufs.service._mount import ServedMount
 from gpufs.service._user import trusted
 
-T = TypeVar("T")
 _NAMES_AT_ONCE: Final = 20  # that are removed in one go, so that other requests wait for less than a millisecond
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
@@ -53,7 +51,9 @@ class Registrations:
             served.tree.hold(ino)
             try:
                 shared = descriptors[1].fd if wanted == 2 else -1
-                await _to_its_end(functools.partial(served.register, ino, message, shared), self._channel.user.calls)
+                await threads.run_to_the_end(
+                    functools.partial(served.register, ino, message, shared), self._channel.user.calls
+                )
             except BaseException:
                 served.tree.forget(ino, 1)
                 raise
@@ -99,7 +99,7 @@ class Registrations:
                     async with limiter:  # other requests' turn
                         removed = self._served.tree.remove_names(one.ino, _NAMES_AT_ONCE)
                         names += removed
-        return await _to_its_end(functools.partial(self._revoke, holders, names, patience), limiter)
+        return await threads.run_to_the_end(functools.partial(self._revoke, holders, names, patience), limiter)
 
     def _revoke(self, holders: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
         mount = self._served.mount
@@ -120,10 +120,3 @@ class Registrations:
         except OSError as error:  # the mount has ended, and its memory with it
             failure = error
         return failure
-
-
-async def _to_its_end(work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
-    """Runs work on a thread to its end, also if the mount ends: what it takes must be released again."""
-    with trio.CancelScope(shield=True):
-        result = await threads.run(work, limiter=limiter)
-    return result
