@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import struct
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cli import gpufs as gpufs_command
 
 import gpufs.torch
 from gpufs.torch import FormatError
@@ -154,3 +156,27 @@ def test_what_cannot_be_used_in_place_is_refused(root: Path, name: str) -> None:
         gpufs.torch.load(path)
     assert str(path) in str(caught.value)
     assert not Path("/tmp/pwned").exists()
+
+
+def test_inspect_and_diff_know_the_formats(root: Path) -> None:
+    weights = torch.arange(24.0).reshape(4, 6)
+    torch.save({"state": {"w": weights, "columns": weights.t(), "part": weights[:, :2]}}, root / "one.pt")
+    weights[3, 3] = float("nan")
+    torch.save({"state": {"w": weights, "columns": weights.t(), "part": weights[:, :2]}}, root / "other.pt")
+    np.savez(root / "arrays.npz", a=np.arange(10, dtype="i4"))
+    (root / "model.gguf").write_bytes(gguf([("w", (4, 3), 0, 0), ("q", (64, 2), 2, 64)], bytes(64 + 72)))
+
+    def tensors(name: str) -> dict[str, Any]:
+        found = json.loads(gpufs_command("inspect", "--stats", "--json", root / name).stdout)
+        return {one["name"]: one for one in found["tensors"]}
+
+    found = tensors("other.pt")
+    assert found["state.w"]["stats"]["nan"] == 1
+    assert found["state.columns"]["fortran_order"]
+    assert found["state.part"]["stats"] is None
+    assert tensors("arrays.npz")["a"]["stats"]["max"] == 9
+    assert (tensors("model.gguf")["q"]["dtype"], tensors("model.gguf")["q"]["shape"]) == ("Q4_0", [2, 64])
+    done = gpufs_command("diff", root / "one.pt", root / "other.pt", check=False)
+    assert (done.returncode, "state.w" in done.stdout) == (1, True)
+    for name in ("one.pt", "arrays.npz", "model.gguf"):
+        assert gpufs_command("diff", root / name, root / name).stdout == ""

@@ -123,7 +123,7 @@ class TensorFiles:
     Attributes
     ----------
     format
-        "safetensors", "npy" or "raw"; another format's name, or None if the format is unknown.
+        One of READ_FORMATS, such as "safetensors" or "raw"; another format's name, or None if the format is unknown.
     kind
         The format, if it is one that gpufs does not read tensors from.
     tensors

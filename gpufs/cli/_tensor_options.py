@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gpufs.formats.layout import TensorPlace
 
 # Formats whose tensors are read; see gpufs.formats.layout and gpufs.formats.typed.
-READ_FORMATS: Final = ("safetensors", "npy", "raw")
+READ_FORMATS: Final = ("safetensors", "npy", "npz", "GGUF", "torch.save", "raw")
 
 
 def type_options(command: Callable[..., Any]) -> Callable[..., Any]:

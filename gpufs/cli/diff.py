@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @type_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def command(one: str, other: str, dtype: str | None, shape: str | None, as_json: bool) -> int:
-    """Compare two safetensors files or checkpoints, or two arrays, tensor by tensor.
+    """Compare two files of tensors of one format, two checkpoints, or two arrays, tensor by tensor.
 
     A checkpoint is a directory or an index; how it is cut into files does not matter. Arrays are npy files, registered
     memory, and files whose type --dtype gives. Tensors are equal if name, dtype, shape and all bits are. The order of

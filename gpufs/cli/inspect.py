@@ -28,12 +28,13 @@ _LINE_BYTES: Final = 16
 def command(
     names: tuple[str, ...], stats: bool, checksum: bool, dtype: str | None, shape: str | None, as_json: bool
 ) -> int:
-    """Show the tensors of safetensors and npy files: name, dtype, shape, bytes, and offset in the file.
+    """Show the tensors of a file: name, dtype, shape, bytes, and offset in the file.
 
-    FILE may be on a mount or not. The directory of a checkpoint, or its index, stands for all its files. The type of
-    registered memory is known; --dtype and --shape give that of other files without a header. Files of other formats
-    are shown with their size and first bytes. --stats and --checksum read whole files, in blocks, and allocate no
-    memory on a GPU. Minimum, maximum and mean are those of the finite elements.
+    FILE is a safetensors, GGUF, npy or npz file, or one of torch.save(), on a mount or not. The directory of a
+    checkpoint, or its index, stands for all its files. The type of registered memory is known; --dtype and --shape give
+    that of other files without a header. Files of other formats are shown with their size and first bytes. --stats and
+    --checksum read whole files, in blocks, and allocate no memory on a GPU. Minimum, maximum and mean are those of the
+    finite elements.
     """
     from gpufs.cli._contents import TensorFiles, given_type, reported
     from gpufs.cli._errors import Failure, complain

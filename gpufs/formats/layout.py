@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from math import prod
+from operator import mul
 
-from gpufs.formats import FormatError, safetensors
+from gpufs.formats import FormatError, archive, gguf, safetensors, torch_archive
 from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
 
 # The name of the array in an npy file, which names none.
@@ -45,7 +49,10 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of a file in the order of their offsets. ``format``: "safetensors" or "npy"."""
+    """The tensors of a file in the order of their offsets.
+
+    ``format``: "safetensors", "npy", "npz", "GGUF" or "torch.save".
+    """
 
     format: str
     tensors: tuple[TensorPlace, ...]
@@ -67,7 +74,8 @@ def read_layout(name: str, size: int, read: Callable[[int, int], bytes]) -> Layo
     Returns
     -------
     Layout or None
-        None if the file has neither format.
+        None if the file has none of these formats, or is a zip archive whose tensors are not in the file as they are:
+        compressed, or below a pickle that needs more than tensors and containers.
 
     Raises
     ------
@@ -77,8 +85,16 @@ def read_layout(name: str, size: int, read: Callable[[int, int], bytes]) -> Layo
     prefix = read(0, min(size, safetensors.LENGTH_BYTES + 1))
     if name.endswith(".npy") or prefix.startswith(_MAGIC):
         return Layout("npy", (read_npy(size, read),))
-    if not name.endswith(".safetensors") and not _resembles_safetensors(prefix, size):
-        return None
+    if not name.endswith(".safetensors"):
+        if prefix.startswith(gguf.MAGIC):
+            return _gguf_layout(size, read)
+        if prefix.startswith(archive.MAGIC):
+            try:
+                return _archive_layout(size, read)
+            except FormatError:
+                return None
+        if not _resembles_safetensors(prefix, size):
+            return None
     check_safetensors(read(0, min(size, PREFIX_BYTES)))
     length = safetensors.header_bytes(prefix, size)
     start = safetensors.LENGTH_BYTES + length
@@ -98,6 +114,45 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
     except FormatError:
         return False
     return prefix.endswith(b"{")
+
+
+def _gguf_layout(size: int, read: Callable[[int, int], bytes]) -> Layout:
+    tensors, metadata = gguf.read_gguf(size, read)
+    places = (
+        TensorPlace(one.name, one.type, safetensors.BITS.get(one.type, 8), one.shape, one.offset, one.bytes)
+        for one in tensors
+    )
+    return Layout("GGUF", tuple(places), metadata)
+
+
+def _archive_layout(size: int, read: Callable[[int, int], bytes]) -> Layout | None:
+    members = archive.read_members(size, read)
+    if torch_archive.pickle_name(members) is not None:
+        places = [_place_of_stored(*item) for item in torch_archive.named(torch_archive.read_torch_archive(size, read))]
+        return Layout("torch.save", tuple(sorted(places, key=lambda place: place.offset)))
+    arrays = []
+    for name, member in members.items():
+        if not name.endswith(".npy"):
+            return None
+        place = read_npy(member.bytes, partial(_read_from, read, member.offset))
+        arrays.append(replace(place, name=name.removesuffix(".npy"), offset=member.offset + place.offset))
+    return Layout("npz", tuple(arrays)) if arrays else None
+
+
+def _read_from(read: Callable[[int, int], bytes], start: int, offset: int, count: int) -> bytes:
+    return read(start + offset, count)
+
+
+def _place_of_stored(name: str, tensor: torch_archive.StoredTensor) -> TensorPlace:
+    bits = safetensors.BITS[tensor.dtype]
+    offset, count = tensor.place(bits // 8)
+    elements = prod(tensor.shape)
+    dtype = tensor.dtype
+    if count != elements * bits // 8:
+        dtype += " strided"  # other elements lie between those of the tensor, so its bytes are not its numbers
+    columns = tuple(accumulate(tensor.shape[:-1], mul, initial=1))  # the strides if the first index changes fastest
+    fortran = len(tensor.shape) > 1 and tensor.strides == columns and tensor.strides[-1] != 1
+    return TensorPlace(name, dtype, bits, tensor.shape, offset, count, fortran)
 
 
 def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,6 +76,20 @@ class StoredTensor:
     strides: tuple[int, ...]
     requires_grad: bool
     is_parameter: bool = False
+
+    def place(self, itemsize: int) -> tuple[int, int]:
+        """The offset in the file and the number of the bytes that it lies in. FormatError if it has not all of them."""
+        member = self.storage.member
+        if len(self.shape) != len(self.strides):
+            raise FormatError(
+                f"a tensor in {member.name!r} has {len(self.shape)} extents and {len(self.strides)} strides"
+            )
+        start = self.offset * itemsize
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
+        count = 0 if 0 in self.shape else (1 + last) * itemsize
+        if start + count > member.bytes:
+            raise FormatError(f"a tensor ends at byte {start + count} of {member.name!r}, which has {member.bytes}")
+        return member.offset + start, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +219,12 @@ def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
         raise FormatError(f"the pickle is damaged: {type(error).__name__}: {error}") from None
+
+
+def named(value: Any, name: str = "") -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them."""
+    if isinstance(value, StoredTensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named(item, f"{name}.{key}" if name else str(key))

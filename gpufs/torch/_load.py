@@ -15,7 +15,6 @@ from gpufs.formats import FormatError, archive, gguf, layout, torch_archive
 from gpufs.formats.checkpoint import link_error
 from gpufs.torch._dtypes import TORCH_DTYPES
 from gpufs.torch._file import Device, load_file
-from gpufs.torch._record import span
 
 _MAGIC_BYTES = 8
 _NPY_MAGIC = b"\x93NUMPY"
@@ -168,16 +167,8 @@ def _stored(value: torch_archive.StoredTensor, file: _File) -> torch.Tensor:
     if value.dtype not in TORCH_DTYPES:
         raise FormatError(f"torch {torch.__version__} has no dtype for {value.dtype}")
     dtype = TORCH_DTYPES[value.dtype]
-    member = value.storage.member
-    if len(value.shape) != len(value.strides):
-        raise FormatError(
-            f"a tensor in {member.name!r} has {len(value.shape)} extents and {len(value.strides)} strides"
-        )
-    start = value.offset * dtype.itemsize
-    count = span(value.shape, value.strides) * dtype.itemsize
-    if start + count > member.bytes:
-        raise FormatError(f"a tensor ends at byte {start + count} of {member.name!r}, which has {member.bytes}")
-    tensor = file.tensor(dtype, member.offset + start, count, value.shape, value.strides)
+    offset, count = value.place(dtype.itemsize)
+    tensor = file.tensor(dtype, offset, count, value.shape, value.strides)
     trainable = value.requires_grad and file.mode != "r"
     if value.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=trainable)
