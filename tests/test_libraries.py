@@ -104,6 +104,6 @@ def test_gguf_as_its_reader_has_it(mount: Mounter, python: str) -> None:
             data = numpy.ascontiguousarray(one.data).view("u1").ravel()
             assert numpy.array_equal(tensor.view(torch.uint8).numpy().ravel(), data), one.name
     """
-    command = [python, "-c", textwrap.dedent(script), mounted.device / "model.gguf"]
+    command = [python, "-c", textwrap.dedent(script), str(mounted.device / "model.gguf")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
