@@ -18,6 +18,7 @@ import pytest
 from support import fake_gpu
 from support.attaching import Attacker, leases
 from support.bystanders import assert_unharmed
+from support.cli import gpufs
 from support.copying import socket_path
 from support.data import MIB, noise
 from support.hanging import HangingMount
@@ -107,6 +108,33 @@ def test_closes_that_hang_are_few(own: Make) -> None:
         assert now_threads < threads + 50
         assert now_descriptors < descriptors + 3000
     wait_until(lambda: threads_and_descriptors(mounted)[1] < descriptors + 10, 10, "the descriptors to be closed")
+
+
+def test_a_forced_unmount_does_not_wait_for_closes_that_hang(own: Make) -> None:
+    """The kernel cannot end a thread that waits for the answer of another file system."""
+    mounted = own()
+    asked = mounted.path.with_name("asked")
+    with HangingMount(operations=("flush",)) as hanging:
+        child = os.fork()
+        if not child:  # its end hangs, too
+            fd = os.open(hanging.file, os.O_RDONLY)
+            client = connected(mounted)
+            client.sock.settimeout(1)
+            with contextlib.suppress(OSError):
+                for number in range(8):
+                    client.ask(protocol.Register(number, "file", 0, 4096), [fd, fd])
+            asked.touch()
+            signal.pause()
+        try:
+            wait_until(asked.exists, 10, "the requests")
+            began = time.monotonic()
+            done = gpufs("umount", "--force", mounted.path, check=False)
+            assert (done.returncode, mounted.mounted()) == (0, False), done.stderr
+            assert time.monotonic() - began < 20
+        finally:
+            os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    mounted.daemon.wait(10)
 
 
 def test_requests_without_a_pause(own: Make) -> None:

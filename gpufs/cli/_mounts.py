@@ -7,11 +7,14 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from errno import EACCES, EPERM
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gpufs import mounting, statistics
 from gpufs.cli._errors import Failure
 from gpufs.cli._output import user_name
+
+# How often it is checked whether a process has only threads left that cannot end.
+_ZOMBIE_SECONDS: Final = 0.2
 
 
 def absolute(path: str) -> str:
@@ -240,12 +243,28 @@ class Process(NamedTuple):
 
 
 def wait_for_end(processes: Sequence[Process], timeout: float) -> list[Process]:
-    """Waits up to ``timeout`` seconds until the processes have ended; returns those that have not."""
+    """Waits up to ``timeout`` seconds until the processes have ended; returns those that have not.
+
+    A process has also ended if its main thread has, and only threads are left that the kernel cannot end: they close a
+    file of another file system that does not answer.
+    """
     deadline = time.monotonic() + timeout
-    left = []
-    for process in processes:
+    left = list(processes)
+    while left:
         poll = select.poll()
-        poll.register(process.fd, select.POLLIN)
-        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-            left.append(process)
+        for process in left:
+            poll.register(process.fd, select.POLLIN)
+        step = min(max(deadline - time.monotonic(), 0), _ZOMBIE_SECONDS)
+        ended = {fd for fd, _ in poll.poll(step * 1000)}
+        left = [process for process in left if process.fd not in ended and not _is_zombie(process.pid)]
+        if time.monotonic() >= deadline:
+            break
     return left
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"Z"
+    except OSError:
+        return True
