@@ -204,9 +204,15 @@ def test_a_missing_fuse_device_is_reported(mountpoint: Path) -> None:
 def test_a_runtime_directory_whose_name_is_taken(tmp_path: Path) -> None:
     """Any user can create directories in /tmp. Later mounts of the same user share the directory with another name."""
     script = """
+        checkout="$1"
+        shift
         mount -t tmpfs none /run
         touch /run/gpufs
+        mkdir /run/checkout
+        mount --bind "$checkout" /run/checkout
         mount -t tmpfs none /tmp
+        mkdir -p "$checkout" # it may lie below /tmp
+        mount --bind /run/checkout "$checkout"
         mkdir /tmp/gpufs-0 /tmp/m /tmp/n
         chown nobody /tmp/gpufs-0
         for place in m n; do
@@ -219,7 +225,21 @@ def test_a_runtime_directory_whose_name_is_taken(tmp_path: Path) -> None:
         ls -d /tmp/gpufs-0-*
         "$@" umount /tmp/m /tmp/n
     """
-    done = run("unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-euc", script, "sh", *GPUFS, cwd="/", check=False)
+    done = run(
+        "unshare",
+        "-m",
+        "-p",
+        "-f",
+        "--mount-proc",
+        "sh",
+        "-euc",
+        script,
+        "sh",
+        REPOSITORY,
+        *GPUFS,
+        cwd="/",
+        check=False,
+    )
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1), done
 
 
