@@ -220,20 +220,20 @@ TEST(Hanging, ClosingFilesStopsNoOtherClient) {
   FakeRig rig(false, options);
   const auto data = pattern(kChunk);
   rig.make_file(data, /*may_hang=*/true);
-  Door door;
+  const auto door = std::make_shared<Door>();  // a thread may still leave it when the test ends
   const auto start = [&](std::uint64_t client) {
     TransferRequest wanted = rig.load();
     wanted.client = client;
-    wanted.file = std::shared_ptr<BackingFile>(wanted.file.get(), [&door, file = wanted.file](BackingFile*) mutable {
-      door.pass();
+    wanted.file = std::shared_ptr<BackingFile>(wanted.file.get(), [door, file = wanted.file](BackingFile*) mutable {
+      door->pass();
       file.reset();
     });
     return gpu_test::must(rig.engine->start(wanted));
   };
-  const Opener opener(door);
+  const Opener opener(*door);
   // As many as there are threads, whose last references are the threads'.
   for (int count = 0; count < 3; ++count) Transfer::release(start(1000));
-  door.await(2);
+  door->await(2);
   // These find no thread. They end because they are cancelled, and none keeps the next one from that.
   for (const std::uint64_t client : {1000, 1001, 1002}) {
     std::shared_ptr<Transfer> transfer = start(client);
@@ -241,7 +241,7 @@ TEST(Hanging, ClosingFilesStopsNoOtherClient) {
     ASSERT_TRUE(transfer->wait(kPatience));
     Transfer::release(std::move(transfer));
   }
-  EXPECT_EQ(door.waiting(), 2);
+  EXPECT_EQ(door->waiting(), 2);
   rig.open_file();
   for (std::uint64_t client = 0; client < 3; ++client) {
     TransferRequest wanted = rig.load();
