@@ -261,6 +261,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Copy directly between storage and device with the vendor's library: if possible, never, or only that way.",
     ),
     Knob(
+        "io_fastpath_min_bytes",
+        kinds.size(0, 1 << 40),
+        0,
+        "Copies of fewer bytes go through host memory, unless io_fastpath is require. Worth a try where most copies are "
+        "small: hipFile's authors report poor speed of direct copies of 64K and less.",
+    ),
+    Knob(
         "io_file_systems",
         kinds.WORDS,
         "",

@@ -293,6 +293,7 @@ def io_configure(
     fallback: Switch = "auto",
     direct: Switch = "auto",
     file_systems: str = "",
+    fastpath_min_bytes: int = 0,
 ) -> None:
     """Sets the options of an engine's transfers, before its first transfer, mount or statistics.
 
@@ -307,6 +308,8 @@ def io_configure(
     file_systems
         Types of file systems that the fastpath may use in addition to ext4, xfs and block devices, as
         /proc/self/mountinfo names them, separated by commas; "any" allows all.
+    fastpath_min_bytes
+        Smaller requests, in bytes, go by fallback, unless ``fastpath`` is "require" or ``fallback`` is "off".
 
     Raises
     ------
@@ -324,6 +327,7 @@ def io_configure(
         "fallback": choice("fallback", SWITCHES, fallback),
         "direct": choice("direct", SWITCHES, direct),
         "file_systems": types,
+        "fastpath_min_bytes": unsigned("fastpath_min_bytes", fastpath_min_bytes),
     }
     check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
 

@@ -441,6 +441,7 @@ typedef struct {
   /* Types of file systems that the fastpath may use beside ext4, xfs and block devices, as /proc/self/mountinfo names
    * them, separated by commas ("nfs4,lustre"); "any"; NULL or "": none. */
   const char* file_systems;
+  uint64_t fastpath_min_bytes; /* smaller requests go by fallback, if it is allowed; 0: no bound */
 } gpufs_io_options;
 
 /* Before the engine's first transfer, mount or statistics: EBUSY afterwards. EINVAL names what is out of range. */

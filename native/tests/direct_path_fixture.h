@@ -24,8 +24,9 @@ using testing::kChunk;
 
 class DirectRig : public testing::TransferRig {
  public:
-  DirectRig(std::shared_ptr<Driver> driver, const std::shared_ptr<DirectPath>& direct, std::size_t index)
-      : TransferRig(std::move(driver), direct, small_options(), "/var/tmp", index), path(direct) {
+  DirectRig(std::shared_ptr<Driver> driver, const std::shared_ptr<DirectPath>& direct, IoOptions options,
+            std::size_t index)
+      : TransferRig(std::move(driver), direct, std::move(options), "/var/tmp", index), path(direct) {
     make_buffer();
   }
   // The vendor's view of the file, for calls without a transfer around them.
@@ -68,7 +69,8 @@ class DirectPathFixture : public FakeGpu {
   bool start(const std::vector<std::byte>& contents, bool kernel_ready = true) {
     rig_.reset();
     open(setup_, options_);
-    rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready), device_);
+    rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready), io_options_,
+                                       device_);
     rig_->make_file(contents);
     return rig_->file->facts().fastpath_refusals == 0;
   }
@@ -112,6 +114,7 @@ class DirectPathFixture : public FakeGpu {
   }
 
   DriverOptions options_;
+  IoOptions io_options_ = testing::TransferRig::small_options();
   std::size_t device_ = 0;  // the one that a rig is for
   Buffer::Pin pinned_;
   std::unique_ptr<DirectRig> rig_;

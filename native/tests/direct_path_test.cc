@@ -35,6 +35,23 @@ TYPED_TEST_SUITE(VendorFiles, Vendors, VendorNames);
 
 // ---- what is called ----
 
+TYPED_TEST(VendorFiles, RequestsBelowTheBoundDoNotTakeIt) {
+  const auto data = pattern(4 * kMiB, 1);
+  this->io_options_.fastpath_min_bytes = 2 * kMiB;
+  START_OR_SKIP(data);
+  DirectRig& rig = *this->rig_;
+  TransferRequest request = rig.load();
+  request.bytes = kMiB;
+  const TransferProgress small = rig.finish(request);
+  ASSERT_TRUE(small.status.ok()) << small.status.message();
+  EXPECT_EQ(small.path_bytes[1], kMiB);
+  EXPECT_EQ(small.refusals, mask_of(Refusal::kTooSmall));
+  const TransferProgress large = rig.finish(rig.load());
+  ASSERT_TRUE(large.status.ok()) << large.status.message();
+  EXPECT_EQ(large.path_bytes[0], data.size());
+  EXPECT_EQ(rig.buffer_contents(), data);
+}
+
 TYPED_TEST(VendorFiles, AlignedRequestsTakeIt) {
   const auto data = pattern(4 * kMiB, 1);
   START_OR_SKIP(data);

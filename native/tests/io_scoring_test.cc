@@ -46,6 +46,28 @@ TEST(Scoring, EachReasonHasItsBit) {
   }
 }
 
+TEST(Scoring, RequestsBelowTheBoundGoByFallback) {
+  const auto path_of = [](Scored scored) {
+    scored.request.fastpath_min_bytes = 2 * kMiB;
+    RefusalMask refusals = 0;
+    const Result<Plan> plan = plan_request(scored.request, &refusals);
+    EXPECT_TRUE(plan.ok()) << plan.status().message();
+    EXPECT_EQ(plan.value().size(), 1U);
+    const bool small = has(refusals, Refusal::kTooSmall);
+    EXPECT_EQ(small, plan.value()[0].path == Path::kFallback);
+    return plan.value()[0].path;
+  };
+  EXPECT_EQ(path_of(Scored(0, 2 * kMiB)), Path::kFastpath);
+  EXPECT_EQ(path_of(Scored(0, 2 * kMiB - 4096)), Path::kFallback);
+  EXPECT_EQ(path_of(Scored(512, 2 * kMiB)), Path::kFallback) << "the aligned middle is below the bound";
+  Scored required(0, kMiB);
+  required.request.fastpath = FastpathMode::kRequire;
+  EXPECT_EQ(path_of(required), Path::kFastpath);
+  Scored without_fallback(0, kMiB);
+  without_fallback.request.fallback = false;
+  EXPECT_EQ(path_of(without_fallback), Path::kFastpath);
+}
+
 TEST(Scoring, TheOperatorMayOverruleARefusalOfTheFile) {
   Scored scored(0, kMiB);
   scored.file.fastpath_refusals = mask_of(Refusal::kFileSystem);

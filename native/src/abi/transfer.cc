@@ -64,6 +64,7 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
   if (!direct.ok()) return direct.status();
   options.direct = direct.value();
   options.file_systems = file_systems_from(given.file_systems);
+  options.fastpath_min_bytes = given.fastpath_min_bytes;
   return options;
 }
 

@@ -12,7 +12,7 @@ namespace gpufs {
 enum class Refusal : std::uint32_t {
   kDisabled = 1U << 0,            // a knob or the request's own option switched it off
   kNothingToMove = 1U << 1,       // size 0
-  kTooSmall = 1U << 2,            // no whole alignment unit inside the request
+  kTooSmall = 1U << 2,            // below the bound in the options, or no whole alignment unit inside it
   kOffsetUnaligned = 1U << 3,     // the file offset is not a multiple of the alignment unit
   kSizeUnaligned = 1U << 4,       // the size is not a multiple of the alignment unit
   kMemoryUnaligned = 1U << 5,     // device address and file offset are not aligned alike

@@ -48,6 +48,9 @@ RefusalMask fastpath_refusals(const ScoredRequest& request) {
   refuse_if(overflows || end > kLargestOffset, Refusal::kOffsetRange);
   refuse_if(request.file_offset % file.unit != 0, Refusal::kOffsetUnaligned);
   refuse_if(request.bytes % file.unit != 0, Refusal::kSizeUnaligned);
+  // A request that has no other way takes this one, however small it is.
+  const bool has_choice = request.fallback && request.fastpath == FastpathMode::kAuto;
+  refuse_if(has_choice && request.bytes != 0 && request.bytes < request.fastpath_min_bytes, Refusal::kTooSmall);
   refuse_if(request.memory_phase % file.memory_align != 0, Refusal::kMemoryUnaligned);
   return reasons;
 }

@@ -36,6 +36,7 @@ struct ScoredRequest {
   RefusalMask vendor_refusals = 0;  // of the device's direct path
   RefusalMask waived = 0;           // refusals of the file that the operator has overruled
   FastpathMode fastpath = FastpathMode::kAuto;
+  std::uint64_t fastpath_min_bytes = 0;  // IoOptions::fastpath_min_bytes
   bool fallback = true;
 };
 

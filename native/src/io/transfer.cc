@@ -267,6 +267,7 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   scored.vendor_refusals = engine_->direct_path().refusals();
   if (options().file_systems.allow(file().facts().file_system)) scored.waived = mask_of(Refusal::kFileSystem);
   scored.fastpath = fastpath_mode();
+  scored.fastpath_min_bytes = options().fastpath_min_bytes;
   scored.fallback = fallback_allowed();
   // A buffer's memory begins at a granule.
   scored.memory_phase = (request_.address + request_.target_offset) % file().facts().memory_align;
