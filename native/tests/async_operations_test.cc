@@ -535,6 +535,23 @@ TEST(AsyncFaults, StreamsBeingCapturedIntoAGraphAreRefused) {
   }
 }
 
+TEST(AsyncFaults, OperationsDoNotEndTheProgramsCaptures) {
+  for (const Kind kind : {Kind::kCuda, Kind::kCudaCalls, Kind::kHip}) {
+    const FakeGpuControl& fake = kind == Kind::kHip ? static_cast<const FakeGpuControl&>(hip_test::fake())
+                                                    : static_cast<const FakeGpuControl&>(cuda_test::fake());
+    Rig rig(kind);
+    rig.fill_file(pattern(10'000, 21));
+    const FakeGpuSetup capturing{.program_captures = true};
+    fake.reset(&capturing);
+    const std::shared_ptr<OperationStream> stream = must(rig.engine->create_stream(0, {}));
+    for (int count = 0; count < 4; ++count) ASSERT_OK(rig.load(rig.buffer(), 10'000, stream));
+    for (int count = 0; count < 4; ++count) EXPECT_OK(rig.next().status);
+    EXPECT_EQ(fake.calls("captures ended"), 0);
+    const FakeGpuSetup ordinary;
+    fake.reset(&ordinary);
+  }
+}
+
 TEST(AsyncFaults, AStreamKeepsItsMemoryUntilTheDeviceHasPassedARefusedOperation) {
   Rig rig(Kind::kCuda);
   ProgramStream own = rig.program_stream();

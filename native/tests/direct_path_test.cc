@@ -35,6 +35,20 @@ TYPED_TEST_SUITE(VendorFiles, Vendors, VendorNames);
 
 // ---- what is called ----
 
+TYPED_TEST(VendorFiles, TransfersDoNotEndTheProgramsCaptures) {
+  const auto data = pattern(4 * kMiB, 1);
+  this->setup_.program_captures = true;
+  START_OR_SKIP(data);
+  DirectRig& rig = *this->rig_;
+  for (const FastpathMode mode : {FastpathMode::kAuto, FastpathMode::kOff}) {
+    TransferRequest request = rig.load();
+    request.fastpath = mode;
+    const TransferProgress done = rig.finish(request);
+    EXPECT_TRUE(done.status.ok()) << done.status.message();
+  }
+  EXPECT_EQ(this->control_.calls("captures ended"), 0);
+}
+
 TYPED_TEST(VendorFiles, RequestsBelowTheBoundDoNotTakeIt) {
   const auto data = pattern(4 * kMiB, 1);
   this->io_options_.fastpath_min_bytes = 2 * kMiB;

@@ -55,7 +55,33 @@ TEST_P(GpuFaults, EveryStepOfOpeningMayFail) {
   EXPECT_EQ(open_driver().error(), ENODEV);
 }
 
-TEST_P(GpuFaults, ImportedMemoryStaysMappedWhileAGraphIsCaptured) {
+// A program may capture a graph while any of its threads attaches, copies or lets go.
+TEST_P(GpuFaults, CallsDoNotEndTheProgramsCaptures) {
+  open({.program_captures = true});
+  // Other tests have bound the first thread, which changes its mode for good.
+  std::thread([&] {
+    const Filled filled = fill(1);
+    expect_content(filled, 0, kGranule);
+    if (device().check_sharing().ok()) {
+      auto imported = must(device().create_import(kGranule, ImportAccess::kRead));
+      for (const auto& piece : must(filled.memory->export_memory(0, UINT64_MAX, SIZE_MAX, false))) {
+        EXPECT_OK(imported->add(piece));
+      }
+    }
+    auto stream = must(device().create_stream());
+    auto event = must(device().create_event());
+    EXPECT_OK(stream->record(*event));
+    EXPECT_OK(event->query().status());
+    EXPECT_OK(event->synchronize());
+    std::vector<std::byte> pinned(kMiB);
+    EXPECT_OK(device().pin(pinned.data(), pinned.size()));
+    EXPECT_OK(device().unpin(pinned.data()));
+    EXPECT_EQ(fake().capture_mode(), 0) << "the thread's own mode comes back";
+  }).join();
+  EXPECT_EQ(fake().calls("captures ended"), 0);
+}
+
+TEST_P(GpuFaults, ImportedMemoryStaysMappedWhileNothingCanWait) {
   open();
   Filled filled = fill(1);
   const auto import = [&]() -> std::unique_ptr<ImportedRange> {
@@ -70,6 +96,7 @@ TEST_P(GpuFaults, ImportedMemoryStaysMappedWhileAGraphIsCaptured) {
   auto second = import();
   const FakeGpuState both = fake_state();
   constexpr int kStreamCaptureUnsupported = 900;
+  fail({"cuMemAlloc_v2", "hipMalloc"}, 1, api::kOutOfMemory);
   fail({"cuCtxSynchronize", "hipDeviceSynchronize"}, 1, kStreamCaptureUnsupported);
   first.reset();
   EXPECT_EQ(fake_state().mappings, both.mappings);

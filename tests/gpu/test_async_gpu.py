@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.data import KIB, MIB, assert_same, noise
+from support.mounting import Mounter
 
+import gpufs
 from gpufs import engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
@@ -259,6 +262,36 @@ def test_closing_with_a_paused_stream(cuda: Cuda, gpu: engine.Engine, file: engi
     cuda.synchronize(stream)
     cuda.destroy(stream)
     cuda("cuMemFreeHost", host)
+
+
+def test_captures_survive_what_other_threads_do(
+    cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, mount: Mounter
+) -> None:
+    """A graph that the program captures in CUDA's default mode is whole after copies, attaching and closing."""
+    weights = mount().path / "gpu0/weights"
+    weights.write_bytes(DATA)
+    attached = gpufs.attach(weights)
+    memory = device_memory(cuda, gpu, len(DATA))
+    captured, side = cuda.stream(), cuda.stream()
+
+    def work() -> None:
+        assert file.read(memory) == len(DATA)
+        assert file.read_async(memory, len(DATA), stream=side).result(60) == len(DATA)
+        gpufs.attach(weights, "r+").close()
+        gpufs.attach(weights, "c").close()
+        attached.close()
+
+    with engine.Cells(gpu, 2) as cells, ThreadPoolExecutor(1) as pool:
+        graph, nodes = ctypes.c_void_p(), ctypes.c_size_t()
+        cuda("cuStreamBeginCapture_v2", ctypes.c_void_p(captured), 0)
+        cuda.launch("store", captured, cells.device_address, 1)
+        pool.submit(work).result(60)
+        cuda.launch("store", captured, cells.device_address + 8, 2)
+        cuda("cuStreamEndCapture", ctypes.c_void_p(captured), ctypes.byref(graph))
+        cuda("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
+        assert nodes.value == 2
+        cuda("cuGraphDestroy", graph)
+    cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
 
 
 def test_default_streams_and_capture(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:

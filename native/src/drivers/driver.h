@@ -248,8 +248,8 @@ class Device {
   [[nodiscard]] virtual const DeviceInfo& info() const = 0;
   virtual Result<MemoryInfo> memory() = 0;
 
-  // Makes the device current on the calling thread until another one is bound there: calls are cheaper then, and the
-  // vendors' calls for files need it. Cheap if the device is current already.
+  // Makes the device current on the calling thread, which is one of ours, until another one is bound there: calls are
+  // cheaper then, and the vendors' calls for files need it. Cheap if the device is current already.
   virtual Status bind_thread() = 0;
 
   // OK while the device works; after a failure that put it out of service, that failure for ever.

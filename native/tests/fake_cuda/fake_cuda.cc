@@ -102,9 +102,10 @@ void read_state(FakeGpuState* state) {
   state->contexts = retained_contexts();
 }
 void hold(bool held) { fake_gpu::machine().hold(held); }
+int capture_mode() { return fake_gpu::capture_mode; }
 void share_queues() { fake_gpu::machine().share_queues(); }
 
-constexpr FakeCudaControl kControl{{reset, fail, calls, read_state, hold, share_queues, current_device}, depth};
+constexpr FakeCudaControl kControl{{reset, fail, calls, read_state, hold, share_queues, current_device, capture_mode}, depth};
 
 api::Code attribute_of(const FakeGpuSetup& setup, int attribute, int* value) {
   switch (attribute) {
@@ -278,6 +279,7 @@ api::Code cuStreamGetCtx(api::Stream handle, CuContext* context) {
   return give(context, &contexts.at(static_cast<std::size_t>(stream->device)));
 }
 
+CALL(cuThreadExchangeStreamCaptureMode, (int* mode), fake_gpu::Machine::exchange_capture_mode(mode))
 ON_DEVICE(cuStreamIsCapturing, (api::Stream /*stream*/, int* capturing), m.is_capturing(capturing))
 ON_DEVICE(cuEventCreate, (api::Event * event, unsigned flags), m.create_event(event, flags))
 CALL(cuEventDestroy_v2, (api::Event event), m.destroy_event(event))

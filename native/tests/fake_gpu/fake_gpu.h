@@ -15,6 +15,10 @@ struct FakeGpuSetup {
   bool peers = true;
   bool stream_waits = true;  // streams can wait for a value in memory that is merely pinned
   bool capturing = false;    // every stream is being captured into a graph
+  // The program captures a stream that the tests do not see, in the default mode: calls that wait, allocate or free are
+  // refused on threads whose own mode is not relaxed, and those that wait for the whole device always. Each such call
+  // ends the capture, and is counted as "captures ended".
+  bool program_captures = false;
   // CUDA alone:
   bool export_descriptors = true;
   bool managed = false;  // all memory claims to be managed memory
@@ -57,4 +61,6 @@ struct FakeGpuControl {
   void (*share_queues)();
   // The device current on the calling thread, -1 if none.
   int (*current)();
+  // The calling thread's capture mode, 0 unless somebody has changed it.
+  int (*capture_mode)();
 };

@@ -31,6 +31,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -203,6 +204,8 @@ inline std::vector<std::string> split(const char* text, char separator) {
 
 // Whether this thread is in a function of call_host(), from which the vendors allow no call.
 inline thread_local bool in_host_function = false;
+inline thread_local int capture_mode = api::kCaptureGlobal;
+constexpr api::Code kCaptureUnsupported = 900;
 
 class Machine {
  public:
@@ -297,6 +300,10 @@ class Machine {
       std::fprintf(stderr, "%s: %s was called in a host function\n", vendor_.prefix.c_str(), symbol);
       return api::kNotPermitted;
     }
+    if (setup.program_captures && ends_captures(symbol)) {
+      ++calls_["captures ended"];
+      return kCaptureUnsupported;
+    }
     const auto fault = faults_.find(symbol);
     if (fault == faults_.end()) return api::kSuccess;
     if (fault->second.skip > 0) {
@@ -333,6 +340,10 @@ class Machine {
     *value = setup.peers && a != b ? 1 : 0;
     return api::kSuccess;
   }
+  static api::Code exchange_capture_mode(int* mode) {
+    std::swap(capture_mode, *mode);
+    return api::kSuccess;
+  }
   api::Code is_capturing(int* capturing) const {
     *capturing = setup.capturing ? 1 : 0;
     return api::kSuccess;
@@ -359,6 +370,7 @@ class Machine {
   }
   api::Code free(std::unique_lock<std::mutex>& lock, Address address) {
     wait_for_blocked(lock, 0);
+    synchronize(lock);
     const auto allocation = allocations_.find(address);
     if (allocation == allocations_.end() || allocation->second.fd < 0) return api::kInvalidValue;
     ::munmap(pointer(address), allocation->second.bytes);
@@ -861,6 +873,17 @@ class Machine {
       if (vendor_.piece_by_piece && at != end) return false;
     }
     return true;
+  }
+
+  // As seen on an H100.
+  static bool ends_captures(std::string_view symbol) {
+    if (symbol == "cuCtxSynchronize" || symbol == "hipDeviceSynchronize") return true;
+    if (capture_mode == api::kCaptureRelaxed) return false;
+    constexpr std::string_view kUnsafe[] = {
+        "cuEventQuery",        "cuEventSynchronize",    "cuStreamSynchronize",  "cuMemAlloc_v2", "cuMemFree_v2",
+        "cuMemHostRegister_v2", "cuMemHostUnregister",  "hipEventQuery",        "hipEventSynchronize",
+        "hipStreamSynchronize", "hipMalloc",            "hipFree",              "hipHostRegister", "hipHostUnregister"};
+    return std::find(std::begin(kUnsafe), std::end(kUnsafe), symbol) != std::end(kUnsafe);
   }
 
   // Whether streams are being captured: then the work is counted as a node of the graph and not done.

@@ -219,6 +219,7 @@ void fail(const char* symbol, int n, int code, int times) { fake_gpu::machine().
 int calls(const char* symbol) { return fake_gpu::machine().calls(symbol); }
 void read_state(FakeGpuState* state) { *state = fake_gpu::machine().state(); }
 void hold(bool held) { fake_gpu::machine().hold(held); }
+int capture_mode() { return fake_gpu::capture_mode; }
 void share_queues() { fake_gpu::machine().share_queues(); }
 
 void plan_file_call(const FakeHipFilePlan* plan) {
@@ -238,7 +239,7 @@ unsigned last_pin_flags() {
   return files().pin_flags;
 }
 
-constexpr FakeHipControl kControl{{reset, fail, calls, read_state, hold, share_queues, read_current},
+constexpr FakeHipControl kControl{{reset, fail, calls, read_state, hold, share_queues, read_current, capture_mode},
                                   plan_file_call,
                                   read_file_calls,
                                   last_pin_flags};
@@ -342,6 +343,7 @@ api::Code hipStreamGetDevice(api::Stream handle, int* device) {
   return stream == nullptr ? api::kInvalidHandle : give(device, stream->device);
 }
 
+CALL(hipThreadExchangeStreamCaptureMode, (int* mode), fake_gpu::Machine::exchange_capture_mode(mode))
 CALL(hipStreamIsCapturing, (api::Stream /*stream*/, int* capturing), m.is_capturing(capturing))
 ON_DEVICE(hipHostGetDevicePointer, (void** seen, void* address, unsigned flags),
           m.address_of_pinned(seen, address, flags))

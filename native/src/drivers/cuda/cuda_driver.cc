@@ -156,7 +156,7 @@ class CudaDevice final : public gpu::GpuDevice {
     CuContext popped = nullptr;
     library_.context_pop(&popped);
   }
-  Status bind_thread() override {
+  Status bind() override {
     CuContext current = nullptr;
     Status status = call(library_.context_get, &current);
     if (!status.ok() || current == context_) return status;

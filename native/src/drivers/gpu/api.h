@@ -40,6 +40,9 @@ enum : Code {
 // Streams up to this number are default streams of the current device: null (0), legacy (1), per thread (2).
 inline constexpr std::uintptr_t kLastDefaultStream = 2;
 
+// What a thread's calls do to the graphs that other threads capture: see Current.
+enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
+
 enum : int {
   kAllocationPinned = 1,
   kLocationDevice = 1,

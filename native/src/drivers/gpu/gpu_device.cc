@@ -351,6 +351,13 @@ Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
 
 // ---- streams and synchronous copies ----
 
+// For good, since the thread is ours: see Current.
+Status GpuDevice::bind_thread() {
+  int mode = api::kCaptureRelaxed;
+  if (const auto& exchange = functions().exchange_capture_mode) exchange(&mode);
+  return bind();
+}
+
 Result<std::unique_ptr<Stream>> GpuDevice::create_stream() { return GpuStream::create(shared_from_this()); }
 
 Result<std::unique_ptr<Event>> GpuDevice::create_event() { return GpuEvent::create(shared_from_this()); }
@@ -407,9 +414,16 @@ Status GpuDevice::run(Queue queue) {
   return status.ok() ? work.finish() : status;
 }
 
+// Freeing memory waits for all that is queued on the device, by any stream, and unlike the vendors' function for just
+// that it leaves graphs alone that the program captures: that one fails and ends their capture, in each capture mode.
+// It is the way left if the device has no byte free.
 Status GpuDevice::try_synchronize() {
   const Current current(*this);
-  if (!current.status().ok() || !functions().synchronize) return current.status();
+  if (!current.status().ok()) return current.status();
+  DeviceAddress byte = 0;
+  if (functions().memory_allocate(&byte, 1) == api::kSuccess) {
+    return check(functions().memory_free.symbol(), functions().memory_free(byte));
+  }
   return check(functions().synchronize.symbol(), functions().synchronize());
 }
 
@@ -512,9 +526,11 @@ Current::Current(GpuDevice& device) : device_(device), status_(device.health()) 
   Result<bool> changed = device_.make_current(&before_);
   status_ = changed.status();
   changed_ = changed.ok() && changed.value();
+  if (const auto& exchange = device_.functions().exchange_capture_mode) exchange(&capture_mode_);
 }
 
 Current::~Current() {
+  if (capture_mode_ != api::kCaptureRelaxed) device_.functions().exchange_capture_mode(&capture_mode_);
   if (changed_) device_.restore(before_);
 }
 

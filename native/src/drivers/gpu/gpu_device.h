@@ -45,6 +45,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Result<std::unique_ptr<Event>> create_event() override;
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
+  Status bind_thread() override;
   void synchronize() override { static_cast<void>(try_synchronize()); }
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
@@ -101,8 +102,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   // Gives this device alone access.
   Status allow_own(DeviceAddress address, std::uint64_t bytes, bool writable);
   // Drops a range that shows memory of another program. Tensors are freed while kernels that read them are still
-  // queued, and unmapping does not wait for those, so this waits. While the program captures a graph, waiting is
-  // impossible: then it is left to the next call, or to the end of the process.
+  // queued, and unmapping does not wait for those, so this waits. Where waiting is impossible, it is left to the next
+  // call, or to the end of the process.
   void unmap_when_idle(std::shared_ptr<AddressRange> range);
 
   // Streams for synchronous work, each lent to one thread at a time, so that no thread waits for another's copy.
@@ -114,6 +115,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   // Makes the device current on this thread. True if another one was, which `before` then names for restore().
   virtual Result<bool> make_current(std::uint64_t* before) = 0;
   virtual void restore(std::uint64_t before) = 0;
+  // Makes the device current for bind_thread(), which has made this thread's capture mode relaxed.
+  virtual Status bind() = 0;
   // Whether the vendor reports the device of a stream.
   [[nodiscard]] virtual bool reports_streams() const = 0;
   // Whether a stream of the program's is this device's. A default stream is that of the device that is current. EINVAL:
@@ -155,7 +158,6 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   friend Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
                                                       const DriverOptions& options, const OpenDevice& open);
 
-  // Fails while the program captures a graph.
   Status try_synchronize();
   // EXDEV, EINVAL.
   Status check_stream(api::Stream stream, bool certain);
@@ -189,8 +191,12 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   std::set<int> enabled_peers_;
 };
 
-// Makes the device current on this thread while it lives, and restores what was current before. Costs one cheap call if
-// the device is current already.
+// Makes the device current on this thread while it lives, and restores what was current before. Costs two cheap calls
+// if the device is current already.
+//
+// Meanwhile the thread's capture mode is relaxed. While a program captures a graph in the default mode (as torch does),
+// a call by any of its threads that waits, allocates or frees would fail and end the capture otherwise. Those rules
+// protect programs from such calls between the kernels that they capture; ours only concern our own streams.
 class Current {
  public:
   explicit Current(GpuDevice& device);
@@ -205,6 +211,7 @@ class Current {
   Status status_;
   std::uint64_t before_ = 0;
   bool changed_ = false;
+  int capture_mode_ = api::kCaptureRelaxed;  // to set next: the thread's own in between
 };
 
 // A stream for synchronous work on a thread where the device is current: queue on get(), then finish(), which waits for

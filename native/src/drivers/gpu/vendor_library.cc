@@ -82,6 +82,7 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   optional(f.memory_import, "cuMemImportFromShareableHandle", "hipMemImportFromShareableHandle");
   optional(f.launch_host, "cuLaunchHostFunc", "hipLaunchHostFunc");
   optional(f.stream_capturing, "cuStreamIsCapturing", "hipStreamIsCapturing");
+  optional(f.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode");
   optional(f.host_address, "cuMemHostGetDevicePointer_v2", "hipHostGetDevicePointer");
   optional(f.pointer_attribute, "cuPointerGetAttribute", "hipPointerGetAttribute");
   optional(f.address_range, "cuMemGetAddressRange_v2", "hipMemGetAddressRange");

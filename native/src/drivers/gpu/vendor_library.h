@@ -97,6 +97,7 @@ struct Functions {
   Function<Handle*, void*, int> memory_import;
   Function<api::Stream, HostFunction, void*> launch_host;
   Function<api::Stream, int*> stream_capturing;
+  Function<int*> exchange_capture_mode;  // of the calling thread
   Function<DeviceAddress*, void*, unsigned> host_address;
   Function<void*, int, DeviceAddress> pointer_attribute;
   Function<DeviceAddress*, std::size_t*, DeviceAddress> address_range;

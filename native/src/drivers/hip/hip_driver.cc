@@ -107,7 +107,7 @@ class HipDevice final : public gpu::GpuDevice {
     return true;
   }
   void restore(std::uint64_t before) override { library_.device_set(static_cast<int>(before)); }
-  Status bind_thread() override {
+  Status bind() override {
     std::uint64_t before = 0;
     return make_current(&before).status();
   }
