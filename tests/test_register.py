@@ -146,6 +146,34 @@ def test_copies_to_and_from_other_files(root: Path, tmp_path: Path) -> None:
         assert (tmp_path / "disk").read_bytes() == content[::-1]
 
 
+def test_cp_overwrites_registered_memory(root: Path, tmp_path: Path) -> None:
+    """All of it, also where the source has holes; a source of another size changes nothing."""
+    size = 5 * MIB + 3
+    array = shared_array(noise(size))
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(size)
+        file.seek(2 * MIB)
+        file.write(b"data")
+    run("cp", "--sparse=always", tmp_path / "sparse", root / "sparse")
+    (tmp_path / "short").write_bytes(b"short")
+    (tmp_path / "long").write_bytes(bytes(size + 1))
+    wanted = (tmp_path / "sparse").read_bytes()
+    with gpufs.register(array, root / "live"):
+        for source in (tmp_path / "sparse", root / "sparse"):
+            array[:] = 7
+            run(*GPUFS, "cp", source, root / "live")
+            assert array.tobytes() == wanted, source
+        array[:] = 7
+        run(*GPUFS, "cp", "-", root / "live", input=wanted, text=False, errors=None)
+        assert array.tobytes() == wanted
+        array[:] = 7
+        for name in ("short", "long"):
+            with pytest.raises(gpufs.CopyError) as refused:
+                gpufs.copy(tmp_path / name, root / "live")
+            assert refused.value.errno == errno.EPERM
+        assert (array == 7).all()
+
+
 def test_the_size_is_fixed(root: Path) -> None:
     array = shared_array(noise(MIB))
     path = root / "live"

@@ -131,6 +131,7 @@ class CopyJob:
         self.refusals: tuple[str, ...] = ()
         self.synced = False
         self._emptied = False
+        self._keeps_size = False  # the destination is registered memory, whose size nobody can change
         self._began = time.monotonic()
         self._reported = 0.0
 
@@ -208,6 +209,8 @@ class CopyJob:
         source, destination = self.before.st_dev, self.after.st_dev
         if self.stream:
             self.from_stream()
+            if self._keeps_size:
+                self._check_fills()
         elif source in self.mounts and source == destination:
             self.by_kernel()
         elif source not in self.mounts and destination not in self.mounts:
@@ -241,10 +244,22 @@ class CopyJob:
         self.total = self.before.st_size
 
     def empty(self) -> None:
-        """Truncates the destination."""
+        """Truncates the destination. Registered memory is overwritten as a whole instead."""
         if stat.S_ISREG(self.after.st_mode):
-            os.ftruncate(self.destination_fd, 0)
+            try:
+                os.ftruncate(self.destination_fd, 0)
+            except PermissionError:
+                self._keeps_size = True
+                if not self.stream:
+                    self._check_fills()
+                return
         self._emptied = True
+
+    def _check_fills(self) -> None:
+        size, given = self.after.st_size, self.done if self.stream else self.total
+        if given != size:
+            text = f"registered memory keeps its size, {size} bytes, and the source has {given}"
+            raise OSError(errno.EPERM, f"{text}: dd conv=notrunc writes a part")
 
     def clean_up(self, *, partial: bool) -> str:
         """After a failure: what becomes of the destination, also in words."""
@@ -254,7 +269,7 @@ class CopyJob:
             self.done = 0
             return ""
         if not self._emptied:
-            return ""
+            return f"{self._amount()} were copied" if self.done else ""
         try:
             if statx.refresh(self.destination_fd) > self.done:
                 os.ftruncate(self.destination_fd, self.done)
@@ -379,7 +394,7 @@ class CopyJob:
     def through_mount(self) -> None:
         """Reads and writes, from where the copy is up to the end of the source; its holes stay holes."""
         buffer = memoryview(bytearray(min(_STREAM_BYTES, max(self.total - self.done, 4096))))
-        holes = _ends.may_have_holes(self.source_fd, self.destination_fd)
+        holes = not self._keeps_size and _ends.may_have_holes(self.source_fd, self.destination_fd)
         data_end = self.done
         while True:
             self.check_cancelled()

@@ -264,8 +264,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "io_fastpath_min_bytes",
         kinds.size(0, 1 << 40),
         0,
-        "Copies of fewer bytes go through host memory, unless io_fastpath is require. Worth a try where most copies are "
-        "small: hipFile's authors report poor speed of direct copies of 64K and less.",
+        "Copies of fewer bytes go through host memory, unless io_fastpath is require. Worth a try where most copies "
+        "are small: hipFile's authors report poor speed of direct copies of 64K and less.",
     ),
     Knob(
         "io_file_systems",
