@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gpufs.client import CopyError, CopyProgress, CopyResult, copy, copy_files, copy_to_each
     from gpufs.client._array import DeviceArray
     from gpufs.client._attach import attach
+    from gpufs.client._attach_many import attach_many
     from gpufs.client._register import Registration, register
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
     from gpufs.reports import DeviceStatus, MountStatus, mounts, status
@@ -27,6 +28,7 @@ _MODULES = {
     "OwnedMount": "owned_mount",
     "Registration": "client._register",
     "attach": "client._attach",
+    "attach_many": "client._attach_many",
     "mount": "owned_mount",
     "mounts": "reports",
     "register": "client._register",
@@ -45,6 +47,7 @@ __all__ = [
     "Registration",
     "__version__",
     "attach",
+    "attach_many",
     "copy",
     "copy_files",
     "copy_to_each",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from errno import EBUSY
+from errno import EBUSY, EINVAL, EISDIR, ENOENT, EOPNOTSUPP, EXDEV
 from pathlib import Path
 
 import numpy
@@ -83,3 +83,86 @@ def test_copy_on_write_stays_private(mount: Mounter, driver: str, trusting: bool
         assert ctypes.string_at(other.address, 5 * MIB) == noise(5 * MIB)
         assert path.read_bytes() == noise(5 * MIB)
         assert errno_of(os.truncate, path, 0) == EBUSY or driver != "host"
+
+
+# ---- many files ----
+
+
+def bytes_of(array: gpufs.DeviceArray) -> bytes:
+    return ctypes.string_at(array.address, array.nbytes)
+
+
+@pytest.fixture
+def readable(driver: str) -> None:
+    if driver != "host" and "FAKE_KERNEL_ROOT" not in os.environ:
+        pytest.skip("only a fake GPU's memory is read here; tests/gpu has the test for real ones")
+
+
+@pytest.mark.usefixtures("readable")
+def test_many_files_are_attached_in_their_order(mount: Mounter, driver: str) -> None:
+    """Small ones on two devices, empty and linked ones, and one that is large enough to be attached itself."""
+    mounted = mount(*OPTIONS.get(driver, []), "--devices", "2", memory=256 * MIB)
+    contents = {f"gpu{number % 2}/{number}": noise(number * 7, number) for number in range(300)}
+    contents["gpu0/large"] = noise(3 * MIB)
+    for name, content in contents.items():
+        (mounted.path / name).write_bytes(content)
+    (mounted.path / "gpu1/link").symlink_to("../gpu0/200")
+    contents["gpu1/link"] = contents["gpu0/200"]
+    arrays = gpufs.attach_many(mounted.path / name for name in contents)
+    assert [bytes_of(array) for array in arrays] == list(contents.values())
+    assert [array.path for array in arrays] == [str(mounted.path / name) for name in contents]
+    devices = {array.path: array.device for array in arrays}
+    assert devices[str(mounted.path / "gpu1/1")] == ("cpu" if driver == "host" else f"{driver}:1")
+    assert devices[str(mounted.path / "gpu1/link")] == ("cpu" if driver == "host" else f"{driver}:0")
+    (lease,) = leases(mounted)
+    assert Path(lease["path"]).name == "large"
+    for array in arrays:
+        assert array.private == (array.nbytes < 2 * MIB)
+        assert array.address % 256 == 0
+    assert errno_of(arrays[5].refresh) == EOPNOTSUPP
+    kept = arrays[7][8:]
+    del arrays, array
+    assert bytes_of(kept) == contents["gpu1/7"][8:]
+    assert leases(mounted) == [] or driver != "host"
+
+
+@pytest.mark.usefixtures("readable")
+def test_many_files_that_are_written_to(mount: Mounter, driver: str) -> None:
+    """Mode "c" leaves the files alone, and "r+" is their memory."""
+    mounted = mount(*OPTIONS.get(driver, []), memory=256 * MIB)
+    paths = [mounted.device / str(number) for number in range(3)]
+    for path in paths:
+        path.write_bytes(b"before")
+    for array in gpufs.attach_many(paths, "c"):
+        ctypes.memset(array.address, ord("c"), 6)
+        assert bytes_of(array) == b"cccccc"
+    assert [path.read_bytes() for path in paths] == [b"before"] * 3
+    for array in gpufs.attach_many(paths, "r+"):
+        assert not array.private
+        ctypes.memset(array.address, ord("w"), 6)
+    assert [path.read_bytes() for path in paths] == [b"wwwwww"] * 3
+
+
+def test_many_files_of_which_one_is_missing(mount: Mounter, driver: str, tmp_path: Path) -> None:
+    """The error names the file, whatever is wrong with it, and nothing stays attached."""
+    mounted = mount(*OPTIONS.get(driver, []), memory=256 * MIB)
+    (mounted.device / "small").write_bytes(b"small")
+    (mounted.device / "large").write_bytes(noise(3 * MIB))
+    os.mkfifo(mounted.device / "fifo")
+    (tmp_path / "elsewhere").write_bytes(b"elsewhere")
+    wrong = {
+        mounted.device / "missing": ENOENT,
+        mounted.device: EISDIR,
+        mounted.device / "fifo": EINVAL,
+        tmp_path / "elsewhere": EXDEV,
+        mounted.path / ".gpufs/version": EINVAL,
+    }
+    for path, number in wrong.items():
+        with pytest.raises(OSError) as failed:
+            gpufs.attach_many([mounted.device / "large", mounted.device / "small", path])
+        assert (failed.value.errno, failed.value.filename) == (number, str(path))
+        del failed
+    assert leases(mounted) == [] or driver != "host"
+    with pytest.raises(ValueError, match="mode"):
+        gpufs.attach_many([], "w")
+    assert gpufs.attach_many([]) == []

@@ -6,12 +6,12 @@ import ctypes
 import math
 import operator
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
 from gpufs.client._elements import UINT8, ElementType, element_type
 
 if TYPE_CHECKING:
-    from gpufs.client._attach import Attachment
+    from gpufs.engine import Mapping
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
 
@@ -21,6 +21,19 @@ _HOST: Final = "host"
 _WORD: Final = 8  # the strictest alignment of an element in bytes
 _CUDA_ARRAY_VERSION: Final = 3
 _ARRAY_VERSION: Final = 3
+
+
+class AttachedFile(Protocol):
+    """The memory of a file, mapped into this process until nothing refers to this object."""
+
+    path: str
+    mode: str
+    driver: str
+    private: bool
+    size: int
+    mapping: Mapping
+
+    def refresh(self) -> None: ...
 
 
 class DeviceArray:
@@ -64,7 +77,7 @@ class DeviceArray:
 
     def __init__(
         self,
-        attached: Attachment,
+        attached: AttachedFile,
         offset: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
@@ -72,8 +85,8 @@ class DeviceArray:
         *,
         whole: bool = False,
     ) -> None:
-        self._attached: Attachment | None = attached
-        self._kept: Attachment | None = None  # after close(), for a consumer that relies on this object
+        self._attached: AttachedFile | None = attached
+        self._kept: AttachedFile | None = None  # after close(), for a consumer that relies on this object
         self._exported = False  # whether there may be such a consumer
         self._offset = offset
         self._shape = shape
@@ -85,9 +98,9 @@ class DeviceArray:
         self.private = attached.private
 
     @classmethod
-    def of(cls, attached: Attachment) -> Self:
-        """The bytes of a whole file."""
-        return cls(attached, 0, (attached.size,), (1,), UINT8, whole=True)
+    def of(cls, attached: AttachedFile, offset: int = 0) -> Self:
+        """The bytes of a whole file, which begin at an offset of the memory that is mapped."""
+        return cls(attached, offset, (attached.size,), (1,), UINT8, whole=True)
 
     # ---- what it is ----
 
@@ -280,7 +293,7 @@ class DeviceArray:
     def __reduce__(self) -> str:
         raise TypeError("a DeviceArray cannot be copied or pickled: attach the file in the other process")
 
-    def _open(self) -> Attachment:
+    def _open(self) -> AttachedFile:
         if self._attached is None:
             raise ValueError(f"the array of {self.path} is closed")
         return self._attached

@@ -19,7 +19,7 @@ from gpufs.protocol import COPY_ON_WRITE, MODES, READ, READ_WRITE
 if TYPE_CHECKING:
     from gpufs.engine import Mapping, SharedPiece
 
-_GRANULE: Final = 2 << 20
+GRANULE: Final = 2 << 20  # files below this size share memory with others
 # Addresses that are reserved so that a file can grow while it is attached.
 _RESERVE_FACTOR: Final = 4
 _LEAST_RESERVE: Final = 1 << 30
@@ -109,6 +109,12 @@ def _open_file(path: str, mode: str) -> int:
         os.close(named)
 
 
+def check_mode(mode: str) -> None:
+    """ValueError unless it is the mode of an attachment."""
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
+
+
 def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | None = None) -> DeviceArray:
     """Map the memory behind a file of a gpufs mount into this process, without a copy.
 
@@ -149,8 +155,7 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
     >>> weights = gpufs.attach("/mnt/gpufs/gpu0/weights")  # doctest: +SKIP
     >>> tensor = torch.from_dlpack(weights.view("bfloat16", (4096, -1)))  # doctest: +SKIP
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
+    check_mode(mode)
     name = os.fsdecode(path)
     try:
         fd = _open_file(name, mode)
@@ -182,7 +187,7 @@ def _map(
             if reserve is not None and reserve < answer.size:
                 raise ValueError(f"reserve: {reserve} is less than the {answer.size} bytes of {path}")
             wanted = max(_RESERVE_FACTOR * answer.size, _LEAST_RESERVE) if reserve is None else reserve
-            wanted = max(-(-wanted // _GRANULE), 1) * _GRANULE
+            wanted = max(-(-wanted // GRANULE), 1) * GRANULE
             try:
                 writable, private = mode == READ_WRITE, mode == COPY_ON_WRITE
                 mapping = Mapping(answer.driver, answer.pci_address, writable=writable, private=private, reserve=wanted)

@@ -69,6 +69,23 @@ def json_of(*words: str | Path) -> Any:
     return json.loads(subprocess.run([*GPUFS, *words, "--json"], check=True, capture_output=True).stdout)
 
 
+def test_many_small_files(gpu: GpufsMount) -> None:
+    """Their copies are tensors of their own, in one piece of memory."""
+    contents = [os.urandom(17 * number % 5000) for number in range(500)]
+    paths = [gpu.device / str(number) for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    free = torch.cuda.mem_get_info()[0]
+    for mode in ("r", "c"):
+        arrays = gpufs.attach_many(paths, mode)
+        assert [torch.from_dlpack(array).cpu().numpy().tobytes() for array in arrays] == contents
+    assert free - torch.cuda.mem_get_info()[0] <= 8 * MIB
+    torch.from_dlpack(arrays[1]).fill_(7)  # "c": this program's own
+    torch.cuda.synchronize()
+    assert torch.from_dlpack(arrays[2]).cpu().numpy().tobytes() == contents[2]
+    assert paths[1].read_bytes() == contents[1]
+
+
 def memory_held(gpu: GpufsMount) -> int:
     """The device memory of all files. (What statvfs calls used includes the contexts of other programs.)"""
     return sum(device["used_bytes"] for device in json_of("df", gpu.path))

@@ -1,0 +1,220 @@
+"""Attaching many files at once: small ones come as one copy, which costs a moment instead of a lease for each."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from gpufs.client import _daemons, _ends, _room
+from gpufs.client._array import DeviceArray
+from gpufs.client._attach import GRANULE, attach, check_mode
+from gpufs.client._outcome import text_of
+from gpufs.mounting import MountEntry
+from gpufs.protocol import READ, READ_WRITE
+
+if TYPE_CHECKING:
+    from gpufs.engine import Engine, Mapping
+
+_STATUS: Final = ".gpufs/status"
+_ALIGNMENT: Final = 256  # of each file in the copy, as allocations of the vendors have it
+_AT_ONCE: Final = 256  # files that are read before their contents are put together
+_SLICE: Final = 16  # files that a thread reads before it takes the next ones
+_THREADS: Final = 8
+_GATHERED_BYTES: Final = 64 << 20  # in one piece of memory, about
+
+_Place = tuple[int, str]  # st_dev of the mount, and the directory of a device
+
+
+@dataclass(eq=False, slots=True)
+class GatheredFile:
+    """The copy of one file, in memory that the copies of others share. All of it ends with the last of them."""
+
+    path: str
+    mode: str
+    driver: str
+    size: int
+    mapping: Mapping
+    private: bool = True
+
+    def refresh(self) -> NoReturn:
+        """Fails: a copy does not follow the file."""
+        raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again", self.path)
+
+
+@dataclass(slots=True)
+class _Small:
+    """A small file that has been read."""
+
+    number: int  # in the order of the caller
+    path: str
+    place: _Place
+    content: bytes
+
+
+def attach_many(paths: Iterable[str | os.PathLike[str]], mode: str = READ) -> list[DeviceArray]:
+    """Attach many files, of which the small ones are copied together.
+
+    A file of less than 2 MiB is read into memory of this program, on the device that it lies on: thousands of them take
+    a fraction of a second and little memory, where a lease for each would take seconds and 2 MiB. Larger files are
+    attached as by `gpufs.attach`, and so are all with mode "r+".
+
+    Parameters
+    ----------
+    paths
+        The files, on any gpufs mounts.
+    mode
+        "r", "c" or "r+", as for `gpufs.attach`. What is written to the copy of a small file ("c") stays in this
+        program.
+
+    Returns
+    -------
+    list of DeviceArray
+        The bytes of each file, in the order of ``paths``. A copy has ``private`` set, and does not follow the file. The
+        memory of copies ends when none of the arrays that share it is left.
+
+    Raises
+    ------
+    OSError
+        As `gpufs.attach`, for the first file that cannot be attached; nothing stays attached then.
+    ValueError
+        ``mode`` is none of "r", "r+" and "c".
+
+    Examples
+    --------
+    >>> shards = gpufs.attach_many(sorted(Path("/mnt/gpufs/gpu0/samples").iterdir()))  # doctest: +SKIP
+    """
+    check_mode(mode)
+    names = [os.fsdecode(path) for path in paths]
+    if mode == READ_WRITE:
+        return [attach(name, mode) for name in names]
+    arrays: list[DeviceArray | None] = [None] * len(names)
+    waiting: dict[_Place, list[_Small]] = {}
+    with _Devices() as devices:
+        for small in _read_small(names):
+            together = waiting.setdefault(small.place, [])
+            together.append(small)
+            if sum(len(one.content) for one in together) >= _GATHERED_BYTES:
+                _gather(waiting.pop(small.place), mode, devices, arrays)
+        for together in waiting.values():
+            _gather(together, mode, devices, arrays)
+    return [attach(name, mode) if array is None else array for name, array in zip(names, arrays, strict=True)]
+
+
+# ---- reading ----
+
+
+def _read_small(names: Sequence[str]) -> Iterator[_Small]:
+    """The small files among these, in their order."""
+    mounts = _daemons.mounts_by_device()
+    numbered = enumerate(names)
+    with ThreadPoolExecutor(_THREADS, "gpufs-attach") as pool:
+        while window := list(itertools.islice(numbered, _AT_ONCE)):
+            slices = [window[start : start + _SLICE] for start in range(0, len(window), _SLICE)]
+            for read in pool.map(lambda files: [_read(number, name, mounts) for number, name in files], slices):
+                yield from filter(None, read)
+
+
+def _read(number: int, name: str, mounts: dict[int, list[MountEntry]]) -> _Small | None:
+    try:
+        named = os.open(name, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
+        try:
+            status = os.fstat(named)
+            on_mount = mounts.get(status.st_dev)
+            if on_mount is None or not stat.S_ISREG(status.st_mode) or status.st_size >= GRANULE:
+                return None
+            place = _room.place_of(named, on_mount)
+            fd = os.open(_ends.path_of(named), os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(named)
+        try:
+            content = b"".join(iter(lambda: os.read(fd, status.st_size + 1), b""))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, text_of(error), name) from None
+    return _Small(number, name, (status.st_dev, place), content)
+
+
+# ---- the copy ----
+
+
+class _Devices:
+    """The devices of copies, each opened once for a call of attach_many()."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._found: dict[_Place, tuple[Engine, int]] = {}
+        self._reports: dict[int, dict[str, Any]] = {}
+
+    def __enter__(self) -> _Devices:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def find(self, place: _Place) -> tuple[Engine, int]:
+        """The device behind a directory of a mount: an engine of this process, and the number there."""
+        if place not in self._found:
+            self._found[place] = self._open(place)
+        return self._found[place]
+
+    def _open(self, place: _Place) -> tuple[Engine, int]:
+        from gpufs.engine import Engine
+
+        device, directory = place
+        if device not in self._reports:
+            mount = _daemons.mounts_by_device()[device][0]
+            with open(os.path.join(mount.mountpoint, _STATUS)) as file:
+                self._reports[device] = json.load(file)
+        report = self._reports[device]
+        wanted = next((one for one in report["devices"] if one["name"] == directory), None)
+        if wanted is None:
+            raise OSError(errno.EINVAL, "no device memory is behind the file")
+        if report["driver"] == "host":
+            return self._stack.enter_context(Engine("host", devices=1, memory_bytes=2 * _GATHERED_BYTES)), 0
+        chosen = [wanted["uuid"]] if wanted["uuid"] else 0
+        # Plain memory, which HIP takes where the kernel moves files, cannot be mapped by its descriptor.
+        engine = self._stack.enter_context(Engine(report["driver"], devices=chosen, hip_memory="virtual"))
+        for index, found in enumerate(engine.devices):
+            if found.info.pci_address == wanted["pci_address"]:
+                return engine, index
+        raise OSError(errno.ENODEV, f"this process does not see the GPU of {directory}")
+
+
+def _gather(files: list[_Small], mode: str, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
+    """Puts the contents of files of one device into one piece of its memory, and makes their arrays."""
+    ends = itertools.accumulate(-(-len(one.content) // _ALIGNMENT) * _ALIGNMENT for one in files)
+    offsets = [0, *ends]
+    contents = bytearray(max(offsets[-1], 1))
+    for one, offset in zip(files, offsets, strict=False):
+        contents[offset : offset + len(one.content)] = one.content
+    try:
+        engine, index = devices.find(files[0].place)
+        mapping = _copy(contents, engine, index, mode)
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, text_of(error), files[0].path) from None
+    for one, offset in zip(files, offsets, strict=False):
+        copy = GatheredFile(one.path, mode, engine.driver, len(one.content), mapping)
+        arrays[one.number] = DeviceArray.of(copy, offset)
+
+
+def _copy(contents: bytearray, engine: Engine, index: int, mode: str) -> Mapping:
+    """Maps fresh memory of a device with these contents."""
+    from gpufs.engine import Buffer, Lease, Mapping
+
+    reserve = -(-len(contents) // GRANULE) * GRANULE
+    address = engine.devices[index].info.pci_address
+    with Buffer(engine, index) as buffer:
+        buffer.write(0, contents)
+        with Lease(buffer) as lease:
+            mapping = Mapping(engine.driver, address, writable=False, private=mode != READ, reserve=reserve)
+            mapping.add(lease.pieces())
+            return mapping
