@@ -7,13 +7,13 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from gpufs.client import _daemons, _ends, _room
+from gpufs.client import _daemons, _room
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach, check_mode
 from gpufs.client._outcome import text_of
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 
 _STATUS: Final = ".gpufs/status"
 _ALIGNMENT: Final = 256  # of each file in the copy, as allocations of the vendors have it
-_AT_ONCE: Final = 256  # files that are read before their contents are put together
-_SLICE: Final = 16  # files that a thread reads before it takes the next ones
-_THREADS: Final = 8
 _GATHERED_BYTES: Final = 64 << 20  # in one piece of memory, about
 
+_Mounts = dict[int, list[MountEntry]]  # by st_dev
 _Place = tuple[int, str]  # st_dev of the mount, and the directory of a device
 
 
@@ -96,13 +94,21 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: str = READ) -> li
     if mode == READ_WRITE:
         return [attach(name, mode) for name in names]
     arrays: list[DeviceArray | None] = [None] * len(names)
+    mounts = _daemons.mounts_by_device()
     waiting: dict[_Place, list[_Small]] = {}
+    sizes: Counter[_Place] = Counter()  # of what waits
+    directories: dict[str, bool] = {}
     with _Devices() as devices:
-        for small in _read_small(names):
-            together = waiting.setdefault(small.place, [])
-            together.append(small)
-            if sum(len(one.content) for one in together) >= _GATHERED_BYTES:
+        # One thread: more of them contend for the interpreter, and are no faster.
+        for number, name in enumerate(names):
+            small = _read(number, name, mounts, directories)
+            if small is None:
+                continue
+            waiting.setdefault(small.place, []).append(small)
+            sizes[small.place] += len(small.content)
+            if sizes[small.place] >= _GATHERED_BYTES:
                 _gather(waiting.pop(small.place), mode, devices, arrays)
+                del sizes[small.place]
         for together in waiting.values():
             _gather(together, mode, devices, arrays)
     return [attach(name, mode) if array is None else array for name, array in zip(names, arrays, strict=True)]
@@ -111,36 +117,47 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: str = READ) -> li
 # ---- reading ----
 
 
-def _read_small(names: Sequence[str]) -> Iterator[_Small]:
-    """The small files among these, in their order."""
-    mounts = _daemons.mounts_by_device()
-    numbered = enumerate(names)
-    with ThreadPoolExecutor(_THREADS, "gpufs-attach") as pool:
-        while window := list(itertools.islice(numbered, _AT_ONCE)):
-            slices = [window[start : start + _SLICE] for start in range(0, len(window), _SLICE)]
-            for read in pool.map(lambda files: [_read(number, name, mounts) for number, name in files], slices):
-                yield from filter(None, read)
-
-
-def _read(number: int, name: str, mounts: dict[int, list[MountEntry]]) -> _Small | None:
+def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool]) -> _Small | None:
+    """A file with its contents, None if it is to be attached itself."""
     try:
-        named = os.open(name, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
+        fd = _open(name, mounts, directories)
+        if fd < 0:
+            return None
         try:
-            status = os.fstat(named)
-            on_mount = mounts.get(status.st_dev)
-            if on_mount is None or not stat.S_ISREG(status.st_mode) or status.st_size >= GRANULE:
+            status = os.fstat(fd)
+            if not _is_small(status, mounts):
                 return None
-            place = _room.place_of(named, on_mount)
-            fd = os.open(_ends.path_of(named), os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(named)
-        try:
-            content = b"".join(iter(lambda: os.read(fd, status.st_size + 1), b""))
+            place = _room.place_of(fd, mounts[status.st_dev])
+            parts = [os.read(fd, status.st_size + 1)]
+            while len(parts[-1]) > status.st_size:  # it has grown
+                parts.append(os.read(fd, status.st_size + 1))
         finally:
             os.close(fd)
     except OSError as error:
         raise OSError(error.errno or errno.EIO, text_of(error), name) from None
-    return _Small(number, name, (status.st_dev, place), content)
+    return _Small(number, name, (status.st_dev, place), b"".join(parts))
+
+
+def _open(name: str, mounts: _Mounts, directories: dict[str, bool]) -> int:
+    """Opens what may be a small file; -1 for what is not. ``directories``: those on our mounts, as far as known.
+
+    Looks first what it is, except in directories on our mounts: opening a device, say, has effects.
+    """
+    directory = os.path.dirname(name)
+    if directory not in directories:
+        directories[directory] = os.stat(directory or ".").st_dev in mounts
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    if directories[directory]:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # a link, perhaps to elsewhere
+                raise
+    return os.open(name, flags) if _is_small(os.stat(name), mounts) else -1
+
+
+def _is_small(status: os.stat_result, mounts: _Mounts) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_size < GRANULE and status.st_dev in mounts
 
 
 # ---- the copy ----
