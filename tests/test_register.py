@@ -12,11 +12,12 @@ import multiprocessing.shared_memory
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -553,6 +554,40 @@ def test_requests_that_are_forged(root: Path, tmp_path: Path, shared_mount: Gpuf
     os.close(memory)
     os.close(disk)
     assert shared_mount.alive()
+
+
+def test_sockets_of_pieces_that_are_forged(root: Path, shared_mount: GpufsMount) -> None:
+    """The socket in which a client passes on memory of a GPU: the daemon does not wait for it, and keeps nothing."""
+    good = protocol.encode(protocol.Pieces(1, [0], [2 * MIB]))
+    before = Snapshot.of(shared_mount.pid)
+    memory = os.memfd_create("memory")
+    os.ftruncate(memory, 2 * MIB)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, memory.to_bytes(4, sys.byteorder))]
+    cases: list[tuple[list[tuple[bytes, list[Any]]], int, bool]] = [
+        ([(good, rights)], socket.SOCK_SEQPACKET, False),
+        ([(good, rights)], socket.SOCK_STREAM, True),
+        ([(good, [])], socket.SOCK_SEQPACKET, True),
+        ([(b"x" * 100, rights)], socket.SOCK_SEQPACKET, True),
+        ([(good, rights)] * 1025, socket.SOCK_SEQPACKET, True),
+        ([(good, rights), (good, rights)], socket.SOCK_SEQPACKET, True),
+        ([], socket.SOCK_SEQPACKET, True),
+    ]
+    with open(root / "file", "xb") as file, greeted(shared_mount.path) as sock:
+        for number, (packets, kind, ended) in enumerate(cases, 1):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+            ours.setblocking(False)
+            with ours, theirs:
+                with suppress(BlockingIOError):
+                    for data, ancillary in packets:
+                        ours.sendmsg([data], ancillary)
+                if ended:
+                    ours.close()
+                request = protocol.Register(number, "descriptor", 0, 2 * MIB)
+                protocol.send(sock, request, [file.fileno(), theirs.fileno()])
+                assert answer(sock).error, (number, packets[:2])
+    os.close(memory)
+    assert (root / "file").stat().st_size == 0
+    wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 1, 10, "closed descriptors")
 
 
 def test_a_user_has_a_limited_number_of_registrations(root: Path) -> None:

@@ -283,7 +283,7 @@ class Connection:
         """Have a file show memory. Returns the registration's number. OSError if the daemon refuses."""
         self.check_peer()
         number = next(self._numbers)
-        fields = (share.kind, share.offset, size, share.writable, share.whole, share.pci_address, share.handle)
+        fields = (share.kind, share.offset, size, share.writable, share.pci_address, share.handle)
         with self._exclusive():
             try:
                 done = self._done(Register(number, *fields), [file] if share.fd < 0 else [file, share.fd])

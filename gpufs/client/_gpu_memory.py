@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from gpufs.client._shared_memory import Share
-from gpufs.protocol import HANDLE_BYTES
+from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, close_all, send_pieces
 
 # Attributes of a pointer; HIP has CUDA's numbers.
 _CONTEXT: Final = 1
@@ -31,8 +32,9 @@ _LIBRARIES: Final = {
 _PREFIXES: Final = {"cuda": "cu", "hip": "hip"}
 _NOT_SHAREABLE: Final = (
     "this memory was allocated so that no other process can map it. If torch allocated it with expandable segments, "
-    "start the program without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; memory of cudaMallocAsync "
-    "(backend:cudaMallocAsync, or a stream-ordered pool) cannot be shared either"
+    "start the program without TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0, or without expandable_segments:True in "
+    "PYTORCH_CUDA_ALLOC_CONF; memory of cudaMallocAsync (backend:cudaMallocAsync, or a stream-ordered pool) cannot be "
+    "shared either"
 )
 
 
@@ -91,23 +93,30 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
     if vendor.attribute(_MEMORY_TYPE, address) not in (_ON_DEVICE, None):
         raise OSError(errno.EINVAL, "this is pinned memory of the host, which cannot be shared")
     with vendor.current(address):
-        start, length = ctypes.c_uint64(0), ctypes.c_size_t(0)
-        if vendor.call("MemGetAddressRange", ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(address)):
-            raise OSError(errno.EFAULT, f"{address:#x} is not an address of this process's memory on a GPU")
-        offset = address - start.value
-        if offset + size > length.value:
-            raise OSError(errno.EINVAL, f"the memory is in several allocations: {_NOT_SHAREABLE}")
-        pci_address = _pci_address(vendor, address)
+        allocations = _allocations(vendor, address, size)
+        start = allocations[0][0]
+        offset, pci_address = address - start, _pci_address(vendor, address)
         handle = _IpcHandle()
         if (
-            vendor.attribute(_IPC_CAPABLE, address) in (1, None)
-            and vendor.call("IpcGetMemHandle", ctypes.byref(handle), start) == 0
+            len(allocations) == 1
+            and vendor.attribute(_IPC_CAPABLE, address) in (1, None)
+            and vendor.call("IpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start)) == 0
         ):
-            return Share("ipc", -1, offset, writable, 0, pci_address, bytes(handle.bytes))
-        fd = _export(vendor, address)
-        if fd is None:
-            raise OSError(errno.EINVAL, _NOT_SHAREABLE)
-        return Share("descriptor", fd, offset, writable, length.value, pci_address)
+            return Share("ipc", -1, offset, writable, pci_address, bytes(handle.bytes))
+        return Share("descriptor", _export_all(vendor, allocations), offset, writable, pci_address)
+
+
+def _allocations(vendor: _Vendor, address: int, size: int) -> list[tuple[int, int]]:
+    """Address and size of the allocations that the memory is in: torch's expandable segments have many in a row."""
+    found = []
+    at = address
+    while at < address + size:
+        start, length = ctypes.c_uint64(0), ctypes.c_size_t(0)
+        if vendor.call("MemGetAddressRange", ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(at)):
+            raise OSError(errno.EFAULT, f"{at:#x} is not an address of this process's memory on a GPU")
+        found.append((start.value, length.value))
+        at = start.value + length.value
+    return found
 
 
 def _pci_address(vendor: _Vendor, address: int) -> str:
@@ -116,6 +125,32 @@ def _pci_address(vendor: _Vendor, address: int) -> str:
     if ordinal is None or vendor.call("DeviceGetPCIBusId", text, ctypes.c_int(64), ctypes.c_int(ordinal)):
         return ""
     return text.value.decode().lower()
+
+
+def _export_all(vendor: _Vendor, allocations: list[tuple[int, int]]) -> int:
+    """A socket with descriptors of the physical memory of allocations, for the daemon to take."""
+    if len(allocations) > MAX_MEMORY_PIECES:
+        raise OSError(
+            errno.E2BIG,
+            f"the memory is in {len(allocations)} allocations, and at most {MAX_MEMORY_PIECES} can be shared: register "
+            "parts of it",
+        )
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        offset = 0
+        for start in range(0, len(allocations), MAX_PIECES):
+            pieces: list[tuple[int, int]] = []
+            try:
+                for address, length in allocations[start : start + MAX_PIECES]:
+                    fd = _export(vendor, address)
+                    if fd is None:
+                        raise OSError(errno.EINVAL, _NOT_SHAREABLE)
+                    pieces.append((fd, length))
+                offset = send_pieces(ours, offset, pieces)
+            finally:
+                close_all([fd for fd, _ in pieces])
+        return theirs.detach()
 
 
 def _export(vendor: _Vendor, address: int) -> int | None:

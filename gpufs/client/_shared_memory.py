@@ -24,14 +24,13 @@ _REMEDY: Final = "allocate it in multiprocessing.shared_memory.SharedMemory, or 
 class Share:
     """Memory as it is passed on: it begins ``offset`` bytes into what the descriptor or the handle stands for.
 
-    ``fd`` is this object's, -1 for none. ``whole``: for "descriptor", the size of the physical memory.
+    ``fd`` is this object's, -1 for none. For "descriptor" it is a socket with the pieces of the memory.
     """
 
     kind: ShareKind
     fd: int
     offset: int
     writable: bool = True
-    whole: int = 0
     pci_address: str = ""
     handle: bytes = b""
 

@@ -1,6 +1,7 @@
 """A mount's data plane and the inode table that both planes share."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from errno import EBUSY
 from operator import attrgetter
@@ -9,6 +10,7 @@ from typing import Any, Final, Literal
 from gpufs.engine._binding import Handle, check, failure, json_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
+from gpufs.engine._mapping import SharedPiece
 from gpufs.engine._native import ffi, lib
 
 RELATIME: Final[int] = lib.GPUFS_RELATIME
@@ -17,7 +19,7 @@ NOATIME: Final[int] = lib.GPUFS_NOATIME
 NO_LIMIT: Final[int] = lib.GPUFS_NO_LIMIT
 DEFAULT_LIMIT: Final[int] = lib.GPUFS_DEFAULT_LIMIT
 
-# How a program passes on memory: a file in memory, or on GPUs a descriptor of physical memory or the vendor's handle.
+# How a program passes on memory: a file in memory, or on GPUs descriptors of physical memory or the vendor's handle.
 _ShareKind = Literal["file", "descriptor", "ipc"]
 _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
     "file": lib.GPUFS_SHARE_FILE,
@@ -294,26 +296,28 @@ class Mount(Handle):
         offset: int,
         size: int,
         writable: bool,
-        whole: int = 0,
         handle: bytes = b"",
+        pieces: Sequence[SharedPiece] = (),
     ) -> None:
         """Makes memory of another program the contents of a file, whose size is fixed then.
 
-        ``fd``: the memory, which stays the caller's; -1 for "ipc", which has a ``handle`` instead. ``offset`` and
-        ``size`` in bytes; ``whole``: for "descriptor", the size of its physical memory. On return the kernel knows the
+        ``fd``: of the memory for "file", -1 otherwise; ``handle``: for "ipc"; ``pieces``: all the physical memory, for
+        "descriptor". Descriptors stay the caller's. ``offset`` and ``size`` in bytes. On return the kernel knows the
         new size. EngineError EBUSY unless the file is new, empty, and was opened for writing only by the call that
         created it; EINVAL, EACCES if the memory is not as described.
         """
+        listed = ffi.new("gpufs_shared_piece[]", [(piece.offset, piece.bytes, piece.fd, 0) for piece in pieces])
         memory = ffi.new(
             "gpufs_foreign_memory *",
             {
                 "kind": _SHARE_KINDS[kind],
                 "fd": fd,
                 "writable": writable,
-                "whole_bytes": whole,
                 "offset": offset,
                 "bytes": size,
                 "handle": handle.ljust(64, b"\0"),
+                "pieces": listed,
+                "piece_count": len(pieces),
             },
         )
         check(lib.gpufs_inode_register(self._handle, ino, memory))

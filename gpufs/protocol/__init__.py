@@ -5,6 +5,7 @@ a kind is there, and no other: both sides know the version they speak.
 """
 
 import errno
+import itertools
 import math
 import os
 import socket
@@ -21,6 +22,7 @@ VERSION: Final = 1
 MAX_MESSAGE: Final = 16384
 MAX_DESCRIPTORS: Final = 2  # in a client's message
 MAX_PIECES: Final = 253  # descriptors in one message of the daemon; the kernel takes no more (SCM_MAX_FD)
+MAX_MEMORY_PIECES: Final = 1024  # of one registration
 MAX_TEXT: Final = 1024  # characters of a text in a message
 MAX_OFFSET: Final = (1 << 63) - 1
 
@@ -28,7 +30,7 @@ LOAD: Final = "load"  # from the host's file into the buffer
 STORE: Final = "store"  # from the buffer into the host's file
 FASTPATH: Final = ("auto", "off", "require")
 SYNC: Final = ("none", "data", "full")
-# How a client passes on its memory: a file in memory, a descriptor of a GPU's physical memory, the vendor's handle.
+# How a client passes on its memory: a file in memory, descriptors of a GPU's physical memory, the vendor's handle.
 ShareKind: TypeAlias = Literal["file", "descriptor", "ipc"]
 SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
 HANDLE_BYTES: Final = 64
@@ -142,9 +144,9 @@ class Cancel:
 class Register:
     """Makes memory of the client the contents of a file that it has just created.
 
-    Its descriptor comes with it, open for writing, and then that of the memory, unless ``kind`` is "ipc", which has a
-    ``handle``. The memory begins ``offset`` bytes into what the descriptor or the handle stands for. ``whole``: the
-    size of that for "descriptor". ``pci_address``: of the GPU, "" for memory of the host.
+    Its descriptor comes with it, open for writing. Then comes for "file" that of the memory, and for "descriptor" a
+    socket from which the daemon takes the memory's pieces (:func:`send_pieces`); "ipc" has a ``handle``. The memory
+    begins ``offset`` bytes into what these stand for. ``pci_address``: of the GPU, "" for memory of the host.
     """
 
     TYPE: ClassVar[str] = "register"
@@ -153,7 +155,6 @@ class Register:
     offset: Offset
     size: Annotated[int, _integer(1, MAX_OFFSET)]
     writable: Flag = True
-    whole: Offset = 0
     pci_address: Text = ""
     handle: Annotated[bytes, lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES)] = b""
 
@@ -400,3 +401,59 @@ def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptor
     if descriptors:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
     sock.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
+
+
+# ---- the pieces of a client's memory, which wait in a socket of their own ----
+
+
+def send_pieces(sock: socket.socket, offset: int, pieces: Sequence[tuple[int, int]]) -> int:
+    """Puts pieces of memory into a socket, for the daemon to take. Returns the end of the last one.
+
+    ``pieces``: descriptor and size in bytes of each, at most MAX_PIECES; the first is at ``offset``. OSError E2BIG if
+    the socket takes no more of them.
+    """
+    sizes = [size for _, size in pieces]
+    offsets = list(itertools.accumulate(sizes, initial=offset))
+    try:
+        send(sock, Pieces(1, offsets[:-1], sizes), [fd for fd, _ in pieces])
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS):
+            raise
+        text = "more pieces than may be under way: raise the limit of open files (ulimit -n)"
+        raise OSError(errno.E2BIG, text) from None
+    return offsets[-1]
+
+
+def receive_pieces(fd: int) -> list[tuple[int, int, int]]:
+    """The pieces in such a socket, which the client has filled and closed: offset, size and descriptor of each.
+
+    The descriptors are the caller's. Never waits. OSError EINVAL for anything else than such a socket, E2BIG for more
+    than MAX_MEMORY_PIECES.
+    """
+    found: list[tuple[int, int, int]] = []
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+                raise OSError(errno.EINVAL, "the memory does not come in a socket of packets")
+            sock.setblocking(False)
+            while True:
+                data, descriptors = receive(sock, MAX_PIECES)
+                if not data and not descriptors:
+                    return found
+                try:
+                    message = decode_server(data)
+                except OSError:
+                    message = None
+                if not isinstance(message, Pieces) or not (
+                    len(message.offsets) == len(message.sizes) == len(descriptors)
+                ):
+                    close_all(descriptors)
+                    raise OSError(errno.EINVAL, "the pieces of the memory are not as they should be")
+                found += zip(message.offsets, message.sizes, descriptors, strict=True)
+                if len(found) > MAX_MEMORY_PIECES:
+                    raise OSError(errno.E2BIG, f"the memory is in more than {MAX_MEMORY_PIECES} pieces")
+    except OSError as error:
+        close_all([descriptor for _, _, descriptor in found])
+        if error.errno in (errno.EAGAIN, errno.ENOTSOCK, errno.EPROTO):
+            raise OSError(errno.EINVAL, "the pieces of the memory are not as they should be") from None
+        raise

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from errno import EINVAL, EISDIR, ENODATA, ENOENT, EXDEV
 from typing import Final
 
-from gpufs.engine import Buffer, Lease, Mount
+from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.fs.tree import Tree
-from gpufs.protocol import COPY_ON_WRITE, Register
+from gpufs.protocol import COPY_ON_WRITE, Register, close_all, receive_pieces
 from gpufs.service._holders import Holder, HolderTable
 from gpufs.service._limits import Limits
 
@@ -101,7 +101,7 @@ class ServedMount:
         return free if info.room_bytes is None else min(free, info.room_bytes)
 
     def register(self, ino: int, wanted: Register, memory: int) -> None:
-        """Makes a client's memory the contents of a file. ``memory``: its descriptor, -1 where there is none.
+        """Makes a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
 
         OSError if the memory or the file is not what the client says, EXDEV if it is that of another device.
         """
@@ -113,13 +113,17 @@ class ServedMount:
             where = next((one.index for one in devices if one.info.pci_address == wanted.pci_address), None)
             remedy = f"its files are below gpu{where}" if where is not None else "this mount does not show that GPU"
             raise OSError(EXDEV, f"the memory is on another GPU ({wanted.pci_address}): {remedy}")
-        self.mount.inode_register(
-            ino,
-            wanted.kind,
-            memory,
-            offset=wanted.offset,
-            size=wanted.size,
-            writable=wanted.writable,
-            whole=wanted.whole,
-            handle=wanted.handle,
-        )
+        pieces = [SharedPiece(*piece) for piece in receive_pieces(memory)] if wanted.kind == "descriptor" else []
+        try:
+            self.mount.inode_register(
+                ino,
+                wanted.kind,
+                memory,
+                offset=wanted.offset,
+                size=wanted.size,
+                writable=wanted.writable,
+                handle=wanted.handle,
+                pieces=pieces,
+            )
+        finally:
+            close_all([piece.fd for piece in pieces])

@@ -401,17 +401,18 @@ gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text);
 /* Memory of another program, as that passed it on; nothing in it is trusted. */
 enum {
   GPUFS_SHARE_FILE = 0,       /* host: a descriptor of a file in memory */
-  GPUFS_SHARE_DESCRIPTOR = 1, /* GPUs: a descriptor of physical memory */
+  GPUFS_SHARE_DESCRIPTOR = 1, /* GPUs: descriptors of physical memory */
   GPUFS_SHARE_IPC = 2         /* GPUs: the vendor's handle of an allocation */
 };
 typedef struct {
   int32_t kind;
-  int32_t fd;           /* stays the caller's; not for IPC */
-  int32_t writable;     /* 0: writes to the file are EPERM */
-  uint64_t whole_bytes; /* DESCRIPTOR: of the physical memory */
-  uint64_t offset;      /* the memory begins so far into what the descriptor or the handle stands for */
+  int32_t fd;       /* FILE; stays the caller's */
+  int32_t writable; /* 0: writes to the file are EPERM */
+  uint64_t offset;  /* the memory begins so far into what the descriptors or the handle stand for */
   uint64_t bytes;
-  uint8_t handle[64]; /* IPC */
+  uint8_t handle[64];               /* IPC */
+  const gpufs_shared_piece* pieces; /* DESCRIPTOR: all physical memory, in order; the descriptors stay the caller's */
+  uint64_t piece_count;
 } gpufs_foreign_memory;
 
 /* Makes such memory the contents of a file, whose size is fixed then. The file must be new, empty, and open for writing

@@ -185,11 +185,9 @@ class RegisteredDescriptorTest : public RegisteredGpuTest {
     memory_->fix_in_place();
   }
   ForeignMemory exported(std::uint64_t offset, std::uint64_t bytes) {
-    std::vector<ExportedMemory> pieces = must(memory_->export_memory(0, 1, 1, true));
     ForeignMemory memory;
     memory.kind = ShareKind::kDescriptor;
-    memory.descriptor = std::move(pieces.at(0).descriptor);
-    memory.whole_bytes = pieces.at(0).bytes;
+    memory.pieces = must(memory_->export_memory(0, 1, 1, true));
     memory.offset = offset;
     memory.bytes = bytes;
     memory.writable = true;
@@ -211,26 +209,44 @@ TEST_P(RegisteredDescriptorTest, ShowsAPartOfPhysicalMemory) {
   EXPECT_TRUE(buffer->revoke(milliseconds(0)));
 }
 
+// As torch's expandable segments are. Here it is the same memory twice.
+TEST_P(RegisteredDescriptorTest, ShowsSeveralPiecesAsOne) {
+  ForeignMemory memory = exported(kInside, 0);
+  const std::uint64_t first = memory.whole_bytes();
+  ASSERT_EQ(first, kBytes);
+  for (ExportedMemory& piece : exported(0, 0).pieces) {
+    piece.offset += first;
+    memory.pieces.push_back(std::move(piece));
+  }
+  memory.bytes = memory.whole_bytes() - kInside;
+  const auto mapped =
+      std::make_shared<RegisteredBuffer>(context_, must(device().map_foreign(memory)), memory.bytes, true);
+  std::vector<std::byte> read(memory.bytes);
+  ASSERT_EQ(must(mapped->read(0, read)), read.size());
+  EXPECT_TRUE(std::equal(data_.begin() + kInside, data_.end(), read.begin()));
+  EXPECT_TRUE(std::equal(data_.begin(), data_.end(), read.end() - std::ssize(data_)));
+  EXPECT_TRUE(mapped->revoke(milliseconds(0)));
+}
+
 TEST_P(RegisteredDescriptorTest, RefusesForgedDescriptors) {
-  ForeignMemory forged = exported(0, kMiB);
-  forged.whole_bytes *= 2;
-  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
-  forged = exported(0, kMiB);
-  forged.whole_bytes = kMiB;  // no granule
-  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
-  forged.whole_bytes = 0;
-  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
-  forged = exported(0, kMiB);
-  forged.offset = forged.whole_bytes;
-  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
-  forged.offset = UINT64_MAX;
-  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
-  forged = exported(0, kMiB);
-  forged.descriptor = UniqueFd(::open("/dev/null", O_RDWR | O_CLOEXEC));
-  EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
-  forged.descriptor = UniqueFd();
-  EXPECT_FALSE(device().map_foreign(forged).ok());
-  EXPECT_OK(device().health());
+  const auto forge = [&](auto change) {
+    ForeignMemory forged = exported(0, kMiB);
+    change(forged);
+    EXPECT_EQ(device().map_foreign(forged).error(), EINVAL);
+    EXPECT_OK(device().health());
+  };
+  forge([](ForeignMemory& forged) { forged.pieces[0].bytes *= 2; });
+  forge([](ForeignMemory& forged) { forged.pieces[0].bytes = kMiB; });  // no granule
+  forge([](ForeignMemory& forged) { forged.pieces[0].bytes = 0; });
+  forge([](ForeignMemory& forged) { forged.pieces[0].offset = kGranule; });
+  forge([](ForeignMemory& forged) { forged.pieces.clear(); });
+  forge([](ForeignMemory& forged) { forged.offset = forged.whole_bytes(); });
+  forge([](ForeignMemory& forged) { forged.offset = UINT64_MAX; });
+  forge([](ForeignMemory& forged) { forged.pieces[0].descriptor = UniqueFd(); });
+  forge([](ForeignMemory& forged) { forged.pieces.push_back({forged.whole_bytes(), UINT64_MAX - kGranule + 1, {}}); });
+  forge([](ForeignMemory& forged) {
+    forged.pieces[0].descriptor = UniqueFd(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  });
 }
 
 class RegisteredHostTest : public ::testing::Test {

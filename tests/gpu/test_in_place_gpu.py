@@ -271,6 +271,33 @@ def test_a_live_tensor_is_a_file(gpu: GpufsMount) -> None:
             os.truncate(file, 0)
 
 
+def test_expandable_segments(gpu: GpufsMount) -> None:
+    """A tensor in hundreds of allocations, as torch makes them with this setting."""
+    text = """
+        import hashlib, sys
+        import gpufs, torch
+
+        before = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")  # so that it begins inside a segment
+        tensor = torch.randint(0, 256, (6 << 30,), dtype=torch.uint8, device="cuda")
+        with gpufs.register(tensor, sys.argv[1]):
+            print(hashlib.sha256(tensor.cpu().numpy()).hexdigest(), flush=True)
+            sys.stdin.readline()
+            print(int(tensor[-1]), flush=True)
+            sys.stdin.readline()
+    """
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    try:
+        with program(text, gpu.device / "live") as process:
+            expected = answer(process)
+            assert run("sha256sum", gpu.device / "live").stdout.split()[0] == expected
+            with open(gpu.device / "live", "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\x2a")
+            assert answer(process, "written") == "42"
+    finally:
+        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+
+
 def test_an_exporter_killed_during_a_copy(gpu: GpufsMount, tmp_path: Path) -> None:
     """Readers get the right bytes or an error, never others, and nothing stays behind."""
     file = gpu.device / "dying"

@@ -2,7 +2,8 @@
 
 Usage: python -m support.fake_program cuda|hip PATH BYTES OFFSET KIND     It prints "ready" or the failure, and then
 serves lines on standard input: "write OFFSET HEX", "read OFFSET BYTES", "close", "end".
-KIND: plain (one allocation), virtual (mapped physical memory), pinned (of the host).
+KIND: plain (one allocation), virtual (mapped physical memory), pieces (the same, 2 MiB at a time, as torch's expandable
+segments), pinned (of the host).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ HIP = {
     "access": "hipMemSetAccess",
     "pin": "hipHostRegister",
 }
+_GRANULE = 2 << 20
 
 
 def must(code: int) -> None:
@@ -54,14 +56,17 @@ def allocate(driver: str, size: int, kind: str) -> int:
         must(library[names["pin"]](memory, ctypes.c_size_t(size), 1))
         return ctypes.addressof(memory)
     address = ctypes.c_uint64()
-    if kind == "virtual":
+    if kind in ("virtual", "pieces"):
         size64, zero, handle = ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64()
         # Pinned memory of device 0 that can be exported as a descriptor; access of device 0 for reading and writing.
         properties, access = (ctypes.c_int * 8)(1, 1, 1, 0), (ctypes.c_int * 3)(1, 0, 3)
-        must(library[names["create"]](ctypes.byref(handle), size64, properties, zero))
         must(library[names["reserve"]](ctypes.byref(address), size64, zero, zero, zero))
-        must(library[names["map"]](address, size64, zero, handle, zero))
-        must(library[names["access"]](address, size64, access, ctypes.c_size_t(1)))
+        step = _GRANULE if kind == "pieces" else size
+        for offset in range(0, size, step):
+            piece, bytes64 = ctypes.c_uint64(address.value + offset), ctypes.c_size_t(step)
+            must(library[names["create"]](ctypes.byref(handle), bytes64, properties, zero))
+            must(library[names["map"]](piece, bytes64, zero, handle, zero))
+            must(library[names["access"]](piece, bytes64, access, ctypes.c_size_t(1)))
         return address.value
     must(library[names["allocate"]](ctypes.byref(address), ctypes.c_size_t(size)))
     return address.value

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -274,12 +275,16 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
     if (memory->kind < GPUFS_SHARE_FILE || memory->kind > GPUFS_SHARE_IPC) return Status(EINVAL, "no kind of memory");
     ForeignMemory wanted;
     wanted.kind = static_cast<ShareKind>(memory->kind);
-    if (memory->kind != GPUFS_SHARE_IPC) {
+    if (memory->kind == GPUFS_SHARE_FILE) {
       wanted.descriptor = UniqueFd(::fcntl(memory->fd, F_DUPFD_CLOEXEC, 3));
       if (!wanted.descriptor.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
     }
+    for (const gpufs_shared_piece& piece : std::span(memory->pieces, memory->piece_count)) {
+      wanted.pieces.push_back({piece.offset, piece.bytes, UniqueFd(::fcntl(piece.fd, F_DUPFD_CLOEXEC, 3))});
+      if (wanted.pieces.back().descriptor.valid()) continue;
+      return Status::from_errno(errno, "duplicating a descriptor of the memory");
+    }
     std::copy(std::begin(memory->handle), std::end(memory->handle), wanted.handle.begin());
-    wanted.whole_bytes = memory->whole_bytes;
     wanted.offset = memory->offset;
     wanted.bytes = memory->bytes;
     wanted.writable = memory->writable != 0;

@@ -10,12 +10,14 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/math.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "drivers/blocked_streams.h"
@@ -148,22 +150,31 @@ class ImportedRange {
 // How another program passed on memory of its own.
 enum class ShareKind : int {
   kFile,        // a descriptor of a file in memory: the host driver
-  kDescriptor,  // a descriptor of physical memory, as export_memory() makes: GPUs
+  kDescriptor,  // descriptors of physical memory, as export_memory() makes them: GPUs
   kIpc,         // the vendor's handle of an allocation: GPUs
 };
 
-// Memory of another program: [offset, offset + bytes) of what the descriptor or the handle stands for. Nothing in it
-// can be trusted.
+// Memory of another program: [offset, offset + bytes) of what the descriptor, the pieces or the handle stand for.
+// Nothing in it can be trusted.
 struct ForeignMemory {
   static constexpr std::size_t kHandleBytes = 64;
 
   ShareKind kind = ShareKind::kFile;
-  UniqueFd descriptor;                               // not for kIpc
+  UniqueFd descriptor;                               // for kFile
+  std::vector<ExportedMemory> pieces;                // for kDescriptor: all of its physical memory, in order
   std::array<unsigned char, kHandleBytes> handle{};  // for kIpc
-  std::uint64_t whole_bytes = 0;                     // of the physical memory, for kDescriptor
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
   bool writable = false;
+
+  // Of the physical memory; the largest number if the sizes of its pieces exceed that.
+  [[nodiscard]] std::uint64_t whole_bytes() const {
+    std::uint64_t sum = 0;
+    for (const ExportedMemory& piece : pieces) {
+      if (add_overflows(sum, piece.bytes, &sum)) return std::numeric_limits<std::uint64_t>::max();
+    }
+    return sum;
+  }
 };
 
 // How imported memory is mapped. kPrivate: what is written stays in this process. Only the host maps memory so; a GPU

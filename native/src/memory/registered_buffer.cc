@@ -53,7 +53,7 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(std::shared_ptr<
   const auto buffer = std::make_shared<RegisteredBuffer>(device, nullptr, memory.bytes, memory.writable);
   Charge& charge = buffer->charge();
   charge.move_to_accounts_of(payers);
-  const std::uint64_t addresses = std::max(memory.bytes, memory.whole_bytes);
+  const std::uint64_t addresses = std::max(memory.bytes, memory.whole_bytes());
   Status status = charge.take_addresses(addresses);
   if (!status.ok()) return status;
   buffer->address_bytes_ = addresses;

@@ -1,7 +1,5 @@
 #include "drivers/gpu/foreign_memory.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
@@ -97,18 +95,21 @@ Result<std::unique_ptr<ImportedRange>> import_memory(std::shared_ptr<GpuDevice> 
 
 Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<GpuDevice>& device,
                                                        const ForeignMemory& memory) {
-  Status status = check_part(memory, memory.whole_bytes);
+  const std::uint64_t whole = memory.whole_bytes();
+  Status status = check_part(memory, whole);
   if (!status.ok()) return status;
-  if (memory.whole_bytes % device->info().granule != 0) {
-    return Status{EINVAL, "memory of " + std::to_string(memory.whole_bytes) + " bytes is not whole granules"};
+  const std::uint64_t granule = device->info().granule;
+  for (const ExportedMemory& piece : memory.pieces) {
+    if (piece.bytes % granule == 0) continue;
+    return Status{EINVAL, "memory of " + std::to_string(piece.bytes) + " bytes is not whole granules"};
   }
-  UniqueFd descriptor(::fcntl(memory.descriptor.get(), F_DUPFD_CLOEXEC, 3));
-  if (!descriptor.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
-  Result<std::unique_ptr<ImportedRange>> range = import_memory(device, memory.whole_bytes, memory.writable);
+  Result<std::unique_ptr<ImportedRange>> range = import_memory(device, whole, memory.writable);
   if (!range.ok()) return range.status();
-  status = range.value()->add({0, memory.whole_bytes, std::move(descriptor)});
-  if (!status.ok()) {
-    return Status{EINVAL, "the descriptor cannot be mapped: " + status.message(), status.device_code()};
+  for (const ExportedMemory& piece : memory.pieces) {
+    status = range.value()->add(piece);
+    if (!status.ok()) {
+      return Status{EINVAL, "the descriptor cannot be mapped: " + status.message(), status.device_code()};
+    }
   }
   return std::unique_ptr<ForeignMapping>(std::make_unique<DescriptorMemory>(range.take(), memory.offset));
 }

@@ -14,8 +14,8 @@ namespace gpufs::gpu {
 Result<std::unique_ptr<ImportedRange>> import_memory(std::shared_ptr<GpuDevice> device, std::uint64_t capacity,
                                                      bool writable);
 
-// Physical memory, by a descriptor that its program has exported. EINVAL: the descriptor is not of such memory, or of
-// memory of another size.
+// Physical memory, by descriptors that its program has exported. EINVAL: one is not of such memory, or of memory of
+// another size.
 Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<GpuDevice>& device,
                                                        const ForeignMemory& memory);
 
