@@ -324,7 +324,7 @@ class Fuzzer:
             shared = chooser.choices(protocol.SHARE_KINDS, (8, 1, 1))[0]
             offset, size = chooser.choice((0, 1, 4096, 1 << 62)), chooser.choice((1, 5000, 4 * MIB, 1 << 62))
             handle = chooser.randbytes(protocol.HANDLE_BYTES) if shared == "ipc" else b""
-            register = protocol.Register(number, shared, offset, size, True, 0, "", handle)
+            register = protocol.Register(number, shared, offset, size, True, "", handle)
             return msgpack.unpackb(protocol.encode(register)), 1 if shared == "ipc" else 2
         if kind < 0.65:
             return {"type": "unregister", "id": number}, 0
