@@ -1,8 +1,8 @@
 """gpufs: GPU memory as files.
 
 Importing this package starts nothing: no thread, no socket, no device driver. What programs use is loaded when it is
-first asked for: :func:`attach`, :func:`copy`, :func:`copy_to_each`, :func:`register` and :func:`mount`; the native
-engine is :mod:`gpufs.engine`, and a device's driver is opened with an :class:`gpufs.engine.Engine`.
+first asked for, also the packages :mod:`gpufs.torch` and :mod:`gpufs.engine`. A device's driver is opened with an
+:class:`gpufs.engine.Engine`.
 """
 
 import importlib
@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING
 from gpufs._version import __version__
 
 if TYPE_CHECKING:
+    from gpufs import client as client
+    from gpufs import config as config
+    from gpufs import engine as engine
+    from gpufs import statistics as statistics
+    from gpufs import torch as torch
     from gpufs.client import CopyError, CopyProgress, CopyResult, copy, copy_files, copy_to_each
     from gpufs.client._array import DeviceArray
     from gpufs.client._attach import attach
@@ -34,6 +39,9 @@ _MODULES = {
     "register": "client._register",
     "status": "reports",
 }
+
+# What `gpufs.torch` and the like import.
+_PACKAGES = ("client", "config", "engine", "statistics", "torch")
 
 __all__ = [
     "CopyError",
@@ -59,6 +67,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"gpufs.{name}")
     if name in __all__:
         module = importlib.import_module(f"gpufs.{_MODULES.get(name, 'client')}")
         value: object = getattr(module, name)
@@ -68,4 +78,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_PACKAGES])

@@ -12,17 +12,20 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
+
+from gpufs._naming import named_in
+from gpufs.modes import Mode, check_mode
 
 MODE_VARIABLE: Final = "GPUFS_IN_PLACE"
-MODES: Final = ("r", "r+", "c")
 # Packages that ask for tensors in host memory and then move or copy each of them to where the model is to be. For them
 # tensors of a GPU's file stay on the GPU: the move is then nothing, or a copy within the device.
 _PLACES_TENSORS_ITSELF: Final = frozenset({"accelerate", "diffusers", "sglang", "transformers", "vllm"})
 _TORCH: Final = frozenset({"pt", "torch", "pytorch"})
 
 
-def use_in_place(mode: str = "r") -> None:
+@named_in("gpufs.torch")
+def use_in_place(mode: Mode = "r") -> None:
     """Let this program's safetensors use files of gpufs mounts in place.
 
     From now on ``safetensors.safe_open`` and ``safetensors.torch.load_file`` return tensors that are the memory of the
@@ -52,8 +55,7 @@ def use_in_place(mode: str = "r") -> None:
     --------
     gpufs.torch.load_file : the same for one file, by its own name.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
+    check_mode(mode)
     os.environ[MODE_VARIABLE] = mode  # for processes that this one starts, and for files opened from now on
     install()
 
@@ -139,7 +141,7 @@ def _open(path: str | os.PathLike[str], device: Any) -> Any:
     from gpufs.torch._replacement import InPlaceFile
 
     try:
-        return InPlaceFile(path, "pt", device, mode=os.environ.get(MODE_VARIABLE, "r"))
+        return InPlaceFile(path, "pt", device, mode=cast(Mode, os.environ.get(MODE_VARIABLE, "r")))
     except (OSError, ValueError) as error:
         import logging
 

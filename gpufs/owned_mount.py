@@ -13,9 +13,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from gpufs import config, launching, mounting
+from gpufs._naming import named_in
 from gpufs.daemon.startup import MountRequest
 
 
+@named_in("gpufs")
 @dataclass(frozen=True, slots=True)
 class DeviceDirectory:
     """A device of a mount.
@@ -37,7 +39,14 @@ class DeviceDirectory:
     uuid: str | None
     total_bytes: int
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of memory that are free now."""
+        space = os.statvfs(self.path)
+        return space.f_bavail * space.f_frsize
 
+
+@named_in("gpufs")
 class OwnedMount:
     """A mount of this program, as :func:`gpufs.mount` returns it. A context manager, which unmounts at its end.
 
@@ -122,6 +131,7 @@ class OwnedMount:
         return f"<gpufs.OwnedMount at {str(self.path)!r}: {self.driver}, {len(self.devices)} devices>"
 
 
+@named_in("gpufs")
 def mount(
     path: "str | os.PathLike[str]",
     *,

@@ -11,7 +11,10 @@ from errno import EINVAL, EIO
 from pathlib import Path
 from typing import Any
 
+from gpufs._naming import named_in
 
+
+@named_in("gpufs")
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
     """A device of a mount.
@@ -42,6 +45,7 @@ class DeviceStatus:
     health: str | None
 
 
+@named_in("gpufs")
 @dataclass(frozen=True, slots=True)
 class MountStatus:
     """A mount, as `gpufs status` shows it.
@@ -74,6 +78,7 @@ class MountStatus:
     details: dict[str, Any]
 
 
+@named_in("gpufs")
 def mounts(*, timeout: float | None = None) -> list[MountStatus]:
     """Return the status of all mounts of this machine that this program can see.
 
@@ -95,6 +100,7 @@ def mounts(*, timeout: float | None = None) -> list[MountStatus]:
     return [_mount(one) for one in _ask([], timeout)]
 
 
+@named_in("gpufs")
 def status(mountpoint: str | os.PathLike[str], *, timeout: float | None = None) -> MountStatus:
     """Return the status of a mount.
 

@@ -85,6 +85,47 @@ def test_copy_on_write_stays_private(mount: Mounter, driver: str, trusting: bool
         assert errno_of(os.truncate, path, 0) == EBUSY or driver != "host"
 
 
+# ---- values ----
+
+
+def test_values_of_an_array(mount: Mounter, driver: str) -> None:
+    """tobytes() and item() copy to the host on every driver, also of what is not contiguous."""
+    mounted = mount(*OPTIONS.get(driver, []), memory=256 * MIB)
+    content = bytearray(noise(4 * MIB))
+    numbers = numpy.array([[1.5, -2.0], [0.25, 4096.0]], numpy.float32)
+    content[: numbers.nbytes] = numbers.tobytes()
+    content[64:66] = b"\x80\x3f"  # 1.0 as bfloat16
+    path = mounted.device / "file"
+    path.write_bytes(content)
+    with gpufs.attach(path) as array:
+        assert array[MIB : MIB + 100].tobytes() == content[MIB : MIB + 100]
+        table = array[: numbers.nbytes].view("float32", (2, 2))
+        assert table[:, 1].tobytes() == numbers[:, 1].tobytes()
+        assert table[1, 0].item() == 0.25
+        assert array[64:66].view("bfloat16").item() == 1.0
+        assert array[:0].tobytes() == b""
+        with pytest.raises(ValueError, match="4 elements"):
+            table.item()
+        for other in (array, table, numbers):
+            with pytest.raises(TypeError):
+                _ = array == other
+        assert array != "text"
+        assert len({array, table}) == 2
+
+
+def test_a_copy_can_be_ruled_out(mount: Mounter, driver: str) -> None:
+    mounted = mount(*OPTIONS.get(driver, []), memory=256 * MIB)
+    path = mounted.device / "file"
+    path.write_bytes(noise(4 * MIB))
+    gpufs.attach(path, copy=False).close()
+    if driver == "host":  # a page is copied when it is written to
+        gpufs.attach(path, "c", copy=False).close()
+    else:
+        with pytest.raises(ValueError, match="copy=False"):
+            gpufs.attach(path, "c", copy=False)
+    assert leases(mounted) == [] or driver != "host"
+
+
 # ---- many files ----
 
 
@@ -164,5 +205,5 @@ def test_many_files_of_which_one_is_missing(mount: Mounter, driver: str, tmp_pat
         del failed
     assert leases(mounted) == [] or driver != "host"
     with pytest.raises(ValueError, match="mode"):
-        gpufs.attach_many([], "w")
+        gpufs.attach_many([], "w")  # type: ignore[arg-type]
     assert gpufs.attach_many([]) == []

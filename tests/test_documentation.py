@@ -150,3 +150,46 @@ def test_every_public_name_is_documented(name: str) -> None:
         elif callable(value) and not documented(value):
             bare.append(f"{name}.{public}")
     assert not bare
+
+
+@pytest.mark.parametrize("name", ["gpufs", "gpufs.torch", "gpufs.client"])
+def test_docstrings_say_what_goes_in_and_out(name: str) -> None:
+    """The sections of NumPy's form, for what programs use most."""
+    module = importlib.import_module(name)
+    missing = []
+    for public in public_names(module):
+        value = getattr(module, public)
+        if not callable(value) or (isinstance(value, type) and "__init__" not in vars(value)):
+            continue
+        text = inspect.getdoc(value) or ""
+        signature = inspect.signature(value)
+        names = [parameter for parameter in signature.parameters if parameter != "self"]
+        described = "Parameters\n---" in text or (isinstance(value, type) and "Attributes\n---" in text)
+        if names and not described:
+            missing.append(f"{public}: Parameters")
+        if inspect.isfunction(value) and str(signature.return_annotation) != "None" and "Returns\n---" not in text:
+            missing.append(f"{public}: Returns")
+    assert not missing
+
+
+def test_public_objects_have_the_names_that_programs_know() -> None:
+    """Also before a program has asked for them: a failed copy raises a gpufs.CopyError."""
+    text = """
+import gpufs
+try:
+    gpufs.copy("/nowhere/a", "/nowhere/b")
+except OSError as error:
+    print(type(error).__module__)
+print({"attach", "torch", "engine"} <= set(dir(gpufs)), [name for name in dir(gpufs) if name.startswith("_")])
+print(gpufs.engine.Engine, gpufs.DeviceArray)
+import sys
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, check=True)
+    lines = done.stdout.splitlines()
+    assert lines == [
+        "gpufs",
+        "True ['__version__']",
+        "<class 'gpufs.engine.Engine'> <class 'gpufs.DeviceArray'>",
+        "False",
+    ]

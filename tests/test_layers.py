@@ -18,33 +18,40 @@ NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async",
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
-    "gpufs": {"_version", "client", "owned_mount", "reports"},  # all but the first: lazily
+    # All but the first: lazily.
+    "gpufs": {"_version", "client", "config", "engine", "owned_mount", "reports", "statistics", "torch"},
     "gpufs.__main__": {"cli"},
+    "gpufs._naming": set(),
     "gpufs._printable": set(),
+    "gpufs.modes": set(),
     "gpufs._version": set(),
     "gpufs.units": set(),
     "gpufs.statistics": set(),
     "gpufs.config": {"units"},
     "gpufs.mounting": set(),
     "gpufs.engine": {"statistics"},
-    "gpufs.protocol": set(),
-    "gpufs.client": {"engine", "formats", "mounting", "protocol", "units", "_version"},  # engine: lazily, to map memory
+    "gpufs.protocol": {"modes"},
+    # engine: lazily, to map memory
+    "gpufs.client": {"_naming", "_version", "engine", "formats", "modes", "mounting", "protocol", "units"},
     "gpufs.formats": set(),
-    "gpufs.reports": set(),
-    "gpufs.in_place": {"mounting", "torch"},  # torch: lazily, when the program opens a file on a mount
+    "gpufs.reports": {"_naming"},
+    # torch: lazily, when the program opens a file on a mount
+    "gpufs.in_place": {"_naming", "modes", "mounting", "torch"},
     "gpufs.torch": {
+        "_naming",
         "gpufs",
         "config.kinds",
         "engine",
         "formats",
         "in_place",
+        "modes",
         "mounting",
         "units",
     },  # gpufs: attach; engine: pools of addresses
     "gpufs.integrations": {"torch", "formats", "mounting", "units"},
     "gpufs.threads": set(),
     "gpufs.fs": {"threads", "engine", "statistics", "_version"},
-    "gpufs.service": {"threads", "engine", "fs", "protocol", "mounting", "units", "_version"},
+    "gpufs.service": {"threads", "engine", "fs", "modes", "protocol", "mounting", "units", "_version"},
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {
         "_printable",
@@ -59,7 +66,7 @@ PYTHON_MAY_USE = {
         "_version",
     },
     "gpufs.launching": {"daemon.startup", "mounting"},
-    "gpufs.owned_mount": {"config", "daemon.startup", "launching", "mounting"},
+    "gpufs.owned_mount": {"_naming", "config", "daemon.startup", "launching", "mounting"},
     "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own
     "gpufs.cli": {
         "_printable",
@@ -70,6 +77,7 @@ PYTHON_MAY_USE = {
         "formats",
         "in_place",
         "launching",
+        "modes",
         "mounting",
         "statistics",
         "units",

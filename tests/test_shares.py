@@ -16,7 +16,7 @@ from support.data import MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, as_nobody, errno_of, wait_until
 
-from gpufs import protocol
+from gpufs import modes, protocol
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")]
 Make = Callable[..., GpufsMount]
@@ -185,7 +185,7 @@ def test_a_client_cannot_keep_more_than_its_file_has(mount: Mounter) -> None:
     path.write_bytes(noise(2 * MIB))
     with open(path, "r+b", buffering=0) as file, Attacker(socket_path(own.path)) as client:
         assert client.greet()
-        answer, (shared,) = client.ask(protocol.Attach(1, protocol.READ_WRITE), [file.fileno()])
+        answer, (shared,) = client.ask(protocol.Attach(1, modes.READ_WRITE), [file.fileno()])
         assert not answer.get("error")
         linux.fallocate(shared, 0, 0, 40 * MIB)
         os.pwrite(shared, b"hidden", 5 * MIB)

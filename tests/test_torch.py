@@ -362,6 +362,16 @@ def test_other_tools_read_what_is_published(root: Path) -> None:
         assert file.metadata()["format"] == "pt"
 
 
+def test_what_was_published(root: Path) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    model.register_buffer("cache", torch.ones(5), persistent=False)
+    path = root / "model.safetensors"
+    written = gpufs.torch.publish(model, path)
+    assert (written.path, written.nbytes, written.in_place) == (path, path.stat().st_size, False)
+    assert set(written.tensors) == {*model.state_dict(), "cache"} == set(gpufs.torch.load_file(path))
+    assert set(gpufs.torch.publish(model, path, buffers=False).tensors) == set(model.state_dict())
+
+
 def test_large_tensors_are_aligned(root: Path) -> None:
     tensors = {"a": torch.ones(3), "b": torch.ones(1024), "c": torch.ones(5, dtype=torch.uint8), "d": torch.ones(2048)}
     gpufs.torch.publish(tensors, root / "model")

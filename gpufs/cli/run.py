@@ -13,6 +13,7 @@ import click
 
 from gpufs import in_place
 from gpufs.cli._errors import Failure
+from gpufs.modes import MODES
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?$")
 _FIRST_LINE_BYTES: Final = 256
@@ -28,7 +29,7 @@ _PROBE: Final = "import sys; sys.exit('gpufs.in_place' not in sys.modules)"
 )
 @click.option(
     "--mode",
-    type=click.Choice(in_place.MODES),
+    type=click.Choice(MODES),
     default="r",
     show_default=True,
     help="r: tensors are read-only, a program that writes to one ends. r+: changes go into the file. "

@@ -8,7 +8,9 @@ import operator
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
+from gpufs._naming import named_in
 from gpufs.client._elements import UINT8, ElementType, element_type
+from gpufs.modes import Mode
 
 if TYPE_CHECKING:
     from gpufs.engine import Mapping
@@ -27,7 +29,7 @@ class AttachedFile(Protocol):
     """The memory of a file, mapped into this process until nothing refers to this object."""
 
     path: str
-    mode: str
+    mode: Mode
     driver: str
     private: bool
     size: int
@@ -36,6 +38,7 @@ class AttachedFile(Protocol):
     def refresh(self) -> None: ...
 
 
+@named_in("gpufs")
 class DeviceArray:
     """The memory behind a file of a gpufs mount, as an array. `gpufs.attach` makes one.
 
@@ -170,7 +173,10 @@ class DeviceArray:
     # ---- parts and views ----
 
     def __getitem__(self, index: Index) -> DeviceArray:
-        """A part of the array, in the same memory: integers, slices with positive steps, and an ellipsis."""
+        """A part of the array, in the same memory: integers, slices with positive steps, and an ellipsis.
+
+        With an integer for each dimension it is an array of one element, whose number is ``item()``.
+        """
         attached = self._open()
         given = index if isinstance(index, tuple) else (index,)
         if given.count(Ellipsis) > 1:
@@ -249,6 +255,78 @@ class DeviceArray:
         expected = _strides_of(self._shape, self._element.bytes)
         together = zip(self._shape, self._strides, expected, strict=True)
         return self.size == 0 or all(extent == 1 or stride == wanted for extent, stride, wanted in together)
+
+    # ---- values ----
+
+    def tobytes(self) -> bytes:
+        """Return a copy of the elements in host memory, in C order.
+
+        Waits for all work that this program has queued on the device.
+
+        Returns
+        -------
+        bytes
+            The elements.
+
+        Examples
+        --------
+        >>> array[:4].tobytes()  # doctest: +SKIP
+        b"\\x7fELF"
+        """
+        attached = self._open()
+        if not self.size:
+            return b""
+        steps = ((extent - 1) * stride for extent, stride in zip(self._shape, self._strides, strict=True))
+        content = attached.mapping.read(self._offset, sum(steps) + self._element.bytes)
+        if self._contiguous():
+            return content
+        import numpy
+
+        element = numpy.dtype((numpy.void, self._element.bytes))
+        return numpy.ndarray(self._shape, element, content, strides=self._strides).tobytes()
+
+    def item(self) -> int | float | complex | bool:
+        """Return the only element as a number of Python, for example of ``array[3]``.
+
+        Waits for all work that this program has queued on the device.
+
+        Returns
+        -------
+        int, float, complex or bool
+            The number. A bfloat16 or a float8 is a float.
+
+        Raises
+        ------
+        ValueError
+            The array has more than one element, or none.
+
+        Examples
+        --------
+        >>> array.view("float32")[0].item()  # doctest: +SKIP
+        0.5
+        """
+        if self.size != 1:
+            raise ValueError(f"item() of {self.size} elements: take one, for example array[0].item()")
+        import numpy
+
+        from gpufs.formats.elements import numbers
+
+        content = self.tobytes()
+        typestr = self._element.typestr
+        found = numpy.frombuffer(content, typestr) if typestr else numbers(self._element.name, content)
+        value: int | float | complex | bool = found[0].item()
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        """Refused for arrays, whose elements would have to be compared. The same object is found by ``is``."""
+        if isinstance(other, DeviceArray) or hasattr(other, "__dlpack__") or hasattr(other, "__array_interface__"):
+            raise TypeError(
+                "DeviceArrays have no ==: compare tobytes(), or let a library compare the elements, for example "
+                "torch.equal(torch.from_dlpack(a), torch.from_dlpack(b))"
+            )
+        return NotImplemented
+
+    __hash__ = object.__hash__
 
     # ---- its life ----
 

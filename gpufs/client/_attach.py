@@ -7,14 +7,15 @@ import os
 import stat
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from gpufs import protocol
+from gpufs._naming import named_in
 from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection
 from gpufs.client._outcome import text_of
-from gpufs.protocol import COPY_ON_WRITE, MODES, READ, READ_WRITE
+from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 
 if TYPE_CHECKING:
     from gpufs.engine import Mapping, SharedPiece
@@ -23,6 +24,10 @@ GRANULE: Final = 2 << 20  # files below this size share memory with others
 # Addresses that are reserved so that a file can grow while it is attached.
 _RESERVE_FACTOR: Final = 4
 _LEAST_RESERVE: Final = 1 << 30
+_WHY_A_COPY: Final[dict[Mode, str]] = {
+    "r": 'a program that may not write to the file gets a private copy (mode "r+", or `--trust-readers`)',
+    "c": 'mode "c" is a private copy here',
+}
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED)
@@ -32,7 +37,7 @@ class Attachment:
     """The memory of one file, mapped into this process, and its lease. Both end when nothing refers to this object."""
 
     def __init__(
-        self, path: str, mode: str, connection: Connection, mapping: Mapping, answer: protocol.Attached
+        self, path: str, mode: Mode, connection: Connection, mapping: Mapping, answer: protocol.Attached
     ) -> None:
         self.path = path
         self.mode = mode
@@ -87,7 +92,7 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> N
         raise OSError(errno.EPROTO, text, path)
 
 
-def _open_file(path: str, mode: str) -> int:
+def _open_file(path: str, mode: Mode) -> int:
     """Opens the file with as many rights as there are. OSError if it is not a regular file on a gpufs mount."""
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
     try:
@@ -109,13 +114,10 @@ def _open_file(path: str, mode: str) -> int:
         os.close(named)
 
 
-def check_mode(mode: str) -> None:
-    """ValueError unless it is the mode of an attachment."""
-    if mode not in MODES:
-        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
-
-
-def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | None = None) -> DeviceArray:
+@named_in("gpufs")
+def attach(
+    path: str | os.PathLike[str], mode: Mode = READ, *, reserve: int | None = None, copy: Literal[False] | None = None
+) -> DeviceArray:
     """Map the memory behind a file of a gpufs mount into this process, without a copy.
 
     The file must exist, and this program needs the permissions that open(2) would ask for. While it is attached the
@@ -135,6 +137,8 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
     reserve
         Bytes of addresses to reserve for the file's growth, seen after `DeviceArray.refresh`. None: four times the
         size, and at least 1 GiB.
+    copy
+        False: an error instead of a private copy. None: a private copy where nothing else is possible.
 
     Returns
     -------
@@ -148,7 +152,8 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
         ``backing`` or ``.gpufs``), ENODATA for holes with mode "r", ENOSPC if there is no memory for holes or a copy,
         ENOTCONN if the mount's daemon has died.
     ValueError
-        ``mode`` is none of "r", "r+" and "c", or ``reserve`` is less than the file's size.
+        ``mode`` is none of "r", "r+" and "c", ``reserve`` is less than the file's size, or only a copy is possible and
+        ``copy`` is False.
 
     Examples
     --------
@@ -168,12 +173,16 @@ def attach(path: str | os.PathLike[str], mode: str = READ, *, reserve: int | Non
         raise _failure(error, name) from None
     finally:
         os.close(fd)
+    if answer.private and copy is False:
+        protocol.close_all([piece.fd for piece in pieces])
+        connection.detach(answer.id)
+        raise ValueError(f"{name}: {_WHY_A_COPY[mode]}, and copy=False rules that out")
     return DeviceArray.of(_map(name, mode, connection, answer, pieces, reserve))
 
 
 def _map(
     path: str,
-    mode: str,
+    mode: Mode,
     connection: Connection,
     answer: protocol.Attached,
     pieces: list[SharedPiece],

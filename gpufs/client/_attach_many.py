@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from gpufs._naming import named_in
 from gpufs.client import _daemons, _room
 from gpufs.client._array import DeviceArray
-from gpufs.client._attach import GRANULE, attach, check_mode
+from gpufs.client._attach import GRANULE, attach
 from gpufs.client._outcome import text_of
+from gpufs.modes import READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
-from gpufs.protocol import READ, READ_WRITE
 
 if TYPE_CHECKING:
     from gpufs.engine import Engine, Mapping
@@ -36,7 +37,7 @@ class GatheredFile:
     """The copy of one file, in memory that the copies of others share. All of it ends with the last of them."""
 
     path: str
-    mode: str
+    mode: Mode
     driver: str
     size: int
     mapping: Mapping
@@ -57,7 +58,8 @@ class _Small:
     content: bytes
 
 
-def attach_many(paths: Iterable[str | os.PathLike[str]], mode: str = READ) -> list[DeviceArray]:
+@named_in("gpufs")
+def attach_many(paths: Iterable[str | os.PathLike[str]], mode: Mode = READ) -> list[DeviceArray]:
     """Attach many files, of which the small ones are copied together.
 
     A file of less than 2 MiB is read into memory of this program, on the device that it lies on: thousands of them take
@@ -206,7 +208,7 @@ class _Devices:
         raise OSError(errno.ENODEV, f"this process does not see the GPU of {directory}")
 
 
-def _gather(files: list[_Small], mode: str, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
+def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
     """Puts the contents of files of one device into one piece of its memory, and makes their arrays."""
     ends = itertools.accumulate(-(-len(one.content) // _ALIGNMENT) * _ALIGNMENT for one in files)
     offsets = [0, *ends]
@@ -223,7 +225,7 @@ def _gather(files: list[_Small], mode: str, devices: _Devices, arrays: list[Devi
         arrays[one.number] = DeviceArray.of(copy, offset)
 
 
-def _copy(contents: bytearray, engine: Engine, index: int, mode: str) -> Mapping:
+def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mapping:
     """Maps fresh memory of a device with these contents."""
     from gpufs.engine import Buffer, Lease, Mapping
 

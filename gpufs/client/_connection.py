@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from gpufs import protocol
+from gpufs._naming import named_in
 from gpufs._version import __version__
 from gpufs.protocol import (
     Attach,
@@ -58,6 +59,7 @@ _RETRY_SECONDS: Final = 0.2
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
+@named_in("gpufs.client")
 class Cancellation:
     """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`."""
 

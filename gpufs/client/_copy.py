@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
+from gpufs._naming import named_in
 from gpufs.client import _daemons, _ends
 from gpufs.client._connection import Cancellation
 from gpufs.client._daemons import IdleConnections
@@ -21,14 +22,30 @@ from gpufs.protocol import close_all
 STREAM: Final = "-"
 
 
+@named_in("gpufs.client")
 class Copier:
     """Copies files one after the other or from several threads, and keeps its connections to daemons for the next.
 
-    ``fastpath``: "off" and "require" override the mount's configuration. ``fsync``: writes host files to disk before a
-    copy succeeds. ``verify``: reads both files again, with ``fsync`` from disk, and compares their SHA-256.
-    ``preserve``: keeps mode, times and, if allowed, owner of the source. ``partial``: a copy that does not fit is begun
-    all the same, and a failed or cancelled copy keeps a new destination, with the bytes copied so far, instead of
-    removing it. ``notice``: called with one line, once for each mount whose daemon cannot be reached.
+    Parameters
+    ----------
+    fastpath : {"auto", "off", "require"}
+        "off" and "require" override the mount's configuration.
+    fsync : bool
+        Host files are on their disk before a copy succeeds.
+    verify : bool
+        Both files are read again, with ``fsync`` from disk, and their SHA-256 compared.
+    preserve : bool
+        Mode, times and, if allowed, owner of the source are kept.
+    partial : bool
+        A copy that does not fit is begun all the same, and a failed or cancelled copy keeps a new destination, with the
+        bytes copied so far, instead of removing it.
+    notice : callable, optional
+        Called with one line, once for each mount whose daemon cannot be reached.
+
+    Examples
+    --------
+    >>> with gpufs.client.Copier(verify=True) as copier:  # doctest: +SKIP
+    ...     copier.copy_file("weights", "/mnt/gpufs/gpu0/weights")
     """
 
     def __init__(
@@ -186,6 +203,7 @@ class Copier:
         self._settings.check_room(fd, needed, _daemons.mounts_by_device(), cancel)
 
 
+@named_in("gpufs")
 def copy(
     source: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     destination: str | bytes | os.PathLike[str] | os.PathLike[bytes],
@@ -200,14 +218,44 @@ def copy(
 ) -> CopyResult:
     """Copies a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
 
-    An existing destination is overwritten; a directory gets a file of the source's name. ``fastpath``: "auto" (as the
-    mount is configured), "off" or "require". ``fsync``: a file of the host is on its disk afterwards. ``verify``: both
-    are read again and compared. ``preserve``: mode, times and, where allowed, owner. ``partial``: a copy that fails
-    keeps a new destination, with the bytes that were copied, instead of removing it. ``progress`` is called from this
-    thread about ten times a second. ``cancel``: ends the copy from another thread; so does KeyboardInterrupt.
+    Several files at once: :func:`copy_files`, or this function from several threads.
 
-    CopyError, an OSError, reports any failure, with the bytes that the destination holds. Several files at once: a
-    :class:`gpufs.client.Copier`, or this function, from several threads.
+    Parameters
+    ----------
+    source : path
+        The file to copy.
+    destination : path
+        A file, which is overwritten if it exists, or a directory, which gets a file of the source's name.
+    fastpath : {"auto", "off", "require"}
+        Whether the vendor's library copies directly between storage and device: as the mount is configured, never, or
+        only so.
+    fsync : bool
+        A file of the host is on its disk afterwards.
+    verify : bool
+        Both files are read again and compared.
+    preserve : bool
+        Mode, times and, where allowed, owner are copied, too.
+    partial : bool
+        A copy that fails keeps a new destination, with the bytes that were copied, instead of removing it.
+    progress : callable, optional
+        Called with a :class:`CopyProgress` from this thread, about ten times a second.
+    cancel : gpufs.client.Cancellation, optional
+        Ends the copy from another thread; so does KeyboardInterrupt.
+
+    Returns
+    -------
+    CopyResult
+        What was copied, and how.
+
+    Raises
+    ------
+    CopyError
+        Any failure; an OSError with the bytes that the destination holds.
+
+    Examples
+    --------
+    >>> gpufs.copy("model.safetensors", "/mnt/gpufs/gpu0").bytes  # doctest: +SKIP
+    8589934592
     """
     source = os.fsdecode(source)
     destination = _file_in(os.fsdecode(destination), source)
@@ -217,6 +265,7 @@ def copy(
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
 
 
+@named_in("gpufs")
 def copy_to_each(
     source: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     destinations: Sequence[str | bytes | os.PathLike[str] | os.PathLike[bytes]],

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from errno import ENOTDIR
 from typing import Any
 
+from gpufs._naming import named_in
 from gpufs.client._connection import Cancellation
 from gpufs.client._copy import Copier, warning_here
 from gpufs.client._outcome import CopyError, CopyResult
 
 
+@named_in("gpufs")
 def copy_files(
     sources: Iterable[str | os.PathLike[str]],
     directory: str | os.PathLike[str],

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from gpufs._naming import named_in
+
 # What the kernel answers for a mount whose connection has ended.
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
 
@@ -19,14 +21,25 @@ def text_of(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+@named_in("gpufs")
 class CopyError(OSError):
     """A copy that failed or was cancelled (ECANCELED).
 
-    ``errno`` and ``strerror`` as for any OSError; ``filename`` and ``filename2`` are the source and the destination, or
-    the one of them that failed and None. ``bytes_done``: how many bytes of the source, from its start, the destination
-    now holds; its size is no more than that. 0 if it was new and has been removed. ``left``: the state of the
-    destination, in words, "" if it is unchanged or removed. ``device_code``: the vendor runtime's own code, 0 if the
-    failure is not the device's.
+    Attributes
+    ----------
+    errno, strerror
+        As of any OSError.
+    filename, filename2
+        The source and the destination, or the one of them that failed and None.
+    bytes_done : int
+        How many bytes of the source, from its start, the destination now holds; its size is no more than that. 0 if it
+        was new and has been removed.
+    bytes_total : int
+        How many were to be copied, 0 if that is not known.
+    left : str
+        The state of the destination in words, "" if it is unchanged or removed.
+    device_code : int
+        The vendor runtime's own code, 0 if the failure is not the device's.
     """
 
     def __init__(
@@ -58,10 +71,18 @@ class CopyError(OSError):
         return f"{where}: {self.strerror}{code}{left}"
 
 
+@named_in("gpufs")
 class CopyProgress(NamedTuple):
-    """How far a copy is: bytes moved, bytes in all, and the bytes moved by path.
+    """How far a copy is.
 
-    ``phase`` is "copy", and then "verify" where that was asked for; the counts start again then.
+    Attributes
+    ----------
+    moved, total : int
+        Bytes moved, and in all.
+    paths : dict of str to int
+        The bytes moved by each path, see :class:`CopyResult`.
+    phase : str
+        "copy", and then "verify" where that was asked for; the counts start again then.
     """
 
     moved: int
@@ -70,13 +91,27 @@ class CopyProgress(NamedTuple):
     phase: str = "copy"
 
 
+@named_in("gpufs")
 class CopyResult(NamedTuple):
     """A copy that succeeded.
 
-    ``method``: "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and
-    written through the mount). ``paths``: bytes by "fastpath", "fallback", "kernel" and "mount"; "hole" counts holes,
-    which stay holes and are not moved. ``refusals``: why the fastpath did not move all bytes. ``sha256``: the
-    hexadecimal checksum of both files, if verified.
+    Attributes
+    ----------
+    source, destination : str
+        The files.
+    bytes : int
+        The bytes copied.
+    seconds : float
+        How long it took.
+    method : str
+        "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and written
+        through the mount).
+    paths : dict of str to int
+        Bytes by "fastpath", "fallback", "kernel" and "mount"; "hole" counts holes, which stay holes and are not moved.
+    refusals : tuple of str
+        Why the fastpath did not move all bytes.
+    sha256 : str or None
+        The hexadecimal checksum of both files, if verified.
     """
 
     source: str

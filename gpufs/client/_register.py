@@ -9,6 +9,7 @@ import threading
 from contextlib import suppress
 from typing import Any, Final, Self
 
+from gpufs._naming import named_in
 from gpufs.client import _daemons
 from gpufs.client._array_memory import ArrayMemory, memory_of
 from gpufs.client._connection import Connection
@@ -22,6 +23,7 @@ _STATUS: Final = ".gpufs/status"
 _registrations: set[Registration] = set()
 
 
+@named_in("gpufs")
 class Registration:
     """Memory of this program that is a file until :meth:`close`, or until the program ends.
 
@@ -84,6 +86,7 @@ class Registration:
         self.close()
 
 
+@named_in("gpufs")
 def register(array: Any, path: str | os.PathLike[str], *, size: int | None = None, mode: int = 0o600) -> Registration:
     """Show memory of this program as a file, which any tool can read, and write if its mode allows.
 

@@ -9,6 +9,7 @@ not closed is closed when the interpreter exits.
 """
 
 import os
+from types import FunctionType
 
 try:
     import gpufs.engine._native  # noqa: F401
@@ -103,3 +104,9 @@ __all__ = [
     "refusal_names",
     "relay_pair",
 ]
+
+# In tracebacks, repr() and pickles they name themselves as programs know them.
+for _public in map(globals().__getitem__, __all__):
+    if isinstance(_public, (type, FunctionType)):
+        _public.__module__ = __name__
+del _public

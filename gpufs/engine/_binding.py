@@ -140,7 +140,7 @@ class Handle:
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it refers to an object of this process")
 
     def __repr__(self) -> str:
-        return f"<{type(self).__module__.rpartition('.')[0]}.{type(self).__name__}{' (closed)' if self.closed else ''}>"
+        return f"<{type(self).__module__}.{type(self).__name__}{' (closed)' if self.closed else ''}>"
 
     def __enter__(self) -> Self:
         return self

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from gpufs.engine._arguments import text, unsigned
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._native import ffi, lib
+
+Bytes: TypeAlias = bytes  # whose name is also a property's
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,29 @@ class Mapping(Handle):
         listed = list(pieces)
         memory = ffi.new("gpufs_shared_piece[]", [(piece.offset, piece.bytes, piece.fd, 0) for piece in listed])
         check(lib.gpufs_mapping_add(self._handle, memory, len(listed)))
+
+    def read(self, offset: int, size: int) -> "Bytes":
+        """Copy mapped memory to the host, after all work that this program has queued on the device.
+
+        Parameters
+        ----------
+        offset, size
+            The part of the mapping, in bytes.
+
+        Returns
+        -------
+        bytes
+            Its contents.
+
+        Raises
+        ------
+        EngineError
+            EINVAL: not all of it is mapped.
+        """
+        content = ffi.new("char[]", unsigned("size", size))
+        check(lib.gpufs_mapping_read(self._handle, unsigned("offset", offset), content, size))
+        read: Bytes = ffi.buffer(content)[:]
+        return read
 
     def _info(self) -> Any:
         info = ffi.new("gpufs_mapping_info *")

@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAli
 
 import msgpack
 
+from gpufs.modes import MODES
+
 Check: TypeAlias = Callable[[Any], bool]
 
 VERSION: Final = 1
@@ -34,10 +36,6 @@ SYNC: Final = ("none", "data", "full")
 ShareKind: TypeAlias = Literal["file", "descriptor", "ipc"]
 SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
 HANDLE_BYTES: Final = 64
-READ: Final = "r"  # modes of an attachment
-READ_WRITE: Final = "r+"
-COPY_ON_WRITE: Final = "c"
-MODES: Final = (READ, READ_WRITE, COPY_ON_WRITE)
 NO_LIMIT: Final = -1  # instead of bytes
 DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, ENOTDIR, EPERM, EXDEV
 from typing import Final
 
-from gpufs.protocol import LOAD, READ_WRITE
+from gpufs.modes import READ_WRITE
+from gpufs.protocol import LOAD
 from gpufs.protocol.statx import Identity, file_system_type, identity, open_flags
 from gpufs.service._user import trusted
 

@@ -11,7 +11,8 @@ import trio
 
 from gpufs import protocol
 from gpufs.engine import Lease, SharedPiece
-from gpufs.protocol import READ_WRITE, Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh
+from gpufs.modes import READ_WRITE
+from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import Holder

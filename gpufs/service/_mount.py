@@ -9,7 +9,8 @@ from typing import Final
 
 from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.fs.tree import Tree
-from gpufs.protocol import COPY_ON_WRITE, Register, close_all, receive_pieces
+from gpufs.modes import COPY_ON_WRITE
+from gpufs.protocol import Register, close_all, receive_pieces
 from gpufs.service._holders import Holder, HolderTable
 from gpufs.service._limits import Limits
 

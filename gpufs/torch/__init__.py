@@ -15,10 +15,11 @@ from gpufs.torch._file import load_file, safe_open
 from gpufs.torch._load import load
 from gpufs.torch._module import attach_module, load_model
 from gpufs.torch._pool import pool
-from gpufs.torch._publish import publish
+from gpufs.torch._publish import Published, publish
 
 __all__ = [
     "FormatError",
+    "Published",
     "attach_module",
     "load",
     "load_file",

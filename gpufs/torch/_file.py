@@ -11,6 +11,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import gpufs
+from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
@@ -22,6 +23,7 @@ from gpufs.formats.safetensors import (
     parse_header,
     without_garbage_collection,
 )
+from gpufs.modes import Mode
 from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
 from gpufs.torch._record import TensorRecord, parse_records, span
 
@@ -36,7 +38,7 @@ _FEW_DIMENSIONS = 8
 class TensorFile:
     """One safetensors file, mapped. Its tensors are views that keep the mapping alive."""
 
-    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         try:
             attached = gpufs.attach(self.path, mode=mode)
@@ -170,7 +172,7 @@ def _read(data: torch.Tensor) -> bytes:
 class Checkpoint:
     """Named tensors of one file, or of the files that an index names."""
 
-    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         found = find_files(path)
         files = {name: TensorFile(name, mode) for name in found.files}
@@ -203,8 +205,9 @@ class Checkpoint:
         return ((name, self.tensor(name, device)) for name in self.places)
 
 
+@named_in("gpufs.torch")
 def load_file(
-    filename: str | os.PathLike[str], device: Device = None, *, mode: str = "r", backend: str | None = None
+    filename: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r", backend: str | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file in place.
 
@@ -266,6 +269,7 @@ class TensorSlice:
         return found if self._device is None else found.to(self._device)
 
 
+@named_in("gpufs.torch")
 class safe_open:
     """A safetensors file whose tensors are taken one by one; a context manager.
 
@@ -290,7 +294,7 @@ class safe_open:
         framework: str = "pt",
         device: Device = None,
         *,
-        mode: str = "r",
+        mode: Mode = "r",
         backend: str | None = None,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):

@@ -11,8 +11,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import gpufs
+from gpufs._naming import named_in
 from gpufs.formats import FormatError, archive, gguf, layout, torch_archive
 from gpufs.formats.checkpoint import link_error
+from gpufs.modes import Mode
 from gpufs.torch._dtypes import TORCH_DTYPES
 from gpufs.torch._file import Device, load_file
 
@@ -23,7 +25,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 class _File:
     """An attached file. Its tensors are views that keep the mapping alive."""
 
-    def __init__(self, path: str, mode: str, device: Device) -> None:
+    def __init__(self, path: str, mode: Mode, device: Device) -> None:
         try:
             self._bytes: torch.Tensor = from_dlpack(gpufs.attach(path, mode=mode))
         except OSError as error:
@@ -52,7 +54,8 @@ class _File:
         return found if self._device is None else found.to(self._device)
 
 
-def load(path: str | os.PathLike[str], device: Device = None, *, mode: str = "r") -> Any:
+@named_in("gpufs.torch")
+def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r") -> Any:
     """Return the tensors of a file in place, whatever its format.
 
     Parameters

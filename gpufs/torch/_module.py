@@ -9,6 +9,8 @@ from typing import Final, TypeVar
 
 import torch
 
+from gpufs._naming import named_in
+from gpufs.modes import Mode
 from gpufs.torch._buffers import compute_buffers
 from gpufs.torch._file import Checkpoint, Device
 
@@ -39,13 +41,14 @@ class _Slot:
         setattr(self.owner, self.attribute, value)
 
 
+@named_in("gpufs.torch")
 def attach_module(
     module: Module,
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
     device: Device = None,
-    mode: str = "r",
+    mode: Mode = "r",
 ) -> Module:
     """Gives a module the parameters of a file, in place.
 
@@ -97,6 +100,7 @@ def attach_module(
     return module
 
 
+@named_in("gpufs.torch")
 def load_model(
     model: torch.nn.Module,
     filename: str | os.PathLike[str],

@@ -7,7 +7,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from errno import EOPNOTSUPP
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from gpufs._naming import named_in
 from gpufs.config.kinds import parse_size
 from gpufs.engine import TORCH_ALLOCATOR, AddressPool, keep_for_ever
 from gpufs.torch._new_file import NewFile
@@ -23,6 +24,12 @@ from gpufs.units import bytes_text
 
 _MIB = 1 << 20
 _GRANULE = 2 * _MIB
+# How torch's allocator asks for memory: 2 MiB for tensors of up to 1 MiB, 20 MiB for those below 10 MiB, else what a
+# tensor takes; tensors take multiples of 512 bytes.
+_SMALL = _MIB
+_MIDDLE = 10 * _MIB
+_MIDDLE_STEP = 20 * _MIB
+_ROUNDING = 512
 # For the header of the published file: 150 bytes for each tensor and more for their attributes.
 _LEAST_HEADER = _MIB
 _LARGEST_HEADER = 64 * _MIB
@@ -48,9 +55,10 @@ class PoolMemory:
         header = min(max(_LEAST_HEADER, size // _HEADER_SHARE), _LARGEST_HEADER)
         self.header_bytes = -(-header // _MIB) * _MIB
         self.published = False
+        self.file_bytes = -(-(self.header_bytes + size) // _GRANULE) * _GRANULE
         self.file = NewFile(path)
         try:
-            self.file.allocate(-(-(self.header_bytes + size) // _GRANULE) * _GRANULE)
+            self.file.allocate(self.file_bytes)
             self.bytes: torch.Tensor | None = from_dlpack(self.file.attach())
             if not self.bytes.is_cuda:
                 raise OSError(
@@ -103,6 +111,25 @@ def _bytes_of(size: int | str) -> int:
     return found
 
 
+def _bytes_like(like: torch.nn.Module | Mapping[str, torch.Tensor]) -> int:
+    """What torch takes for copies of these tensors, by the steps in which its allocator asks for memory."""
+    if isinstance(like, torch.nn.Module):
+        tensors = [*like.parameters(), *like.buffers()]  # tied ones once
+    else:
+        tensors = list({id(tensor): tensor for tensor in like.values()}.values())
+    small = middle = large = 0
+    for size in (tensor.nbytes for tensor in tensors):
+        if size <= _SMALL:
+            small += -(-size // _ROUNDING) * _ROUNDING
+        elif size < _MIDDLE:
+            middle += -(-size // _ROUNDING) * _ROUNDING
+        else:
+            large += -(-size // _GRANULE) * _GRANULE
+    # A tensor does not begin in one step and end in the next: what is left of a step may stay unused.
+    middle += middle // 2
+    return large + -(-middle // _MIDDLE_STEP) * _MIDDLE_STEP + -(-small // _GRANULE) * _GRANULE + _GRANULE
+
+
 @functools.cache
 def _allocator() -> Any:
     plugged: Any = torch.cuda.memory.CUDAPluggableAllocator(*TORCH_ALLOCATOR)
@@ -136,6 +163,7 @@ class _Entered(threading.local):
         self.uses: list[Any] = []
 
 
+@named_in("gpufs.torch")
 class pool:
     """Torch allocates from a file of a mount inside ``with``, on this thread.
 
@@ -152,6 +180,8 @@ class pool:
         Bytes for tensors, or a text such as "16G". Torch takes 2 MiB at once for tensors of up to 1 MiB, 20 MiB for
         those of up to 10 MiB, and rounds larger ones up to 2 MiB. All of it is allocated at once, and the published
         file keeps that size.
+    like : torch.nn.Module or mapping of str to torch.Tensor
+        Instead of a size: tensors whose copies are to fit, for example a model on the meta device.
 
     Raises
     ------
@@ -167,8 +197,16 @@ class pool:
     >>> gpufs.torch.publish(model, "/mnt/gpufs/gpu0/model.safetensors")
     """
 
-    def __init__(self, path: str | os.PathLike[str], size: int | str) -> None:
-        self._bytes = _bytes_of(size)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        size: int | str | None = None,
+        *,
+        like: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        if (size is None) == (like is None):
+            raise TypeError("pool() takes either a size or like")
+        self._bytes = _bytes_like(like) if like is not None else _bytes_of(size if size is not None else 0)
         release_unused()
         self.path = os.fspath(path)
         self._memory = PoolMemory(Path(path), self._bytes)

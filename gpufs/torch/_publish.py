@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpufs._naming import named_in
 from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
 from gpufs.torch import _pool
 from gpufs.torch._dtypes import FILE_DTYPES, stored_elements
@@ -21,12 +23,40 @@ _MAX_SPREAD = 1.25
 _LARGEST_ALIGNMENT = 4096
 
 
+_Source = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+@named_in("gpufs.torch")
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A file that :func:`publish` has written.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    tensors : tuple of str
+        The names of the tensors in it.
+    nbytes : int
+        Its size in bytes, with the header.
+    in_place : bool
+        Whether it is the file of a pool, in which the tensors were made: then nothing was copied.
+    """
+
+    path: Path
+    tensors: tuple[str, ...]
+    nbytes: int
+    in_place: bool
+
+
+@named_in("gpufs.torch")
 def publish(
-    source: torch.nn.Module | Mapping[str, torch.Tensor],
+    source: _Source,
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
-) -> None:
+    buffers: bool = True,
+) -> Published:
     """Writes the tensors of a module or a dict into a safetensors file of a mount.
 
     The new file takes the name at once when it is complete, as `mv` does: readers see the old file or the new one, and
@@ -43,6 +73,14 @@ def publish(
         The file, on a mount of gpufs. A file that it replaces passes on its mode.
     metadata : mapping of str to str, optional
         More entries for the metadata of the file.
+    buffers : bool
+        Of a module, also the buffers that are not persistent, which are not in its ``state_dict()``.
+        :func:`attach_module` then finds them in the file and need not compute them.
+
+    Returns
+    -------
+    Published
+        What was written.
 
     Raises
     ------
@@ -62,10 +100,12 @@ def publish(
 
     Examples
     --------
-    >>> gpufs.torch.publish(model, "/mnt/gpufs/gpu0/model.safetensors")
+    >>> gpufs.torch.publish(model, "/mnt/gpufs/gpu0/model.safetensors").nbytes  # doctest: +SKIP
+    8589934592
     """
-    tensors = {name: _plain(name, tensor) for name, tensor in _tensors(source).items()}
-    records = _describe(source)
+    chosen = _tensors(source, buffers)
+    tensors = {name: _plain(name, tensor) for name, tensor in chosen.items()}
+    records = _describe(source, chosen)
     parts, layouts = _lay_out(tensors)
     for name, layout in layouts.items():
         records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
@@ -73,7 +113,7 @@ def publish(
     notes = {"format": "pt", **(metadata or {}), **notes}
     pool = _pool.that_holds(parts.values(), Path(path))
     if pool is not None and _publish_in_place(pool, parts, notes, Path(path)):
-        return
+        return Published(Path(path), tuple(tensors), pool.file_bytes, in_place=True)
     entries = _place(parts)
     header = build_header(entries.items(), notes)
     size = len(header) + max((entry.end for entry in entries.values()), default=0)
@@ -88,6 +128,7 @@ def publish(
         _synchronize({**tensors, "": target})
         del target
         file.take_name()
+    return Published(Path(path), tuple(tensors), size, in_place=False)
 
 
 def _publish_in_place(
@@ -134,19 +175,23 @@ def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor])
     return entries
 
 
-def _tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if isinstance(source, torch.nn.Module):
-        parameters = source.named_parameters(remove_duplicate=False)
-        return {**dict(parameters), **dict(source.named_buffers(remove_duplicate=False))}
-    return dict(source)
+def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
+    if not isinstance(source, torch.nn.Module):
+        return dict(source)
+    found: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
+    persistent = source.state_dict(keep_vars=True).keys()
+    for name, tensor in source.named_buffers(remove_duplicate=False):
+        if buffers or name in persistent:
+            found[name] = tensor
+    return found
 
 
-def _describe(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
+def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
     records = {}
     buffers = set()
     if isinstance(source, torch.nn.Module):
         buffers = {name for name, _ in source.named_buffers(remove_duplicate=False)}
-    for name, tensor in _tensors(source).items():
+    for name, tensor in tensors.items():
         kind = "buffer" if name in buffers else "parameter" if isinstance(tensor, torch.nn.Parameter) else None
         attributes = {key: value for key, value in vars(tensor).items() if _is_json(value)}
         if kind is not None or attributes:

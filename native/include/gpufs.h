@@ -203,6 +203,8 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
 /* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those
  * before it mapped. EFBIG: beyond the capacity. */
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count);
+/* Copies mapped memory to the host, after all work that this process has queued on the device. EINVAL: not mapped. */
+gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* destination, uint64_t bytes);
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
 
 /* As DLPack's binary interface has them: version 1, and before there were versions. */

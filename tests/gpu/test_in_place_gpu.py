@@ -321,24 +321,26 @@ def test_an_exporter_killed_during_a_copy(gpu: GpufsMount, tmp_path: Path) -> No
     assert memory_held(gpu) <= before + MIB
 
 
-def model(width: int = 1024) -> Any:
+def model(device: str = "cuda", width: int = 1024) -> Any:
     torch.manual_seed(5)
     layers = [torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 64)]
-    return torch.nn.Sequential(*layers).cuda().eval()
+    return torch.nn.Sequential(*layers).to(device).eval()
 
 
 def test_a_model_built_in_a_pool_is_published_without_a_copy(gpu: GpufsMount) -> None:
     """Another process attaches it and computes the same, and the device has one copy."""
     file = gpu.device / "model.safetensors"
     before = memory_held(gpu)
-    pool = gpufs.torch.pool(file, "64M")
+    with torch.device("meta"):
+        plan = model("meta")
+    pool = gpufs.torch.pool(file, like=plan)
     taken = memory_held(gpu) - before
-    assert 64 * MIB <= taken < 80 * MIB
+    assert 4 * MIB <= taken < 80 * MIB
     with pool:
         built = model()
-    assert 4 * MIB <= pool.used <= 64 * MIB
+    assert 4 * MIB <= pool.used <= taken
     assert not list(gpu.device.iterdir())
-    gpufs.torch.publish(built, file)
+    assert gpufs.torch.publish(built, file).in_place
     assert memory_held(gpu) - before == taken
     question = torch.linspace(-1, 1, 1024, device="cuda").repeat(4, 1)
     with torch.no_grad():

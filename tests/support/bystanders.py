@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-from gpufs import protocol
+from gpufs import modes, protocol
 from support.attaching import Attacker
 from support.cli import user_gpufs
 from support.copying import socket_path
@@ -133,7 +133,7 @@ class Bystander:
                 assert os.pread(fd, len(CONTENT), 0) == CONTENT
             with measured("attach"), Attacker(self.socket) as client:
                 assert client.greet(), "the daemon refuses the connection"
-                answer, descriptors = client.ask(protocol.Attach(1, protocol.READ), [fd])
+                answer, descriptors = client.ask(protocol.Attach(1, modes.READ), [fd])
                 assert not answer.get("error"), answer
                 for received in descriptors:
                     os.close(received)

@@ -123,6 +123,21 @@ gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* p
   });
 }
 
+gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* destination, uint64_t bytes) {
+  return with<Mapping>(mapping, [&](Mapping& found) -> Status {
+    {
+      const std::lock_guard lock(found.mutex);
+      const std::uint64_t mapped = found.range->bytes();
+      if (offset > mapped || bytes > mapped - offset) {
+        return {EINVAL, std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + ", where " +
+                            std::to_string(mapped) + " are mapped"};
+      }
+    }
+    found.device->synchronize();
+    return found.device->copy_out(destination, found.range->base() + offset, static_cast<std::size_t>(bytes));
+  });
+}
+
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info) {
   return with<Mapping>(mapping, [&](Mapping& found) -> Status {
     const std::lock_guard lock(found.mutex);

@@ -1,0 +1,16 @@
+"""How a program uses a file's memory in place: the modes of attaching, as numpy.memmap has them."""
+
+from typing import Final, Literal, TypeAlias, get_args
+
+Mode: TypeAlias = Literal["r", "r+", "c"]
+
+READ: Final = "r"
+READ_WRITE: Final = "r+"
+COPY_ON_WRITE: Final = "c"
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+
+
+def check_mode(mode: str) -> None:
+    """ValueError unless it is one of the modes."""
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")
