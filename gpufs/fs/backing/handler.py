@@ -299,13 +299,13 @@ class BackingHandler:
     async def setattr(
         self,
         inode: int,
-        changes: Changes,
+        asked: Changes,
         fh: int | None,
         caller: Caller,
     ) -> Entry:
         node = self._changeable(inode)
-        mode, uid, gid = changes.mode, changes.uid, changes.gid
-        size, atime, mtime = changes.size, changes.atime, changes.mtime
+        mode, uid, gid = asked.mode, asked.uid, asked.gid
+        size, atime, mtime = asked.size, asked.atime, asked.mtime
         opened = self._handles.get(fh)
         open_fd = opened.fd if isinstance(opened, OpenFile) else None
 
@@ -318,7 +318,7 @@ class BackingHandler:
                     _truncate(node, size)
                 else:
                     os.ftruncate(open_fd, size)
-            if changes == Changes():
+            if asked == Changes():
                 # chown(-1, -1); or a change of contents takes a set-gid bit away, which open() has done.
                 with contextlib.suppress(PermissionError):
                     os.chown(node.link, -1, -1)
