@@ -136,6 +136,9 @@ def main() -> None:
     if loads and not all(importlib.util.find_spec(name) for name in ("torch", "safetensors")):
         print("bench: torch and safetensors are not installed: loads of tensors are left out", file=sys.stderr)
         loads = []
+    if "pyfuse3" in chosen.systems and not importlib.util.find_spec("pyfuse3"):
+        print("bench: pyfuse3 is not installed: it is left out (scripts/setup bench installs it)", file=sys.stderr)
+        chosen.systems.remove("pyfuse3")
     load_bytes = chosen.load_bytes[0]
     cases += [(kind, load_bytes, 1) for kind in loads]
     memory = size * most + 64 * MIB + (2 * load_bytes + 64 * MIB if loads else 0)

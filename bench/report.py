@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": memory,
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "pyfuse3": metadata.version("pyfuse3"),
+        "pyfuse3": metadata.version("pyfuse3") if importlib.util.find_spec("pyfuse3") else None,
         "commit": commit or "?",
         "load_before": os.getloadavg()[0],
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

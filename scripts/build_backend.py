@@ -16,8 +16,8 @@ from typing import Any, Final
 from scikit_build_core import build
 
 _LIST: Final = Path(__file__).with_name("system-packages")
-# pip brings CMake and Ninja where they are missing. libfuse is for pyfuse3, which pip compiles next.
-_NEEDED: Final = ("g++", "pkg-config", "libfuse3-dev", "python3-dev")
+# pip brings CMake and Ninja where they are missing.
+_NEEDED: Final = ("g++", "python3-dev")
 
 Options = dict[str, Any] | None
 

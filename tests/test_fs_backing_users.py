@@ -21,7 +21,7 @@ from support.processes import NOBODY, as_nobody, errno_of, in_child, run, start_
 
 pytestmark = [pytest.mark.driver, pytest.mark.skipif(os.geteuid() != 0, reason="mounts for several users")]
 
-MANY = 150  # more than pyfuse3 serves at a time by itself
+MANY = 150  # more than a user has threads
 
 
 @contextlib.contextmanager

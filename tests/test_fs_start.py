@@ -17,9 +17,9 @@ SECONDS = 120
 # Runs the daemon with one step replaced: {patch} is a statement that knows all the names below.
 PROGRAM = """
 import errno, os, signal, sys
-import pyfuse3, trio
 from gpufs import engine, mounting, service
 from gpufs.daemon import control_plane, main as daemon, supervision
+from gpufs.fs.connection import Connection
 
 def fail(*arguments, **named):
     raise OSError(errno.ENOMEM, "planned failure")
@@ -83,7 +83,7 @@ STEPS = {
     "engine": "engine.Engine = fail",
     "mount": "mounting.mount = fail",
     "data plane": "engine.Mount = crash",
-    "main loop": "pyfuse3.main = crash_later",
+    "main loop": "Connection.serve = crash_later",
 }
 
 

@@ -24,7 +24,7 @@ BIG_WRITES, READDIRPLUS, ACCESS_LISTS = 1 << 5, 3 << 13, 1 << 20 | 1 << 6
 KERNELS = {
     "linux 6.1": 0xFFFF_FFFE_0000_0000,
     "linux 5.15": 0xFFFF_FFFF_0000_0000 | HANDLE_KILLPRIV_V2,
-    # what Linux offers since 4.9 and the contract or pyfuse3 needs
+    # what Linux offers since 4.9 and the contract needs
     "no more than is needed": 0xFFFF_FFFF_FFFF_FFFF & ~(BIG_WRITES | READDIRPLUS | ACCESS_LISTS),
 }
 

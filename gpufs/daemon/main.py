@@ -17,13 +17,13 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pyfuse3
 import trio
 
 from gpufs import config, engine, service
@@ -32,8 +32,9 @@ from gpufs.daemon import control_plane, mountpoint, supervision
 from gpufs.daemon.devices import open_engine
 from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
-from gpufs.daemon.serving import SIGNALS, Serving
+from gpufs.daemon.serving import SIGNALS, TASKS, Serving
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
+from gpufs.fs.connection import Connection
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -95,8 +96,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
         with _start_failures():
             engine.io_configure(opened, **config.io_options(values))
             relay_fd, control_fd = engine.relay_pair()
-        control = parts.enter_context(ExitStack())
-        control.callback(os.close, control_fd)
+        control = parts.enter_context(socket.socket(fileno=control_fd))
         early = _note_signals()
         if values["auto_unmount"]:
             watch = parts.enter_context(supervision.guard(request.mountpoint, values["log_file"]))
@@ -133,14 +133,10 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
             request, answer, logs, mount, entry, socket_path=socket_path, early=early, owner=owner, notes=notes
         )
         operations, tree = control_plane.build(request, mount, serving)
-        pyfuse3.init(operations, f"/dev/fd/{control_fd}", {"fsname=gpufs"})
-        control.pop_all()  # from here on libfuse's session closes the descriptor
-        parts.callback(pyfuse3.close, unmount=False)
-        parts.callback(mount.close)  # before pyfuse3.close(), which closes the other end of the data plane's socket
         mount.start()
         log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
         try:
-            trio.run(serving.run, tree)
+            trio.run(serving.run, Connection(control, operations, TASKS), tree)
         except BaseExceptionGroup as failures:
             _raise_plainly(failures)
             raise

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import pyfuse3
 import trio
 
 from gpufs import engine, mounting, service, threads
@@ -19,6 +18,7 @@ from gpufs.daemon import mountpoint, supervision
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.daemon.upkeep import keep_up
+from gpufs.fs.connection import Connection
 from gpufs.fs.quotas import Quotas
 from gpufs.fs.tree import Tree
 from gpufs.service import Service
@@ -29,9 +29,9 @@ log = logging.getLogger("gpufs.daemon")
 # right after mounting would end the process and leave a dead mount.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-# Requests that pyfuse3 serves at a time. More than may wait for directories of the host (gpufs/fs/backing), so names in
-# memory are answered even if all of those block. A waiting task takes some 20 KiB.
-_TASKS = 10_000
+# Requests that may wait for something at a time. More than may wait for directories of the host (gpufs/fs/backing), so
+# names in memory are answered even if all of those block. A waiting task takes some 20 KiB.
+TASKS = 10_000
 # Seconds at the end for cancelled copies.
 _COPIES_GRACE = 6.0
 # Seconds at the end for requests in progress. Those that wait for a server that hangs are abandoned.
@@ -75,13 +75,15 @@ class Serving:
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
     _flags: frozenset[str] = field(init=False)  # of the mount, as the engine was last told
+    _connection: Connection = field(init=False)
     _requests: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)  # of the loop that answers them
 
     def __post_init__(self) -> None:
         self._flags = self.entry.flags
 
-    async def run(self, tree: Tree) -> None:
+    async def run(self, connection: Connection, tree: Tree) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
+        self._connection = connection
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._watch_end)
@@ -96,7 +98,7 @@ class Serving:
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
-                await pyfuse3.main(max_tasks=_TASKS)
+                await connection.serve()
             self._copies.cancel()
             nursery.cancel_scope.cancel()
 
@@ -240,7 +242,7 @@ class Serving:
 
     def _stop_serving(self) -> None:
         """Ends the loop that answers requests once those in progress are answered, or soon."""
-        pyfuse3.terminate()
+        self._connection.stop()
         self._requests.deadline = min(self._requests.deadline, trio.current_time() + _REQUESTS_GRACE)
 
 

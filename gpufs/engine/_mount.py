@@ -66,7 +66,7 @@ _VALUES: Final = attrgetter(*(field.name for field in fields(Attributes)))
 
 
 def relay_pair() -> tuple[int, int]:
-    """The socket pair between the planes: (relay_fd for Mount, the descriptor that pyfuse3 gets as /dev/fd/N).
+    """The socket pair between the planes: (relay_fd for Mount, the control plane's descriptor).
 
     Both are close-on-exec. The caller owns them, the first until Mount takes it over.
     """
@@ -78,15 +78,16 @@ def relay_pair() -> tuple[int, int]:
 class Mount(Handle):
     """The data plane of one FUSE connection. It keeps its engine alive.
 
-    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(), whose other end pyfuse3
-    has; the mount takes both over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0
-    for the engine's choice. ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01.
-    ``mask_flags``: INIT flags to treat as not offered by the kernel. ``entry_timeout`` and ``attribute_timeout`` are
-    in seconds, for the LOOKUP and GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names
-    and attributes may take before new ones fail with ENOSPC, 0 for no limit. ``user_bytes``: device
-    memory on each device for each user except root and this process's, 0 for no limit.
+    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(); the mount takes both
+    over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0 for the engine's choice.
+    ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01. ``mask_flags``: INIT flags
+    to treat as not offered by the kernel. ``entry_timeout`` and ``attribute_timeout`` are in seconds, for the LOOKUP
+    and GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take
+    before new ones fail with ENOSPC, 0 for no limit. ``user_bytes``: device memory on each device for each user except
+    root and this process's, 0 for no limit.
 
-    No method may be called for an inode from inside a native handler; close() not from a pyfuse3 handler.
+    No method may be called for an inode from inside a native handler; close() not from what
+    answers a request.
     """
 
     __slots__ = ("engine",)
@@ -129,7 +130,7 @@ class Mount(Handle):
         self._own(handle[0])
 
     def start(self) -> None:
-        """Starts the threads; after the descriptor is mounted and before pyfuse3.main."""
+        """Starts the threads; after the descriptor is mounted and before requests are answered."""
         check(lib.gpufs_mount_start(self._handle))
 
     def read_ahead(self, directory: str, piece: int) -> None:
@@ -251,7 +252,7 @@ class Mount(Handle):
         check(lib.gpufs_inode_written(self._handle, ino))
 
     def file_open(self, ino: int, flags: int) -> int:
-        """Opens a regular file that open(2) creates, with its ``flags``; the result is pyfuse3's file handle.
+        """Opens a regular file that open(2) creates, with its ``flags``; the result is the reply's file handle.
 
         The engine itself answers the kernel when a file is opened that exists.
         """
@@ -267,7 +268,7 @@ class Mount(Handle):
     def backing_file_open(self, fd: int) -> int:
         """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
 
-        The result is pyfuse3's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
+        The result is the reply's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
         """
         fh = ffi.new(_FH)

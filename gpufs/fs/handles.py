@@ -1,12 +1,9 @@
 """What the file handles lead to that Python answers for: listings, control files, and files below ``backing/``."""
 
 from errno import EBADF
-from typing import TYPE_CHECKING
 
 from gpufs.fs.errors import error
-
-if TYPE_CHECKING:
-    import pyfuse3
+from gpufs.fs.replies import Listing
 
 
 class Opened:
@@ -14,7 +11,7 @@ class Opened:
 
     __slots__ = ()
 
-    async def readdir(self, start: int, token: "pyfuse3.ReaddirToken") -> None:
+    async def readdir(self, start: int, listing: Listing) -> None:
         """Lists the entries after a cookie."""
         raise error(EBADF)
 

@@ -1,6 +1,33 @@
-"""The replies that describe an inode to the kernel."""
+"""The replies that describe inodes to the kernel, in the layout of linux/fuse.h."""
 
-import pyfuse3
+import os
+import stat
+from struct import Struct
+from typing import Final, NamedTuple
+
+# A fuse_entry_out is the inode, how long the reply lasts, and a fuse_attr. It lasts for so many seconds: those of the
+# name, those of the attributes, nanoseconds of both.
+_LASTS: Final = Struct("=8x2Q2I")
+_ATTRIBUTES: Final = Struct("=6Q10I")
+_ENTRY: Final = Struct("=Q32s88s")
+_ENTRY_OF_TABLE: Final = Struct("=Q32sQ52xI24x")  # with an inode number and a type as the only attributes
+_ATTRIBUTES_REPLY: Final = Struct("=QI4x88s")  # fuse_attr_out: seconds, nanoseconds, fuse_attr
+_LISTED: Final = Struct("=128s2Q2I")  # an entry, its inode, the next entry's cookie, the name's length, its type
+_SECOND: Final = 1_000_000_000
+
+
+class Entry(NamedTuple):
+    """A reply about an inode. ``mode``: its type, with or without permission bits; ``message``: a fuse_entry_out."""
+
+    ino: int
+    mode: int
+    message: bytes
+
+    def attributes(self) -> bytes:
+        """The same as a fuse_attr_out."""
+        _, lasts, attributes = _ENTRY.unpack(self.message)
+        _, seconds, _, nanoseconds = _LASTS.unpack(lasts)
+        return _ATTRIBUTES_REPLY.pack(seconds, nanoseconds, attributes)
 
 
 class Replies:
@@ -10,15 +37,46 @@ class Replies:
     """
 
     def __init__(self, entry_timeout: float, attribute_timeout: float) -> None:
-        self._entry_timeout = entry_timeout
-        self._attribute_timeout = attribute_timeout
+        name, name_ns = divmod(int(entry_timeout * _SECOND), _SECOND)
+        attributes, attributes_ns = divmod(int(attribute_timeout * _SECOND), _SECOND)
+        self._lasts = _LASTS.pack(name, attributes, name_ns, attributes_ns)
+        self._name_lasts = _LASTS.pack(name, 0, name_ns, 0)
         self.no_entry = self.entry(0, 0)
 
-    def entry(self, ino: int, kind: int) -> pyfuse3.EntryAttributes:
-        """The reply for an inode; ``kind`` is its S_IF type, with or without permission bits."""
-        reply = pyfuse3.EntryAttributes()
-        reply.st_ino = ino
-        reply.st_mode = kind
-        reply.entry_timeout = self._entry_timeout
-        reply.attr_timeout = self._attribute_timeout
-        return reply
+    def entry(self, ino: int, kind: int) -> Entry:
+        """The reply for an inode of the engine's table, which fills in all attributes but the type."""
+        return Entry(ino, kind, _ENTRY_OF_TABLE.pack(ino, self._lasts, ino, kind))
+
+    def host_entry(self, ino: int, found: os.stat_result, *, lasts: bool = True) -> Entry:
+        """The reply for an inode of the host. ``lasts``: whether the kernel may trust the attributes."""
+        atime, atime_ns = divmod(found.st_atime_ns, _SECOND)
+        mtime, mtime_ns = divmod(found.st_mtime_ns, _SECOND)
+        ctime, ctime_ns = divmod(found.st_ctime_ns, _SECOND)
+        times = (*(seconds & 0xFFFFFFFFFFFFFFFF for seconds in (atime, mtime, ctime)), atime_ns, mtime_ns, ctime_ns)
+        owner = (found.st_mode, found.st_nlink, found.st_uid, found.st_gid)
+        device, block = found.st_rdev & 0xFFFFFFFF, found.st_blksize
+        attributes = _ATTRIBUTES.pack(ino, found.st_size, found.st_blocks, *times, *owner, device, block, 0)
+        return Entry(ino, found.st_mode, _ENTRY.pack(ino, self._lasts if lasts else self._name_lasts, attributes))
+
+
+class Listing:
+    """The entries of a directory that fit into one reply to READDIRPLUS."""
+
+    def __init__(self, size: int) -> None:
+        self._room = size
+        self._parts: list[bytes] = []
+
+    def add(self, name: bytes, entry: Entry, cookie: int) -> bool:
+        """Adds an entry unless it no longer fits. ``cookie``: where a listing goes on that has read this entry."""
+        length = len(name)
+        message = _LISTED.pack(entry.message, entry.ino, cookie, length, stat.S_IFMT(entry.mode) >> 12) + name
+        message += b"\0" * (-length % 8)
+        if len(message) > self._room:
+            return False
+        self._room -= len(message)
+        self._parts.append(message)
+        return True
+
+    def message(self) -> bytes:
+        """The reply."""
+        return b"".join(self._parts)

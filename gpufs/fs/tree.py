@@ -13,15 +13,12 @@ import errno
 import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from gpufs.engine import NO_LIMIT, Attributes, Mount
 from gpufs.fs.control_files import Content, ControlFile
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import BufferFile, Directory, Node, Symlink
-
-if TYPE_CHECKING:
-    from pyfuse3 import RequestContext
+from gpufs.fs.requests import Caller
 
 ROOT_INODE = 1
 UNNAMED = b"/"  # the name that the data plane gives for O_TMPFILE
@@ -161,50 +158,50 @@ class Tree:
 
     # ---- making ----
 
-    def create(self, parent: int, name: bytes, mode: int, ctx: "RequestContext") -> BufferFile:
+    def create(self, parent: int, name: bytes, mode: int, caller: Caller) -> BufferFile:
         """A new empty file. UNNAMED: without a name, which :meth:`link` may give it once."""
         if name == UNNAMED:
             directory = self.directory(parent)
             if directory.fixed:
                 raise error(errno.EPERM)
             node = BufferFile(self._take_ino(), directory.device, unnamed=True)
-            self._add(node, mode, ctx.uid, ctx.gid, nlink=0, parent=directory.ino, umask=ctx.umask)
+            self._add(node, mode, caller.uid, caller.gid, nlink=0, parent=directory.ino, umask=caller.umask)
             node.parent = directory
             return node
         directory = self._open_for_new(parent, name)
         node = BufferFile(self._take_ino(), directory.device)
-        self._make(directory, name, node, mode, ctx)
+        self._make(directory, name, node, mode, caller)
         return node
 
-    def mkdir(self, parent: int, name: bytes, mode: int, ctx: "RequestContext") -> Directory:
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Directory:
         """A new directory."""
         directory = self._open_for_new(parent, name)
         node = Directory(self._take_ino(), directory.device)
-        self._make(directory, name, node, mode, ctx)
+        self._make(directory, name, node, mode, caller)
         return node
 
-    def symlink(self, parent: int, name: bytes, target: bytes, ctx: "RequestContext") -> Symlink:
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Symlink:
         """A new symbolic link."""
         directory = self._open_for_new(parent, name)
         node = Symlink(self._take_ino(), directory.device, target)
-        self._make(directory, name, node, 0o777, ctx, size=len(target))
+        self._make(directory, name, node, 0o777, caller, size=len(target))
         return node
 
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> Node:
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Node:
         """A new regular file, FIFO, socket or device node, by the type in ``mode``."""
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind == stat.S_IFREG:
-            return self.create(parent, name, mode, ctx)
+            return self.create(parent, name, mode, caller)
         if kind not in _SPECIAL_KINDS:
             raise error(errno.EINVAL)
         directory = self._open_for_new(parent, name)
         node = Node(self._take_ino(), kind, directory.device)
         if kind not in (stat.S_IFCHR, stat.S_IFBLK):
             rdev = 0
-        self._make(directory, name, node, mode, ctx, rdev=rdev)
+        self._make(directory, name, node, mode, caller, rdev=rdev)
         return node
 
-    def link(self, ino: int, parent: int, name: bytes, ctx: "RequestContext") -> Node:
+    def link(self, ino: int, parent: int, name: bytes, caller: Caller) -> Node:
         """One more name for a node."""
         node = self.node(ino)
         if isinstance(node, Directory) or node.fixed:
@@ -227,7 +224,7 @@ class Tree:
 
     # ---- unmaking ----
 
-    def unlink(self, parent: int, name: bytes, ctx: "RequestContext | None" = None) -> None:
+    def unlink(self, parent: int, name: bytes, caller: Caller | None = None) -> None:
         """Removes a name of anything but a directory."""
         directory = self._open_for_removal(parent)
         node = self._existing(directory, name)
@@ -249,7 +246,7 @@ class Tree:
             self.unlink(*removed[-1])
         return removed
 
-    def rmdir(self, parent: int, name: bytes, ctx: "RequestContext") -> None:
+    def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
         """Removes an empty directory."""
         directory = self._open_for_removal(parent)
         if name == b".":
@@ -273,7 +270,7 @@ class Tree:
         new_parent: int,
         new_name: bytes,
         flags: int,
-        ctx: "RequestContext",
+        caller: Caller,
     ) -> None:
         """Moves a name, over what is there.
 
@@ -316,7 +313,7 @@ class Tree:
         whiteout = None
         if flags & RENAME_WHITEOUT:  # made first: without memory for it nothing changes
             whiteout = Node(self._take_ino(), stat.S_IFCHR, source_directory.device)
-            self._add(whiteout, 0, ctx.uid, ctx.gid, nlink=1, parent=source_directory.ino)
+            self._add(whiteout, 0, caller.uid, caller.gid, nlink=1, parent=source_directory.ino)
         self._attach(target_directory, new_name, node)
         if whiteout is not None:
             self._attach(source_directory, old_name, whiteout)
@@ -421,15 +418,15 @@ class Tree:
         name: bytes,
         node: Node,
         mode: int,
-        ctx: "RequestContext",
+        caller: Caller,
         *,
         size: int = 0,
         rdev: int = 0,
     ) -> None:
         """Adds a new node as a user asked for it."""
         nlink = 2 if isinstance(node, Directory) else 1
-        ids, above = (ctx.uid, ctx.gid), directory.ino
-        self._add(node, mode, *ids, nlink=nlink, size=size, rdev=rdev, parent=above, umask=ctx.umask)
+        ids, above = (caller.uid, caller.gid), directory.ino
+        self._add(node, mode, *ids, nlink=nlink, size=size, rdev=rdev, parent=above, umask=caller.umask)
         self._attach(directory, name, node)
         node.names = 1
         if isinstance(node, Directory):

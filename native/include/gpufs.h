@@ -29,7 +29,7 @@ typedef struct {
 } gpufs_status;
 
 /* Closes any handle but an engine's, and those that belong to its object. Only these wait or fail, and stay open then:
- * mount: ends its threads; not from a pyfuse3 handler.
+ * mount: ends its threads; not while the control plane answers a request.
  * transfer, queue: cancels what is under way and waits until none of it uses its memory any more. ETIMEDOUT: some has
  *   not ended within 10 s and uses its memory until it does; a queue takes no more, and what has ended is collected.
  * pool: EBUSY while something is allocated in it.
@@ -279,7 +279,7 @@ gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, 
 
 typedef struct {
   int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
-  int32_t relay_fd;         /* native end of gpufs_relay_pair(), whose other end pyfuse3 has; taken over too */
+  int32_t relay_fd;         /* native end of gpufs_relay_pair(); taken over too */
   int32_t reader_threads;   /* 0: chosen by the number of CPUs */
   int32_t worker_threads;   /* most for each device's operations that may take long; 0: 64 */
   double reader_spin;       /* seconds that a reader spins for a request before it sleeps, to 0.01; 0: not at all */
@@ -292,12 +292,12 @@ typedef struct {
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
- * system allows). native_fd is for gpufs_mount_options, control_fd is what pyfuse3 gets as /dev/fd/N; the caller owns
+ * system allows). native_fd is for gpufs_mount_options, control_fd is for the control plane; the caller owns
  * both until then, and control_fd for good. */
 gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
-/* Starts the threads. Call after the descriptor is mounted and before pyfuse3.main. */
+/* Starts the threads. Call after the descriptor is mounted and before requests are answered. */
 gpufs_status gpufs_mount_start(gpufs_handle mount);
 /* Reads ahead of programs that go through mappings from front to back. directory: where the mount is; it must answer,
  * and not on the calling thread. piece: bytes to ask the kernel for at a time, at most what it reads ahead on this
@@ -368,11 +368,11 @@ gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);
  * become now, set-id bits are cleared, and the kernel drops what it has cached. ENOENT if unknown. */
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
 
-/* Opens a regular file: *fh goes into pyfuse3's FileInfo, and READ and WRITE on it never reach Python.
+/* Opens a regular file: *fh goes into the reply, and READ and WRITE on it never reach Python.
  * flags: as open(2), without effect on the contents. Bit 62 of *fh is set: handles of Python's own must not have it. */
 gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh);
 /* Opens a regular file or block device of the host below backing/ by a descriptor, which stays the caller's and whose
- * mode and O_APPEND count: *fh goes into pyfuse3's FileInfo. Natively answered like those of buffers: READ, WRITE,
+ * mode and O_APPEND count: *fh goes into the reply. Natively answered like those of buffers: READ, WRITE,
  * LSEEK, FALLOCATE, FLUSH, FSYNC, COPY_FILE_RANGE; everything else about the inode is the control plane's. Bit 61 of
  * *fh is set: handles of Python's own must not have it. May block; fails as gpufs_backing_open() does. */
 gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh);

@@ -269,7 +269,7 @@ struct RelayedRequest {
   }
 };
 
-// Plays pyfuse3 at the other end of the relay.
+// Plays the control plane at the other end of the relay.
 class FakeControlPlane {
  public:
   explicit FakeControlPlane(UniqueFd fd) : fd_(std::move(fd)) {}
@@ -278,7 +278,7 @@ class FakeControlPlane {
     if (!readable(fd_.get(), patience)) return std::nullopt;
     const Bytes buffer = receive_message(fd_.get());
     if (buffer.empty()) return std::nullopt;
-    EXPECT_LE(buffer.size(), (1U << 20) + 4096U) << "the library, which reads no more, would cut the message";
+    EXPECT_LE(buffer.size(), (1U << 20) + 4096U) << "the control plane, which reads no more, would cut the message";
     RelayedRequest request;
     EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &request.header));
     EXPECT_EQ(request.header.len, buffer.size());
@@ -379,26 +379,9 @@ class MountTest : public DevicesTest {
     in.flags2 = static_cast<std::uint32_t>(flags >> 32);
     return in;
   }
-  // What libfuse 3.14 answers: the flags it was shown and likes.
-  static fuse_init_out init_reply(std::uint32_t flags) {
-    fuse_init_out out{};
-    out.major = FUSE_KERNEL_VERSION;
-    out.minor = 31;
-    out.max_readahead = 131072;
-    out.flags = flags;
-    out.max_background = 0;
-    out.max_write = 1 << 20;
-    out.time_gran = 1;
-    out.max_pages = 256;
-    return out;
-  }
   // The whole exchange; gives what the kernel gets.
   fuse_init_out initialize(std::uint64_t flags = kKernelFlags) {
-    const std::uint64_t unique = kernel->send(FUSE_INIT, 0, bytes_of(init_request(flags)));
-    const RelayedRequest request = control->expect(FUSE_INIT);
-    shown = request.as<fuse_init_in>();
-    control->reply(unique, 0, bytes_of(init_reply(shown.flags)));
-    const Reply reply = kernel->wait(unique);
+    const Reply reply = kernel->call(FUSE_INIT, 0, bytes_of(init_request(flags)));
     EXPECT_EQ(reply.error(), 0);
     return reply.as<fuse_init_out>();
   }
@@ -435,7 +418,6 @@ class MountTest : public DevicesTest {
   std::optional<FakeKernel> kernel;
   std::optional<FakeControlPlane> control;
   std::shared_ptr<Mount> mount;
-  fuse_init_in shown{};
 };
 
 }  // namespace gpufs::fuse

@@ -52,7 +52,7 @@ def mountpoint(tmp_path: Path) -> Iterator[Path]:
 
 # That of .venv may lie below root's home, where nobody else can go. Then the system's own of the same version runs with
 # the packages of .venv.
-_PROBE = "import cffi, click, pyfuse3, sys; print(sys.version_info[:2])"
+_PROBE = "import cffi, click, sys; print(sys.version_info[:2])"
 
 
 def _runs(program: str, environment: dict[str, str]) -> bool:

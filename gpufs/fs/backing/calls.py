@@ -11,19 +11,19 @@ from collections.abc import Callable, Coroutine, Iterator
 from errno import EBUSY
 from typing import Any, Final, TypeVar
 
-import pyfuse3
 import trio
 
 from gpufs import threads
 from gpufs.fs.backing.identity import acting_as
 from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
 from gpufs.fs.errors import error
+from gpufs.fs.requests import Caller
 
 T = TypeVar("T")
 
 _THREADS: Final = 32  # for the calls of one user on one file system
 # Calls that may be in progress or wait for a thread: of all users, and of one that is not root or the mount's owner.
-# pyfuse3 serves more requests at a time, so calls on the host never use up its tasks.
+# The connection serves more requests at a time, so calls on the host never use up its tasks.
 _CALLS: Final = 8192
 _CALLS_OF_A_USER: Final = 1024
 # Seconds between two attempts to open a file on which another process has a lease, and until that is an error: the
@@ -63,11 +63,9 @@ class HostCalls:
         """What a name in a directory leads to."""
         return await self.run(uid, parent, lambda: look_up(parent.fd, name))
 
-    async def run_as_caller(
-        self, ctx: pyfuse3.RequestContext, node: BackingNode, work: Callable[[], T], *others: BackingNode
-    ) -> T:
+    async def run_as_caller(self, caller: Caller, node: BackingNode, work: Callable[[], T], *others: BackingNode) -> T:
         """Runs work with the rights of the process that made the request."""
-        uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
+        uid, gid, pid = caller.uid, caller.gid, caller.pid
 
         def run() -> T:
             with acting_as(uid, gid, pid):

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, EROFS, ESTALE, EXDEV
 from typing import Any, Final
 
-import pyfuse3
-
 from gpufs.fs.backing.calls import HostCalls
 from gpufs.fs.backing.identity import with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
@@ -19,11 +17,11 @@ from gpufs.fs.backing.open_files import SET_ID, OpenDirectory, OpenFile, OpenFil
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
 from gpufs.fs.nodes import Directory
-from gpufs.fs.replies import Replies
+from gpufs.fs.replies import Entry, Listing, Replies
+from gpufs.fs.requests import Caller, Changes
 from gpufs.fs.tree import UNNAMED, Tree
 
 DIRECTORY_NAME: Final = b"backing"
-_SETTABLE: Final = ("update_atime", "update_gid", "update_mode", "update_mtime", "update_size", "update_uid")
 _ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
 _TRUSTED: Final = "trusted."
 
@@ -96,20 +94,20 @@ class _ShareListing(Opened):
 
     handler: "BackingHandler"
 
-    async def readdir(self, start: int, token: pyfuse3.ReaddirToken) -> None:
+    async def readdir(self, start: int, listing: Listing) -> None:
         above = self.handler.replies.entry(FIRST_INODE, stat.S_IFDIR)
         for cookie, name in ((1, b"."), (2, b"..")):
-            if start < cookie and not pyfuse3.readdir_reply(token, name, above, cookie):
+            if start < cookie and not listing.add(name, above, cookie):
                 return
         for cookie, name in enumerate(self.handler.shares, 3):
             if start < cookie:
-                if not pyfuse3.readdir_reply(token, name, self.handler.share_reply(name), cookie):
+                if not listing.add(name, self.handler.share_reply(name), cookie):
                     return
                 self.handler.shares[name][0].lookups += 1
 
 
 class BackingHandler:
-    """Shows directories of the host below ``backing/``. Its methods are those of pyfuse3.Operations."""
+    """Shows directories of the host below ``backing/``. Its methods are those of Operations in gpufs/fs/dispatch.py."""
 
     def __init__(
         self,
@@ -164,46 +162,28 @@ class BackingHandler:
             raise error(EROFS)
         return node
 
-    def _attributes(self, node: BackingNode, found: os.stat_result) -> pyfuse3.EntryAttributes:
-        reply = self.replies.entry(node.ino, found.st_mode)
-        reply.st_nlink = found.st_nlink
-        reply.st_uid = found.st_uid
-        reply.st_gid = found.st_gid
-        reply.st_rdev = found.st_rdev
-        reply.st_size = found.st_size
-        reply.st_blocks = found.st_blocks
-        reply.st_blksize = found.st_blksize
-        reply.st_atime_ns = found.st_atime_ns
-        reply.st_mtime_ns = found.st_mtime_ns
-        reply.st_ctime_ns = found.st_ctime_ns
-        return reply
-
-    def _adopt(self, found: Found, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+    def _adopt(self, found: Found, parent: BackingNode, name: bytes) -> Entry:
         """The reply that gives the kernel one more reference; takes the descriptor over."""
         node = self._inodes.meet(found, parent.share, None if name == UNNAMED else (parent.ino, name))
         node.lookups += 1
-        return self._attributes(node, found[1])
+        return self.replies.host_entry(node.ino, found[1])
 
-    def share_reply(self, name: bytes) -> pyfuse3.EntryAttributes:
+    def share_reply(self, name: bytes) -> Entry:
         """The reply for a shown directory. Does not ask its server: the kernel asks for attributes if it needs them."""
         node, found = self.shares[name]
-        reply = self._attributes(node, found)
-        reply.attr_timeout = 0
-        return reply
+        return self.replies.host_entry(node.ino, found, lasts=False)
 
-    async def _find(self, uid: int, parent: BackingNode, name: bytes) -> pyfuse3.EntryAttributes:
+    async def _find(self, uid: int, parent: BackingNode, name: bytes) -> Entry:
         return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
 
-    async def _make(
-        self, inode: int, name: bytes, ctx: pyfuse3.RequestContext, make: Callable[[BackingNode], None]
-    ) -> pyfuse3.EntryAttributes:
+    async def _make(self, inode: int, name: bytes, caller: Caller, make: Callable[[BackingNode], None]) -> Entry:
         parent = self._changeable(inode)
-        await self._calls.run_as_caller(ctx, parent, lambda: make(parent))
-        return await self._find(ctx.uid, parent, name)
+        await self._calls.run_as_caller(caller, parent, lambda: make(parent))
+        return await self._find(caller.uid, parent, name)
 
     # ---- names ----
 
-    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+    async def lookup(self, parent_inode: int, name: bytes, caller: Caller) -> Entry:
         if parent_inode == FIRST_INODE:
             if name in (b".", b".."):
                 node = self._tree.lookup(parent_inode, name)
@@ -217,7 +197,7 @@ class BackingHandler:
         if name in (b".", b".."):
             raise error(ESTALE)
         try:
-            return await self._find(ctx.uid, parent, name)
+            return await self._find(caller.uid, parent, name)
         except FileNotFoundError:
             return self.replies.no_entry
 
@@ -229,57 +209,47 @@ class BackingHandler:
         else:
             self._tree.forget(inode, count)
 
-    async def create(
-        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
-    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        with self._files.count.entered(ctx.uid):
-            return await self._create(self._changeable(parent_inode), name, mode, flags, ctx)
+    async def create(self, parent_inode: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
+        with self._files.count.entered(caller.uid):
+            return await self._create(self._changeable(parent_inode), name, mode, flags, caller)
 
     async def _create(
-        self, parent: BackingNode, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
-    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        umask = ctx.umask
+        self, parent: BackingNode, name: bytes, mode: int, flags: int, caller: Caller
+    ) -> tuple[int, Entry]:
+        umask = caller.umask
         fd, found = await self._calls.run_as_caller(
-            ctx, parent, lambda: self._files.create(parent, name, mode, flags, umask)
+            caller, parent, lambda: self._files.create(parent, name, mode, flags, umask)
         )
         try:
             reply = self._adopt(found, parent, name)
-            node = self._node(reply.st_ino)
+            node = self._node(reply.ino)
         except BaseException:
             os.close(fd)
             raise
         try:
-            return await self._files.opened(node, ctx.uid, fd), reply
+            return await self._files.opened(node, caller.uid, fd), reply
         except BaseException:
             self.forget(node.ino, 1)  # the kernel does not get the reference
             raise
 
-    async def mknod(
-        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
-    ) -> pyfuse3.EntryAttributes:
-        umask = ctx.umask
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Entry:
+        umask = caller.umask
 
         def make(parent: BackingNode) -> None:
             os.mknod(name, stat.S_IFMT(mode) | new_mode(parent, mode, umask), rdev, dir_fd=parent.fd)
 
-        return await self._make(parent_inode, name, ctx, make)
+        return await self._make(parent_inode, name, caller, make)
 
-    async def mkdir(
-        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
-    ) -> pyfuse3.EntryAttributes:
-        umask = ctx.umask
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, caller: Caller) -> Entry:
+        umask = caller.umask
         return await self._make(
-            parent_inode, name, ctx, lambda parent: os.mkdir(name, new_mode(parent, mode, umask), dir_fd=parent.fd)
+            parent_inode, name, caller, lambda parent: os.mkdir(name, new_mode(parent, mode, umask), dir_fd=parent.fd)
         )
 
-    async def symlink(
-        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
-    ) -> pyfuse3.EntryAttributes:
-        return await self._make(parent_inode, name, ctx, lambda parent: os.symlink(target, name, dir_fd=parent.fd))
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, caller: Caller) -> Entry:
+        return await self._make(parent_inode, name, caller, lambda parent: os.symlink(target, name, dir_fd=parent.fd))
 
-    async def link(
-        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
-    ) -> pyfuse3.EntryAttributes:
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, caller: Caller) -> Entry:
         node, parent = self._node(inode), self._node(new_parent_inode)
         if node.share is not parent.share:
             raise error(EXDEV)
@@ -288,21 +258,21 @@ class BackingHandler:
         def make() -> None:
             os.link(os.fsencode(node.link), new_name, dst_dir_fd=parent.fd, follow_symlinks=True)
 
-        await self._calls.run_as_caller(ctx, node, make, parent)
-        return await self._find(ctx.uid, parent, new_name)
+        await self._calls.run_as_caller(caller, node, make, parent)
+        return await self._find(caller.uid, parent, new_name)
 
-    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+    async def readlink(self, inode: int, caller: Caller) -> bytes:
         node = self._node(inode)
         share, _ = self.shares[os.fsencode(node.share.name)]
-        return await self._calls.run(ctx.uid, node, lambda: _read_link(node, share))
+        return await self._calls.run(caller.uid, node, lambda: _read_link(node, share))
 
-    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+    async def unlink(self, parent_inode: int, name: bytes, caller: Caller) -> None:
         parent = self._changeable(parent_inode)
-        await self._calls.run_as_caller(ctx, parent, lambda: os.unlink(name, dir_fd=parent.fd))
+        await self._calls.run_as_caller(caller, parent, lambda: os.unlink(name, dir_fd=parent.fd))
 
-    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+    async def rmdir(self, parent_inode: int, name: bytes, caller: Caller) -> None:
         parent = self._changeable(parent_inode)
-        await self._calls.run_as_caller(ctx, parent, lambda: os.rmdir(name, dir_fd=parent.fd))
+        await self._calls.run_as_caller(caller, parent, lambda: os.rmdir(name, dir_fd=parent.fd))
 
     async def rename(
         self,
@@ -311,119 +281,118 @@ class BackingHandler:
         parent_inode_new: int,
         name_new: bytes,
         flags: int,
-        ctx: pyfuse3.RequestContext,
+        caller: Caller,
     ) -> None:
         old, new = self._node(parent_inode_old), self._node(parent_inode_new)
         if old.share is not new.share:
             raise error(EXDEV)
         self._changeable(parent_inode_old)
-        await self._calls.run_as_caller(ctx, old, lambda: _rename(old.fd, name_old, new.fd, name_new, flags), new)
+        await self._calls.run_as_caller(caller, old, lambda: _rename(old.fd, name_old, new.fd, name_new, flags), new)
 
     # ---- attributes ----
 
-    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+    async def getattr(self, inode: int, caller: Caller) -> Entry:
         node = self._node(inode)
-        found = await self._calls.run(ctx.uid, node, lambda: os.fstat(node.fd))
-        return self._attributes(node, found)
+        found = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
+        return self.replies.host_entry(inode, found)
 
     async def setattr(
         self,
         inode: int,
-        attr: pyfuse3.EntryAttributes,
-        fields: pyfuse3.SetattrFields,
+        asked: Changes,
         fh: int | None,
-        ctx: pyfuse3.RequestContext,
-    ) -> pyfuse3.EntryAttributes:
+        caller: Caller,
+    ) -> Entry:
         node = self._changeable(inode)
-        mode, uid, gid = attr.st_mode, attr.st_uid, attr.st_gid
-        size, atime, mtime = attr.st_size, attr.st_atime_ns, attr.st_mtime_ns
+        mode, uid, gid = asked.mode, asked.uid, asked.gid
+        size, atime, mtime = asked.size, asked.atime, asked.mtime
         opened = self._handles.get(fh)
         open_fd = opened.fd if isinstance(opened, OpenFile) else None
 
         def change() -> None:
-            if fields.update_mode and fields.update_size:
+            if mode is not None and size is not None:
                 _change_mode(node, stat.S_IMODE(mode))  # before the host takes set-id bits away by itself
-            if fields.update_size:
+            if size is not None:
                 # An open file may be truncated whatever its mode is by now.
                 if open_fd is None:
                     _truncate(node, size)
                 else:
                     os.ftruncate(open_fd, size)
-            if not any(getattr(fields, name) for name in _SETTABLE):
+            if asked == Changes():
                 # chown(-1, -1); or a change of contents takes a set-gid bit away, which open() has done.
                 with contextlib.suppress(PermissionError):
                     os.chown(node.link, -1, -1)
-            if fields.update_uid or fields.update_gid:
-                os.chown(node.link, uid if fields.update_uid else -1, gid if fields.update_gid else -1)
-            if fields.update_mode and not fields.update_size:
+            if uid is not None or gid is not None:
+                os.chown(node.link, -1 if uid is None else uid, -1 if gid is None else gid)
+            if mode is not None and size is None:
                 wanted = stat.S_IMODE(mode)
-                if fields.update_uid or fields.update_gid:
+                if uid is not None or gid is not None:
                     # The kernel's idea of the set-id bits that a new owner leaves; the host has removed them itself.
                     wanted &= os.fstat(node.fd).st_mode | ~SET_ID
                 _change_mode(node, wanted)
-            if fields.update_atime or fields.update_mtime:
+            if atime is not None or mtime is not None:
                 now = os.fstat(node.fd)
-                times = (
-                    atime if fields.update_atime else now.st_atime_ns,
-                    mtime if fields.update_mtime else now.st_mtime_ns,
-                )
+                times = (now.st_atime_ns if atime is None else atime, now.st_mtime_ns if mtime is None else mtime)
                 try:
                     os.utime(node.link, ns=times)
                 except PermissionError:
                     # A caller with write access may set both to the present. The kernel lets only the owner set other
                     # times, but does not pass on which of the two this is.
-                    if not (fields.update_atime and fields.update_mtime and atime == mtime):
+                    if atime is None or atime != mtime:
                         raise
                     os.utime(node.link)
 
-        await self._calls.retry_past_leases(ctx.uid, 0, lambda: self._calls.run_as_caller(ctx, node, change))
-        return await self.getattr(inode, ctx)
+        await self._calls.retry_past_leases(caller.uid, 0, lambda: self._calls.run_as_caller(caller, node, change))
+        return await self.getattr(inode, caller)
+
+    async def statfs(self, inode: int, caller: Caller) -> bytes:
+        node = self._node(inode)
+        return await self._calls.run_as_caller(caller, node, lambda: _file_system_status(node.fd))
 
     # ---- extended attributes ----
 
-    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
+    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller) -> None:
         node = self._changeable(inode)
-        flags, name = int(name[:1]), name[1:]  # the engine has joined them, see Session::relay_setxattr
-        await self._calls.run_as_caller(ctx, node, lambda: os.setxattr(node.link, name, value, flags))
+        await self._calls.run_as_caller(caller, node, lambda: os.setxattr(node.link, name, value, flags))
 
-    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+    async def getxattr(self, inode: int, name: bytes, caller: Caller) -> bytes:
         node = self._node(inode)
-        if not name:  # statfs(2), see Session::relay_statfs
-            return await self._calls.run_as_caller(ctx, node, lambda: _file_system_status(node.fd))
         try:
-            return await self._calls.run_as_caller(ctx, node, lambda: os.getxattr(node.link, name))
+            return await self._calls.run_as_caller(caller, node, lambda: os.getxattr(node.link, name))
         except OSError as failure:
             # On a file system without access control lists the kernel's permission check would fail with this.
             if failure.errno == EOPNOTSUPP and name in _ACLS:
                 raise error(ENODATA) from None
             raise
 
-    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+    async def listxattr(self, inode: int, caller: Caller) -> Sequence[bytes]:
         node = self._node(inode)
-        names = await self._calls.run_as_caller(ctx, node, lambda: os.listxattr(node.link))
+        names = await self._calls.run_as_caller(caller, node, lambda: os.listxattr(node.link))
         # The daemon sees all of them, the caller perhaps not.
-        if any(name.startswith(_TRUSTED) for name in names) and ctx.uid != 0:
+        if any(name.startswith(_TRUSTED) for name in names) and caller.uid != 0:
             names = [name for name in names if not name.startswith(_TRUSTED)]
         return [os.fsencode(name) for name in names]
 
-    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+    async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
         node = self._changeable(inode)
-        await self._calls.run_as_caller(ctx, node, lambda: os.removexattr(node.link, name))
+        await self._calls.run_as_caller(caller, node, lambda: os.removexattr(node.link, name))
 
     # ---- opening ----
 
-    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+    async def open(self, inode: int, flags: int, caller: Caller) -> int:
         node = self._changeable(inode) if changes(flags) else self._node(inode)
-        return await self._files.open(node, flags, ctx)
+        return await self._files.open(node, flags, caller)
 
-    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+    async def opendir(self, inode: int, caller: Caller) -> int:
         if inode == FIRST_INODE:
             return self._handles.add(_ShareListing(self))
         node = self._node(inode)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         count = self._files.count
-        with count.entered(ctx.uid):
-            fd = await self._calls.run_as_caller(ctx, node, lambda: os.open(node.link, flags))
+        with count.entered(caller.uid):
+            fd = await self._calls.run_as_caller(caller, node, lambda: os.open(node.link, flags))
         node.users += 1
         above = self.replies.entry(node.ino, stat.S_IFDIR)
-        return self._handles.add(OpenDirectory(node, fd, ctx.uid, self._calls, count, above, self._adopt, self.forget))
+        return self._handles.add(
+            OpenDirectory(node, fd, caller.uid, self._calls, count, above, self._adopt, self.forget)
+        )

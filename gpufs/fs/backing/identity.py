@@ -8,8 +8,6 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import pyfuse3
-
 from gpufs.fs.errors import error
 
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
@@ -26,6 +24,13 @@ def _set_groups(groups: Sequence[int]) -> None:
         raise error(ctypes.get_errno())
 
 
+def _groups_of(pid: int) -> list[int]:
+    """The supplementary groups of a process. OSError if it has gone."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        groups = next((line for line in file if line.startswith(b"Groups:")), b"")
+    return sorted({int(group) for group in groups.split()[1:]})
+
+
 @contextlib.contextmanager
 def acting_as(uid: int, gid: int, pid: int) -> Iterator[None]:
     """The calling thread has a user's rights over files. Only root's daemon can do that; a user's acts as itself."""
@@ -33,9 +38,9 @@ def acting_as(uid: int, gid: int, pid: int) -> Iterator[None]:
         yield
         return
     try:
-        groups = sorted(pyfuse3.get_sup_groups(pid)) if pid else []
-    except (OSError, RuntimeError) as failure:
-        if isinstance(failure, OSError) and failure.errno == errno.EMFILE:
+        groups = _groups_of(pid) if pid else []
+    except OSError as failure:
+        if failure.errno == errno.EMFILE:
             raise
         groups = []  # the caller has gone or is in another PID namespace: it gets only its group
     before = os.getgroups()

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from errno import EDEADLK, EINVAL, EMFILE, ESTALE
 from typing import Any, Final
 
-import pyfuse3
-
 from gpufs.fs.backing.calls import HostCalls
 from gpufs.fs.backing.identity import acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
+from gpufs.fs.replies import Entry, Listing
+from gpufs.fs.requests import Caller
 from gpufs.fs.tree import UNNAMED
 
 log = logging.getLogger(__name__)
@@ -164,9 +164,9 @@ class OpenFiles:
         self.count = OpenCount()
         self._in_memory: dict[int, bool] = {}  # file systems by st_dev
 
-    async def open(self, node: BackingNode, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+    async def open(self, node: BackingNode, flags: int, caller: Caller) -> int:
         """open(2)."""
-        uid, gid, pid = ctx.uid, ctx.gid, ctx.pid
+        uid, gid, pid = caller.uid, caller.gid, caller.pid
 
         def open_as_caller() -> int:
             # If it was removed on the host the kernel may still know the name: on ESTALE it looks the name up again. If
@@ -229,7 +229,7 @@ class OpenFiles:
             os.close(fd)
             raise
 
-    async def opened(self, node: BackingNode, uid: int, fd: int) -> pyfuse3.FileInfo:
+    async def opened(self, node: BackingNode, uid: int, fd: int) -> int:
         """The reply for a file that create() has opened, and its caller has counted. Takes the descriptor over."""
         try:
             handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(fd))
@@ -239,9 +239,9 @@ class OpenFiles:
         node.users += 1
         return self._opened(node, uid, handle, kept)
 
-    def _opened(self, node: BackingNode, uid: int, handle: int, kept: int | None) -> pyfuse3.FileInfo:
+    def _opened(self, node: BackingNode, uid: int, handle: int, kept: int | None) -> int:
         self._handles.add(OpenFile(self, node, uid, handle, kept), handle)
-        return pyfuse3.FileInfo(fh=handle, direct_io=True, keep_cache=False)
+        return handle
 
     def _hand_over(self, fd: int) -> tuple[int, int | None]:
         """On a thread: gives an open file to the engine. Returns the handle and the descriptor that is kept, if any.
@@ -310,17 +310,17 @@ class OpenDirectory(Opened):
     uid: int
     calls: HostCalls
     count: OpenCount
-    above: pyfuse3.EntryAttributes
-    adopt: Callable[[Found, BackingNode, bytes], pyfuse3.EntryAttributes]
+    above: Entry
+    adopt: Callable[[Found, BackingNode, bytes], Entry]
     forget: Callable[[int, int], None]
     names: list[bytes] = field(default_factory=list)
     fit: int = sys.maxsize
 
-    async def readdir(self, start: int, token: pyfuse3.ReaddirToken) -> None:
+    async def readdir(self, start: int, listing: Listing) -> None:
         if start == 0:  # the first time, and after rewinddir(3), which shows what is new
             self.names = await self.calls.run(self.uid, self.node, functools.partial(_names_in, self.fd))
         for cookie, name in ((1, b"."), (2, b"..")):
-            if start < cookie and not pyfuse3.readdir_reply(token, name, self.above, cookie):
+            if start < cookie and not listing.add(name, self.above, cookie):
                 return
         listed = 0
         index = max(start - 2, 0)
@@ -344,8 +344,8 @@ class OpenDirectory(Opened):
                         if failure.errno == EDEADLK:
                             continue
                         raise
-                    if not pyfuse3.readdir_reply(token, name, reply, index + 2):
-                        self.forget(reply.st_ino, 1)
+                    if not listing.add(name, reply, index + 2):
+                        self.forget(reply.ino, 1)
                         self.fit = listed
                         return
                     listed += 1

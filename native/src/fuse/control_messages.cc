@@ -1,7 +1,5 @@
 #include "fuse/control_messages.h"
 
-#include <sys/xattr.h>
-
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -10,7 +8,6 @@
 #include <memory>
 #include <string_view>
 
-#include "base/log.h"
 #include "fuse/attributes.h"
 #include "fuse/open_files.h"
 
@@ -47,38 +44,17 @@ int statx_as_getattr(Request& request) {
   return 0;
 }
 
-// pyfuse3 knows the short form of SETXATTR only, and would turn XATTR_CREATE and XATTR_REPLACE into two requests,
-// between which others can come. So the flags travel as a digit before the name.
-int short_setxattr(Request& request, bool is_long, std::vector<std::byte>& memory) {
-  const std::size_t fixed = is_long ? sizeof(SetxattrIn) : kSetxattrShort;
-  if (request.message.size() < kIn + fixed) return EINVAL;
+// The control plane gets SETXATTR in its short form, whichever the kernel uses.
+int short_setxattr(Request& request, bool is_long) {
+  if (!is_long) return 0;
   SetxattrIn in{};
-  std::memcpy(static_cast<void*>(&in), request.message.data() + kIn, kSetxattrShort);
-  const auto flags = static_cast<std::byte>('0' + (in.flags & (XATTR_CREATE | XATTR_REPLACE)));
-  in.flags = 0;
-
-  const std::span<const std::byte> rest = request.message.subspan(kIn + fixed);
-  memory.resize(kIn + kSetxattrShort + 1 + rest.size());
-  request.header.len = static_cast<std::uint32_t>(memory.size());
-  write_struct(memory, 0, request.header);
-  std::memcpy(memory.data() + kIn, static_cast<const void*>(&in), kSetxattrShort);
-  memory[kIn + kSetxattrShort] = flags;
-  std::ranges::copy(rest, memory.begin() + kIn + kSetxattrShort + 1);
-  request.message = memory;
-  return 0;
-}
-
-// pyfuse3 does not report for which inode a STATFS is. So it is sent as a GETXATTR without a name, which the kernel
-// allows nobody; the value is the body of the reply to STATFS.
-int statfs_as_getxattr(Request& request, std::vector<std::byte>& memory) {
-  memory.assign(kIn + sizeof(fuse_getxattr_in) + 1, std::byte{0});
-  request.header.opcode = FUSE_GETXATTR;
-  request.header.len = static_cast<std::uint32_t>(memory.size());
-  write_struct(memory, 0, request.header);
-  fuse_getxattr_in in{};
-  in.size = sizeof(fuse_statfs_out);
-  write_struct(memory, kIn, in);
-  request.message = memory;
+  if (!read_struct(request.message, kIn, &in)) return EINVAL;
+  constexpr std::size_t kDropped = sizeof(SetxattrIn) - kSetxattrShort;
+  // The header and the short form move up to the name.
+  std::memmove(request.message.data() + kDropped, request.message.data(), kIn + kSetxattrShort);
+  request.message = request.message.subspan(kDropped);
+  request.header.len = static_cast<std::uint32_t>(request.message.size());
+  write_struct(request.message, 0, request.header);
   return 0;
 }
 
@@ -163,31 +139,21 @@ void set_open_flags(std::span<std::byte> message, std::size_t at, const InitNego
 
 }  // namespace
 
-int adapt_request(Request& request, InitNegotiation& init, std::vector<std::byte>& memory) {
+int adapt_request(Request& request, const InitNegotiation& init) {
   switch (request.header.opcode) {
-    case FUSE_INIT: {
-      const Status status = init.amend_request(request.message);
-      if (!status.ok()) log_error("INIT: ", status.message());
-      return status.error();
-    }
     case FUSE_TMPFILE:
       return tmpfile_as_create(request);
     case kOpcodeStatx:
       return statx_as_getattr(request);
     case FUSE_SETXATTR:
-      return short_setxattr(request, init.granted(kInitSetxattrExt), memory);
-    case FUSE_STATFS:
-      return statfs_as_getxattr(request, memory);
+      return short_setxattr(request, init.granted(kInitSetxattrExt));
     default:
       return 0;
   }
 }
 
 std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte> message, const InodeTable& table,
-                                       InitNegotiation& init, StatxOut& memory) {
-  if (opcode == FUSE_INIT) {
-    if (Status status = init.amend_reply(message); !status.ok()) log_error("INIT: ", status.message());
-  }
+                                       const InitNegotiation& init, StatxOut& memory) {
   fuse_attr_out from{};
   if (opcode == kOpcodeStatx && read_struct(message, kOut, &from)) {
     memory = {};

@@ -1,5 +1,5 @@
-// Messages between the kernel and the control plane, changed on their way: requests that pyfuse3 does not know become
-// ones that it knows; its replies get the attributes of the inode table and open flags that it cannot set.
+// Messages between the kernel and the control plane, changed on their way: requests of which there are
+// several forms get one; replies get the attributes of the inode table and open flags.
 // Functions without state; the messages are the caller's.
 #pragma once
 
@@ -15,13 +15,13 @@
 
 namespace gpufs::fuse {
 
-// Changes a request in place, or makes another one in `memory`. 0, or the errno to answer with.
-int adapt_request(Request& request, InitNegotiation& init, std::vector<std::byte>& memory);
+// Changes a request in place. 0, or the errno to answer with.
+int adapt_request(Request& request, const InitNegotiation& init);
 
 // Changes a successful reply in place, or makes another one in `memory`; returns the body for the kernel. A reply that
 // is too short stays as it is: the kernel judges it.
 std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte> message, const InodeTable& table,
-                                       InitNegotiation& init, StatxOut& memory);
+                                       const InitNegotiation& init, StatxOut& memory);
 
 // With these flags the kernel opens a buffer.
 [[nodiscard]] std::uint32_t buffer_open_flags(const InitNegotiation& init);

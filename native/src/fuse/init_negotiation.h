@@ -1,7 +1,6 @@
-// The INIT exchange between the kernel and the control plane, changed on its way in both directions: flags that the
-// control plane must not take are hidden from it, and the kernel is asked for flags that its library does not know.
+// INIT: what this mount asks of the kernel, among what that offers.
 // Ownership: the Relay's.
-// amend_request() and amend_reply() are called once each, in this order; any thread may call the rest.
+// answer() is called once; any thread may call the rest.
 #pragma once
 
 #include <atomic>
@@ -25,10 +24,8 @@ class InitNegotiation {
   // relay_bytes: the largest read-ahead of a relayed file.
   InitNegotiation(const Options& options, std::uint32_t relay_bytes) : options_(options), relay_bytes_(relay_bytes) {}
 
-  // The kernel's request, in place. EPROTO when it cannot be understood.
-  Status amend_request(std::span<std::byte> message);
-  // The control plane's reply, in place; a reply that carries an error is left alone. EPROTO when it is too short.
-  Status amend_reply(std::span<std::byte> message);
+  // The reply to the kernel's request. EPROTO when that cannot be understood.
+  Result<fuse_init_out> answer(std::span<const std::byte> request);
 
   // Flags that both sides have agreed on.
   [[nodiscard]] bool granted(std::uint64_t flag) const { return (granted_.load() & flag) == flag; }

@@ -219,6 +219,9 @@ void Mount::handle(Request& request) {
       return copy_file_range(request, std::move(responder));
     case FUSE_RELEASE:
       return release(request, std::move(responder));
+    case FUSE_INIT:
+      count(statistics_.of(opcode).native);
+      return relay_.initialize(request, std::move(responder));
     case FUSE_IOCTL:
       count(statistics_.of(opcode).native);
       return responder.error(ENOTTY);

@@ -32,7 +32,7 @@ constexpr std::size_t kHeaderBytes = 4096;
 constexpr std::size_t kLargestMessage = (std::size_t{1} << 20) + kHeaderBytes;
 constexpr std::size_t kSmallestMessage = 64 << 10;
 // The kernel needs contiguous memory for a message's part beyond about 80 KiB, and may have none. The relay tries again
-// then, the control plane's library does not: so directories are read in smaller parts.
+// then, the control plane does not: so directories are read in smaller parts.
 constexpr std::size_t kDirectoryPart = 64 << 10;
 // Before a message that found no contiguous memory is sent again.
 constexpr std::chrono::milliseconds kMemoryPause{5};
@@ -146,9 +146,19 @@ Relay::Admission Relay::admit(std::uint64_t unique, Responder& responder) {
   return Admission::kPending;
 }
 
+void Relay::initialize(const Request& request, Responder responder) {
+  const Result<fuse_init_out> answer = init_.answer(request.message);
+  if (!answer.ok()) {
+    log_error("INIT: ", answer.status().message());
+    return responder.error(answer.status().error());
+  }
+  responder.body(answer.value());
+  // The other readers may start only now: the kernel sizes requests by the reply.
+  transport_.initialized();
+}
+
 void Relay::forward(Request& request, Responder responder) {
-  std::vector<std::byte> memory;
-  if (const int error = adapt_request(request, init_, memory); error != 0) return responder.error(error);
+  if (const int error = adapt_request(request, init_); error != 0) return responder.error(error);
   const std::uint64_t unique = request.header.unique;
   const std::span<std::byte> message = clip(request);
   if (message.size() > message_limit_) return responder.error(EMSGSIZE);
@@ -331,8 +341,6 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   }
   if (header.error != 0) return responder.error(-header.error);
   responder.data(adapt_reply(opcode, message, table_, init_, statx_));
-  // The other readers may start only now: the kernel sizes requests by the reply.
-  if (opcode == FUSE_INIT) transport_.initialized();
 }
 
 Responder Relay::take_pending(std::uint64_t unique, bool* answered) {

@@ -49,6 +49,8 @@ class Relay {
   // Answers what is pending and all that comes later with ENOTCONN, and ends the thread. May be called twice.
   void stop();
 
+  // Answers INIT.
+  void initialize(const Request& request, Responder responder);
   // A request that will have a reply. Shortened if its reply or payload would not fit into a message.
   void forward(Request& request, Responder responder);
   // References that the kernel drops. They are forwarded soon, many together; dropped when the control plane is gone.

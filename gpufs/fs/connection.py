@@ -1,0 +1,373 @@
+"""The control plane's end of the socket between the planes: reads requests, and sends what :mod:`gpufs.fs.dispatch`
+answers.
+
+The messages are the kernel's, in the layout of linux/fuse.h, except for those that the engine translates
+(native/src/fuse/control_messages.h). The engine answers INIT and INTERRUPT itself.
+"""
+
+import errno
+import logging
+import socket
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from struct import Struct
+from typing import Any, Final, TypeAlias
+
+import trio
+
+from gpufs.fs.dispatch import Operations
+from gpufs.fs.errors import error
+from gpufs.fs.replies import Listing
+from gpufs.fs.requests import Caller, Changes
+
+log = logging.getLogger(__name__)
+
+_LARGEST_MESSAGE: Final = (1 << 20) + 4096
+# Requests that a task answers before others run.
+_IN_A_ROW: Final = 16
+
+_HEADER: Final = Struct("=2I2Q3I4x")  # of a request: length, opcode, unique, nodeid, uid, gid, pid
+_REPLY: Final = Struct("=IiQ")
+_OPENED: Final = Struct("=QI4x")
+_ONE: Final = Struct("=I4x")
+_TWO: Final = Struct("=2I")
+_FOUR: Final = Struct("=4I")
+_HANDLE: Final = Struct("=Q")
+_HANDLE_AND_FLAGS: Final = Struct("=QI4x")
+_READ: Final = Struct("=2QI")
+_FORGOTTEN: Final = Struct("=2Q")
+_SETATTR: Final = Struct("=I4x6Q4I4x2I")
+
+_OPEN_DIRECT_IO: Final = 1
+_DATA_ONLY: Final = 1  # of FSYNCDIR
+_BATCH_FORGET: Final = 42
+
+
+# ---- requests ----
+
+
+def _text(body: bytes, at: int = 0) -> bytes:
+    """The text that begins at a place of a message, where a zero ends it."""
+    return body[at : body.index(0, at)]
+
+
+def _texts(body: bytes, at: int = 0) -> tuple[bytes, bytes]:
+    """Two texts, one after the other."""
+    first = _text(body, at)
+    return first, _text(body, at + len(first) + 1)
+
+
+async def _lookup(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    return (await to.lookup(inode, _text(body), caller)).message
+
+
+async def _getattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    return (await to.getattr(inode, caller)).attributes()
+
+
+async def _setattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    valid, fh, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, uid, gid = _SETATTR.unpack_from(body)
+    now = time.time_ns()
+
+    def set_time(set_bit: int, now_bit: int, seconds: int, nanoseconds: int) -> int | None:
+        if valid & now_bit:
+            return now
+        if not valid & set_bit:
+            return None
+        return (seconds - (1 << 64) if seconds >> 63 else seconds) * 1_000_000_000 + int(nanoseconds)
+
+    changes = Changes(
+        mode=mode if valid & 1 else None,
+        uid=uid if valid & 2 else None,
+        gid=gid if valid & 4 else None,
+        size=size if valid & 8 else None,
+        atime=set_time(1 << 4, 1 << 7, atime, atime_ns),
+        mtime=set_time(1 << 5, 1 << 8, mtime, mtime_ns),
+    )
+    return (await to.setattr(inode, changes, fh if valid & (1 << 6) else None, caller)).attributes()
+
+
+async def _readlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    return await to.readlink(inode, caller)
+
+
+async def _symlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    name, target = _texts(body)
+    return (await to.symlink(inode, name, target, caller)).message
+
+
+async def _mknod(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    mode, device, caller.umask, _ = _FOUR.unpack_from(body)
+    return (await to.mknod(inode, _text(body, _FOUR.size), mode, device, caller)).message
+
+
+async def _mkdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    mode, caller.umask = _TWO.unpack_from(body)
+    return (await to.mkdir(inode, _text(body, _TWO.size), mode, caller)).message
+
+
+async def _unlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    await to.unlink(inode, _text(body), caller)
+    return b""
+
+
+async def _rmdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    await to.rmdir(inode, _text(body), caller)
+    return b""
+
+
+async def _rename(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    (directory,) = _HANDLE.unpack_from(body)
+    old, new = _texts(body, _HANDLE.size)
+    await to.rename(inode, old, directory, new, 0, caller)
+    return b""
+
+
+async def _rename2(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    directory, flags = _HANDLE_AND_FLAGS.unpack_from(body)
+    old, new = _texts(body, _HANDLE_AND_FLAGS.size)
+    await to.rename(inode, old, directory, new, flags, caller)
+    return b""
+
+
+async def _link(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    (linked,) = _HANDLE.unpack_from(body)
+    return (await to.link(linked, inode, _text(body, _HANDLE.size), caller)).message
+
+
+async def _open(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    flags, _ = _TWO.unpack_from(body)
+    return _OPENED.pack(await to.open(inode, flags, caller), _OPEN_DIRECT_IO)
+
+
+async def _create(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    flags, mode, caller.umask, _ = _FOUR.unpack_from(body)
+    handle, entry = await to.create(inode, _text(body, _FOUR.size), mode, flags, caller)
+    return entry.message + _OPENED.pack(handle, _OPEN_DIRECT_IO)
+
+
+async def _read(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    return await to.read(*_READ.unpack_from(body))
+
+
+async def _write(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    raise error(errno.EBADF)  # control files are never open for writing, and the engine writes all others
+
+
+async def _statfs(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    return await to.statfs(inode, caller)
+
+
+async def _release(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    await to.release(*_HANDLE.unpack_from(body))
+    return b""
+
+
+async def _nothing(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    return b""
+
+
+async def _setxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    size, flags = _TWO.unpack_from(body)
+    name = _text(body, _TWO.size)
+    value = body[_TWO.size + len(name) + 1 :][:size]
+    await to.setxattr(inode, name, value, flags, caller)
+    return b""
+
+
+def _fitting(value: bytes, size: int) -> bytes:
+    """An extended attribute, or a list of their names, as far as there is room for it; for size 0 only its length."""
+    if size == 0:
+        return _ONE.pack(len(value))
+    if len(value) > size:
+        raise error(errno.ERANGE)
+    return value
+
+
+async def _getxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    (size,) = _ONE.unpack_from(body)
+    return _fitting(await to.getxattr(inode, _text(body, _ONE.size), caller), size)
+
+
+async def _listxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    (size,) = _ONE.unpack_from(body)
+    return _fitting(b"".join(name + b"\0" for name in await to.listxattr(inode, caller)), size)
+
+
+async def _removexattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    await to.removexattr(inode, _text(body), caller)
+    return b""
+
+
+async def _opendir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    return _OPENED.pack(await to.opendir(inode, caller), 0)
+
+
+async def _readdirplus(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    handle, start, size = _READ.unpack_from(body)
+    listing = Listing(size)
+    await to.readdir(handle, start, listing)
+    return listing.message()
+
+
+async def _fsyncdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+    handle, flags = _HANDLE_AND_FLAGS.unpack_from(body)
+    await to.fsyncdir(handle, bool(flags & _DATA_ONLY))
+    return b""
+
+
+_Request: TypeAlias = Callable[[Operations, int, bytes, Caller], Awaitable[bytes]]
+# By opcode. For others the kernel does without the operation from then on, or fails.
+_REQUESTS: Final[dict[int, _Request]] = {
+    1: _lookup,
+    3: _getattr,
+    4: _setattr,
+    5: _readlink,
+    6: _symlink,
+    8: _mknod,
+    9: _mkdir,
+    10: _unlink,
+    11: _rmdir,
+    12: _rename,
+    13: _link,
+    14: _open,
+    15: _read,
+    16: _write,
+    17: _statfs,
+    18: _release,
+    20: _nothing,  # FSYNC
+    21: _setxattr,
+    22: _getxattr,
+    23: _listxattr,
+    24: _removexattr,
+    25: _nothing,  # FLUSH
+    27: _opendir,
+    29: _release,  # RELEASEDIR
+    30: _fsyncdir,
+    35: _create,
+    44: _readdirplus,
+    45: _rename2,
+}
+
+
+def _errno_of(request: str, failure: Exception) -> int:
+    """The errno for a request that failed. Only OSError and MemoryError are expected."""
+    if isinstance(failure, OSError):
+        code = failure.errno or errno.EIO
+        # On ENOSYS the kernel would do without the operation for the whole mount.
+        return errno.EOPNOTSUPP if code == errno.ENOSYS else code
+    if isinstance(failure, MemoryError):
+        return errno.ENOMEM
+    log.error("%s failed", request, exc_info=failure)
+    return errno.EIO
+
+
+# ---- the socket ----
+
+
+@types.coroutine
+def _watched(work: Coroutine[Any, Any, None], on_wait: Callable[[], None]) -> Generator[Any, Any, bool]:
+    """Does the work. Whether it waited for something; ``on_wait`` is called before it first does."""
+    try:
+        trap = work.send(None)
+    except StopIteration:
+        return False
+    on_wait()
+    while True:
+        result = yield trap
+        try:
+            trap = work.send(result)
+        except StopIteration:
+            return True
+
+
+class Connection:
+    """Answers requests, many at a time.
+
+    Most are answered without waiting for anything, one after the other in the same task. When a request makes that task
+    wait, another one goes on with the next requests: up to ``most_tasks`` requests wait at a time.
+    """
+
+    def __init__(self, control: socket.socket, operations: Operations, most_tasks: int) -> None:
+        """``control``: the end of the data plane's socket pair, which stays the caller's."""
+        self._socket = control
+        self._operations = operations
+        self._buffer = memoryview(bytearray(_LARGEST_MESSAGE))
+        self._free_tasks = most_tasks - 1
+        self._is_read = True  # by a task, which may wait for the next request
+        self._ended = False
+        self._pause = trio.CancelScope()
+
+    async def serve(self) -> None:
+        """Answers requests until the socket is closed at the other end, or stop() is called."""
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._read)
+
+    def stop(self) -> None:
+        """Ends serve() once the requests in progress are answered."""
+        self._ended = True
+        self._pause.cancel()
+
+    async def _read(self) -> None:
+        in_a_row = 0
+        while not self._ended:
+            try:
+                size = self._socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                in_a_row = 0
+                with trio.CancelScope() as self._pause:
+                    await trio.lowlevel.wait_readable(self._socket)
+                continue
+            except ConnectionError:
+                size = 0
+            if size == 0:
+                self._ended = True
+                break
+            if await _watched(self._answer(bytes(self._buffer[:size])), self._hand_over):
+                if self._is_read:
+                    self._free_tasks += 1
+                    return
+                self._is_read = True
+            in_a_row += 1
+            if in_a_row == _IN_A_ROW:
+                in_a_row = 0
+                await trio.lowlevel.checkpoint()
+
+    def _hand_over(self) -> None:
+        """The task that reads requests is about to wait for something else."""
+        self._is_read = self._free_tasks > 0
+        if self._is_read:
+            self._free_tasks -= 1
+            self._nursery.start_soon(self._read)
+
+    async def _answer(self, message: bytes) -> None:
+        length, opcode, unique, inode, uid, gid, pid = _HEADER.unpack_from(message)
+        body = message[_HEADER.size :]
+        if opcode == _BATCH_FORGET:
+            count, _ = _TWO.unpack_from(body)
+            self._operations.forget(list(_FORGOTTEN.iter_unpack(body[_TWO.size :][: count * _FORGOTTEN.size])))
+            return
+        request = _REQUESTS.get(opcode)
+        code, reply = 0, b""
+        try:
+            if request is None:
+                code = errno.ENOSYS
+            elif length != len(message):
+                code = errno.EIO
+            else:
+                reply = await request(self._operations, inode, body, Caller(uid, gid, pid))
+        except Exception as failure:  # noqa: BLE001 - logged and turned into an errno
+            code = _errno_of(request.__name__.removeprefix("_") if request else str(opcode), failure)
+        self._send(unique, code, reply)
+
+    def _send(self, unique: int, code: int, reply: bytes) -> None:
+        try:
+            self._socket.send(_REPLY.pack(_REPLY.size + len(reply), -code, unique) + reply)
+        except ConnectionError:  # the mount has ended
+            pass
+        except OSError as failure:
+            # The kernel may have no memory for a large message.
+            log.error("a reply of %d bytes could not be sent: %s", len(reply), failure)
+            if reply:
+                self._send(unique, errno.ENOMEM, b"")
