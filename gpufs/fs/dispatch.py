@@ -49,16 +49,16 @@ class _OpenDirectory(Opened):
         self._end = self._order.next
 
     async def readdir(self, start: int, listing: Listing) -> None:
-        directory, entry, add = self._directory, self._replies.entry, listing.add
+        directory, lasts, add = self._directory, self._replies.lasts, listing.add_inode
         if start == 0:  # also after rewinddir(3)
             self._end = self._order.next
         # The kernel takes no references to "." and "..".
         for cookie, name, node in ((1, b".", directory), (2, b"..", directory.parent or directory)):
-            if start < cookie and not add(name, entry(node.ino, stat.S_IFDIR), cookie):
+            if start < cookie and not add(name, node.ino, stat.S_IFDIR, cookie, lasts):
                 return
         for number, name in self._order.between(max(start - 2, 0), self._end):
             child = directory.entries[name]
-            if not add(name, entry(child.ino, child.kind), number + 3):
+            if not add(name, child.ino, child.kind, number + 3, lasts):
                 return
             self._table.inode_hold(child.ino)
 
