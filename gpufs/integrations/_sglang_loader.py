@@ -66,8 +66,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self.preloaded_weights_bytes = loaded.preloaded_bytes
         if loaded.shared is not None:
             refuse_reload(loaded.model)
-            # SGLang answers requests to change weights with this text.
-            loaded.model._derived_weight_cache_error = RELOAD_REFUSED  # type: ignore[assignment]
+            setattr(loaded.model, pieces.REASON_AGAINST_CHANGES, RELOAD_REFUSED)
         return loaded.model
 
     def _find_shared(self, model_config: Any, device_config: Any) -> SharedWeights | None:

@@ -7,6 +7,7 @@ checkpoints which tensors are views of others. Importing this module fails with 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import sglang
 import torch
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
+from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_loader.loader import PreshardedModelLoader, _get_quantization_config, _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.runtime_context import get_context, get_exec, get_parallel
@@ -26,6 +28,11 @@ from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 from gpufs.integrations._shared_weights import OpenWeights, fill
 from gpufs.integrations._sharing import device_name, file_identity
 
+# An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
+REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
+if REASON_AGAINST_CHANGES not in inspect.getsource(weight_updater):
+    raise ImportError(f"this SGLang has no {REASON_AGAINST_CHANGES}")
+
 _rebind_aliases = PreshardedModelLoader._rebind_parameter_aliases
 _collect_extra_tensors = PreshardedModelLoader._collect_extra_tensors
 _RANKS = ("tp", "pp", "moe_ep", "moe_dp", "attn_tp", "attn_dp", "attn_cp")
@@ -34,8 +41,8 @@ _GROUPS = ("exec", "lora", "model", "parallel")
 _WITHOUT_GROUPS = ("exec.graph",)
 _WITHOUT = frozenset(
     """
-    model_path load_format model_loader_extra_config revision download_dir delete_ckpt_after_loading
-    custom_weight_loader startup_weight_load_mode engine_info_bootstrap_port model_checksum checkpoint_engine_wait_weights_before_ready
+    model_path load_format model_loader_extra_config revision download_dir delete_ckpt_after_loading model_checksum
+    custom_weight_loader startup_weight_load_mode engine_info_bootstrap_port checkpoint_engine_wait_weights_before_ready
     nccl_port dist_timeout dist_init_addr gated_launch_port load_balance_method lora_paths
     """.split()
 )
@@ -81,7 +88,7 @@ def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> di
     parallel = get_parallel()
     settings = {
         "settings": _settings(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")},
+        "environment": {name: value for name, value in os.environ.items() if _is_setting(name)},
         "model": {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
         "quantization": model_config.quantization,
         "draft": [model_config.is_draft_model, load_config.draft_model_idx],
@@ -97,6 +104,10 @@ def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> di
         **{f"{name}_{part}": getattr(parallel, f"{name}_{part}") for name in _RANKS for part in ("rank", "size")},
         "settings": hashlib.sha256(text.encode()).hexdigest(),
     }
+
+
+def _is_setting(variable: str) -> bool:
+    return variable.startswith("SGLANG_") and variable != "SGLANG_RUN_ID"
 
 
 def _settings() -> dict[str, Any]:

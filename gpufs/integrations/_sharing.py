@@ -220,7 +220,7 @@ def _publish(engine: Engine, model: torch.nn.Module, shared: SharedWeights) -> O
     use_in_place(model, weights)
     engine.moved(model)
     gc.collect()
-    torch.accelerator.empty_cache()
+    torch.cuda.empty_cache()
     engine.logger.info(
         "Published the weights as %s (%s) in %.2f seconds. Later engines map them",
         shared.path,
