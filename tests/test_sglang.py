@@ -79,7 +79,8 @@ def test_names_exist(sources: Path) -> None:
     used = list(used_names())
     assert len(used) > 10
     for module, name in used:
-        assert name in definitions(module_file(sources, module)), (module, name)
+        file = module_file(sources, module)
+        assert name in definitions(file) or (file.parent / f"{name}.py").exists(), (module, name)
     loader = definitions(sources / "sglang/srt/model_loader/loader.py")
     cache = definitions(sources / "sglang/srt/weight_cache/ipc_loader.py")
     protocol = definitions(sources / "sglang/srt/weight_cache/protocol.py")

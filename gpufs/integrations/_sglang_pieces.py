@@ -30,9 +30,6 @@ from gpufs.integrations._sharing import device_name, file_identity
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
 REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
-if REASON_AGAINST_CHANGES not in inspect.getsource(weight_updater):
-    raise ImportError(f"this SGLang has no {REASON_AGAINST_CHANGES}")
-
 _rebind_aliases = PreshardedModelLoader._rebind_parameter_aliases
 _collect_extra_tensors = PreshardedModelLoader._collect_extra_tensors
 _RANKS = ("tp", "pp", "moe_ep", "moe_dp", "attn_tp", "attn_dp", "attn_cp")
@@ -61,6 +58,8 @@ def uses_memory_saver() -> bool:
 
 def obstacle(load_config: Any, model_config: Any) -> str | None:
     """Why weights of an engine with these settings cannot be shared, None if they can."""
+    if REASON_AGAINST_CHANGES not in inspect.getsource(weight_updater):
+        return "this SGLang cannot refuse to change them"
     execution = get_exec()
     if execution.moe.enable_eplb:
         return "expert load balancing moves weights while the engine runs"
