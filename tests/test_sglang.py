@@ -203,12 +203,13 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: gpufs\nVersion: 0\n")
     points = [f"{point.name} = {point.value}" for point in entry_points(group=PLUGINS)]
-    points.append("scale = support.sglang_plugin:register")
+    points.append("change = support.sglang_plugin:register")
     (package / "entry_points.txt").write_text("\n".join([f"[{PLUGINS}]", *points, ""]))
     environment = {
         "PYTHONPATH": os.pathsep.join(map(str, (package.parent, REPOSITORY, REPOSITORY / "tests"))),
         "SGLANG_PLUGINS": "gpufs",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # the processors of each rank
     }
     mounted = mount(memory=1024 * MIB)
     model = mounted.device / "Tiny-Qwen3"
@@ -267,11 +268,25 @@ def test_keeps_weights_apart(servers: Servers[Outcome]) -> None:
 def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> None:
     """With a model that has more than weights, nothing is published. Sleep is refused."""
     expected = servers.start(load_format="auto").tokens
-    assert servers.start(plugins="gpufs,scale").tokens == expected
-    assert "model.layers.0.scale" in servers.log
+    assert servers.start(plugins="gpufs,change").tokens == expected
+    assert "model.layers.0.object" in servers.log
     assert not servers.published()
     servers.mount.device.joinpath("full").write_bytes(bytes(740 * MIB))
     assert servers.start().tokens == expected  # no memory to publish
     assert not servers.published()
     with pytest.raises(AssertionError, match="--enable-memory-saver"):
         servers.start(options={"enable_memory_saver": True})
+
+
+def test_ranks_share_weights(servers: Servers[Outcome]) -> None:
+    """Each rank has weights of its own, and all ranks of an engine map or all load."""
+    ranks = {"tp_size": 2}
+    expected = servers.start(load_format="auto", options=ranks).tokens
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: servers.start(options=ranks), range(2)))
+    assert [engine.tokens for engine in both] == [expected] * 2
+    published = servers.published()
+    assert len(published) == 2
+    published[1].unlink()
+    assert servers.start(options=ranks).tokens == expected
+    assert servers.published() == published

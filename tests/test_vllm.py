@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.cli import gpufs
 from support.data import MIB
-from support.model_servers import Servers, make_model
+from support.model_servers import Servers, make_model, quantise_model
 from support.mounting import REPOSITORY, Mounter
 from support.processes import NOBODY, PATIENCE
 from support.vllm_engine import Outcome
@@ -103,6 +103,16 @@ def test_vllm_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -
     assert not servers.published()
     servers.mount.device.joinpath("full").write_bytes(bytes(455 * MIB))
     assert servers.start().tokens == expected  # no memory to publish
+    assert not servers.published()
+
+
+def test_vllm_copies_quantised_weights(servers: Servers[Outcome]) -> None:
+    """A quantisation whose processed weights vLLM does not share works as before."""
+    model = servers.mount.device / "quantised"
+    quantise_model(servers.scratch / "model", model)
+    expected = servers.start(load_format="auto", model=model).tokens
+    found = servers.start(model=model)
+    assert (found.tokens, found.external_bytes) == (expected, 0)
     assert not servers.published()
 
 

@@ -1,7 +1,8 @@
-"""What a module has beside the values of its parameters and buffers, to see whether a server changes it."""
+"""What a server changes in a module when it loads weights, besides the values of parameters and buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,27 +12,60 @@ from gpufs.torch._publish import is_json
 
 _TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_MISSING = object()
 
 
-def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns the attributes of all submodules and of their tensors, in a form that can be compared."""
-    state = {
-        f"{prefix}.{name}".strip("."): _comparable(value)
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for name, value in vars(part).items()
-        if name not in _TENSORS
-    }
+class ModuleState:
+    """The attributes of all submodules, and the forms of their tensors, as they are now."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._attributes = {name: _comparable(value) for name, value in _attributes(module)}
+        self._tensors = _forms(module)
+
+    def changes(self, module: torch.nn.Module) -> tuple[dict[str, Any], str | None]:
+        """Returns the attributes that the module has got since then.
+
+        Returns
+        -------
+        attributes : dict
+            Names, with the names of the submodules, and values that JSON can express.
+        obstacle : str or None
+            A name of what has changed in another way: :func:`set_attributes` would not make up for it.
+        """
+        tensors = _forms(module)
+        obstacle = next((name for name, form in self._tensors.items() if tensors.get(name) != form), None)
+        found: dict[str, Any] = {}
+        names = set()
+        for name, value in _attributes(module):
+            names.add(name)
+            if self._attributes.get(name, _MISSING) == _comparable(value):
+                continue
+            if is_json(value):
+                found[name] = value
+            else:
+                obstacle = obstacle or name
+        return found, obstacle or next((name for name in self._attributes if name not in names), None)
+
+
+def set_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Gives another module of the same kind the attributes that :meth:`ModuleState.changes` has found."""
+    for name, value in attributes.items():
+        prefix, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(prefix), attribute, value)
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _TENSORS:
+                yield f"{prefix}.{name}" if prefix else name, value
     for prefix, tensor in named_tensors(module).items():
-        # What JSON can express is noted about each published tensor, and other engines get it.
-        state |= {f"{prefix}.{name}": _comparable(value) for name, value in vars(tensor).items() if not is_json(value)}
-    return state
+        # What JSON can express is in the published file.
+        yield from ((f"{prefix}.{name}", value) for name, value in vars(tensor).items() if not is_json(value))
 
 
-def changed_state(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Returns the name of an attribute that is new, gone or another one; None if there is none."""
-    missing = object()
-    names = sorted(before.keys() | after.keys())
-    return next((name for name in names if before.get(name, missing) != after.get(name, missing)), None)
+def _forms(module: torch.nn.Module) -> dict[str, object]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in named_tensors(module).items()}
 
 
 class _Identity:

@@ -14,7 +14,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
 from gpufs.integrations._directories import NoDirectoryError, device_directory, is_on_mount
-from gpufs.integrations._module_state import changed_state, module_state
+from gpufs.integrations._module_state import ModuleState
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import RELOAD_REFUSED, SLEEP_REFUSED, Engine, Settings, get_model, refuse_reload
 from gpufs.torch import load_file
@@ -39,7 +39,9 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def __init__(self, load_config: Any) -> None:
         self._settings = Settings(load_config.model_loader_extra_config)
-        self._changed: str | None = None  # what SGLang has changed in the model besides its parameters and buffers
+        # What SGLang has changed in the model besides its weights: what can be noted, and a name of what cannot.
+        self._attributes: dict[str, Any] = {}
+        self._changed: str | None = None
         # The default loader finds the files, and knows only its own formats and keys.
         others = self._settings.others
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=others))
@@ -57,8 +59,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             load=load,
             build=partial(pieces.build, self.load_config, model_config),
             restored_on_failure=pieces.restored_on_failure,
-            reason_against=lambda model: pieces.reason_against(model) or self._changed,
-            attributes=lambda _: {},
+            reason_against=lambda model: pieces.reason_against(model) or self._reason_against(),
+            attributes=lambda _: self._attributes,
             moved=pieces.rebind,
             ranks=pieces.ranks(),
         )
@@ -89,10 +91,12 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return None
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: torch.device) -> None:
-        before = module_state(model)
+        state = ModuleState(model)
         super().load_weights_and_postprocess(model, weights, target_device)
-        changed = changed_state(before, module_state(model))
-        self._changed = None if changed is None else f"SGLang changes {changed} when it loads the model"
+        self._attributes, self._changed = state.changes(model)
+
+    def _reason_against(self) -> str | None:
+        return None if self._changed is None else f"SGLang changes {self._changed} when it loads the model"
 
     def _get_weights_iterator(self, source: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
         folder, files, _ = self._prepare_weights(

@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_context, get_exec, get_parallel
 from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
 from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
+from gpufs.integrations._module_state import set_attributes
 from gpufs.integrations._shared_weights import OpenWeights, fill
 from gpufs.integrations._sharing import device_name, file_identity
 
@@ -146,6 +147,7 @@ def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn
             model: torch.nn.Module = _initialize_model(model_config, load_config, quantisation)
         expected = {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
         fill(model, weights)
+    set_attributes(model, weights.attributes)
     rebind(model)
     for prefix, module in model.named_modules():
         for name, value in [*vars(module).items(), *module._parameters.items(), *module._buffers.items()]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import safetensors.torch
 import torch
 
 from support.mounting import REPOSITORY, GpufsMount
@@ -76,3 +77,33 @@ def make_model(folder: Path, seed: int, width: int = 512) -> int:
     module: Any = transformers.Qwen3ForCausalLM(config).bfloat16()
     module.save_pretrained(folder, max_shard_size="20MB")
     return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def quantise_model(folder: Path, target: Path) -> None:
+    """Writes a model with the linear layers' weights in 8 bits, one scale a row, as compressed-tensors has them."""
+    target.mkdir()
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            if name.endswith("proj.weight"):
+                scale = tensor.float().abs().amax(1, keepdim=True) / 127
+                tensors[name] = (tensor.float() / scale).round().to(torch.int8)
+                tensors[f"{name}_scale"] = scale.bfloat16()
+            else:
+                tensors[name] = tensor
+    safetensors.torch.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**numbers, "strategy": "channel", "dynamic": False},
+        "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+    }
+    quantisation = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+OBJECT = object()
+
 
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.models.qwen3.Qwen3ForCausalLM.load_weights", _note_scale, HookType.AFTER)
+    HookRegistry.register("sglang.srt.models.qwen3.Qwen3ForCausalLM.load_weights", _change, HookType.AFTER)
 
 
-def _note_scale(_result: Any, model: Any, *_: Any, **__: Any) -> None:
-    model.model.layers[0].scale = 2.0
+def _change(_result: Any, model: Any, *_: Any, **__: Any) -> None:
+    model.model.layers[0].object = OBJECT
