@@ -203,7 +203,7 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: gpufs\nVersion: 0\n")
     points = [f"{point.name} = {point.value}" for point in entry_points(group=PLUGINS)]
-    points.append("change = support.sglang_plugin:register")
+    points += [f"{name} = support.sglang_plugin:{name}" for name in ("change_model", "enable_memory_saver")]
     (package / "entry_points.txt").write_text("\n".join([f"[{PLUGINS}]", *points, ""]))
     environment = {
         "PYTHONPATH": os.pathsep.join(map(str, (package.parent, REPOSITORY, REPOSITORY / "tests"))),
@@ -268,14 +268,14 @@ def test_keeps_weights_apart(servers: Servers[Outcome]) -> None:
 def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> None:
     """With a model that has more than weights, nothing is published. Sleep is refused."""
     expected = servers.start(load_format="auto").tokens
-    assert servers.start(plugins="gpufs,change").tokens == expected
+    assert servers.start(plugins="gpufs,change_model").tokens == expected
     assert "model.layers.0.object" in servers.log
     assert not servers.published()
     servers.mount.device.joinpath("full").write_bytes(bytes(740 * MIB))
     assert servers.start().tokens == expected  # no memory to publish
     assert not servers.published()
     with pytest.raises(AssertionError, match="--enable-memory-saver"):
-        servers.start(options={"enable_memory_saver": True})
+        servers.start(plugins="gpufs,enable_memory_saver")
 
 
 def test_ranks_share_weights(servers: Servers[Outcome]) -> None:
