@@ -224,7 +224,7 @@ class SharedWeights:
         try:
             return self._write(module, note)
         except OSError as error:
-            if error.errno != ENOSPC or not any(tensor.is_cuda for tensor in tensors.values()):
+            if error.errno != ENOSPC or not any(parameter.is_cuda for parameter in module.parameters()):
                 raise
         del tensors
         moved = _move_to_host(module)
