@@ -8,6 +8,7 @@ engine that has locked it is about to publish.
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,9 @@ class SharedWeights:
     def publish(self, module: torch.nn.Module, attributes: Mapping[str, Any]) -> OpenWeights:
         """Writes the parameters and buffers of a module, within a claim, and attaches them.
 
+        A GPU that has no room for both copies gets the new one by way of host memory. Then the parameters are there
+        until :func:`use_in_place` is called.
+
         Raises
         ------
         TypeError
@@ -216,6 +221,21 @@ class SharedWeights:
         kinds = {name: "parameter" for name, _ in module.named_parameters(remove_duplicate=False)}
         digest = _digest({**dict.fromkeys(tensors, "buffer"), **kinds}, tensors)
         note = {"key": self.key, "digest": digest, "attributes": dict(attributes)}
+        try:
+            return self._write(module, note)
+        except OSError as error:
+            if error.errno != ENOSPC or not any(parameter.is_cuda for parameter in module.parameters()):
+                raise
+        del tensors
+        moved = _move_to_host(module)
+        try:
+            return self._write(module, note)
+        except BaseException:
+            for parameter, device in moved:
+                parameter.data = parameter.data.to(device)
+            raise
+
+    def _write(self, module: torch.nn.Module, note: Mapping[str, Any]) -> OpenWeights:
         publish(module, self.path, metadata={METADATA_KEY: _json(note)})
         try:
             found = self.open()
@@ -225,6 +245,18 @@ class SharedWeights:
         if found is None:
             raise FileNotFoundError(f"{self.path} was removed")
         return found
+
+
+def _move_to_host(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.device]]:
+    """Moves the parameters that will be shared to host memory, and returns them with their devices."""
+    moved = []
+    for parameter in module.parameters():
+        if parameter.is_cuda and parameter.nbytes >= SMALLEST_SHARED:
+            moved.append((parameter, parameter.device))
+            parameter.data = parameter.data.cpu()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return moved
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -264,6 +296,7 @@ def fill(module: torch.nn.Module, weights: OpenWeights) -> None:
             if is_buffer or tensor.nbytes < SMALLEST_SHARED:
                 tensor = tensor.clone()
             made[identity] = tensor if is_buffer else torch.nn.Parameter(tensor, requires_grad=False)
+            vars(made[identity]).update(checkpoint.record(name).attributes)
         if is_buffer:
             _put_buffer(owner, attribute, made[identity], weights.path)
         else:

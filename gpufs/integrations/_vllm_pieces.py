@@ -36,8 +36,17 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from gpufs.integrations._shared_weights import OpenWeights, fill
+from gpufs.integrations._sharing import device_name, file_identity
 
-__all__ = ["build", "export_model_attrs", "obstacle", "reason_against", "weights_key", "weights_label"]
+__all__ = [
+    "build",
+    "export_model_attrs",
+    "obstacle",
+    "reason_against",
+    "restored_on_failure",
+    "weights_key",
+    "weights_label",
+]
 
 
 def obstacle(vllm_config: Any) -> str | None:
@@ -87,8 +96,8 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> di
         "lora": vllm_config.lora_config is not None,
         "onednn": getattr(vllm_ops, "_supports_onednn", None),
         "torch": torch.__version__,
-        "device": _device_name(),
-        "files": [_identity(file) for file in sorted(files)],
+        "device": device_name(),
+        "files": [file_identity(file) for file in sorted(files)],
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}
@@ -110,10 +119,10 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
     Raises
     ------
     Exception
-        Whatever vLLM raises. Then vLLM's list of layers is as it was before.
+        Whatever vLLM raises.
     """
     device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
-    with _restored_on_failure(vllm_config.compilation_config), set_default_torch_dtype(model_config.dtype):
+    with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         check_ipc_quant_support(model)
@@ -131,7 +140,7 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
 
 
 @contextmanager
-def _restored_on_failure(config: Any) -> Iterator[None]:
+def restored_on_failure(config: Any) -> Iterator[None]:
     """Layers enter their names into these lists when they are built, and no name may be there twice."""
     layers, moe_layers = dict(config.static_forward_context), list(config.static_all_moe_layers)
     try:
@@ -146,16 +155,3 @@ def _restored_on_failure(config: Any) -> Iterator[None]:
 def _is_draft(vllm_config: Any, model_config: Any) -> bool:
     speculative = vllm_config.speculative_config
     return speculative is not None and model_config is speculative.draft_model_config
-
-
-def _device_name() -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{properties.name} {properties.major}.{properties.minor}"
-
-
-def _identity(path: str) -> list[Any]:
-    """What changes whenever the contents of a file do. Two copies of a model have different ones."""
-    status = os.stat(path)
-    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

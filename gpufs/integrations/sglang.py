@@ -1,18 +1,15 @@
-"""SGLang: `--load-format gpufs` takes weights from a mount, where they are in device memory already.
+"""SGLang: `--load-format gpufs` takes weights from the memory of a mount.
 
-SGLang copies them into its own parameters within the device, so every quantization and any number of GPUs work. The
-model's directory is a directory of the mount, or one whose safetensors files are links into it.
+The first engine loads a model, lets SGLang process the weights, and publishes them on the mount of its GPU. It uses the
+published memory itself, and so does every later engine: nothing is read or copied. Where SGLang does more to the
+weights than can be shared, the engine gets weights of its own, by a copy within the device if the model's files are on
+a mount. That works with every quantization and any number of GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from collections.abc import Callable
+from typing import Any
 
 
 def register() -> None:
@@ -33,31 +30,8 @@ def _choose_loader(original: Callable[[Any], None], load_config: Any) -> None:
         original(load_config)
 
 
-@cache
 def loader_class() -> type:
     """Returns the loader, which SGLang also takes as `LoadConfig(load_format=...)`."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    from gpufs.torch import load_file
-
-    class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
-        """The default loader, with tensors in place instead of a reader of files."""
-
-        def __init__(self, load_config: Any) -> None:
-            # The default loader finds the files, and knows only its own formats.
-            super().__init__(replace(load_config, load_format="safetensors"))
-
-        def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            _, files, _ = self._prepare_weights(
-                source.model_or_path,
-                source.revision,
-                False,  # no .pt files
-                source.allow_patterns_overrides,
-            )
-            weights = (item for file in files for item in load_file(file).items())
-            index = self.load_config.draft_model_idx
-            if index is not None:
-                return self._filter_mtp_weights(weights, source.prefix, index)  # type: ignore[no-any-return]
-            return ((source.prefix + name, tensor) for name, tensor in weights)
+    from gpufs.integrations._sglang_loader import GpufsModelLoader
 
     return GpufsModelLoader

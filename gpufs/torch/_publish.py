@@ -193,7 +193,7 @@ def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str,
         buffers = {name for name, _ in source.named_buffers(remove_duplicate=False)}
     for name, tensor in tensors.items():
         kind = "buffer" if name in buffers else "parameter" if isinstance(tensor, torch.nn.Parameter) else None
-        attributes = {key: value for key, value in vars(tensor).items() if _is_json(value)}
+        attributes = {key: value for key, value in vars(tensor).items() if is_json(value)}
         if kind is not None or attributes:
             records[name] = TensorRecord(
                 kind=kind, requires_grad=bool(kind and tensor.requires_grad), attributes=attributes
@@ -201,7 +201,7 @@ def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     return records
 
 
-def _is_json(value: object) -> bool:
+def is_json(value: object) -> bool:
     """Whether the value survives being written as JSON and read again."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)

@@ -15,13 +15,14 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 class Settings(NamedTuple):
-    """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`."""
+    """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings."""
 
     model: str
     load_format: str = "gpufs"
     extra: dict[str, Any] = {}  # noqa: RUF012  not changed
     onednn: bool = False
     attempts: tuple[str, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012  not changed
 
 
 class Outcome(NamedTuple):
@@ -52,6 +53,7 @@ def main() -> None:
         enforce_eager=True,
         dtype="bfloat16",
         max_model_len=64,
+        **settings.options,
     )
     (output,) = llm.generate(
         [{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=16, detokenize=False), use_tqdm=False

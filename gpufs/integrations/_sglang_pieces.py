@@ -1,0 +1,176 @@
+"""The parts of SGLang that share processed weights. They are private to SGLang: all uses of them are in this module.
+
+SGLang's weight cache decides which quantisation methods leave all they do in tensors, and its loader of presharded
+checkpoints which tensors are views of others. Importing this module fails with an SGLang without these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
+from sglang.srt.model_executor.model_runner_components import weight_updater
+from sglang.srt.model_loader.loader import PreshardedModelLoader, _get_quantization_config, _initialize_model
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.runtime_context import get_context, get_exec, get_parallel
+from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
+from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
+
+from gpufs.integrations._module_state import set_attributes
+from gpufs.integrations._shared_weights import OpenWeights, fill
+from gpufs.integrations._sharing import device_name, file_identity
+
+# An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
+REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
+_rebind_aliases = PreshardedModelLoader._rebind_parameter_aliases
+_collect_extra_tensors = PreshardedModelLoader._collect_extra_tensors
+_RANKS = ("tp", "pp", "moe_ep", "moe_dp", "attn_tp", "attn_dp", "attn_cp")
+# Settings in these groups may decide about weights, except those that say where they come from and how ranks meet.
+_GROUPS = ("exec", "lora", "model", "parallel")
+_WITHOUT_GROUPS = ("exec.graph",)
+_WITHOUT = frozenset(
+    """
+    model_path load_format model_loader_extra_config revision download_dir delete_ckpt_after_loading model_checksum
+    custom_weight_loader startup_weight_load_mode engine_info_bootstrap_port checkpoint_engine_wait_weights_before_ready
+    nccl_port dist_timeout dist_init_addr gated_launch_port load_balance_method lora_paths
+    """.split()
+)
+_WITHOUT_PREFIXES = ("weight_loader_", "weight_cache_", "remote_instance_", "modelexpress_", "watermark_")
+
+
+def ranks() -> Any:
+    """Returns the group of ranks that load a model together."""
+    return get_parallel().tp_group
+
+
+def uses_memory_saver() -> bool:
+    """Whether the engine may free its weights, as `--enable-memory-saver` lets it."""
+    return bool(get_exec().features.enable_memory_saver)
+
+
+def obstacle(load_config: Any, model_config: Any) -> str | None:
+    """Why weights of an engine with these settings cannot be shared, None if they can."""
+    if REASON_AGAINST_CHANGES not in inspect.getsource(weight_updater):
+        return "this SGLang cannot refuse to change them"
+    execution = get_exec()
+    if execution.moe.enable_eplb:
+        return "expert load balancing moves weights while the engine runs"
+    if execution.offload.cpu_offload_gb or execution.offload.offload_group_size > 0:
+        return "weights are offloaded to host memory"
+    if getattr(model_config, "modelopt_quant", None):
+        return "ModelOpt quantises the weights when they are loaded"
+    method, config = IpcModelLoader(load_config)._resolve_engine_quant(model_config)
+    if not is_ipc_quant_supported(method, config):
+        return f"SGLang's weight cache does not share weights of the quantisation {method!r} of this kind"
+    return None
+
+
+def reason_against(model: torch.nn.Module) -> str | None:
+    """Why the weights of this model, once processed, cannot be used by other engines. None if they can."""
+    if getattr(model, "secondary_weights", ()):
+        return "the model has weights from several places"
+    for name in _collect_extra_tensors(model):
+        return f"SGLang keeps {name} beside the parameters and buffers"
+    return None
+
+
+def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> dict[str, Any]:
+    """All that decides about processed weights."""
+    parallel = get_parallel()
+    settings = {
+        "settings": _settings(),
+        "environment": {name: value for name, value in os.environ.items() if _is_setting(name)},
+        "model": {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
+        "quantization": model_config.quantization,
+        "draft": [model_config.is_draft_model, load_config.draft_model_idx],
+        "torch": torch.__version__,
+        "device": device_name(),
+        "files": [file_identity(file) for file in sorted(files)],
+    }
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {
+        "sglang_version": sglang.__version__,
+        "architectures": model_config.hf_config.architectures or [],
+        "dtype": str(model_config.dtype),
+        **{f"{name}_{part}": getattr(parallel, f"{name}_{part}") for name in _RANKS for part in ("rank", "size")},
+        "settings": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def _is_setting(variable: str) -> bool:
+    return variable.startswith("SGLANG_") and variable != "SGLANG_RUN_ID"
+
+
+def _settings() -> dict[str, Any]:
+    found = get_context().resolved_server_args_dict()
+    groups = namespace_of(type(get_context().server_args))
+    return {
+        name: value
+        for name, value in found.items()
+        if groups.get(name, "").split(".")[0] in _GROUPS
+        and groups[name] not in _WITHOUT_GROUPS
+        and name not in _WITHOUT
+        and not name.startswith(_WITHOUT_PREFIXES)
+    }
+
+
+def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
+    """A name that people read: of the model, of SGLang's version, and of the rank if there are several."""
+    parts = [os.path.basename(os.path.normpath(model_config.model_path)), f"sglang-{key['sglang_version']}"]
+    parts += ["draft"] if model_config.is_draft_model else []
+    for name in ("pp", "tp"):
+        if key[f"{name}_size"] > 1:
+            parts.append(f"{name}{key[f'{name}_rank']}of{key[f'{name}_size']}")
+    return "-".join(parts)
+
+
+def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
+    """Builds a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
+
+    Raises
+    ------
+    Exception
+        Whatever SGLang raises.
+    """
+    quantisation = _get_quantization_config(model_config, load_config)
+    with set_default_torch_dtype(model_config.dtype):
+        with torch.device("meta"):
+            model: torch.nn.Module = _initialize_model(model_config, load_config, quantisation)
+        expected = {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
+        fill(model, weights)
+    set_attributes(model, weights.attributes)
+    rebind(model)
+    for prefix, module in model.named_modules():
+        for name, value in [*vars(module).items(), *module._parameters.items(), *module._buffers.items()]:
+            if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
+                raise RuntimeError(f"{prefix}.{name} is not among the shared weights")
+    for name, parameter in model.named_parameters():
+        if name in expected and expected[name] != (parameter.shape, parameter.dtype):
+            raise RuntimeError(f"{name} has another shape or dtype than this engine expects")
+    return model.eval()
+
+
+def rebind(model: torch.nn.Module) -> None:
+    """Renews the tensors that are views of parameters, after these have moved."""
+    _rebind_aliases(model)
+
+
+@contextmanager
+def restored_on_failure() -> Iterator[None]:
+    """Rotary embeddings are in a list when they are built, and later models take them from there."""
+    embeddings = dict(_ROPE_DICT)
+    try:
+        yield
+    except BaseException:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(embeddings)
+        raise

@@ -1,0 +1,253 @@
+"""How an engine gets its weights: it maps those that an earlier engine has published, or loads and publishes them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpufs.formats import FormatError
+from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, use_in_place
+from gpufs.units import bytes_text
+
+SLEEP_REFUSED = (
+    "{option} frees the weights of one engine, and with --load-format gpufs they belong to all engines. Start "
+    "without {option}, or with --model-loader-extra-config '{{\"share\": false}}', which gives this engine "
+    "weights of its own"
+)
+RELOAD_REFUSED = (
+    "The weights of this engine are a file on the mount that other engines use too, and cannot be changed. Start the "
+    "engine with --model-loader-extra-config '{\"share\": false}' to load weights into it"
+)
+# For an engine that loads the same model, perhaps from a slow disk.
+_CLAIM_SECONDS = 600.0
+
+
+class Settings:
+    """The keys of ``--model-loader-extra-config`` that are the plug-in's.
+
+    - share: false gives the engine weights of its own.
+    - mount: the mount that keeps shared weights. Otherwise it is the one that has the model's files, or the only one
+      that has the engine's GPU.
+    - trust: a list of users whose shared weights are used, besides one's own, root's and those of the mount's owner.
+
+    others: the remaining keys, for the server's own loader.
+    """
+
+    def __init__(self, extra: Mapping[str, Any] | None) -> None:
+        self.others = dict(extra or {})
+        self.share: bool = self.others.pop("share", True)
+        self.mount: str | None = self.others.pop("mount", None)
+        self.trusted = tuple(str(user) for user in self.others.pop("trust", ()))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the servers do each in their own way.
+
+    load
+        Loads the model and processes its weights.
+    build
+        Builds the model from shared weights. It may raise any exception.
+    restored_on_failure
+        A context in which a model is built. After an exception, no trace of that model is left in the server.
+    reason_against
+        Why the processed weights of a model cannot be shared; None if they can.
+    attributes
+        What to note about a model beside its weights, as JSON can express it.
+    moved
+        Called when the parameters of a loaded model have moved.
+    ranks
+        The process group whose ranks each load a part of the model, as the servers' classes describe it. All call
+        :func:`get_model`, with weights of their own.
+    """
+
+    logger: logging.Logger
+    load: Callable[[], torch.nn.Module]
+    build: Callable[[OpenWeights], torch.nn.Module]
+    restored_on_failure: Callable[[], AbstractContextManager[None]]
+    reason_against: Callable[[torch.nn.Module], str | None]
+    attributes: Callable[[torch.nn.Module], Mapping[str, Any]]
+    moved: Callable[[torch.nn.Module], None]
+    ranks: Any
+
+    def all_agree(self, answer: bool) -> bool:
+        """Whether all ranks say yes. Loading may need all of them, so they load together or map together."""
+        if self.ranks.world_size == 1:
+            return answer
+        answers: list[Any] = [None] * self.ranks.world_size
+        torch.distributed.all_gather_object(answers, answer, group=self.ranks.cpu_group)
+        return all(answers)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model. shared: the file whose memory it uses. preloaded_bytes: what was in that memory from the beginning."""
+
+    model: torch.nn.Module
+    shared: OpenWeights | None = None
+    preloaded_bytes: int = 0
+
+
+def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
+    """Returns a model with shared weights if that is possible, and with weights of its own otherwise.
+
+    Parameters
+    ----------
+    engine : Engine
+    shared : SharedWeights or None
+        None if this rank cannot share its weights.
+    """
+    if not engine.all_agree(shared is not None) or shared is None:
+        return Loaded(engine.load())
+    weights = open_weights(shared)
+    was_there = engine.all_agree(weights is not None)
+    if not was_there:
+        del weights
+        with _claim(engine, shared) as mine:
+            weights = open_weights(shared, engine.logger, claimed=mine)
+            if not engine.all_agree(weights is not None):
+                model = engine.load()
+                if mine and weights is None:
+                    return Loaded(model, _publish(engine, model, shared))
+                return Loaded(model)
+    assert weights is not None
+    found = _map(engine, weights)
+    if found is not None:
+        preloaded = weights.bytes if was_there and not weights.private else 0
+        return Loaded(found, weights, preloaded)
+    del weights
+    return Loaded(engine.load())
+
+
+def open_weights(
+    shared: SharedWeights, logger: logging.Logger | None = None, *, verify: bool = True, claimed: bool = False
+) -> OpenWeights | None:
+    """Attaches shared weights. None if there are none that can be used.
+
+    Parameters
+    ----------
+    logger : logging.Logger, optional
+        Where to say why weights that are there cannot be used.
+    verify : bool
+        As for :meth:`SharedWeights.open`.
+    claimed : bool
+        Whether their name is claimed, so that damaged ones can be removed.
+    """
+    try:
+        return shared.open(verify=verify)
+    except (FormatError, OSError) as error:
+        if claimed and isinstance(error, FormatError):
+            shared.discard()
+            text = "Damaged shared weights are replaced: %s"
+        else:
+            text = "Shared weights cannot be used: %s"
+        if logger is not None:
+            logger.warning(text, error)
+    return None
+
+
+@contextmanager
+def _claim(engine: Engine, shared: SharedWeights) -> Iterator[bool]:
+    """Claims the names of the weights of all ranks, the first rank's before the others.
+
+    So of two engines that start at the same time one has all names, and they never wait for each other.
+    """
+    with ExitStack() as stack:
+
+        def claim() -> bool:
+            try:
+                return stack.enter_context(shared.claim(_CLAIM_SECONDS, waiting))
+            except OSError as error:
+                engine.logger.warning("Weights cannot be published: %s", error)
+                return False
+
+        def waiting() -> None:
+            engine.logger.info("Waiting for the engine that loads %s", shared.path)
+
+        if engine.ranks.rank_in_group == 0:
+            mine = claim()
+            engine.all_agree(mine)
+        else:
+            mine = engine.all_agree(True) and claim()
+        yield mine
+
+
+def _map(engine: Engine, weights: OpenWeights) -> torch.nn.Module | None:
+    """Builds a model from shared weights. None if a rank fails."""
+    start = time.perf_counter()
+    try:
+        with engine.restored_on_failure():
+            try:
+                model = engine.build(weights)
+            except Exception:
+                engine.all_agree(False)
+                raise
+            if not engine.all_agree(True):
+                raise RuntimeError("the weights of another rank do not")
+    except Exception as error:  # noqa: BLE001  the servers' classes are private and may fail in any way
+        engine.logger.warning("%s does not fit this engine, which loads weights of its own: %r", weights.path, error)
+        return None
+    engine.logger.info(
+        "Mapped %s (%s%s) in %.2f seconds",
+        weights.path,
+        bytes_text(weights.bytes),
+        ", a private copy, since this user may not write to the file" if weights.private else "",
+        time.perf_counter() - start,
+    )
+    return model
+
+
+def _publish(engine: Engine, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
+    """Publishes the weights of a model, and moves the model to the published memory. None if that is not possible."""
+    start = time.perf_counter()
+    reason = engine.reason_against(model)
+    if reason is None:
+        try:
+            weights = shared.publish(model, engine.attributes(model))
+        except (FormatError, OSError, TypeError) as error:
+            reason = str(error)
+    if reason is not None:
+        engine.logger.warning("The weights of this engine are its own: %s", reason)
+        return None
+    use_in_place(model, weights)
+    engine.moved(model)
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine.logger.info(
+        "Published the weights as %s (%s) in %.2f seconds. Later engines map them",
+        shared.path,
+        bytes_text(weights.bytes),
+        time.perf_counter() - start,
+    )
+    return weights
+
+
+def refuse_reload(model: torch.nn.Module) -> None:
+    """Loading weights into the model would write to memory that is mapped read-only, which ends the process."""
+
+    def load_weights(*_: object, **__: object) -> None:
+        raise RuntimeError(RELOAD_REFUSED)
+
+    model.load_weights = load_weights  # type: ignore[assignment]
+
+
+def device_name() -> str:
+    """Returns the name and capability of the GPU in use, or "cpu"."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{properties.name} {properties.major}.{properties.minor}"
+
+
+def file_identity(path: str) -> list[Any]:
+    """Returns what changes whenever the contents of a file do. Two copies of a model have different ones."""
+    status = os.stat(path)
+    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -1,0 +1,109 @@
+"""Engines of model servers as programs of their own, and small models for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import safetensors.torch
+import torch
+
+from support.mounting import REPOSITORY, GpufsMount
+
+Outcome = TypeVar("Outcome")
+
+
+@dataclass
+class Servers(Generic[Outcome]):
+    """Engines of one server that load a model from a mount, or from a directory of this machine.
+
+    program: runs an engine to its end, and prints an outcome. log: of the last engine.
+    """
+
+    program: str
+    outcome: type[Outcome]
+    python: Path
+    environment: Mapping[str, str]
+    mount: GpufsMount
+    model: Path
+    scratch: Path
+    log: str = ""
+
+    def start(self, *prefix: str, model: Path | None = None, plugins: str | None = None, **settings: object) -> Outcome:
+        """Runs an engine to its end. prefix: a program that runs it, with its arguments. plugins: of SGLang."""
+        text = json.dumps({"model": str(model or self.model), **settings})
+        environment = {**os.environ, "HOME": str(self.scratch), "HF_HUB_OFFLINE": "1", **self.environment}
+        if plugins is not None:
+            environment["SGLANG_PLUGINS"] = plugins
+        program = REPOSITORY / "tests" / "support" / f"{self.program}_engine.py"
+        command = [*prefix, str(self.python), str(program), text]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.log = done.stdout + done.stderr
+        last = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+        return self.outcome(**json.loads(last))
+
+    def published(self) -> list[Path]:
+        """The weights that engines have published."""
+        return sorted(self.mount.device.glob(f"{self.program}/*"))
+
+    def bytes_read(self) -> int:
+        """Bytes of the model's and of published weights that were ever read through the mount."""
+        files = [*self.model.glob("*.safetensors"), *self.published()]
+        return sum(int(os.getxattr(file, "user.gpufs.bytes_read")) for file in files)
+
+
+def make_model(folder: Path, seed: int, width: int = 512) -> int:
+    """Writes a small random model; returns the bytes of its weights."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        vocab_size=4 * width,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=6,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    module: Any = transformers.Qwen3ForCausalLM(config).bfloat16()
+    module.save_pretrained(folder, max_shard_size="20MB")
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def quantise_model(folder: Path, target: Path) -> None:
+    """Writes a model with the linear layers' weights in 8 bits, one scale a row, as compressed-tensors has them."""
+    target.mkdir()
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            if name.endswith("proj.weight"):
+                scale = tensor.float().abs().amax(1, keepdim=True) / 127
+                tensors[name] = (tensor.float() / scale).round().to(torch.int8)
+                tensors[f"{name}_scale"] = scale.bfloat16()
+            else:
+                tensors[name] = tensor
+    safetensors.torch.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**numbers, "strategy": "channel", "dynamic": False},
+        "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+    }
+    quantisation = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))

@@ -1,0 +1,90 @@
+"""An engine of SGLang, as a program of the environment in which SGLang is installed: loads a model, and generates.
+
+Usage: sglang_engine.py JSON, with the fields of `Settings`. Prints one line of JSON with those of `Outcome`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+class Settings(NamedTuple):
+    """options: more settings of the engine. attempts: see `try_to`."""
+
+    model: str
+    load_format: str = "gpufs"
+    extra: dict[str, Any] = {}  # noqa: RUF012  not changed
+    options: dict[str, Any] = {}  # noqa: RUF012  not changed
+    attempts: tuple[str, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """private_bytes: memory of the engine's processes alone."""
+
+    tokens: list[int]
+    private_bytes: int
+    errors: list[str]
+
+
+def main() -> None:
+    settings = Settings(**json.loads(sys.argv[1]))
+    import sglang
+
+    options = {
+        "model_path": settings.model,
+        "load_format": settings.load_format,
+        "model_loader_extra_config": json.dumps(settings.extra),
+        "skip_tokenizer_init": True,
+        "log_level": "warning",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "context_length": 64,
+        "max_total_tokens": 256,
+        "max_running_requests": 2,
+        "disable_cuda_graph": True,
+    }
+    engine = sglang.Engine(**{**options, **settings.options})
+    parameters = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    output: Any = engine.generate(input_ids=PROMPT, sampling_params=parameters)
+    private = sum(private_bytes(process) for process in schedulers())
+    errors = [try_to(attempt, engine, settings.model) for attempt in settings.attempts]
+    print(json.dumps(Outcome(output["output_ids"], private, errors)._asdict()), file=sys.__stdout__, flush=True)
+    engine.shutdown()
+
+
+def schedulers() -> list[Path]:
+    """The processes that hold the weights."""
+    own = str(os.getpid())
+    processes = [Path("/proc", child) for child in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+    return [process for process in processes if b"scheduler" in (process / "cmdline").read_bytes()]
+
+
+def private_bytes(process: Path) -> int:
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
+
+
+def try_to(attempt: str, engine: Any, model: str) -> str:
+    """Tries what shared weights do not allow; returns the error's text."""
+    import torch
+
+    if attempt == "reload":
+        done, text, *_ = engine.update_weights_from_disk(model, load_format="safetensors")
+    else:
+        engine.begin_weight_update()
+        done, text = engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(1))], load_format="direct")
+        engine.end_weight_update()
+    return "" if done else str(text)
+
+
+if __name__ == "__main__":
+    main()

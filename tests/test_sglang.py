@@ -1,0 +1,292 @@
+"""The plug-in for SGLang: the names that it uses in released packages, and SGLang itself on the CPU.
+
+SGLang is in an environment of its own, which scripts/setup-sglang makes; GPUFS_SGLANG_PYTHON names the Python of
+another one. It is the whole server with its CPU engine. Only its package of kernels is a stand-in: that engine calls
+none of them on a processor without AMX.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from support.cli import gpufs
+from support.data import MIB
+from support.model_servers import Servers, make_model
+from support.mounting import REPOSITORY, Mounter
+from support.processes import PATIENCE
+from support.server_sources import download_wheel
+from support.sglang_engine import Outcome
+
+VERSIONS = ("0.5.22", "0.5.23")
+CACHE = REPOSITORY / "build" / "servers"
+PYTHON = Path(os.environ.get("GPUFS_SGLANG_PYTHON", REPOSITORY / "build" / "sglang-venv" / "bin" / "python"))
+PLUGINS = "sglang.srt.plugins"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def sources(request: pytest.FixtureRequest) -> Path:
+    """The sources of a released package."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    return download_wheel(f"sglang=={request.param}", CACHE)
+
+
+def used_names() -> Iterator[tuple[str, str]]:
+    """Modules of SGLang and the names that the plug-in imports from them."""
+    for file in (REPOSITORY / "gpufs" / "integrations").glob("*sglang*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
+                yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def module_file(sources: Path, module: str) -> Path:
+    path = sources.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def definitions(file: Path) -> dict[str, ast.AST]:
+    """What a module defines or imports, and the methods of its classes."""
+    found: dict[str, ast.AST] = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name: node for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, node)
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = node
+            found |= {f"{node.name}.{part.name}": part for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def test_names_exist(sources: Path) -> None:
+    """The released packages have all names that the plug-in imports, with the signatures with which it calls them."""
+    used = list(used_names())
+    assert len(used) > 10
+    for module, name in used:
+        file = module_file(sources, module)
+        assert name in definitions(file) or (file.parent / f"{name}.py").exists(), (module, name)
+    loader = definitions(sources / "sglang/srt/model_loader/loader.py")
+    cache = definitions(sources / "sglang/srt/weight_cache/ipc_loader.py")
+    protocol = definitions(sources / "sglang/srt/weight_cache/protocol.py")
+    signatures = [
+        ("model_config load_config", loader["_get_quantization_config"]),
+        ("model_config load_config quant_config", loader["_initialize_model"]),
+        ("self model_config device_config", loader["DefaultModelLoader.load_model"]),
+        ("model weights target_device", loader["DefaultModelLoader.load_weights_and_postprocess"]),
+        (
+            "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides",
+            loader["DefaultModelLoader._prepare_weights"],
+        ),
+        ("model", loader["PreshardedModelLoader._collect_extra_tensors"]),
+        ("model", loader["PreshardedModelLoader._rebind_parameter_aliases"]),
+        ("self model_config", cache["IpcModelLoader._resolve_engine_quant"]),
+        ("quant_method quant_config", protocol["is_ipc_quant_supported"]),
+    ]
+    for names, function in signatures:
+        assert isinstance(function, ast.FunctionDef)
+        arguments = [*function.args.args, *function.args.kwonlyargs]
+        assert [argument.arg for argument in arguments] == names.split(), function.name
+    assert "preloaded_weights_bytes" in loader
+    updater = sources / "sglang/srt/model_executor/model_runner_components/weight_updater.py"
+    assert '"_derived_weight_cache_error"' in updater.read_text()
+
+
+@pytest.fixture
+def model(root: Path) -> Path:
+    """A model in two files, and one file that its index does not name."""
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    for name, file in places.items():
+        safetensors.torch.save_file({name: torch.randn(100).bfloat16()}, root / file)
+    safetensors.torch.save_file({"a": torch.zeros(1)}, root / "consolidated.safetensors")
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return root
+
+
+def run_in_server(script: str, *arguments: str | Path) -> None:
+    """Runs a script that ends with an exception unless all is well."""
+    prologue = f"""
+        import sys
+        sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+        from pathlib import Path
+        from support.server_sources import SourceFinder
+        sources, model = map(Path, sys.argv[1:])
+        def expect_weights(found, prefix):
+            import safetensors.torch, torch
+            expected = {{}}
+            for number in "12":
+                expected |= safetensors.torch.load_file(model / f"model-{{number}}.safetensors")
+            found = dict(found)
+            assert found.keys() == {{prefix + name for name in expected}}, found.keys()
+            assert all(torch.equal(found[prefix + name], expected[name]) for name in expected)
+    """
+    text = textwrap.dedent(prologue) + textwrap.dedent(script)
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_copies_in_order(sources: Path, model: Path) -> None:
+    """SGLang's own loader of the released packages finds the files, and gets their tensors."""
+    arguments = ast.parse((sources / "sglang/srt/server_args.py").read_text())
+    imported = {alias.name for node in ast.walk(arguments) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert "add_load_format_choices" in imported
+    assert [point.value for point in entry_points(group=PLUGINS)] == ["gpufs.integrations.sglang:register"]
+    plugins = (sources / "sglang/srt/plugins/__init__.py").read_text()
+    assert f'"{PLUGINS}"' in plugins
+    run_in_server(
+        """
+        real = '''
+            sglang.srt.arg_groups.choices
+            sglang.srt.configs.load_config
+            sglang.srt.environ
+            sglang.srt.model_loader.loader
+            sglang.srt.model_loader.weight_utils
+            sglang.srt.plugins.hook_registry
+        '''.split()
+        missing = "filelock huggingface_hub orjson pydantic requests tqdm transformers triton".split()
+        sys.meta_path.append(SourceFinder(sources, "sglang", real, missing))
+
+        import sglang.srt.arg_groups.choices as choices
+        import sglang.srt.server_args
+        import transformers.utils
+        transformers.utils.SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+        sglang.srt.server_args.add_load_format_choices = choices.add_load_format_choices
+        from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+        from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        import gpufs.integrations.sglang
+
+        gpufs.integrations.sglang.register()
+        HookRegistry.apply_hooks()
+        assert "gpufs" in choices.LOAD_FORMAT_CHOICES
+        assert LoadConfig(load_format="auto").load_format is LoadFormat.AUTO
+        try:
+            LoadConfig(load_format="unknown")
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("an unknown format was accepted")
+
+        source = DefaultModelLoader.Source(str(model), None, prefix="p.")
+        for format in ("gpufs", gpufs.integrations.sglang.loader_class()):
+            loader = get_model_loader(LoadConfig(load_format=format))
+            assert type(loader) is gpufs.integrations.sglang.loader_class()
+            expect_weights(loader._get_weights_iterator(source), "p.")
+        """,
+        sources,
+        model,
+    )
+
+
+@pytest.fixture
+def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
+    if not PYTHON.exists():
+        pytest.skip(f"there is no {PYTHON}: scripts/setup-sglang makes it")
+    # SGLang finds plug-ins by the entry points of installed packages.
+    package = tmp_path / "plugins" / "gpufs-0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: gpufs\nVersion: 0\n")
+    points = [f"{point.name} = {point.value}" for point in entry_points(group=PLUGINS)]
+    points += [f"{name} = support.sglang_plugin:{name}" for name in ("change_model", "enable_memory_saver")]
+    (package / "entry_points.txt").write_text("\n".join([f"[{PLUGINS}]", *points, ""]))
+    environment = {
+        "PYTHONPATH": os.pathsep.join(map(str, (package.parent, REPOSITORY, REPOSITORY / "tests"))),
+        "SGLANG_PLUGINS": "gpufs",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # the processors of each rank
+    }
+    mounted = mount(memory=1024 * MIB)
+    model = mounted.device / "Tiny-Qwen3"
+    make_model(tmp_path / "model", seed=0, width=1024)
+    shutil.copytree(tmp_path / "model", model)
+    return Servers("sglang", Outcome, PYTHON, environment, mounted, model, tmp_path)
+
+
+def test_engines_share_weights(servers: Servers[Outcome]) -> None:
+    """The first start publishes, later ones and those beside it map: nothing is read, and no memory is private."""
+    weights = sum(file.stat().st_size for file in servers.model.glob("*.safetensors"))
+    default = servers.start(load_format="auto")
+    first = servers.start()
+    (published,) = servers.published()
+    assert published.stat().st_size == pytest.approx(weights, rel=0.02)
+    assert published.name in gpufs("ls", published.parent).stdout
+    read = servers.bytes_read()
+    second = servers.start(attempts=["reload", "tensor"])
+    assert servers.bytes_read() == read
+    assert first.tokens == second.tokens == default.tokens
+    for engine in (first, second):
+        assert engine.private_bytes < default.private_bytes - 0.7 * weights
+    for text in second.errors:
+        assert '"share": false' in text
+
+    published.unlink()
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: servers.start(), range(2)))
+    assert [engine.tokens for engine in both] == [default.tokens] * 2
+    assert servers.published() == [published]
+
+
+def test_keeps_weights_apart(servers: Servers[Outcome]) -> None:
+    """Another dtype has weights of its own, also under the other's name; damaged ones are replaced."""
+    other = {"dtype": "float32"}
+    expected = servers.start(load_format="auto", options=other).tokens
+    assert servers.start(options=other).tokens == expected
+    (second,) = servers.published()
+    tokens = servers.start().tokens
+    (first,) = set(servers.published()) - {second}
+    os.replace(first, second)
+    assert servers.start(options=other).tokens == expected
+    assert servers.published() == [second]
+    for damage in ("contents", "header"):
+        with open(second, "r+b") as file:
+            file.seek(100 if damage == "header" else 20 * MIB)
+            file.write(b"damaged")
+        assert servers.start(options=other).tokens == expected, damage
+        read = servers.bytes_read()
+        assert servers.start(options=other).tokens == expected, damage
+        assert servers.bytes_read() == read, damage
+    assert servers.start(extra={"share": False}).tokens == tokens
+    assert servers.published() == [second]
+
+
+def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> None:
+    """With a model that has more than weights, nothing is published. Sleep is refused."""
+    expected = servers.start(load_format="auto").tokens
+    assert servers.start(plugins="gpufs,change_model").tokens == expected
+    assert "model.layers.0.object" in servers.log
+    assert not servers.published()
+    servers.mount.device.joinpath("full").write_bytes(bytes(740 * MIB))
+    assert servers.start().tokens == expected  # no memory to publish
+    assert not servers.published()
+    with pytest.raises(AssertionError, match="--enable-memory-saver"):
+        servers.start(plugins="gpufs,enable_memory_saver")
+
+
+def test_ranks_share_weights(servers: Servers[Outcome]) -> None:
+    """Each rank has weights of its own, and all ranks of an engine map or all load."""
+    ranks = {"tp_size": 2}
+    expected = servers.start(load_format="auto", options=ranks).tokens
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: servers.start(options=ranks), range(2)))
+    assert [engine.tokens for engine in both] == [expected] * 2
+    published = servers.published()
+    assert len(published) == 2
+    published[1].unlink()
+    assert servers.start(options=ranks).tokens == expected
+    assert servers.published() == published

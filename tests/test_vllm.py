@@ -1,0 +1,144 @@
+"""The plug-in for vLLM, with vLLM itself on the CPU.
+
+vLLM is in an environment of its own, which scripts/setup-vllm makes; GPUFS_VLLM_PYTHON names the Python of another one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.cli import gpufs
+from support.data import MIB
+from support.model_servers import Servers, make_model, quantise_model
+from support.mounting import REPOSITORY, Mounter
+from support.processes import NOBODY, PATIENCE
+from support.vllm_engine import Outcome
+
+PYTHON = Path(os.environ.get("GPUFS_VLLM_PYTHON", REPOSITORY / "build" / "vllm-venv" / "bin" / "python"))
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
+    if not PYTHON.exists():
+        pytest.skip(f"there is no {PYTHON}: scripts/setup-vllm makes it")
+    mounted = mount(memory=512 * MIB, allow_other=True)
+    model = mounted.device / "Tiny-Qwen3"
+    make_model(tmp_path / "model", seed=0)
+    shutil.copytree(tmp_path / "model", model)
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "none",  # the program registers the plug-in
+    }
+    return Servers("vllm", Outcome, PYTHON, environment, mounted, model, tmp_path)
+
+
+def test_vllm_engines_share_weights(servers: Servers[Outcome]) -> None:
+    """The first start publishes, later ones and those beside it map: nothing is read, and no memory is private."""
+    weights = sum(file.stat().st_size for file in servers.model.glob("*.safetensors"))
+    default = servers.start(load_format="auto")
+    first = servers.start()
+    (published,) = servers.published()
+    assert published.stat().st_size == pytest.approx(weights, rel=0.02)
+    assert published.name in gpufs("ls", published.parent).stdout
+    read = servers.bytes_read()
+    second = servers.start()
+    assert servers.bytes_read() == read
+    assert first.tokens == second.tokens == default.tokens
+    for engine in (first, second):
+        assert engine.private_bytes < default.private_bytes - 0.9 * weights
+    assert second.external_bytes == published.stat().st_size
+
+    published.unlink()
+    assert not servers.published()
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: servers.start(), range(2)))
+    assert [engine.tokens for engine in both] == [default.tokens] * 2
+    assert servers.published() == [published]
+
+
+def test_vllm_keeps_weights_apart(servers: Servers[Outcome]) -> None:
+    """Models with equal headers have weights of their own, also under the other's name; damaged ones are replaced."""
+    make_model(servers.scratch / "other", seed=1)
+    other = servers.scratch / "other"  # on the machine's disk: only its processed weights are on the mount
+    mount = {"mount": str(servers.mount.path)}
+    expected = servers.start(load_format="auto").tokens, servers.start(load_format="auto", model=other).tokens
+    assert expected[0] != expected[1]
+    assert (servers.start().tokens, servers.start(model=other, extra=mount).tokens) == expected
+    first, second = servers.published()
+    os.replace(first, second)
+    assert servers.start(model=other, extra=mount).tokens == expected[1]
+    assert servers.published() == [second]
+
+    for damage in ("contents", "size", "header"):
+        with open(second, "r+b") as file:
+            if damage == "size":
+                file.truncate(MIB)
+            else:
+                file.seek(100 if damage == "header" else 20 * MIB)
+                file.write(b"damaged")
+        assert servers.start(model=other, extra=mount).tokens == expected[1], damage
+        assert second.stat().st_size > 20 * MIB, damage
+        read = servers.bytes_read()
+        assert servers.start(model=other, extra=mount).tokens == expected[1], damage
+        assert servers.bytes_read() == read, damage
+
+
+def test_vllm_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> None:
+    """With oneDNN vLLM moves weights out of the parameters; with share=false nothing is published."""
+    expected = servers.start(load_format="auto", onednn=True).tokens
+    found = servers.start(onednn=True)
+    assert (found.tokens, found.external_bytes) == (expected, 0)
+    assert not servers.published()
+    took = float(servers.log.partition("Loading weights took ")[2].split()[0])
+    assert took < PATIENCE
+    found = servers.start(extra={"share": False})
+    assert (found.tokens, found.external_bytes) == (expected, 0)
+    assert not servers.published()
+    servers.mount.device.joinpath("full").write_bytes(bytes(455 * MIB))
+    assert servers.start().tokens == expected  # no memory to publish
+    assert not servers.published()
+
+
+def test_vllm_copies_quantised_weights(servers: Servers[Outcome]) -> None:
+    """A quantisation whose processed weights vLLM does not share works as before."""
+    model = servers.mount.device / "quantised"
+    quantise_model(servers.scratch / "model", model)
+    expected = servers.start(load_format="auto", model=model).tokens
+    found = servers.start(model=model)
+    assert (found.tokens, found.external_bytes) == (expected, 0)
+    assert not servers.published()
+
+
+def test_vllm_refuses_to_change_shared_weights(servers: Servers[Outcome]) -> None:
+    found = servers.start(attempts=("sleep", "reload"))
+    for text in found.errors:
+        assert '"share": false' in text
+
+
+def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome]) -> None:
+    """Root's weights serve all users; those of another user only engines that trust it."""
+    servers.scratch.chmod(0o777)
+    expected = servers.start().tokens
+    (published,) = servers.published()
+    read = servers.bytes_read()
+    # The capability to read: the Python here may be closed to other users.
+    capability = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+    nobody = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *capability)
+    assert servers.start(*nobody).tokens == expected
+    assert servers.bytes_read() == read
+    published.unlink()
+    assert servers.start(*nobody).tokens == expected  # root's directory is closed to it
+    assert not servers.published()
+    assert servers.start().tokens == expected
+    os.chown(published, NOBODY, NOBODY)
+    assert servers.start(extra={"trust": ["nobody"]}).tokens == expected
+    assert published.stat().st_uid == NOBODY
+    assert servers.start().tokens == expected
+    assert published.stat().st_uid == 0  # replaced
