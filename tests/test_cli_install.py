@@ -58,7 +58,7 @@ def test_manual_pages_have_all_sections(installed: Path, page: str) -> None:
     assert not re.search(r"[^\n\t -~]", text)
     lines = [line.strip() for line in text.splitlines()]
     assert (
-        "gpufs mount /tmp/gpufs" if "gpufs.1" in page else "umount /mnt/gpufs"
+        "gpufs mount /mnt/gpufs" if "gpufs.1" in page else "umount /mnt/gpufs"
     ) in lines  # each command has its line
     if shutil.which("groff"):
         done = run("groff", "-man", "-Tutf8", "-ww", installed / "usr/local/share/man" / page)

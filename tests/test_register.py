@@ -144,6 +144,11 @@ def test_copies_to_and_from_other_files(root: Path, tmp_path: Path) -> None:
         assert array.tobytes() == content[::-1]
         gpufs.copy(root / "live", tmp_path / "disk")
         assert (tmp_path / "disk").read_bytes() == content[::-1]
+        refused = run(*GPUFS, "cp", tmp_path / "disk", root / "live", check=False)  # it would empty the file first
+        assert refused.returncode == 1
+        assert "dd" in refused.stderr
+        run("dd", f"if={tmp_path / 'disk'}", f"of={root / 'live'}", "conv=notrunc", "bs=1M")
+        assert array.tobytes() == content[::-1]
 
 
 def test_the_size_is_fixed(root: Path) -> None:

@@ -66,7 +66,7 @@ def command(mode: str, words: tuple[str, ...]) -> None:
     read as before. The Python that runs the program needs gpufs, too.
 
     \b
-      gpufs run python generate.py --model /tmp/gpufs/gpu0/Qwen3-8B
+      gpufs run python generate.py --model /mnt/gpufs/gpu0/Qwen3-8B
       gpufs run --mode c torchrun train.py
 
     The same by a variable, for services and containers: GPUFS_IN_PLACE=r.

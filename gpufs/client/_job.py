@@ -45,6 +45,7 @@ _NOT_BY_KERNEL: Final = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINV
 # The daemon's answers for files without a buffer: control files, files below backing/, and copies whose other end is on
 # a gpufs as well. All of them can be read and written as files.
 _NOT_BY_DAEMON: Final = (errno.EXDEV, errno.EDEADLK, errno.EINVAL)
+_FIXED_SIZE: Final = "the file shows a program's memory, so its size is fixed: dd conv=notrunc of=FILE writes into it"
 # Failures of the destination alone.
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
@@ -243,7 +244,12 @@ class CopyJob:
     def empty(self) -> None:
         """Truncates the destination."""
         if stat.S_ISREG(self.after.st_mode):
-            os.ftruncate(self.destination_fd, 0)
+            try:
+                os.ftruncate(self.destination_fd, 0)
+            except PermissionError:
+                if self.after.st_dev in self.mounts:
+                    raise OSError(errno.EPERM, _FIXED_SIZE) from None
+                raise
         self._emptied = True
 
     def clean_up(self, *, partial: bool) -> str:
