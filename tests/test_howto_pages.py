@@ -170,6 +170,17 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "model.safetensors")) == set(nn.Linear(3, 3).state_dict())
 
 
+def test_workers(mounted: GpufsMount, tmp_path: Path) -> None:
+    """Each worker attaches the file, also if the program itself has attached something."""
+    save_file({"tokens": torch.ones(8, 16)}, mounted.device / "data.safetensors")
+    shell = Shell(mounted.path, tmp_path)
+    program = shell.here(block("howto/attach.md", "class Tokens"))
+    ready = "if __name__ == "
+    attached = f'kept = gpufs.torch.load_file("{mounted.device}/data.safetensors")\n'
+    (tmp_path / "program.py").write_text(program.replace(ready, f"{attached}\n{ready}"))
+    assert shell("python program.py").splitlines() == ["torch.Size([1, 16])"] * 8
+
+
 def test_mount_from_python(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"model")
     (tmp_path / "mnt").mkdir()
