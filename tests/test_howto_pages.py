@@ -163,10 +163,13 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
         shell(command.replace("~", str(tmp_path)))
     assert load_file(device / "Qwen3-8B/model.safetensors")["weight"].sum() == 9
     load = block("howto/load-into-torch.md", "weights = gpufs.torch.load_file(")
-    attach = block("howto/load-into-torch.md", "model = Model(config)").replace("Model(config)", "nn.Linear(3, 3)")
+    models = [text for text in blocks("howto/load-into-torch.md") if "model = Model(config)" in text]
+    attach, train = [text.replace("Model(config)", "nn.Linear(3, 3)") for text in models]
     aligned = block("howto/load-into-torch.md", "aligned.safetensors")
     program = f"{load}\n{aligned}\nassert weights['bias'].sum() == 3\nimport torch\nfrom torch import nn\n{attach}\n"
-    shell(f"python - <<'END'\n{program}assert model.weight.sum() == 9\nEND")
+    program += f"assert model.weight.sum() == 9\nbatch = torch.ones(1, 3)\n{train}"
+    shell(f"python - <<'END'\n{program}END")
+    assert load_file(device / "model.safetensors")["weight"].sum() < 9
     assert set(load_file(tmp_path / "model.safetensors")) == set(nn.Linear(3, 3).state_dict())
 
 
@@ -229,9 +232,10 @@ def test_tutorial_in_place(driver: str, tmp_path: Path) -> None:
         pytest.skip("numpy reaches host memory only")
     (tmp_path / "mnt").mkdir()
     shell = Shell(tmp_path / "mnt", tmp_path)
-    (program,) = [text for text in blocks("tutorial.md") if text.startswith("gpufs mount mnt\n")]
+    (program,) = [text for text in blocks("tutorial.md") if text.startswith("gpufs mount /mnt/gpufs ")]
     program = program.replace(
-        "gpufs mount mnt", "trap 'mountpoint -q mnt && gpufs umount mnt' EXIT\ngpufs mount mnt --driver host"
+        "gpufs mount /mnt/gpufs",
+        "trap 'mountpoint -q mnt && gpufs umount mnt' EXIT\ngpufs mount /mnt/gpufs --driver host",
     )
     assert "0000 c03f 0000 c03f" in shell(program)
     assert not os.path.ismount(tmp_path / "mnt")
