@@ -76,7 +76,7 @@ class Header:
 def without_garbage_collection() -> Iterator[None]:
     """Switches Python's garbage collector off in this block.
 
-    It searches for cycles whenever many objects are created. For a header with 100,000 tensors that is half of the time.
+    It searches for cycles whenever many objects are created. That is half of the time of a header with 100,000 tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()
