@@ -21,7 +21,7 @@ from gpufs import config, in_place
 from gpufs.cli._main import COMMANDS, program
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What a page may name that the repository does not have: it is made, or stands somewhere else.
 _MADE = ("build/", "/", "~", ".venv", "mnt/", "bench/results/")
 # Up to where a command ends: a quote, a comment, the next command.
@@ -82,6 +82,12 @@ def test_every_command_is_in_the_table() -> None:
     assert sorted(rows) == sorted(set(COMMANDS) - hidden)
 
 
+def test_the_table_for_contributors_has_every_command() -> None:
+    shown = re.findall(r"^\| (.*?) \| .*tests/", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    for name in COMMANDS:
+        assert name == "mount-helper" or re.search(rf"`(?:gpufs )?{name}`", " ".join(shown)), name
+
+
 def test_every_target_of_make_is_explained() -> None:
     makefile = (ROOT / "Makefile").read_text()
     head, _, rest = makefile.partition(".DEFAULT_GOAL")
@@ -91,8 +97,9 @@ def test_every_target_of_make_is_explained() -> None:
         assert re.search(rf"^{target}:", rest, re.M), target
         if target not in ("setup", "uninstall-helpers"):
             assert re.search(rf"\b(?:make )?{target}\b", head), target
-    for target in re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()):
-        assert target in phony[1].split(), target
+    for page in PAGES:
+        for target in re.findall(r"`make ([a-z-]+)`", page.read_text()):
+            assert target in phony[1].split(), target
 
 
 def test_the_gpu_benchmark_shows_its_options_without_a_gpu() -> None:

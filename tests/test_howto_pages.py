@@ -29,7 +29,7 @@ from test_documentation import options_of
 from torch import nn
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PROGRAMS = "gpufs|df|ls|mkdir|cat|cp|mv|xxd|sha256sum|cmp|printf"
+PROGRAMS = "gpufs|df|ls|mkdir|cat|cp|dd|mv|xxd|sha256sum|cmp|printf"
 MNT = "/mnt/gpufs"
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
@@ -124,24 +124,21 @@ def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
     """The page's shell looks into an array of the page's program, which lies in shared memory here."""
     shell = Shell(mounted.path, tmp_path)
     page = "howto/inspect-a-live-tensor.md"
-    program = shell.here(blocks(page)[0])
-    shared = "torch.frombuffer(memory, dtype=torch.float32)"
-    program = re.sub(r"= torch\.randn\(.*\)", f"= {shared}", program)
-    assert shared in program
-    program = (
-        "import mmap, os\nfd = os.memfd_create('x')\nos.truncate(fd, 4096)\nmemory = mmap.mmap(fd, 4096)\n" + program
-    )
-    looks = "; ".join(shell.here(command) for command in commands(page))
-    assert looks.count(";") == 5
+    program, search = blocks(page)[0], block(page, "numpy.isnan")
+    (shared,) = re.findall(r"`(torch\.randn\(.*share_memory_\(\))`", (DOCS / page).read_text())
+    program = re.sub(r"torch\.randn\(.*\)", shared, program)
+    looks = commands(page)
+    assert [look.split()[0] for look in looks][-2:] == ["printf", "dd"]
     program += (
-        "import subprocess\nactivations[1] = 1\nactivations[32] = 1\n"
-        f"print(subprocess.run(['bash', '-euc', {looks!r}], check=True, capture_output=True, text=True).stdout)\n"
-        "print(activations[32].item())\n"
+        "import subprocess\ndef look(text):\n    return subprocess.check_output(['bash', '-euc', text], text=True)\n"
+        "activations[0, 1] = 1\nactivations[0, 32] = 1\nactivations[7, 5] = float('nan')\n"
+        f"print(look({'; '.join(looks[:-1])!r}))\nassert activations[0, 32] == 0\n"
+        f"look({looks[-1]!r})\nassert activations[0, 32] == 1\nprint(look({search!r}))\n"
     )
-    printed = shell(f"python - <<'END'\n{program}\nEND")
-    assert "0000 803f" in printed.splitlines()[0]
-    assert "registered float32 1024" in printed
-    assert printed.splitlines()[-1] == "0.0"
+    printed = shell(f"python - <<'END'\n{shell.here(program).replace('4096', '64')}\nEND")
+    assert "registered float32 64x64" in printed
+    assert "0000 803f" in printed
+    assert printed.split()[-2:] == ["[[7", "5]]"]
 
 
 def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
@@ -166,11 +163,25 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
         shell(command.replace("~", str(tmp_path)))
     assert load_file(device / "Qwen3-8B/model.safetensors")["weight"].sum() == 9
     load = block("howto/load-into-torch.md", "weights = gpufs.torch.load_file(")
-    attach = block("howto/load-into-torch.md", "model = Model(config)").replace("Model(config)", "nn.Linear(3, 3)")
+    models = [text for text in blocks("howto/load-into-torch.md") if "model = Model(config)" in text]
+    attach, train = [text.replace("Model(config)", "nn.Linear(3, 3)") for text in models]
     aligned = block("howto/load-into-torch.md", "aligned.safetensors")
     program = f"{load}\n{aligned}\nassert weights['bias'].sum() == 3\nimport torch\nfrom torch import nn\n{attach}\n"
-    shell(f"python - <<'END'\n{program}assert model.weight.sum() == 9\nEND")
+    program += f"assert model.weight.sum() == 9\nbatch = torch.ones(1, 3)\n{train}"
+    shell(f"python - <<'END'\n{program}END")
+    assert load_file(device / "model.safetensors")["weight"].sum() < 9
     assert set(load_file(tmp_path / "model.safetensors")) == set(nn.Linear(3, 3).state_dict())
+
+
+def test_workers(mounted: GpufsMount, tmp_path: Path) -> None:
+    """Each worker attaches the file, also if the program itself has attached something."""
+    save_file({"tokens": torch.ones(8, 16)}, mounted.device / "data.safetensors")
+    shell = Shell(mounted.path, tmp_path)
+    program = shell.here(block("howto/attach.md", "class Tokens"))
+    ready = "if __name__ == "
+    attached = f'kept = gpufs.torch.load_file("{mounted.device}/data.safetensors")\n'
+    (tmp_path / "program.py").write_text(program.replace(ready, f"{attached}\n{ready}"))
+    assert shell("python program.py").splitlines() == ["torch.Size([1, 16])"] * 8
 
 
 def test_mount_from_python(tmp_path: Path) -> None:
@@ -221,9 +232,10 @@ def test_tutorial_in_place(driver: str, tmp_path: Path) -> None:
         pytest.skip("numpy reaches host memory only")
     (tmp_path / "mnt").mkdir()
     shell = Shell(tmp_path / "mnt", tmp_path)
-    (program,) = [text for text in blocks("tutorial.md") if text.startswith("gpufs mount mnt\n")]
+    (program,) = [text for text in blocks("tutorial.md") if text.startswith("gpufs mount /mnt/gpufs ")]
     program = program.replace(
-        "gpufs mount mnt", "trap 'mountpoint -q mnt && gpufs umount mnt' EXIT\ngpufs mount mnt --driver host"
+        "gpufs mount /mnt/gpufs",
+        "trap 'mountpoint -q mnt && gpufs umount mnt' EXIT\ngpufs mount /mnt/gpufs --driver host",
     )
     assert "0000 c03f 0000 c03f" in shell(program)
     assert not os.path.ismount(tmp_path / "mnt")

@@ -173,7 +173,7 @@ def test_what_cannot_be_in_place_is_copied(root: Path, weights: Path) -> None:
 
 
 def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
-    """A name that is no program, and a Python that has no gpufs, are refused; other programs run as they are."""
+    """Names of no program and Pythons without gpufs are refused; other programs run as they are."""
     assert "no-such-program" in fails(127, "run", "no-such-program")
     python = tmp_path / "python3"
     python.write_text("#!/bin/sh\nexit 1\n")

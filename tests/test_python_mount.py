@@ -59,7 +59,7 @@ def test_a_daemon_that_outlives_its_detached_mount_is_reaped(mountpoint: Path) -
             mount.unmount(detach=True)
             mount.unmount(detach=True)
             file.write(b"still here")
-    wait_until(lambda: not Path(f"/proc/{daemon}").exists(), 30, "the end of the daemon, which is no zombie")
+    wait_until(lambda: not Path(f"/proc/{daemon}").exists(), 30, "the end of the daemon, also as a zombie")
 
 
 def test_wrong_arguments_and_failures_leave_nothing(mountpoint: Path, tmp_path: Path) -> None:

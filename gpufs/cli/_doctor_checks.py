@@ -79,7 +79,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What a driver found. ``reason``: why there is no device; ``refusals``: why its fastpath refuses any file.
+    """What a driver found. ``reason``: why it has no device; ``refusals``: why its fastpath refuses any file.
 
     ``causes``: for a refusal, what this machine lacks in particular, and the remedy.
     """

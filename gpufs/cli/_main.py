@@ -73,10 +73,10 @@ def program() -> None:
     uses host memory.
 
     \b
-      mkdir -p /tmp/gpufs
-      gpufs mount /tmp/gpufs
-      gpufs cp model.safetensors /tmp/gpufs/gpu0/
-      gpufs umount /tmp/gpufs
+      sudo install -d -o "$USER" /mnt/gpufs
+      gpufs mount /mnt/gpufs
+      gpufs cp model.safetensors /mnt/gpufs/gpu0/
+      gpufs umount /mnt/gpufs
 
     Exit codes: 0 success, 1 failure (one line on standard error gives the reason), 2 a wrong command line or
     configuration.

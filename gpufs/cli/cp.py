@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from gpufs.cli._main import complete_files
+from gpufs.cli._main import complete_directories, complete_files
 
 
 @click.command(name="cp", short_help="Copy files into, out of and between devices.")
@@ -15,6 +15,7 @@ from gpufs.cli._main import complete_files
     "directories",
     metavar="DIR",
     multiple=True,
+    shell_complete=complete_directories,
     help="Copy all SOURCEs into DIR. Given more than once, copy to each DIR and read each SOURCE once.",
 )
 @click.option("-r", "-R", "--recursive", is_flag=True, help="Copy directories; symbolic links are copied as links.")

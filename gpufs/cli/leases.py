@@ -6,13 +6,20 @@ from gpufs import config
 from gpufs.cli import _answers, _leases, _mounts
 from gpufs.cli._errors import Failure
 from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli._main import complete_files
 from gpufs.cli._output import json_text, table
 
 
 @click.command(name="leases", short_help="Show the programs that use files in place.")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each lease.")
-@click.option("--revoke", metavar="PATH", multiple=True, help="End all leases on this file. May be repeated.")
+@click.option(
+    "--revoke",
+    metavar="PATH",
+    multiple=True,
+    shell_complete=complete_files,
+    help="End all leases on this file. May be repeated.",
+)
 @timeout_option(config.STATUS_TIMEOUT)
 def command(mountpoints: tuple[str, ...], as_json: bool, revoke: tuple[str, ...], timeout: float) -> None:
     """Show the programs that have files attached, or have registered memory of theirs as files.

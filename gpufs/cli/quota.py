@@ -25,7 +25,7 @@ def command() -> None:
     """
 
 
-@command.command(name="set")
+@command.command(name="set", short_help="Set the limit of a directory or a user.")
 @click.argument("directory", metavar="DIR", shell_complete=complete_directories)
 @click.argument("size", metavar="SIZE")
 @_user_option
@@ -49,7 +49,7 @@ def set_command(directory: str, size: str, user: str | None) -> None:
     _change(directory, user, limit)
 
 
-@command.command(name="remove")
+@command.command(name="remove", short_help="Remove the limit of a directory or a user.")
 @click.argument("directory", metavar="DIR", shell_complete=complete_directories)
 @_user_option
 def remove_command(directory: str, user: str | None) -> None:
@@ -62,7 +62,7 @@ def remove_command(directory: str, user: str | None) -> None:
     _change(directory, user, DEFAULT_LIMIT)
 
 
-@command.command(name="list")
+@command.command(name="list", short_help="Show what is held, and the limits.")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each user and directory.")
 @timeout_option(config.STATUS_TIMEOUT)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from gpufs import in_place
 from gpufs.cli._errors import Failure
+from gpufs.cli._main import complete_files
 from gpufs.modes import MODES
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?$")
@@ -20,6 +22,20 @@ _FIRST_LINE_BYTES: Final = 256
 _PROBE_SECONDS: Final = 30.0
 # Whether the start of a Python process loads gpufs.
 _PROBE: Final = "import sys; sys.exit('gpufs.in_place' not in sys.modules)"
+
+
+def _complete_words(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shell completion of a program and its files."""
+    found = complete_files(ctx, parameter, incomplete)
+    if incomplete and not ctx.params.get("words"):
+        places = filter(os.path.isdir, os.get_exec_path())
+        found += map(CompletionItem, sorted({name for place in places for name in _programs(place, incomplete)}))
+    return found
+
+
+def _programs(directory: str, beginning: str) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [one.name for one in entries if one.name.startswith(beginning) and os.access(one.path, os.X_OK)]
 
 
 @click.command(
@@ -35,7 +51,14 @@ _PROBE: Final = "import sys; sys.exit('gpufs.in_place' not in sys.modules)"
     help="r: tensors are read-only, a program that writes to one ends. r+: changes go into the file. "
     "c: changes stay private to the program.",
 )
-@click.argument("words", metavar="PROGRAM [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument(
+    "words",
+    metavar="PROGRAM [ARGUMENT]...",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    shell_complete=_complete_words,
+)
 def command(mode: str, words: tuple[str, ...]) -> None:
     """Run PROGRAM so that it uses safetensors files of a mount in place, without a copy.
 
@@ -44,7 +67,7 @@ def command(mode: str, words: tuple[str, ...]) -> None:
     read as before. The Python that runs the program needs gpufs, too.
 
     \b
-      gpufs run python generate.py --model /tmp/gpufs/gpu0/Qwen3-8B
+      gpufs run python generate.py --model /mnt/gpufs/gpu0/Qwen3-8B
       gpufs run --mode c torchrun train.py
 
     The same by a variable, for services and containers: GPUFS_IN_PLACE=r.

@@ -18,7 +18,7 @@ from gpufs._version import __version__
 from gpufs.cli import _mounts
 from gpufs.cli._errors import Failure
 from gpufs.cli._knobs import complete_mounts
-from gpufs.cli._main import check_seconds
+from gpufs.cli._main import check_seconds, complete_files
 from gpufs.cli._trace_format import Converter
 
 _FILE: Final = ".gpufs/trace"
@@ -29,7 +29,14 @@ _LAST_READS: Final = 1024  # at the end, from a mount that goes on working
 
 @click.command(name="trace", short_help="Record what a mount does, for Perfetto.")
 @click.argument("mountpoint", shell_complete=complete_mounts)
-@click.option("-o", "--output", metavar="FILE", required=True, help="File to write the trace to; - is standard output.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    shell_complete=complete_files,
+    help="File to write the trace to; - is standard output.",
+)
 @click.option(
     "--duration",
     type=click.FloatRange(0.0, 86400.0, min_open=True),

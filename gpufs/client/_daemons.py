@@ -37,7 +37,7 @@ def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) ->
     ``trusting``: accept the daemon of any user, for a client that passes it only descriptors of its own mount. In a
     container with a user namespace root's daemon can look like another user's.
 
-    OSError, with the reason as its text: the mount's root is not visible here, there is no such service, its socket is
+    OSError, with the reason as its text: the mount's root is not visible here, no service answers there, its socket is
     closed to others (EACCES), it has too many connections (EBUSY), or it is neither ours nor root's (EPERM).
     """
     for entry in mounts:
@@ -112,7 +112,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class IdleConnections:
-    """Connections that copies take, one each, and give back. Any thread may call.
+    """Connections that copies borrow, one each. Any thread may call.
 
     ``required``: a daemon that cannot be reached is an error. Otherwise such a copy goes through the mount, and the
     first one for each mount calls ``notice`` with one line.
@@ -121,7 +121,7 @@ class IdleConnections:
     def __init__(self, *, required: bool, notice: Callable[[str], None] | None) -> None:
         self._required = required
         self._notice = notice
-        # By the mount's st_dev. There is no lock, which another thread could hold when the process forks.
+        # By the mount's st_dev. Without a lock: another thread could hold it when the process forks.
         self._idle: dict[int, list[Connection]] = {}
         self._noticed: dict[int, object] = {}
         self._silent_until: dict[int, float] = {}  # daemons that did not answer, which takes long to find out

@@ -249,6 +249,8 @@ class CopyJob:
             try:
                 os.ftruncate(self.destination_fd, 0)
             except PermissionError:
+                if self.after.st_dev not in self.mounts:
+                    raise
                 self._keeps_size = True
                 if not self.stream:
                     self._check_fills()

@@ -17,7 +17,10 @@ from typing import Final
 from gpufs.protocol import ShareKind
 
 _LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)\s*(.*)")
-_REMEDY: Final = "allocate it in multiprocessing.shared_memory.SharedMemory, or in mmap.mmap() of os.memfd_create()"
+_REMEDY: Final = (
+    "call share_memory_() of a torch tensor first; allocate other arrays in "
+    "multiprocessing.shared_memory.SharedMemory, or in mmap.mmap() of os.memfd_create()"
+)
 
 
 @dataclass

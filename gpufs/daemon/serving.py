@@ -58,7 +58,7 @@ class Serving:
     owner
         A descriptor of the process with which the mount ends; -1 for none.
     notes
-        What the user is told once the mount answers.
+        What the user gets to read once the mount answers.
     """
 
     request: MountRequest

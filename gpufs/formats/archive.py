@@ -96,7 +96,7 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
             raise FormatError(f"member {info.filename!r} appears twice")
         header = read(info.header_offset, _LOCAL_HEADER_BYTES) if info.header_offset < size else b""
         if len(header) < _LOCAL_HEADER_BYTES or not header.startswith(MAGIC):
-            raise FormatError(f"there is no member at offset {info.header_offset}, where {info.filename!r} should be")
+            raise FormatError(f"no member begins at offset {info.header_offset}, where {info.filename!r} should be")
         between = sum(int.from_bytes(header[place], "little") for place in (_NAME_LENGTH, _EXTRA_LENGTH))
         member = Member(info.filename, info.header_offset + _LOCAL_HEADER_BYTES + between, info.file_size)
         if member.offset + member.bytes > size:

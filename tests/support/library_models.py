@@ -48,7 +48,7 @@ def make(folder: Path) -> None:
 
 
 def in_place(module: Any) -> bool:
-    """Whether all parameters lie in memory of a mount, but for what the library computes from them."""
+    """Whether all parameters lie in memory of a mount, except those that the library computes."""
     mapped = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
     buffers = [[int(x, 16) for x in line[0].split("-")] for line in mapped if "gpufs-buffer" in line[-1]]
     return all(

@@ -13,6 +13,7 @@ namespace {
 
 // Set in a child of fork(): the engine's threads do not exist there, and any of its locks may be held for ever.
 std::atomic<bool> forked_child{false};
+constexpr char kForked[] = "the engine does not survive fork(): start the process with spawn or forkserver";
 
 }  // namespace
 
@@ -26,7 +27,7 @@ HandleTable& HandleTable::instance() {
 }
 
 Result<gpufs_handle> HandleTable::put_entry(OpenHandle entry) {
-  if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, "the engine does not survive fork()");
+  if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, kForked);
   {
     const std::lock_guard lock(mutex_);
     if (entry.owner == 0 || entries_.contains(entry.owner)) {
@@ -39,7 +40,7 @@ Result<gpufs_handle> HandleTable::put_entry(OpenHandle entry) {
 }
 
 Result<std::shared_ptr<void>> HandleTable::find(gpufs_handle handle, std::type_index type, bool remove) {
-  if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, "the engine does not survive fork()");
+  if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, kForked);
   decltype(entries_)::node_type removed;  // destroyed after the lock is released
   const std::lock_guard lock(mutex_);
   const auto found = entries_.find(handle);
@@ -58,7 +59,7 @@ Result<gpufs_handle> HandleTable::owner_of(gpufs_handle handle) {
 }
 
 Status HandleTable::close(gpufs_handle handle) {
-  if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, "the engine does not survive fork()");
+  if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, kForked);
   std::function<Status()> close;
   {
     const std::lock_guard lock(mutex_);
