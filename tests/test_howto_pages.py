@@ -128,7 +128,7 @@ def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
     (shared,) = re.findall(r"`(torch\.randn\(.*share_memory_\(\))`", (DOCS / page).read_text())
     program = re.sub(r"torch\.randn\(.*\)", shared, program)
     looks = commands(page)
-    assert [look.split()[0] for look in looks][-2:] == ["printf", "dd"]
+    assert [look.split()[0] for look in looks][-2:] == ["printf", "gpufs"]
     program += (
         "import subprocess\ndef look(text):\n    return subprocess.check_output(['bash', '-euc', text], text=True)\n"
         "activations[0, 1] = 1\nactivations[0, 32] = 1\nactivations[7, 5] = float('nan')\n"
