@@ -19,16 +19,34 @@ _PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can han
 
 @dataclass(frozen=True, slots=True)
 class OperationResult:
-    """How an operation ended. ``error``: what went wrong, also after progress; errno ECANCELED if it was cancelled."""
+    """How an operation ended.
+
+    Attributes
+    ----------
+    operation
+        The operation.
+    bytes
+        Bytes moved from the start without a gap, also after a failure.
+    error
+        What went wrong, also after progress; errno ECANCELED if it was cancelled. None if nothing did.
+    fastpath_bytes, fallback_bytes
+        Bytes by path.
+    hole_bytes
+        Bytes that neither path moved: holes that stayed holes.
+    refusals
+        Why the fastpath did not take all of it.
+    id
+        The operation's number, as in traces.
+    """
 
     operation: Operation
-    bytes: int  # from the start without a gap, also after a failure
+    bytes: int
     error: TransferError | None
     fastpath_bytes: int
     fallback_bytes: int
-    hole_bytes: int  # moved by neither: holes that stayed holes
-    refusals: tuple[str, ...]  # why the fastpath did not take all of it
-    id: int  # the operation's number, as in traces
+    hole_bytes: int
+    refusals: tuple[str, ...]
+    id: int
 
     @property
     def cookie(self) -> object:
@@ -53,9 +71,15 @@ def _result(operation: Operation, ended: Any) -> OperationResult:
 class Batch(Handle):
     """Operations that are submitted together and collected as they end. Those without a stream run in parallel.
 
-    ``capacity`` limits the operations that run or have not been collected. Closing cancels running operations and waits
-    for them. It raises EngineError ETIMEDOUT if some have not ended within 10 s: they and their memory are freed when
-    they end.
+    Closing cancels running operations and waits for them. It raises EngineError ETIMEDOUT if some have not ended within
+    10 s: they and their memory are freed when they end.
+
+    Parameters
+    ----------
+    engine
+        The engine of the operations.
+    capacity
+        The most operations that run or have not been collected; 0 for the engine's limit.
     """
 
     __slots__ = ("_queue", "engine")

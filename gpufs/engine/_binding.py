@@ -87,7 +87,13 @@ def log_configure(fd: int, level: int) -> None:
 
 
 def engine_version() -> str:
-    """Return the version of the native engine, the same as ``gpufs.__version__`` in a consistent build."""
+    """Return the version of the native engine.
+
+    Returns
+    -------
+    str
+        The same as ``gpufs.__version__`` in a consistent build.
+    """
     text: bytes = ffi.string(lib.gpufs_version())
     return text.decode()
 

@@ -59,6 +59,11 @@ def dlpack_capsule(
     stream, max_version, dl_device, copy
         What the consumer has passed to ``__dlpack__()``.
 
+    Returns
+    -------
+    capsule
+        What ``from_dlpack()`` of a library takes, once.
+
     Raises
     ------
     BufferError

@@ -92,7 +92,15 @@ class DeviceMemory:
 
 
 class Device:
-    """A device of an engine, which it keeps alive."""
+    """A device of an engine, which it keeps alive. :attr:`Engine.devices` has them.
+
+    Attributes
+    ----------
+    engine
+        The engine.
+    index
+        The device's number there.
+    """
 
     __slots__ = ("engine", "index")
 
@@ -333,9 +341,17 @@ def io_configure(
 
 
 def fastpath_probe(driver: str) -> list[str]:
-    """The reasons why a driver ("host", "cuda", "hip") has no fastpath for any file; empty if it has one.
+    """Return why a driver has no fastpath for any file. Loads the vendor's libraries if they are installed.
 
-    Loads the vendor's libraries if they are installed.
+    Parameters
+    ----------
+    driver
+        "host", "cuda" or "hip".
+
+    Returns
+    -------
+    list of str
+        Names as of :func:`refusal_names`; empty if it has a fastpath.
     """
     refusals = ffi.new("uint32_t *")
     check(lib.gpufs_fastpath_probe(ffi.new("char[]", text("driver", driver)), refusals))
@@ -343,7 +359,18 @@ def fastpath_probe(driver: str) -> list[str]:
 
 
 def refusal_names(mask: int) -> list[str]:
-    """The names of the bits of a refusal mask: why the fastpath did not take a request."""
+    """Return why the fastpath did not take a request.
+
+    Parameters
+    ----------
+    mask
+        The bits of the refusals.
+
+    Returns
+    -------
+    list of str
+        Their names.
+    """
     mask = unsigned("mask", mask)
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
     return [_REFUSALS[bit] if bit < len(_REFUSALS) else f"bit {bit}" for bit in bits]

@@ -26,6 +26,11 @@ class OperationFuture(Future[int]):
     cancel() asks the operation to stop. If its stream has not reached it, it ends at once and moves nothing. Otherwise
     it ends when the device has finished its current work, which may be never if the device is stalled. result() raises
     TimeoutError after its timeout, and can be interrupted.
+
+    Parameters
+    ----------
+    queue
+        The handle of what the operation is in: programs get futures from :meth:`BackingFile.read_async`.
     """
 
     def __init__(self, queue: int) -> None:

@@ -44,7 +44,13 @@ class Users:
 
 
 def keep_for_ever(things: object) -> None:
-    """Keep objects until the process ends, even after the interpreter has ended."""
+    """Keep objects until the process ends, even after the interpreter has ended.
+
+    Parameters
+    ----------
+    things
+        An object, with all that it refers to.
+    """
     new_reference(things)
 
 

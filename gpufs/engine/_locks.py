@@ -21,19 +21,31 @@ def _unlock(host: HostRange, engine: int) -> Any:
 class HostLock(Handle):
     """Locks host memory until unlock(), close(), the end of ``with``, or until this object goes.
 
-    ``memory``: a contiguous object that has the buffer protocol (numpy array, bytearray, mmap, ...), an array in host
-    memory that has DLPack (a tensor of PyTorch), or an address with ``size`` in bytes. Objects are kept alive; memory
-    named by its address must stay mapped until it is unlocked, and nobody notices when it does not. ``read_only``: it
-    is only going to be copied to devices, and may be mapped for reading only; None: as the object says (an address:
-    no).
-
     Any bytes may be locked, not only whole pages. A range inside a locked one is locked together with it: the last
     lock that goes unlocks. Memory that another library has locked already counts as locked and stays so afterwards. A
     forked child has none of the locks.
 
-    EngineError EINVAL for an empty range; EFAULT where it is not mapped; EEXIST where it overlaps a locked range and is
-    not inside it; EACCES where it is locked as read-only; ENOMEM when no more can be locked, and what to do about it.
-    TypeError or ValueError for memory that cannot be locked.
+    Parameters
+    ----------
+    engine
+        The engine whose devices are to reach the memory.
+    memory
+        A contiguous object that has the buffer protocol (numpy array, bytearray, mmap, ...), an array in host memory
+        that has DLPack (a tensor of PyTorch), or an address. Objects are kept alive; memory named by its address must
+        stay mapped until it is unlocked, and nobody notices when it does not.
+    size
+        Bytes at an address.
+    read_only
+        Whether it is only going to be copied to devices, and may be mapped for reading only. None: as the object says
+        (an address: no).
+
+    Raises
+    ------
+    EngineError
+        EINVAL for an empty range; EFAULT where it is not mapped; EEXIST where it overlaps a locked range and is not
+        inside it; EACCES where it is locked as read-only; ENOMEM when no more can be locked, and what to do about it.
+    TypeError, ValueError
+        The memory cannot be locked.
     """
 
     __slots__ = ("_host", "engine")

@@ -40,8 +40,18 @@ _FH = ffi.typeof("uint64_t *")
 class Attributes:
     """The attributes of an inode, in the order of the C struct.
 
-    Creating one and handing it to the engine costs a few microseconds. Times are seconds and nanoseconds since
-    1970-01-01 UTC; ``blocks`` counts the memory held in units of 512 bytes; ``device`` is -1 without one.
+    Creating one and handing it to the engine costs a few microseconds.
+
+    Attributes
+    ----------
+    ino, size, mode, nlink, uid, gid, rdev, blksize
+        As of stat(2).
+    blocks
+        The memory held, in units of 512 bytes.
+    atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns
+        Seconds since 1970-01-01 UTC, and the nanoseconds of each.
+    device
+        The number of the device, -1 without one.
     """
 
     ino: int = 0
@@ -66,9 +76,13 @@ _VALUES: Final = attrgetter(*(field.name for field in fields(Attributes)))
 
 
 def relay_pair() -> tuple[int, int]:
-    """The socket pair between the planes: (relay_fd for Mount, the control plane's descriptor).
+    """Make the socket pair between the planes.
 
-    Both are close-on-exec. The caller owns them, the first until Mount takes it over.
+    Returns
+    -------
+    int, int
+        The ``relay_fd`` of :class:`Mount`, and the control plane's descriptor. Both are close-on-exec, and the
+        caller's; the first until a mount takes it over.
     """
     native, control = ffi.new("int32_t *"), ffi.new("int32_t *")
     check(lib.gpufs_relay_pair(native, control))
@@ -78,16 +92,28 @@ def relay_pair() -> tuple[int, int]:
 class Mount(Handle):
     """The data plane of one FUSE connection. It keeps its engine alive.
 
-    ``fuse_fd`` is an open and mounted /dev/fuse, ``relay_fd`` the native end of relay_pair(); the mount takes both
-    over, also when this fails. ``reader_threads``, ``worker_threads`` and ``max_write``: 0 for the engine's choice.
-    ``reader_spin``: seconds that a reader spins for a request before it sleeps, 0 to 0.01. ``mask_flags``: INIT flags
-    to treat as not offered by the kernel. ``entry_timeout`` and ``attribute_timeout`` are in seconds, for the LOOKUP
-    and GETATTR that the engine answers itself. ``metadata_bytes``: host memory that names and attributes may take
-    before new ones fail with ENOSPC, 0 for no limit. ``user_bytes``: device memory on each device for each user except
-    root and this process's, 0 for no limit.
+    No method may be called for an inode from inside a native handler; close() not from what answers a request.
 
-    No method may be called for an inode from inside a native handler; close() not from what
-    answers a request.
+    Parameters
+    ----------
+    engine
+        Its devices are the memory of the files.
+    fuse_fd
+        An open and mounted /dev/fuse. The mount takes it over, also when this fails.
+    relay_fd
+        The native end of :func:`relay_pair`, which the mount takes over as well.
+    reader_threads, worker_threads, max_write
+        Threads, and bytes of a WRITE; 0 for the engine's choice.
+    reader_spin
+        Seconds that a reader spins for a request before it sleeps, 0 to 0.01.
+    mask_flags
+        INIT flags to treat as not offered by the kernel.
+    entry_timeout, attribute_timeout
+        Seconds, for the LOOKUP and GETATTR that the engine answers itself.
+    metadata_bytes
+        Host memory that names and attributes may take before new ones fail with ENOSPC; 0 for no limit.
+    user_bytes
+        Device memory on each device for each user except root and this process's; 0 for no limit.
     """
 
     __slots__ = ("engine",)

@@ -86,7 +86,12 @@ def configure_operations(
 class Late:
     """A 64-bit number in memory that an operation reads when its stream reaches it.
 
-    ``address`` is its address for the CPU. ``keep`` is kept alive until the operation has ended.
+    Attributes
+    ----------
+    address
+        Its address for the CPU.
+    keep
+        An object that is kept alive until the operation has ended.
     """
 
     address: int
@@ -96,9 +101,24 @@ class Late:
 class Cells(Handle):
     """64-bit signed integers in pinned memory, initially zero, which kernels can read and write, too.
 
-    ``cells[n]`` reads and sets one, :meth:`late` passes it to an operation. EngineError ENOMEM if no more memory can be
-    pinned, ValueError once they or their engine are closed. Close them only after the operations and kernels that use
-    them have ended. The engine keeps the memory of closed cells for later ones of the same size.
+    ``cells[n]`` reads and sets one, :meth:`late` passes it to an operation. Close them only after the operations and
+    kernels that use them have ended. The engine keeps the memory of closed cells for later ones of the same size.
+
+    Parameters
+    ----------
+    engine
+        The engine of the operations.
+    count
+        How many numbers.
+    device
+        The device whose kernels use them.
+
+    Raises
+    ------
+    EngineError
+        ENOMEM if no more memory can be pinned.
+    ValueError
+        On use, once they or their engine are closed.
     """
 
     __slots__ = ("_count", "_memory", "device_address", "engine")

@@ -47,7 +47,13 @@ _THREAD_STAYS: Final = 1.0  # seconds, when there is nothing to collect
 
 
 class TransferError(EngineError):
-    """A transfer failed. ``transferred``: the bytes that are in place, from its start without a gap."""
+    """A transfer failed.
+
+    Attributes
+    ----------
+    transferred
+        The bytes that are in place, from its start without a gap.
+    """
 
     def __init__(self, error: int, message: str, device_code: int = 0, transferred: int = 0) -> None:
         super().__init__(error, message, device_code)
@@ -59,19 +65,41 @@ class TransferError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far a transfer is, in bytes."""
+    """How far a transfer is, in bytes.
+
+    Attributes
+    ----------
+    state
+        "queued", "running" or "done".
+    error, device_code
+        Once done: 0 or an errno, also after progress, and the vendor's own code.
+    sync_failed
+        Whether the error is that of the sync: nothing is known to be durable then.
+    total
+        Bytes to move, as far as is known.
+    moved
+        Bytes moved anywhere in the range.
+    prefix
+        Bytes moved from the start without a gap; once done, what counts.
+    fastpath_bytes, fallback_bytes
+        Bytes by path.
+    hole_bytes
+        Bytes of holes that stayed holes, which neither path moved.
+    refusals
+        Why the fastpath did not take all of it.
+    """
 
     state: Literal["queued", "running", "done"]
-    error: int  # once done: 0 or an errno, also after progress
+    error: int
     device_code: int
-    sync_failed: bool  # the error is that of the sync: nothing is known to be durable
-    total: int  # bytes to move, as far as is known
-    moved: int  # anywhere in the range
-    prefix: int  # from the start without a gap; once done, what counts
+    sync_failed: bool
+    total: int
+    moved: int
+    prefix: int
     fastpath_bytes: int
     fallback_bytes: int
-    hole_bytes: int  # holes that stayed holes, moved by neither path
-    refusals: tuple[str, ...]  # why the fastpath did not take all of it
+    hole_bytes: int
+    refusals: tuple[str, ...]
 
 
 def error_of(ended: Any) -> TransferError | None:
@@ -323,16 +351,30 @@ _futures_lock: Final = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class BackingInfo:
-    """What the engine knows about a file of the host."""
+    """What the engine knows about a file of the host.
 
-    file_system: str  # "ext4"; "" if its mount is not visible to this process
+    Attributes
+    ----------
+    file_system
+        Its type, for example "ext4"; "" if its mount is not visible to this process.
+    block_device, readable, writable
+        What it is, and what its descriptor allows.
+    direct
+        Whether it could also be opened with O_DIRECT.
+    offset_align, memory_align
+        What O_DIRECT asks of offsets and of memory, in bytes.
+    fastpath_refusals
+        Why the fastpath does not take the file.
+    """
+
+    file_system: str
     block_device: bool
     readable: bool
     writable: bool
-    direct: bool  # it could also be opened with O_DIRECT
-    offset_align: int  # of O_DIRECT, bytes
+    direct: bool
+    offset_align: int
     memory_align: int
-    fastpath_refusals: tuple[str, ...]  # why the fastpath does not take the file
+    fastpath_refusals: tuple[str, ...]
 
 
 class BackingFile(Handle):
@@ -340,6 +382,13 @@ class BackingFile(Handle):
 
     The engine opens descriptors of its own with the access mode of ``fd``, never a wider one. This may block for as
     long as the file's server does.
+
+    Parameters
+    ----------
+    engine
+        The engine of the transfers.
+    fd
+        A descriptor of the file, which stays the caller's.
 
     Raises
     ------
