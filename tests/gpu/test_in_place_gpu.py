@@ -491,3 +491,69 @@ def test_transformers_takes_no_memory(gpu: GpufsMount, tmp_path: Path) -> None:
     assert plain[1:] == in_place[1:]
     assert plain[0] > 200 * MIB
     assert in_place[0] < 32 * MIB
+
+
+# A model server's loader: the plug-ins for vLLM and SGLang do all this, and here a model of torch alone stands in for
+# theirs, since neither server runs where these tests do.
+SERVER = """
+    import contextlib, logging, sys, time
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    import torch
+    from gpufs.integrations._shared_weights import SharedWeights, fill
+    from gpufs.integrations._sharing import Engine, get_model
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4096, 4096) for _ in range(8))
+            self.register_buffer("scale", torch.tensor([2.0]), persistent=False)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh() * self.scale
+            return x
+
+    def load():
+        torch.manual_seed(3)
+        return Model().cuda()
+
+    def build(weights):
+        with torch.device("meta"):
+            model = Model()
+        model.scale = torch.empty(1, device="cuda")
+        fill(model, weights)
+        return model
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    torch.zeros(1, device="cuda")
+    free = torch.cuda.mem_get_info()[0]
+    engine = Engine(
+        logging.getLogger("server"), load, build, contextlib.nullcontext, lambda model: None, lambda model: {},
+        lambda model: None, SimpleNamespace(world_size=1, rank_in_group=0),
+    )
+    loaded = get_model(engine, SharedWeights(Path(sys.argv[1]), "server", "model", {"seed": 3}))
+    torch.cuda.synchronize()
+    taken = free - torch.cuda.mem_get_info()[0]
+    with torch.no_grad():
+        answer = float(loaded.model(torch.ones(4, 4096, device="cuda")).double().sum())
+    print(loaded.preloaded_bytes, taken, answer, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_servers_share_processed_weights(gpu: GpufsMount) -> None:
+    """The first one publishes what it has loaded and uses the file itself; the next ones map it: one copy for all."""
+    weights = 8 * (4096 * 4096 + 4096) * 4
+    with program(SERVER, gpu.device) as first:
+        nothing, published, expected = answer(first).split()
+        (file,) = (gpu.device / "server").iterdir()
+        assert int(nothing) == 0
+        assert weights <= int(published) <= weights + 64 * MIB
+        with program(SERVER, gpu.device) as second, program(SERVER, gpu.device) as third:
+            for other in (second, third):
+                preloaded, taken, found = answer(other).split()
+                assert int(preloaded) == file.stat().st_size >= weights
+                assert int(taken) <= 32 * MIB
+                assert found == expected
