@@ -68,7 +68,13 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
-        return importlib.import_module(f"gpufs.{name}")
+        try:
+            return importlib.import_module(f"gpufs.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            # hasattr() and inspect.getmembers() go on then.
+            raise AttributeError(f"gpufs.{name} needs {name}, which is not installed") from error
     if name in __all__:
         module = importlib.import_module(f"gpufs.{_MODULES.get(name, 'client')}")
         value: object = getattr(module, name)

@@ -1,7 +1,5 @@
 """What the mounts of this machine report, for programs: gpufs.mounts() and gpufs.status()."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -77,6 +75,11 @@ class MountStatus:
     devices: tuple[DeviceStatus, ...]
     details: dict[str, Any]
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free on all devices together; 0 if the state is not "ok"."""
+        return sum(device.free_bytes for device in self.devices)
+
 
 @named_in("gpufs")
 def mounts(*, timeout: float | None = None) -> list[MountStatus]:
@@ -92,10 +95,15 @@ def mounts(*, timeout: float | None = None) -> list[MountStatus]:
     list of MountStatus
         Those of root and of this program's user come first.
 
+    Raises
+    ------
+    OSError
+        EIO: the mounts cannot be listed.
+
     Examples
     --------
     >>> for mount in gpufs.mounts():  # doctest: +SKIP
-    ...     print(mount.path, mount.state, sum(device.free_bytes for device in mount.devices))
+    ...     print(mount.path, mount.state, mount.free_bytes)
     """
     return [_mount(one) for one in _ask([], timeout)]
 

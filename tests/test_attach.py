@@ -395,7 +395,7 @@ def test_what_cannot_be_attached(file: Path, shared_mount: GpufsMount, tmp_path:
         assert (refused.value.errno, refused.value.filename) == (error, str(path))
     fifo.unlink()
     with pytest.raises(ValueError, match="mode"):
-        gpufs.attach(file, "w")
+        gpufs.attach(file, "w")  # type: ignore[arg-type]
 
 
 # ---- ends ----

@@ -95,6 +95,7 @@ def test_values_of_an_array(mount: Mounter, driver: str) -> None:
     numbers = numpy.array([[1.5, -2.0], [0.25, 4096.0]], numpy.float32)
     content[: numbers.nbytes] = numbers.tobytes()
     content[64:66] = b"\x80\x3f"  # 1.0 as bfloat16
+    content[128:129] = b"3"
     path = mounted.device / "file"
     path.write_bytes(content)
     with gpufs.attach(path) as array:
@@ -106,23 +107,31 @@ def test_values_of_an_array(mount: Mounter, driver: str) -> None:
         assert array[:0].tobytes() == b""
         with pytest.raises(ValueError, match="4 elements"):
             table.item()
-        for other in (array, table, numbers):
-            with pytest.raises(TypeError):
-                _ = array == other
-        assert array != "text"
+        assert (int(table[1, 1]), float(table[1, 0]), bool(table[0, 0])) == (4096, 0.25, True)
+        assert int(array[128]) == ord("3")  # and not 3, which is the text in this byte
+        with pytest.raises(ValueError, match="4 elements"):
+            bool(table)
+        for other in (array, table, numbers, content, bytes(content), [1.5, -2.0], 1.5, numpy.float32(1.5)):
+            for one in (array, table[0, 0]):
+                if one is not other:
+                    with pytest.raises(TypeError):
+                        _ = one == other
+        assert array not in ("text", None)
         assert len({array, table}) == 2
 
 
 def test_a_copy_can_be_ruled_out(mount: Mounter, driver: str) -> None:
-    mounted = mount(*OPTIONS.get(driver, []), memory=256 * MIB)
+    mounted = mount(*OPTIONS.get(driver, []), memory=32 * MIB)
     path = mounted.device / "file"
-    path.write_bytes(noise(4 * MIB))
+    path.write_bytes(noise(20 * MIB))  # a copy does not fit beside it
     gpufs.attach(path, copy=False).close()
     if driver == "host":  # a page is copied when it is written to
         gpufs.attach(path, "c", copy=False).close()
     else:
         with pytest.raises(ValueError, match="copy=False"):
             gpufs.attach(path, "c", copy=False)
+    with pytest.raises(ValueError, match="copy"):
+        gpufs.attach(path, copy=True)  # type: ignore[arg-type]
     assert leases(mounted) == [] or driver != "host"
 
 

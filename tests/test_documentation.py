@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,32 @@ def test_docstrings_say_what_goes_in_and_out(name: str) -> None:
         if inspect.isfunction(value) and str(signature.return_annotation) != "None" and "Returns\n---" not in text:
             missing.append(f"{public}: Returns")
     assert not missing
+
+
+@pytest.mark.parametrize("name", ["gpufs", "gpufs.torch", "gpufs.client"])
+def test_types_of_fields_are_known_under_the_public_name(name: str) -> None:
+    """Libraries that check or convert the fields of a dataclass look them up there."""
+    module = importlib.import_module(name)
+    for public in public_names(module):
+        value = getattr(module, public)
+        if isinstance(value, type):
+            assert value.__module__ in ("gpufs", name), public
+            typing.get_type_hints(value)
+
+
+def test_a_missing_torch_is_a_missing_attribute() -> None:
+    text = """
+import sys
+sys.modules["torch"] = None
+import gpufs, inspect
+print(hasattr(gpufs, "torch"), "attach" in dict(inspect.getmembers(gpufs)))
+try:
+    gpufs.torch
+except AttributeError as error:
+    print("not installed" in str(error), type(error.__cause__).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines() == ["False True", "True ModuleNotFoundError"]
 
 
 def test_public_objects_have_the_names_that_programs_know() -> None:

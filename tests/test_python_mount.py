@@ -170,6 +170,7 @@ def test_programs_see_what_the_commands_print(mountpoint: Path, tmp_path: Path) 
         assert [device.files for device in found.devices] == [0, 1]
         assert found.devices[1].used_bytes >= 3 << 20
         assert all(device.used_bytes + device.free_bytes == device.total_bytes for device in found.devices)
+        assert found.free_bytes == sum(device.free_bytes for device in found.devices) > 0
         assert mountpoint in [one.path for one in gpufs.mounts()]
     with pytest.raises(OSError, match=str(mountpoint)) as caught:
         gpufs.status(mountpoint)

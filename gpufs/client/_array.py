@@ -23,6 +23,9 @@ _HOST: Final = "host"
 _WORD: Final = 8  # the strictest alignment of an element in bytes
 _CUDA_ARRAY_VERSION: Final = 3
 _ARRAY_VERSION: Final = 3
+# What a program compares with elements: with these, == would otherwise be False whatever the elements are.
+_COMPARABLE: Final = (bool, int, float, complex, bytes, bytearray, _View, list, tuple)
+_ARRAY_PROTOCOLS: Final = ("__dlpack__", "__array_interface__", "__cuda_array_interface__")
 
 
 class AttachedFile(Protocol):
@@ -317,12 +320,30 @@ class DeviceArray:
         value: int | float | complex | bool = found[0].item()
         return value
 
+    def __int__(self) -> int:
+        """The only element as an integer, as of :meth:`item`."""
+        return int(self._number())
+
+    def __float__(self) -> float:
+        """The only element as a float, as of :meth:`item`."""
+        return float(self._number())
+
+    def __bool__(self) -> bool:
+        """Whether the only element is not zero. ValueError for more elements, as in numpy."""
+        return bool(self.item())
+
+    def _number(self) -> int | float:
+        value = self.item()
+        if isinstance(value, complex):
+            raise TypeError("the element is a complex number: item() returns it")
+        return value
+
     def __eq__(self, other: object) -> bool:
-        """Refused for arrays, whose elements would have to be compared. The same object is found by ``is``."""
-        if isinstance(other, DeviceArray) or hasattr(other, "__dlpack__") or hasattr(other, "__array_interface__"):
+        """Refused where elements would have to be compared. The same object is found by ``is``."""
+        if isinstance(other, _COMPARABLE) or any(hasattr(other, name) for name in _ARRAY_PROTOCOLS):
             raise TypeError(
-                "DeviceArrays have no ==: compare tobytes(), or let a library compare the elements, for example "
-                "torch.equal(torch.from_dlpack(a), torch.from_dlpack(b))"
+                "DeviceArrays have no ==: compare item() or tobytes(), or let a library compare the elements, for "
+                "example torch.equal(torch.from_dlpack(a), torch.from_dlpack(b))"
             )
         return NotImplemented
 

@@ -161,6 +161,8 @@ def attach(
     >>> tensor = torch.from_dlpack(weights.view("bfloat16", (4096, -1)))  # doctest: +SKIP
     """
     check_mode(mode)
+    if copy not in (None, False):
+        raise ValueError(f"copy: {copy!r} is neither None nor False: copy the elements of the array instead")
     name = os.fsdecode(path)
     try:
         fd = _open_file(name, mode)
@@ -170,14 +172,21 @@ def attach(
         connection = _daemons.shared_connection(os.fstat(fd).st_dev)
         answer, pieces = connection.attach(fd, mode)
     except OSError as error:
+        # With these modes only a copy takes memory.
+        if copy is False and mode in _WHY_A_COPY and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _copy_ruled_out(name, mode) from None
         raise _failure(error, name) from None
     finally:
         os.close(fd)
     if answer.private and copy is False:
         protocol.close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
-        raise ValueError(f"{name}: {_WHY_A_COPY[mode]}, and copy=False rules that out")
+        raise _copy_ruled_out(name, mode)
     return DeviceArray.of(_map(name, mode, connection, answer, pieces, reserve))
+
+
+def _copy_ruled_out(path: str, mode: Mode) -> ValueError:
+    return ValueError(f"{path}: {_WHY_A_COPY[mode]}, and copy=False rules that out")
 
 
 def _map(

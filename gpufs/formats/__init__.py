@@ -6,3 +6,5 @@ For gpufs itself: the names may change at any time.
 
 class FormatError(ValueError):
     """The file is not valid in its format, or the index of a checkpoint does not describe its files."""
+
+    __module__ = "gpufs.torch"  # where programs import it from

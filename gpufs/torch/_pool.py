@@ -125,8 +125,9 @@ def _bytes_like(like: torch.nn.Module | Mapping[str, torch.Tensor]) -> int:
             middle += -(-size // _ROUNDING) * _ROUNDING
         else:
             large += -(-size // _GRANULE) * _GRANULE
-    # A tensor does not begin in one step and end in the next: what is left of a step may stay unused.
-    middle += middle // 2
+    # A tensor does not begin in one step and end in the next. None is larger than half a step, so at most a third of
+    # each stays unused. One step more is for the last tensors.
+    middle, small = (size + size // 2 for size in (middle, small))
     return large + -(-middle // _MIDDLE_STEP) * _MIDDLE_STEP + -(-small // _GRANULE) * _GRANULE + _GRANULE
 
 

@@ -1,7 +1,5 @@
 """Writing tensors into a new safetensors file of a mount, within device memory."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
