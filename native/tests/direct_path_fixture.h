@@ -69,8 +69,8 @@ class DirectPathFixture : public FakeGpu {
   bool start(const std::vector<std::byte>& contents, bool kernel_ready = true) {
     rig_.reset();
     open(setup_, options_);
-    rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready), io_options_,
-                                       device_);
+    rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready),
+                                       io_options_, device_);
     rig_->make_file(contents);
     return rig_->file->facts().fastpath_refusals == 0;
   }

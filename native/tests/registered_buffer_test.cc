@@ -244,9 +244,7 @@ TEST_P(RegisteredDescriptorTest, RefusesForgedDescriptors) {
   forge([](ForeignMemory& forged) { forged.offset = UINT64_MAX; });
   forge([](ForeignMemory& forged) { forged.pieces[0].descriptor = UniqueFd(); });
   forge([](ForeignMemory& forged) { forged.pieces.push_back({forged.whole_bytes(), UINT64_MAX - kGranule + 1, {}}); });
-  forge([](ForeignMemory& forged) {
-    forged.pieces[0].descriptor = UniqueFd(::open("/dev/null", O_RDWR | O_CLOEXEC));
-  });
+  forge([](ForeignMemory& forged) { forged.pieces[0].descriptor = UniqueFd(::open("/dev/null", O_RDWR | O_CLOEXEC)); });
 }
 
 class RegisteredHostTest : public ::testing::Test {

@@ -105,7 +105,8 @@ void hold(bool held) { fake_gpu::machine().hold(held); }
 int capture_mode() { return fake_gpu::capture_mode; }
 void share_queues() { fake_gpu::machine().share_queues(); }
 
-constexpr FakeCudaControl kControl{{reset, fail, calls, read_state, hold, share_queues, current_device, capture_mode}, depth};
+constexpr FakeCudaControl kControl{{reset, fail, calls, read_state, hold, share_queues, current_device, capture_mode},
+                                   depth};
 
 api::Code attribute_of(const FakeGpuSetup& setup, int attribute, int* value) {
   switch (attribute) {

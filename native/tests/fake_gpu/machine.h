@@ -879,10 +879,11 @@ class Machine {
   static bool ends_captures(std::string_view symbol) {
     if (symbol == "cuCtxSynchronize" || symbol == "hipDeviceSynchronize") return true;
     if (capture_mode == api::kCaptureRelaxed) return false;
-    constexpr std::string_view kUnsafe[] = {
-        "cuEventQuery",        "cuEventSynchronize",    "cuStreamSynchronize",  "cuMemAlloc_v2", "cuMemFree_v2",
-        "cuMemHostRegister_v2", "cuMemHostUnregister",  "hipEventQuery",        "hipEventSynchronize",
-        "hipStreamSynchronize", "hipMalloc",            "hipFree",              "hipHostRegister", "hipHostUnregister"};
+    constexpr std::string_view kUnsafe[] = {"cuEventQuery",         "cuEventSynchronize", "cuStreamSynchronize",
+                                            "cuMemAlloc_v2",        "cuMemFree_v2",       "cuMemHostRegister_v2",
+                                            "cuMemHostUnregister",  "hipEventQuery",      "hipEventSynchronize",
+                                            "hipStreamSynchronize", "hipMalloc",          "hipFree",
+                                            "hipHostRegister",      "hipHostUnregister"};
     return std::find(std::begin(kUnsafe), std::end(kUnsafe), symbol) != std::end(kUnsafe);
   }
 
