@@ -4,7 +4,6 @@ Nothing here touches a file of a mount, so a mount that hangs blocks nothing her
 has been checked: the owner of a part of the path cannot redirect root by replacing it with a symbolic link.
 """
 
-import ctypes
 import errno
 import os
 import re
@@ -12,6 +11,8 @@ import socket
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
+
+from gpufs import syscalls
 
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
@@ -44,8 +45,6 @@ _REMEDY: Final = "; gpufs doctor says what to do"
 _CONNECTIONS: Final = "/sys/fs/fuse/connections"
 _FUSERMOUNT_TIMEOUT: Final = 30.0
 _DESCRIPTOR_BYTES: Final = 4
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MountEntry(NamedTuple):
@@ -160,11 +159,9 @@ def _open_device() -> int:
 
 def _mount_on(directory: int, source: str, flags: int, names: Collection[str], options: str = "") -> None:
     """Calls mount(2) for a descriptor, with more flags by their ``names``. OSError if it fails."""
-    bits = ctypes.c_ulong(flags | _MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(names)))
+    bits = flags | _MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(names))
     target = f"/proc/self/fd/{directory}".encode()
-    if _libc.mount(os.fsencode(source), target, FILESYSTEM_TYPE.encode(), bits, options.encode()) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    syscalls.mount(os.fsencode(source), target, FILESYSTEM_TYPE.encode(), bits, options.encode())
 
 
 def _number_of(fd: int) -> int:
@@ -352,15 +349,20 @@ def unmount_dead(entry: MountEntry) -> bool:
                     return False
             if os.geteuid() != 0:
                 unmount(entry.mountpoint, lazy=True)
-            # By the descriptor: another mount at the same place stays.
-            elif _libc.umount2(f"/proc/self/fd/{fd}".encode(), _MNT_DETACH) != 0:
-                code = ctypes.get_errno()
-                raise OSError(code, f"{entry.mountpoint}: {os.strerror(code)}")
+            else:  # by the descriptor: another mount at the same place stays
+                _umount2(f"/proc/self/fd/{fd}", _MNT_DETACH, entry.mountpoint)
             return True
     except OSError as failure:
         if failure.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return False  # it has been unmounted, or its place has changed
         raise
+
+
+def _umount2(target: str, flags: int, mountpoint: str) -> None:
+    try:
+        syscalls.umount2(os.fsencode(target), flags)
+    except OSError as failure:
+        raise OSError(failure.errno, f"{mountpoint}: {failure.strerror}") from None
 
 
 def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:
@@ -377,13 +379,12 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
             above = _open_directory(folder)
         except OSError as failure:
             # A process without a free descriptor can only use the path.
-            if failure.errno != errno.EMFILE or _libc.umount2(os.fsencode(mountpoint), flags) != 0:
+            if failure.errno != errno.EMFILE:
                 raise
+            _umount2(mountpoint, flags, mountpoint)
             return
         try:
-            if _libc.umount2(os.fsencode(f"/proc/self/fd/{above}/{name}"), flags) != 0:
-                code = ctypes.get_errno()
-                raise OSError(code, f"{mountpoint}: {os.strerror(code)}")
+            _umount2(f"/proc/self/fd/{above}/{name}", flags, mountpoint)
         finally:
             os.close(above)
         return

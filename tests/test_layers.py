@@ -24,15 +24,16 @@ PYTHON_MAY_USE = {
     "gpufs._naming": set(),
     "gpufs._printable": set(),
     "gpufs.modes": set(),
+    "gpufs.syscalls": set(),
     "gpufs._version": set(),
     "gpufs.units": set(),
     "gpufs.statistics": set(),
     "gpufs.config": {"units"},
-    "gpufs.mounting": set(),
+    "gpufs.mounting": {"syscalls"},
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": {"modes"},
     # engine: lazily, to map memory
-    "gpufs.client": {"_naming", "_version", "engine", "formats", "modes", "mounting", "protocol", "units"},
+    "gpufs.client": {"_naming", "_version", "engine", "formats", "modes", "mounting", "protocol", "syscalls", "units"},
     "gpufs.formats": set(),
     "gpufs.reports": {"_naming"},
     # torch: lazily, when the program opens a file on a mount
@@ -50,8 +51,8 @@ PYTHON_MAY_USE = {
     },  # gpufs: attach; engine: pools of addresses
     "gpufs.integrations": {"torch", "formats", "mounting", "units"},
     "gpufs.threads": set(),
-    "gpufs.fs": {"threads", "engine", "statistics", "_version"},
-    "gpufs.service": {"threads", "engine", "fs", "modes", "protocol", "mounting", "units", "_version"},
+    "gpufs.fs": {"syscalls", "threads", "engine", "statistics", "_version"},
+    "gpufs.service": {"syscalls", "threads", "engine", "fs", "modes", "protocol", "mounting", "units", "_version"},
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {
         "_printable",
@@ -61,6 +62,7 @@ PYTHON_MAY_USE = {
         "mounting",
         "service",
         "statistics",
+        "syscalls",
         "threads",
         "units",
         "_version",

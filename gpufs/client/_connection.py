@@ -7,7 +7,6 @@ import itertools
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
-from gpufs import protocol
+from gpufs import protocol, syscalls
 from gpufs._naming import named_in
 from gpufs._version import __version__
 from gpufs.protocol import (
@@ -179,8 +178,7 @@ class Connection:
 
     def check_peer(self) -> None:
         """OSError EPERM if the daemon is neither ours nor root's: it could keep our descriptors and use them later."""
-        size = struct.calcsize("3i")
-        _, uid, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        _, uid = syscalls.peer_of(self._sock)
         if uid not in (0, os.geteuid()):
             raise OSError(errno.EPERM, f"it belongs to user {uid}, which is not trusted with our descriptors")
 

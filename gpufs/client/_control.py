@@ -8,7 +8,7 @@ from typing import Final
 
 from gpufs import protocol
 from gpufs.client import _daemons
-from gpufs.protocol.statx import identity
+from gpufs.syscalls import identity
 
 MOST: Final = protocol.MAX_OFFSET
 NO_LIMIT: Final = protocol.NO_LIMIT

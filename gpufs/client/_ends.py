@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
+from gpufs import syscalls
 from gpufs.client._outcome import CopyError, text_of
-from gpufs.protocol import statx
 
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
@@ -204,7 +204,7 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
 def settle_on_mount(fd: int) -> None:
     """Drops the kernel's cache of a file that the daemon has changed."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    statx.refresh(fd)
+    syscalls.refresh(fd)
 
 
 def preserve(target: int | str, source: os.stat_result) -> None:

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from gpufs import syscalls
 from gpufs.client import _ends, _room
 from gpufs.client._connection import Cancellation
 from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
-from gpufs.protocol import LOAD, STORE, Progress, close_all, statx
+from gpufs.protocol import LOAD, STORE, Progress, close_all
 from gpufs.units import bytes_text
 
 Fastpath = Literal["auto", "off", "require"]
@@ -273,7 +274,7 @@ class CopyJob:
         if not self._emptied:
             return f"{self._amount()} were copied" if self.done else ""
         try:
-            if statx.refresh(self.destination_fd) > self.done:
+            if syscalls.refresh(self.destination_fd) > self.done:
                 os.ftruncate(self.destination_fd, self.done)
         except OSError:
             return ""  # its mount has died: there is nothing left to keep consistent

@@ -1,6 +1,5 @@
 """What the daemon does while its mount answers requests: signals, clients, the launcher's answer, the mount's end."""
 
-import ctypes
 import functools
 import logging
 import os
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from gpufs import engine, mounting, service, threads
+from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
 from gpufs.daemon import mountpoint, supervision
 from gpufs.daemon.logs import Log
@@ -189,7 +188,7 @@ class Serving:
             most = max(most, len(tree.nodes))
             if most >= _TRIM_INODES and len(tree.nodes) < most // 2:
                 most = len(tree.nodes)
-                ctypes.CDLL(None).malloc_trim(0)
+                syscalls.trim_heap()
 
         return trim
 

@@ -6,13 +6,12 @@ import functools
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import trio
 
-from gpufs import protocol, threads
+from gpufs import protocol, syscalls, threads
 from gpufs.protocol import ClientMessage, Goodbye, ProtocolError, ServerMessage
 from gpufs.service._holdings import Descriptor, Holdings
 from gpufs.service._limits import Limits
@@ -39,7 +38,7 @@ class Peer(NamedTuple):
 
 def peer_of(sock: socket.socket) -> Peer:
     """The process at the other end of a socket."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    pid, uid = syscalls.peer_of(sock)
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
             return Peer(pid, uid, file.read(_COMMAND_BYTES + 1).decode(errors="replace").strip())

@@ -1,7 +1,6 @@
 """Answers the requests about names and attributes below ``backing/``."""
 
 import contextlib
-import ctypes
 import os
 import stat
 import struct
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, EROFS, ESTALE, EXDEV
 from typing import Any, Final
 
+from gpufs import syscalls
 from gpufs.fs.backing.calls import HostCalls
 from gpufs.fs.backing.identity import with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
@@ -25,8 +25,6 @@ DIRECTORY_NAME: Final = b"backing"
 _ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
 _TRUSTED: Final = "trusted."
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def _truncate(node: BackingNode, size: int) -> None:
     """truncate(2), but raises BlockingIOError instead of waiting for another process's lease."""
@@ -35,11 +33,6 @@ def _truncate(node: BackingNode, size: int) -> None:
         os.ftruncate(fd, size)
     finally:
         close_quietly(fd)
-
-
-def _rename(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) -> None:
-    if _libc.renameat2(old, old_name, new, new_name, flags):
-        raise error(ctypes.get_errno())
 
 
 def _file_system_status(fd: int) -> bytes:
@@ -287,7 +280,9 @@ class BackingHandler:
         if old.share is not new.share:
             raise error(EXDEV)
         self._changeable(parent_inode_old)
-        await self._calls.run_as_caller(caller, old, lambda: _rename(old.fd, name_old, new.fd, name_new, flags), new)
+        await self._calls.run_as_caller(
+            caller, old, lambda: syscalls.renameat2(old.fd, name_old, new.fd, name_new, flags), new
+        )
 
     # ---- attributes ----
 

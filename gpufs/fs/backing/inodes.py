@@ -4,11 +4,9 @@ Each has an O_PATH descriptor. If there are very many, the descriptors that have
 such an inode is found again by its name.
 """
 
-import ctypes
 import os
 import resource
 import stat
-import struct
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,13 +15,11 @@ from typing import Final
 
 from gpufs.fs.errors import error
 from gpufs.fs.nodes import Node
+from gpufs.syscalls import openat2
 
 FIRST_INODE: Final = 1 << 48  # the tree's own numbers are below (native/src/fuse/open_files.h)
 _TRIED: Final = 8  # inodes whose descriptors may be closed for each new one
 _RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
-_SYS_OPENAT2: Final = 437  # the same on all architectures
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 _Key = tuple[str, int, int]  # the share's name, st_dev and st_ino
 Found = tuple[int, os.stat_result]  # an O_PATH descriptor and what it leads to
@@ -72,11 +68,7 @@ class BackingNode(Node):
 
 def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0) -> int:
     """openat2(2), never through a symbolic link and never out of the directory."""
-    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE)
-    fd: int = _libc.syscall(_SYS_OPENAT2, directory, path, how, len(how))
-    if fd < 0:
-        raise error(ctypes.get_errno())
-    return fd
+    return openat2(directory, path, flags | os.O_CLOEXEC, mode, _RESOLVE)
 
 
 def look_up(directory: int, path: bytes) -> Found:

@@ -1,7 +1,6 @@
 """Opening the host's files, whose bytes the engine then moves, and listing its directories."""
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import logging
@@ -24,6 +23,7 @@ from gpufs.fs.handles import Handles, Opened
 from gpufs.fs.replies import Entry, Listing
 from gpufs.fs.requests import Caller
 from gpufs.fs.tree import UNNAMED
+from gpufs.syscalls import file_system_type
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ _DEFAULT_ACL: Final = "system.posix_acl_default"
 _SHARE: Final = 16  # one user may have as many files open as this process may have descriptors, divided by this
 _AT_ONCE: Final = 32  # names that a thread looks up for a listing
 SET_ID: Final = stat.S_ISUID | stat.S_ISGID
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def close_quietly(fd: int) -> None:
@@ -69,8 +67,10 @@ def _passed_on(flags: int) -> int:
 
 def _is_in_memory(fd: int) -> bool:
     """Whether a file lives only in the page cache."""
-    found = ctypes.create_string_buffer(256)
-    return _libc.fstatfs(fd, found) == 0 and ctypes.c_ulong.from_buffer(found).value & 0xFFFFFFFF in _IN_MEMORY
+    try:
+        return file_system_type(fd) in _IN_MEMORY
+    except OSError:
+        return False
 
 
 def _drop_set_id(fd: int, found: os.stat_result, in_group: bool) -> None:

@@ -1,0 +1,145 @@
+"""System calls that the standard library does not offer. Failures are OSErrors.
+
+What asks a file's server, and so may block as long as that likes, says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_AT_EMPTY_PATH: Final = 0x1000
+_AT_STATX_FORCE_SYNC: Final = 0x2000
+_AT_STATX_DONT_SYNC: Final = 0x4000
+_STATX_TYPE_MODE_INO: Final = 0x1 | 0x2 | 0x100
+_STATX_BASIC: Final = 0x7FF
+_STATX_BYTES: Final = 256
+_STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
+_SYS_OPENAT2: Final = 437  # the same on all architectures
+_SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
+_PEER: Final = struct.Struct("3i")
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+# ---- descriptors ----
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a descriptor names: the device number of its file system, the inode's number, type and permission bits."""
+
+    device: int
+    ino: int
+    mode: int
+
+
+def _statx(fd: int, flags: int, mask: int) -> bytes:
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    _check(_libc.statx(fd, b"", _AT_EMPTY_PATH | flags, mask, buffer))
+    return buffer.raw
+
+
+def identity(fd: int) -> Identity:
+    """What a descriptor names, from what the kernel knows already: never waits for the file system's server.
+
+    OSError EBADF when it is not open.
+    """
+    data = _statx(fd, _AT_STATX_DONT_SYNC, _STATX_TYPE_MODE_INO)
+    (mode,) = struct.unpack_from("=H", data, 28)
+    (ino,) = struct.unpack_from("=Q", data, 32)
+    major, minor = struct.unpack_from("=II", data, 136)
+    return Identity(os.makedev(major, minor), ino, mode)
+
+
+def refresh(fd: int) -> int:
+    """Makes the kernel ask for a file's attributes now, whatever it has cached; may block. Returns the size in bytes."""
+    (size,) = struct.unpack_from("=Q", _statx(fd, _AT_STATX_FORCE_SYNC, _STATX_BASIC), 40)
+    return int(size)
+
+
+def file_system_type(fd: int) -> int:
+    """The magic number of a descriptor's file system (f_type of fstatfs(2)). May block as the file's server does."""
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    _check(_libc.fstatfs(fd, buffer))
+    (magic,) = struct.unpack_from("@l", buffer.raw)
+    return int(magic) & 0xFFFFFFFF
+
+
+def open_flags(fd: int) -> int:
+    """The flags that a descriptor was opened with: access mode, O_APPEND, O_PATH, ... OSError EBADF when not open."""
+    return fcntl.fcntl(fd, fcntl.F_GETFL)
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end of a Unix socket. PID 0 if it is not visible here."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+# ---- names: may block as their file systems' servers do ----
+
+
+def openat2(directory: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
+    """Opens a name below a directory, by the rules of ``resolve`` (RESOLVE_BENEATH, ...)."""
+    how = struct.pack("=QQQ", flags, mode, resolve)
+    return _check(_libc.syscall(_SYS_OPENAT2, directory, path, how, len(how)))
+
+
+def renameat2(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) -> None:
+    """Renames with flags (RENAME_NOREPLACE, ...)."""
+    _check(_libc.renameat2(old, old_name, new, new_name, flags))
+
+
+def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes) -> None:
+    """mount(2)."""
+    _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), options))
+
+
+def umount2(target: bytes, flags: int) -> None:
+    """umount2(2)."""
+    _check(_libc.umount2(target, flags))
+
+
+# ---- the calling thread, and this process ----
+
+
+def set_thread_groups(groups: Sequence[int]) -> None:
+    """Sets those of the calling thread; the C library's function would set those of the whole process.
+
+    OSError ENOSYS on a machine whose number of this call is not known.
+    """
+    if _SYS_SETGROUPS < 0:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    array = (ctypes.c_uint32 * len(groups))(*groups)
+    _check(_libc.syscall(_SYS_SETGROUPS, len(groups), array))
+
+
+def setfsuid(uid: int) -> int:
+    """Sets the user whose rights over files the calling thread has. Returns the one before."""
+    return int(_libc.setfsuid(uid))
+
+
+def setfsgid(gid: int) -> None:
+    """The same for the group."""
+    _libc.setfsgid(gid)
+
+
+def trim_heap() -> None:
+    """Returns the heap's free memory to the system; malloc keeps most of it."""
+    _libc.malloc_trim(0)
