@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from support.cli import gpufs
 from support.data import MIB
-from support.model_servers import Servers, make_model
+from support.model_servers import Servers, make_model, python_path
 from support.mounting import REPOSITORY, Mounter
 from support.processes import PATIENCE
 from support.server_sources import download_wheel
@@ -198,15 +198,8 @@ def test_copies_in_order(sources: Path, model: Path) -> None:
 def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-sglang makes it")
-    # SGLang finds plug-ins by the entry points of installed packages.
-    package = tmp_path / "plugins" / "gpufs-0.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: gpufs\nVersion: 0\n")
-    points = [f"{point.name} = {point.value}" for point in entry_points(group=PLUGINS)]
-    points += [f"{name} = support.sglang_plugin:{name}" for name in ("change_model", "enable_memory_saver")]
-    (package / "entry_points.txt").write_text("\n".join([f"[{PLUGINS}]", *points, ""]))
     environment = {
-        "PYTHONPATH": os.pathsep.join(map(str, (package.parent, REPOSITORY, REPOSITORY / "tests"))),
+        "PYTHONPATH": python_path(tmp_path, PLUGINS, "sglang", "change_model", "enable_memory_saver"),
         "SGLANG_PLUGINS": "gpufs",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # the processors of each rank

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.cli import gpufs
 from support.data import MIB
-from support.model_servers import Servers, make_model, quantise_model
+from support.model_servers import Servers, make_model, python_path, quantise_model
 from support.mounting import REPOSITORY, Mounter
 from support.processes import NOBODY, PATIENCE
 from support.vllm_engine import Outcome
@@ -31,6 +31,7 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
     make_model(tmp_path / "model", seed=0)
     shutil.copytree(tmp_path / "model", model)
     environment = {
+        "PYTHONPATH": python_path(tmp_path, "vllm.general_plugins", "vllm", "without_onednn"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -142,3 +143,20 @@ def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome]) -> None:
     assert published.stat().st_uid == NOBODY
     assert servers.start().tokens == expected
     assert published.stat().st_uid == 0  # replaced
+
+
+def test_vllm_ranks_share_weights(servers: Servers[Outcome]) -> None:
+    """Each rank has weights of its own, and all ranks of an engine map or all load."""
+    # The ranks are processes of their own, which find the plug-ins by themselves.
+    ranks = {"VLLM_PLUGINS": "gpufs,without_onednn", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    servers.environment = {**servers.environment, **ranks}
+    options = {"tensor_parallel_size": 2}
+    expected = servers.start(load_format="auto", options=options).tokens
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: servers.start(options=options), range(2)))
+    assert [engine.tokens for engine in both] == [expected] * 2
+    published = servers.published()
+    assert len(published) == 2
+    published[1].unlink()
+    assert servers.start(options=options).tokens == expected
+    assert servers.published() == published

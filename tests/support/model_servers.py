@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -56,6 +57,20 @@ class Servers(Generic[Outcome]):
         """Bytes of the model's and of published weights that were ever read through the mount."""
         files = [*self.model.glob("*.safetensors"), *self.published()]
         return sum(int(os.getxattr(file, "user.gpufs.bytes_read")) for file in files)
+
+
+def python_path(folder: Path, group: str, program: str, *plugins: str) -> str:
+    """Returns directories for PYTHONPATH, with which a server finds the plug-in of gpufs and those of the tests.
+
+    group: of entry points, by which the server finds them. plugins: functions in support/PROGRAM_plugin.py.
+    """
+    package = folder / "plugins" / "gpufs-0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: gpufs\nVersion: 0\n")
+    lines = [f"{point.name} = {point.value}" for point in entry_points(group=group)]
+    lines += [f"{name} = support.{program}_plugin:{name}" for name in plugins]
+    (package / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    return os.pathsep.join(map(str, (package.parent, REPOSITORY, REPOSITORY / "tests")))
 
 
 def make_model(folder: Path, seed: int, width: int = 512) -> int:
