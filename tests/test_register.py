@@ -571,6 +571,7 @@ def test_sockets_of_pieces_that_are_forged(root: Path, shared_mount: GpufsMount)
         ([(good, rights)] * 1025, socket.SOCK_SEQPACKET, True),
         ([(good, rights), (good, rights)], socket.SOCK_SEQPACKET, True),
         ([], socket.SOCK_SEQPACKET, True),
+        ([(protocol.encode(protocol.Pieces(1, [], [])), [])], socket.SOCK_SEQPACKET, True),
     ]
     with open(root / "file", "xb") as file, greeted(shared_mount.path) as sock:
         for number, (packets, kind, ended) in enumerate(cases, 1):
@@ -585,6 +586,9 @@ def test_sockets_of_pieces_that_are_forged(root: Path, shared_mount: GpufsMount)
                 request = protocol.Register(number, "descriptor", 0, 2 * MIB)
                 protocol.send(sock, request, [file.fileno(), theirs.fileno()])
                 assert answer(sock).error, (number, packets[:2])
+        for number in range(100, 120):  # not even a socket
+            protocol.send(sock, protocol.Register(number, "descriptor", 0, 2 * MIB), [file.fileno(), memory])
+            assert answer(sock).error == errno.EINVAL
     os.close(memory)
     assert (root / "file").stat().st_size == 0
     wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 1, 10, "closed descriptors")

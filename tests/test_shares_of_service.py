@@ -9,6 +9,7 @@ import itertools
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -108,6 +109,42 @@ def test_closes_that_hang_are_few(own: Make) -> None:
         assert now_threads < threads + 50
         assert now_descriptors < descriptors + 3000
     wait_until(lambda: threads_and_descriptors(mounted)[1] < descriptors + 10, 10, "the descriptors to be closed")
+
+
+def test_pieces_of_memory_whose_close_hangs(own: Make) -> None:
+    """A file of a server that does not answer comes as a piece of memory: it is refused, and delays no unmount."""
+    mounted = own()
+    answered = mounted.path.with_name("answered")
+    descriptors = threads_and_descriptors(mounted)[1]
+    with HangingMount(operations=("flush",)) as hanging:
+        child = os.fork()
+        if not child:  # its end hangs, too
+            with contextlib.suppress(OSError):
+                piece = os.open(hanging.file, os.O_RDONLY)
+                file = os.open(mounted.device / "file", os.O_WRONLY | os.O_CREAT)
+                for number in range(4):
+                    client = connected(mounted)
+                    client.sock.settimeout(2)
+                    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    protocol.send_pieces(ours, 0, [(piece, 2 * MIB)] * 250)
+                    ours.close()
+                    request = protocol.Register(1, "descriptor", 0, 2 * MIB)
+                    with contextlib.suppress(TimeoutError):
+                        error = client.ask(request, [file, theirs.fileno()])[0]["error"]
+                        if not number:
+                            answered.write_text(str(error))
+            answered.with_suffix(".all").touch()
+            signal.pause()
+        try:
+            wait_until(answered.with_suffix(".all").exists, 30, "the requests")
+            assert answered.read_text() == str(errno.EINVAL)
+            assert threads_and_descriptors(mounted)[1] < descriptors + 2 * 250
+            began = time.monotonic()
+            done = gpufs("umount", "--force", mounted.path, check=False)
+            assert (done.returncode, mounted.mounted()) == (0, False), done.stderr
+            assert time.monotonic() - began < 20
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_forced_unmount_does_not_wait_for_closes_that_hang(own: Make) -> None:

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import socket
+import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -422,36 +423,37 @@ def send_pieces(sock: socket.socket, offset: int, pieces: Sequence[tuple[int, in
     return offsets[-1]
 
 
-def receive_pieces(fd: int) -> list[tuple[int, int, int]]:
+def receive_pieces(fd: int, taken: list[int]) -> list[tuple[int, int, int]]:
     """The pieces in such a socket, which the client has filled and closed: offset, size and descriptor of each.
 
-    The descriptors are the caller's. Never waits. OSError EINVAL for anything else than such a socket, E2BIG for more
-    than MAX_MEMORY_PIECES.
+    All descriptors that came are in ``taken`` afterwards, also after a failure; the caller closes them. Never waits.
+    OSError EINVAL for anything else than such a socket, E2BIG for more than MAX_MEMORY_PIECES.
     """
+    bad = "the pieces of the memory are not as they should be"
     found: list[tuple[int, int, int]] = []
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):  # socket.socket() would leave the duplicate open
+        raise OSError(errno.EINVAL, bad)
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
                 raise OSError(errno.EINVAL, "the memory does not come in a socket of packets")
             sock.setblocking(False)
             while True:
-                data, descriptors = receive(sock, MAX_PIECES)
+                data, descriptors = receive(sock, MAX_PIECES, taken.extend)
+                taken += descriptors
                 if not data and not descriptors:
                     return found
-                try:
-                    message = decode_server(data)
-                except OSError:
-                    message = None
-                if not isinstance(message, Pieces) or not (
-                    len(message.offsets) == len(message.sizes) == len(descriptors)
+                message = decode_server(data)
+                if (
+                    not isinstance(message, Pieces)
+                    or not descriptors  # packets without any could follow each other for ever
+                    or not len(message.offsets) == len(message.sizes) == len(descriptors)
                 ):
-                    close_all(descriptors)
-                    raise OSError(errno.EINVAL, "the pieces of the memory are not as they should be")
+                    raise OSError(errno.EINVAL, bad)
                 found += zip(message.offsets, message.sizes, descriptors, strict=True)
                 if len(found) > MAX_MEMORY_PIECES:
                     raise OSError(errno.E2BIG, f"the memory is in more than {MAX_MEMORY_PIECES} pieces")
     except OSError as error:
-        close_all([descriptor for _, _, descriptor in found])
-        if error.errno in (errno.EAGAIN, errno.ENOTSOCK, errno.EPROTO):
-            raise OSError(errno.EINVAL, "the pieces of the memory are not as they should be") from None
+        if error.errno in (errno.EAGAIN, errno.EPROTO):
+            raise OSError(errno.EINVAL, bad) from None
         raise

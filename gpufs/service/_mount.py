@@ -10,7 +10,8 @@ from typing import Final
 from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.fs.tree import Tree
 from gpufs.modes import COPY_ON_WRITE
-from gpufs.protocol import Register, close_all, receive_pieces
+from gpufs.protocol import Register, receive_pieces
+from gpufs.service import _checks
 from gpufs.service._holders import Holder, HolderTable
 from gpufs.service._limits import Limits
 
@@ -101,8 +102,10 @@ class ServedMount:
         free = buffer.engine.devices[info.device].memory().free_bytes
         return free if info.room_bytes is None else min(free, info.room_bytes)
 
-    def register(self, ino: int, wanted: Register, memory: int) -> None:
+    def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> None:
         """Makes a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
+
+        ``taken`` gets the descriptors of the memory's pieces, which the caller closes.
 
         OSError if the memory or the file is not what the client says, EXDEV if it is that of another device.
         """
@@ -114,17 +117,16 @@ class ServedMount:
             where = next((one.index for one in devices if one.info.pci_address == wanted.pci_address), None)
             remedy = f"its files are below gpu{where}" if where is not None else "this mount does not show that GPU"
             raise OSError(EXDEV, f"the memory is on another GPU ({wanted.pci_address}): {remedy}")
-        pieces = [SharedPiece(*piece) for piece in receive_pieces(memory)] if wanted.kind == "descriptor" else []
-        try:
-            self.mount.inode_register(
-                ino,
-                wanted.kind,
-                memory,
-                offset=wanted.offset,
-                size=wanted.size,
-                writable=wanted.writable,
-                handle=wanted.handle,
-                pieces=pieces,
-            )
-        finally:
-            close_all([piece.fd for piece in pieces])
+        pieces = [SharedPiece(*piece) for piece in receive_pieces(memory, taken)] if wanted.kind == "descriptor" else []
+        for piece in pieces:
+            _checks.check_shareable(piece.fd)
+        self.mount.inode_register(
+            ino,
+            wanted.kind,
+            memory,
+            offset=wanted.offset,
+            size=wanted.size,
+            writable=wanted.writable,
+            handle=wanted.handle,
+            pieces=pieces,
+        )

@@ -51,9 +51,10 @@ class Registrations:
             served.tree.hold(ino)
             try:
                 shared = descriptors[1].fd if wanted == 2 else -1
-                await threads.run_to_the_end(
-                    functools.partial(served.register, ino, message, shared), self._channel.user.calls
-                )
+                async with self._channel.user.pieces() as taken:
+                    await threads.run_to_the_end(
+                        functools.partial(served.register, ino, message, shared, taken), self._channel.user.calls
+                    )
             except BaseException:
                 served.tree.forget(ino, 1)
                 raise

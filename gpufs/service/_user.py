@@ -8,12 +8,13 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Protocol
 
 import trio
 
 from gpufs import threads
+from gpufs.protocol import close_all
 from gpufs.service._limits import Limits
 
 _PRIVILEGED_SHARES: Final = 4  # of root and the mount's owner, where another user has one
@@ -103,6 +104,7 @@ class User:
         self.ends = trio.CapacityLimiter(limits.ends_per_user)
         self.closers = trio.CapacityLimiter(limits.closers_per_user * shares)
         self._places = trio.Semaphore(limits.messages_per_user())
+        self._pieces = trio.CapacityLimiter(1)
 
     async def take_place(self) -> Place:
         """Waits until one more message may be received."""
@@ -111,6 +113,30 @@ class User:
 
     def _free_place(self) -> None:
         self._places.release()
+
+    @contextlib.asynccontextmanager
+    async def pieces(self) -> AsyncIterator[list[int]]:
+        """For the pieces of memory that is registered: a list of their descriptors, which are closed as by close().
+
+        Waits until those of the user's registration before are closed, so that few are open.
+        """
+        borrower = object()
+        await self._pieces.acquire_on_behalf_of(borrower)
+        taken: list[int] = []
+        token = trio.lowlevel.current_trio_token()
+
+        def close() -> None:
+            close_all(taken)
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._pieces.release_on_behalf_of, borrower)
+
+        try:
+            yield taken
+        finally:
+            if taken:
+                self.start(self.closers, close)
+            else:
+                self._pieces.release_on_behalf_of(borrower)
 
     def close(self, items: Iterable[Closable]) -> None:
         """Closes descriptors on one of this user's threads: that calls the file's server, which may be this process."""
