@@ -68,7 +68,7 @@ def identity(fd: int) -> Identity:
 
 
 def refresh(fd: int) -> int:
-    """Makes the kernel ask for a file's attributes now, whatever it has cached; may block. Returns the size in bytes."""
+    """Makes the kernel ask for a file's attributes now, whatever is cached; may block. Returns the size in bytes."""
     (size,) = struct.unpack_from("=Q", _statx(fd, _AT_STATX_FORCE_SYNC, _STATX_BASIC), 40)
     return int(size)
 

@@ -12,7 +12,7 @@ import pytest
 from support.attaching import leases, run_as_nobody
 from support.data import MIB, noise
 from support.mounting import Mounter
-from support.processes import errno_of
+from support.processes import errno_of, run
 
 import gpufs
 
@@ -174,6 +174,20 @@ def test_many_files_are_attached_in_their_order(mount: Mounter, driver: str) -> 
     del arrays, array
     assert bytes_of(kept) == contents["gpu1/7"][8:]
     assert leases(mounted) == [] or driver != "host"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="bind mounts take root")
+def test_many_files_through_a_bind_mount_of_a_directory(mount: Mounter, driver: str, tmp_path: Path) -> None:
+    mounted = mount(*OPTIONS.get(driver, []), memory=256 * MIB)
+    (mounted.device / "folder").mkdir()
+    (mounted.device / "folder" / "file").write_bytes(b"content")
+    (tmp_path / "bound").mkdir()
+    run("mount", "--bind", mounted.device / "folder", tmp_path / "bound")
+    try:
+        (array,) = gpufs.attach_many([tmp_path / "bound" / "file"])
+        assert (array.tobytes(), array.device) == (b"content", "cpu" if driver == "host" else f"{driver}:0")
+    finally:
+        run("umount", tmp_path / "bound")
 
 
 @pytest.mark.usefixtures("readable")

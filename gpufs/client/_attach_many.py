@@ -130,14 +130,14 @@ def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool])
             if not _is_small(status, mounts):
                 return None
             place = _room.place_of(fd, mounts[status.st_dev])
-            parts = [os.read(fd, status.st_size + 1)]
-            while len(parts[-1]) > status.st_size:  # it has grown
-                parts.append(os.read(fd, status.st_size + 1))
+            content = os.read(fd, status.st_size + 1)
+            if len(content) > status.st_size:  # it grows just now
+                return None
         finally:
             os.close(fd)
     except OSError as error:
         raise OSError(error.errno or errno.EIO, text_of(error), name) from None
-    return _Small(number, name, (status.st_dev, place), b"".join(parts))
+    return _Small(number, name, (status.st_dev, place), content)
 
 
 def _open(name: str, mounts: _Mounts, directories: dict[str, bool]) -> int:
@@ -190,8 +190,10 @@ class _Devices:
 
         device, directory = place
         if device not in self._reports:
-            mount = _daemons.mounts_by_device()[device][0]
-            with open(os.path.join(mount.mountpoint, _STATUS)) as file:
+            whole = next((one for one in _daemons.mounts_by_device()[device] if one.root == "/"), None)
+            if whole is None:
+                raise OSError(errno.ENOENT, "the root of the mount is not visible here")
+            with open(os.path.join(whole.mountpoint, _STATUS)) as file:
                 self._reports[device] = json.load(file)
         report = self._reports[device]
         wanted = next((one for one in report["devices"] if one["name"] == directory), None)
