@@ -10,7 +10,7 @@ from support.cli import user_gpufs
 from support.mounting import GPUFS
 from support.processes import NOBODY, plain_user, run
 
-from gpufs.cli import run as run_here
+from gpufs.cli import run_command_line as run_here
 
 
 def make_target(folder: Path) -> None:

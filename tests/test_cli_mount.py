@@ -119,7 +119,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None
 
 
 def launch_fails(mountpoint: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
-    assert cli.run(["mount", str(mountpoint), "--driver", "host", "--memory", "64M", *options]) == 1
+    assert cli.run_command_line(["mount", str(mountpoint), "--driver", "host", "--memory", "64M", *options]) == 1
     output = capfd.readouterr()
     assert output.out == ""
     assert len(output.err.splitlines()) == 1

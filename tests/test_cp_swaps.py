@@ -15,7 +15,7 @@ import pytest
 from support.mounting import GPUFS
 from support.processes import NOBODY, PATIENCE, run
 
-from gpufs.cli import run as run_here
+from gpufs.cli import run_command_line as run_here
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as root and as another user")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
 from typing import NoReturn
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run_command_line"]
 
 # Errors of writing to standard output. Other failures with these codes name a file.
 _OUTPUT = (EBADF, EDQUOT, EFBIG, EIO, ENOSPC)
@@ -19,7 +19,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run_command_line(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (the process's own by default) and returns its exit code.
 
     0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
@@ -109,7 +109,7 @@ def main() -> NoReturn:
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as nohup has it
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code = run()
+    code = run_command_line()
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
