@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import stat
 from collections import Counter
@@ -24,7 +23,6 @@ from gpufs.mounting import MountEntry
 if TYPE_CHECKING:
     from gpufs.engine import Engine, Mapping
 
-_STATUS: Final = ".gpufs/status"
 _ALIGNMENT: Final = 256  # of each file in the copy, as allocations of the vendors have it
 _GATHERED_BYTES: Final = 64 << 20  # in one piece of memory, about
 
@@ -101,7 +99,7 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: Mode = READ) -> l
     sizes: Counter[_Place] = Counter()  # of what waits
     directories: dict[str, bool] = {}
     with _Devices() as devices:
-        # One thread: more of them contend for the interpreter, and are no faster.
+        # On one thread: several wait for the interpreter's lock, and are no faster.
         for number, name in enumerate(names):
             small = _read(number, name, mounts, directories)
             if small is None:
@@ -190,11 +188,7 @@ class _Devices:
 
         device, directory = place
         if device not in self._reports:
-            whole = next((one for one in _daemons.mounts_by_device()[device] if one.root == "/"), None)
-            if whole is None:
-                raise OSError(errno.ENOENT, "the root of the mount is not visible here")
-            with open(os.path.join(whole.mountpoint, _STATUS)) as file:
-                self._reports[device] = json.load(file)
+            self._reports[device] = _daemons.status_of(device)
         report = self._reports[device]
         wanted = next((one for one in report["devices"] if one["name"] == directory), None)
         if wanted is None:

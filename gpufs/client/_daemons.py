@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import struct
@@ -10,13 +11,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.client._connection import Connection
 from gpufs.mounting import MountEntry
 
 _SOCKET_FILE: Final = ".gpufs/socket"
+_STATUS_FILE: Final = ".gpufs/status"
+_NO_ROOT: Final = "the root of the mount is not visible here"
 _CONNECT_SECONDS: Final = 15.0
 _PATH_MAX: Final = 4096
 _SILENT_SECONDS: Final = 60.0
@@ -53,7 +56,17 @@ def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) ->
                 connection.close()
                 raise
             return connection
-    raise OSError(errno.ENOENT, "the root of the mount is not visible here")
+    raise OSError(errno.ENOENT, _NO_ROOT)
+
+
+def status_of(device: int) -> dict[str, Any]:
+    """What the mount with this st_dev reports about itself. OSError ENOENT if its root is not visible here."""
+    whole = next((entry for entry in mounts_by_device()[device] if entry.root == "/"), None)
+    if whole is None:
+        raise OSError(errno.ENOENT, _NO_ROOT)
+    with open(os.path.join(whole.mountpoint, _STATUS_FILE)) as file:
+        report: dict[str, Any] = json.load(file)
+    return report
 
 
 def _socket_path(entry: MountEntry, device: int) -> str | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from gpufs._naming import named_in
 from gpufs.client import _daemons
@@ -16,8 +15,6 @@ from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import Share, share_host_memory
 from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType
-
-_STATUS: Final = ".gpufs/status"
 
 # Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
 _registrations: set[Registration] = set()
@@ -133,14 +130,12 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     device = os.stat(directory).st_dev
-    mounts = _daemons.mounts_by_device().get(device)
-    if mounts is None:
+    if device not in _daemons.mounts_by_device():
         raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
         connection = _daemons.shared_connection(device)
         if not connection.driver:
-            with open(os.path.join(mounts[0].mountpoint, _STATUS)) as file:
-                connection.driver = json.load(file)["driver"]
+            connection.driver = _daemons.status_of(device)["driver"]
         share = _share(memory, connection.driver)
         try:
             return _create(connection, share, name, mode, memory, kind)

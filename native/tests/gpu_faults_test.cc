@@ -55,7 +55,7 @@ TEST_P(GpuFaults, EveryStepOfOpeningMayFail) {
   EXPECT_EQ(open_driver().error(), ENODEV);
 }
 
-// A program may capture a graph while any of its threads attaches, copies or lets go.
+// A program may capture a graph while any of its threads attaches, copies or closes an array.
 TEST_P(GpuFaults, CallsDoNotEndTheProgramsCaptures) {
   open({.program_captures = true});
   // Other tests have bound the first thread, which changes its mode for good.
