@@ -132,11 +132,11 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
         serving = Serving(
             request, answer, logs, mount, entry, socket_path=socket_path, early=early, owner=owner, notes=notes
         )
-        operations, tree = control_plane.build(request, mount, serving)
+        operations = control_plane.build(request, mount, serving)
         mount.start()
         log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
         try:
-            trio.run(serving.run, Connection(control, operations, TASKS), tree)
+            trio.run(serving.run, Connection(control, operations, TASKS), operations)
         except BaseExceptionGroup as failures:
             _raise_plainly(failures)
             raise

@@ -18,8 +18,8 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.daemon.upkeep import keep_up
 from gpufs.fs.connection import Connection
+from gpufs.fs.dispatch import Operations
 from gpufs.fs.quotas import Quotas
-from gpufs.fs.tree import Tree
 from gpufs.service import Service
 
 log = logging.getLogger("gpufs.daemon")
@@ -80,7 +80,7 @@ class Serving:
     def __post_init__(self) -> None:
         self._flags = self.entry.flags
 
-    async def run(self, connection: Connection, tree: Tree) -> None:
+    async def run(self, connection: Connection, operations: Operations) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
         self._connection = connection
         async with trio.open_nursery() as nursery:
@@ -88,12 +88,12 @@ class Serving:
             nursery.start_soon(self._watch_end)
             if self.owner >= 0:
                 nursery.start_soon(self._watch_owner)
-            nursery.start_soon(self._serve_clients, tree)
+            nursery.start_soon(self._serve_clients)
             nursery.start_soon(self._answer_launcher)
             # The files do not depend on these.
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
-            nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(tree), _TRIM_SECONDS)
+            nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(operations), _TRIM_SECONDS)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
@@ -101,19 +101,18 @@ class Serving:
             self._copies.cancel()
             nursery.cancel_scope.cancel()
 
-    async def _serve_clients(self, tree: Tree) -> None:
+    async def _serve_clients(self) -> None:
         """Runs the service that copies for other processes and lets them attach files, until copies are cancelled."""
         with self._copies:
-            await keep_up("serving clients", functools.partial(self._run_service, tree), _SERVICE_PAUSE)
+            await keep_up("serving clients", self._run_service, _SERVICE_PAUSE)
         self._copies_ended.set()
 
-    async def _run_service(self, tree: Tree) -> None:
+    async def _run_service(self) -> None:
         config = self.request.config
         try:
             await service.serve(
                 self.mount,
-                tree,
-                Quotas(tree, self.mount).set,
+                Quotas(self.mount).set,
                 path=self.socket_path,
                 device=self.entry.st_dev,
                 allow_other=bool(config["allow_other"]),
@@ -179,15 +178,16 @@ class Serving:
         """Writes the gauges to the counters' file."""
         self.mount.engine.statistics_publish()
 
-    def _heap_trimmer(self, tree: Tree) -> Callable[[], Awaitable[None]]:
+    def _heap_trimmer(self, operations: Operations) -> Callable[[], Awaitable[None]]:
         """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
         most = 0
 
         async def trim() -> None:
             nonlocal most
-            most = max(most, len(tree.nodes))
-            if most >= _TRIM_INODES and len(tree.nodes) < most // 2:
-                most = len(tree.nodes)
+            inodes = self.mount.statistics()["table"]["inodes"] + operations.host_inodes
+            most = max(most, inodes)
+            if most >= _TRIM_INODES and inodes < most // 2:
+                most = inodes
                 syscalls.trim_heap()
 
         return trim

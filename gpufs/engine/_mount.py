@@ -3,11 +3,11 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from errno import EBUSY
+from errno import ENOENT
 from operator import attrgetter
 from typing import Any, Final, Literal
 
-from gpufs.engine._binding import Handle, check, failure, json_of
+from gpufs.engine._binding import Handle, check, json_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
@@ -27,13 +27,10 @@ _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
     "ipc": lib.GPUFS_SHARE_IPC,
 }
 
-# Handles that the engine gives to directories: a bit, and the inode below (native/src/fuse/open_files.h).
-_DIRECTORY_HANDLE: Final = 1 << 60
-_DIRECTORY_INODE: Final = (1 << 48) - 1
-
 # Looked up once: parsing a type's name costs more than the calls that use it.
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
-_FH = ffi.typeof("uint64_t *")
+_NUMBER = ffi.typeof("uint64_t *")
+_TEXT = ffi.typeof("const char **")
 
 
 @dataclass(slots=True)
@@ -92,7 +89,7 @@ def relay_pair() -> tuple[int, int]:
 class Mount(Handle):
     """The data plane of one FUSE connection. It keeps its engine alive.
 
-    No method may be called for an inode from inside a native handler; close() not from what answers a request.
+    close() may not be called by what answers a request.
 
     Parameters
     ----------
@@ -188,6 +185,12 @@ class Mount(Handle):
         check(lib.gpufs_mount_busiest(self._handle, files, count))
         return [(one.ino, one.bytes_read, one.bytes_written) for one in files[0 : count[0]]]
 
+    def files(self, device: int) -> int:
+        """Return how many regular files a device has, those without a name included."""
+        count = ffi.new(_NUMBER)
+        check(lib.gpufs_mount_files(self._handle, device, count))
+        return int(count[0])
+
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
         """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""
         check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))
@@ -200,12 +203,11 @@ class Mount(Handle):
         check(lib.gpufs_quota_user(self._handle, device, uid, limit))
 
     def limit_directory(self, ino: int, limit: int) -> None:
-        """Limits the memory of what is created in a directory from now on; NO_LIMIT: not any more."""
-        check(lib.gpufs_quota_directory(self._handle, ino, limit))
+        """Limits the memory of all that is and will be below a directory on a device; NO_LIMIT: no longer.
 
-    def charge_to(self, ino: int, directory: int) -> None:
-        """Counts an inode as if it had been created in this limited directory; 0: in none."""
-        check(lib.gpufs_quota_charge(self._handle, ino, directory))
+        EngineError EINVAL for another inode, EBUSY if a directory above or below it has a limit.
+        """
+        check(lib.gpufs_quota_directory(self._handle, ino, limit))
 
     def charge_buffer(self, buffer: Buffer, uid: int) -> None:
         """Counts the memory of a buffer without a file as memory of a user's files on its device."""
@@ -219,56 +221,64 @@ class Mount(Handle):
         """
         return json_of(lib.gpufs_quota_list, self._handle)
 
-    def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
-        """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
+    def place(self, directory: int, name: bytes, attributes: Attributes, target: bytes | None = None) -> int:
+        """Create an inode of the mount's own.
 
-        ``parent``: the directory in which a user creates it, which passes on its group and access control lists; the
-        mode is then the requested one, from which ``umask`` is removed unless a list replaces it. 0: everything is as
-        in ``attributes``.
+        Parameters
+        ----------
+        directory, name
+            Where it appears; 0 and an empty name for the root.
+        attributes
+            ``mode``, ``uid``, ``gid``, ``size``, ``device`` and ``ino`` count; ``ino`` 0 for the next number. Users can
+            change nothing where ``device`` is -1.
+        target
+            Of a symbolic link.
+
+        Returns
+        -------
+        int
+            The inode number.
         """
-        check(lib.gpufs_inode_add(self._handle, ffi.new(_ATTRIBUTES, _VALUES(attributes)), parent, umask))
+        ino = ffi.new(_NUMBER)
+        wanted = ffi.new(_ATTRIBUTES, _VALUES(attributes))
+        check(lib.gpufs_name_place(self._handle, directory, name, wanted, ffi.NULL if target is None else target, ino))
+        return int(ino[0])
 
-    def inode_remove(self, ino: int) -> bool:
-        """Removes an inode that has no references; False if it has. EngineError ENOENT if unknown.
+    def find(self, path: bytes) -> int | None:
+        """Return the inode at a path below the root, without following symbolic links; None if there is none."""
+        ino = ffi.new(_NUMBER)
+        status = lib.gpufs_name_find(self._handle, path, ino)
+        if status.error == ENOENT:
+            return None
+        check(status)
+        return int(ino[0])
 
-        Its buffer lives until the last open file on it ends.
-        """
-        status = lib.gpufs_inode_remove(self._handle, ino)
-        if status.error == EBUSY:
-            return False
-        if status.error:
-            raise failure(status)
-        return True
+    def path(self, ino: int) -> bytes | None:
+        """Return a path of an inode below the root; None if it has no name."""
+        text = ffi.new(_TEXT)
+        status = lib.gpufs_name_path(self._handle, ino, text)
+        if status.error == ENOENT:
+            return None
+        check(status)
+        return bytes(ffi.string(text[0]))
+
+    def remove_names(self, ino: int) -> None:
+        """Remove all names of a file, and queue notifications of the kernel. EngineError ENOENT if unknown."""
+        check(lib.gpufs_name_remove_all(self._handle, ino))
 
     def inode_hold(self, ino: int) -> None:
-        """Adds a reference, for the kernel if a reply gives it the inode. EngineError ENOENT if unknown."""
+        """Keep an inode until :meth:`inode_release`, as a reference of the kernel does. EngineError ENOENT if unknown."""
         check(lib.gpufs_inode_hold(self._handle, ino))
 
-    def inode_drop(self, ino: int, count: int) -> None:
-        """Drops references. EngineError ENOENT if unknown."""
-        check(lib.gpufs_inode_drop(self._handle, ino, count))
-
-    def name_set(self, directory: int, name: bytes, ino: int) -> None:
-        """Gives an inode a name in a directory, whose times become now. Lookups find it from now on."""
-        check(lib.gpufs_name_set(self._handle, directory, name, len(name), ino))
-
-    def name_remove(self, directory: int, name: bytes) -> None:
-        """Removes a name from a directory, whose times become now."""
-        check(lib.gpufs_name_set(self._handle, directory, name, len(name), 0))
+    def inode_release(self, ino: int) -> None:
+        """Drop a reference; an inode without names goes with the last one. EngineError ENOENT if unknown."""
+        check(lib.gpufs_inode_release(self._handle, ino))
 
     def inode_get(self, ino: int) -> Attributes:
         """The attributes of an inode as they are now. EngineError ENOENT if unknown."""
         attributes = ffi.new(_ATTRIBUTES)
         check(lib.gpufs_inode_get(self._handle, ino, attributes))
         return Attributes(*_VALUES(attributes))
-
-    def inode_links(self, ino: int, links: int) -> None:
-        """Sets the link count, and the change time to now. EngineError ENOSPC if names may not take more memory."""
-        check(lib.gpufs_inode_links(self._handle, ino, links))
-
-    def inode_read(self, ino: int) -> None:
-        """Sets the access time, if that is due, after a read by other means than the mount's native operations."""
-        check(lib.gpufs_inode_read(self._handle, ino))
 
     def inode_written(self, ino: int) -> None:
         """Sets the times and clears set-id bits after a change by other means, for example by a transfer.
@@ -277,27 +287,13 @@ class Mount(Handle):
         """
         check(lib.gpufs_inode_written(self._handle, ino))
 
-    def file_open(self, ino: int, flags: int) -> int:
-        """Opens a regular file that open(2) creates, with its ``flags``; the result is the reply's file handle.
-
-        The engine itself answers the kernel when a file is opened that exists.
-        """
-        fh = ffi.new(_FH)
-        check(lib.gpufs_file_open(self._handle, ino, flags, fh))
-        return int(fh[0])
-
-    @staticmethod
-    def directory_of(fh: int) -> int | None:
-        """The inode of a directory that the engine has opened; None for another file handle."""
-        return fh & _DIRECTORY_INODE if fh & _DIRECTORY_HANDLE else None
-
     def backing_file_open(self, fd: int) -> int:
         """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
 
         The result is the reply's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
         """
-        fh = ffi.new(_FH)
+        fh = ffi.new(_NUMBER)
         check(lib.gpufs_backing_file_open(self._handle, fd, fh))
         return int(fh[0])
 
@@ -356,7 +352,3 @@ class Mount(Handle):
         seconds; the memory is unmapped once that ends.
         """
         check(lib.gpufs_inode_revoke(self._handle, ino, round(patience * 1000)))
-
-    def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Notifies the kernel that its cached entry of a name is stale. Queued; never blocks."""
-        check(lib.gpufs_mount_invalidate_entry(self._handle, parent, name, len(name)))

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,6 @@ class MountActivity:
 
     status: MountStatus
     mount: Mount
-    paths: Callable[[Iterable[int]], Mapping[int, bytes]]  # of files, by their inodes
     copies: Callable[[int], list[dict[str, Any]]]  # in progress, that a user may see
 
     def as_bytes(self, uid: int) -> bytes:
@@ -157,14 +156,14 @@ class MountActivity:
 
     def _files(self) -> Iterator[dict[str, Any]]:
         busiest = self.mount.busiest(_BUSIEST)
-        paths = self.paths(ino for ino, _, _ in busiest)
         for ino, read, written in busiest:
             try:
                 attributes = self.mount.inode_get(ino)
             except EngineError:
                 continue  # gone by now
+            path = self.mount.path(ino)
             yield {
-                "path": os.fsdecode(paths[ino]) if ino in paths else None,
+                "path": None if path is None else os.fsdecode(path),
                 "inode": ino,
                 "uid": attributes.uid,
                 "device": f"gpu{attributes.device}",

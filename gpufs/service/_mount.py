@@ -8,7 +8,6 @@ from errno import EINVAL, EISDIR, ENODATA, ENOENT, EXDEV
 from typing import Final
 
 from gpufs.engine import Buffer, Lease, Mount, SharedPiece
-from gpufs.fs.tree import Tree
 from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
@@ -32,12 +31,11 @@ class ServedMount:
     trust_readers
         Whether clients that may only read get the memory itself on GPUs, too, whose descriptors always give write
         access.
-    tree, set_limit
-        For the trio thread alone. ``set_limit`` limits a user, or None for all, below the directory of an inode.
+    set_limit
+        For the trio thread alone: limits a user, or None for all, below the directory of an inode.
     """
 
     mount: Mount
-    tree: Tree
     set_limit: Callable[[int, int | None, int], None]
     device: int
     trust_readers: bool

@@ -17,7 +17,6 @@ from gpufs.service._holdings import Descriptor
 from gpufs.service._mount import ServedMount
 from gpufs.service._user import trusted
 
-_NAMES_AT_ONCE: Final = 20  # that are removed in one go, so that other requests wait for less than a millisecond
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
     "root: use memory that can be exported as a descriptor, or a mount of your own"
@@ -48,7 +47,7 @@ class Registrations:
         holder = Holder(peer, REGISTERED, path_of(descriptors[0].fd), ino, bytes=message.size)
         served.holders.enter(holder)
         try:
-            served.tree.hold(ino)
+            served.mount.inode_hold(ino)
             try:
                 shared = descriptors[1].fd if wanted == 2 else -1
                 async with self._channel.user.pieces() as taken:
@@ -56,7 +55,7 @@ class Registrations:
                         functools.partial(served.register, ino, message, shared, taken), self._channel.user.calls
                     )
             except BaseException:
-                served.tree.forget(ino, 1)
+                served.mount.inode_release(ino)
                 raise
         except BaseException:
             served.holders.leave(holder)
@@ -87,29 +86,21 @@ class Registrations:
 
     def _release(self, holders: list[Holder]) -> None:
         for one in holders:
-            self._served.tree.forget(one.ino, 1)
+            self._served.mount.inode_release(one.ino)
             self._served.holders.leave(one)
 
     async def _withdraw(self, holders: list[Holder], patience: float, limiter: trio.CapacityLimiter) -> OSError | None:
         """Removes the files' names and ends the use of the memory. The failure of that, if one fails."""
-        names = []
-        with trio.CancelScope(shield=True):
-            for one in holders:
-                removed = None
-                while removed is None or removed:
-                    async with limiter:  # other requests' turn
-                        removed = self._served.tree.remove_names(one.ino, _NAMES_AT_ONCE)
-                        names += removed
-        return await threads.run_to_the_end(functools.partial(self._revoke, holders, names, patience), limiter)
+        return await threads.run_to_the_end(functools.partial(self._revoke, holders, patience), limiter)
 
-    def _revoke(self, holders: list[Holder], names: list[tuple[int, bytes]], patience: float) -> OSError | None:
+    def _revoke(self, holders: list[Holder], patience: float) -> OSError | None:
         mount = self._served.mount
         deadline = time.monotonic() + patience
         failure: OSError | None = None
         try:
             # The kernel takes notifications in order: once it knows of the last file, it knows of the names as well.
-            for parent, name in names:
-                mount.invalidate_entry(parent, name)
+            for one in holders:
+                mount.remove_names(one.ino)
             for one in holders:
                 try:
                     mount.inode_revoke(one.ino, max(0.0, deadline - time.monotonic()))

@@ -15,7 +15,6 @@ import trio
 
 from gpufs import protocol
 from gpufs.engine import Mount
-from gpufs.fs.tree import Tree
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._holders import HolderTable
@@ -152,7 +151,6 @@ def sweep(folder: str) -> None:
 
 async def serve(
     mount: Mount,
-    tree: Tree,
     set_limit: Callable[[int, int | None, int], None],
     *,
     path: str,
@@ -170,7 +168,7 @@ async def serve(
     at most. OSError if the socket cannot be created.
     """
     limits = Limits()
-    service = Service(ServedMount(mount, tree, set_limit, device, trust_readers, limits, HolderTable(limits)))
+    service = Service(ServedMount(mount, set_limit, device, trust_readers, limits, HolderTable(limits)))
     with _listen(path, allow_other=allow_other) as listener:
         created = os.lstat(path)
         try:

@@ -7,19 +7,19 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, EROFS, ESTALE, EXDEV
-from typing import Any, Final
+from typing import Final
 
 from gpufs import syscalls
+from gpufs.engine import Attributes, Mount
 from gpufs.fs.backing.calls import HostCalls
 from gpufs.fs.backing.identity import with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
-from gpufs.fs.backing.open_files import SET_ID, OpenDirectory, OpenFile, OpenFiles, changes, close_quietly, new_mode
+from gpufs.fs.backing.open_files import SET_ID, UNNAMED, OpenDirectory, OpenFile, OpenFiles, changes, close_quietly, new_mode
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
-from gpufs.fs.nodes import Directory
+from gpufs.fs.layout import ROOT_INODE
 from gpufs.fs.replies import Entry, Listing, Replies
 from gpufs.fs.requests import Caller, Changes
-from gpufs.fs.tree import UNNAMED, Tree
 
 DIRECTORY_NAME: Final = b"backing"
 _ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
@@ -100,12 +100,11 @@ class _ShareListing(Opened):
 
 
 class BackingHandler:
-    """Shows directories of the host below ``backing/``. Its methods are those of Operations in gpufs/fs/dispatch.py."""
+    """Shows directories of the host below ``backing/``: answers the requests about their inodes."""
 
     def __init__(
         self,
-        tree: Tree,
-        engine: Any,
+        mount: Mount,
         handles: Handles,
         replies: Replies,
         shares: Sequence[Share],
@@ -114,24 +113,22 @@ class BackingHandler:
         uid: int,
         gid: int,
     ) -> None:
-        """``engine``: the mount's; ``device``: its st_dev. OSError, with the path, if a directory cannot be opened."""
-        self._tree = tree
+        """``device``: the mount's st_dev. OSError, with the path, if a directory cannot be opened."""
+        self._mount = mount
         self._handles = handles
         self.replies = replies
-        self._inodes = HostInodes(tree.nodes, device)
+        self._inodes = HostInodes(device)
         self._calls = HostCalls(self._inodes)
-        self._files = OpenFiles(engine, handles, self._calls)
-        directory = Directory(FIRST_INODE, -1)
-        directory.fixed = True
-        tree.place(tree.root, DIRECTORY_NAME, directory, 0o555, uid, gid)
-        engine.inode_links(tree.root.ino, 2 + tree.root.subdirectories)
+        self._files = OpenFiles(mount, handles, self._calls)
+        directory = Attributes(ino=FIRST_INODE, mode=stat.S_IFDIR | 0o555, uid=uid, gid=gid)
+        mount.place(ROOT_INODE, DIRECTORY_NAME, directory)
         self.shares: dict[bytes, tuple[BackingNode, os.stat_result]] = {}
         try:
             for share in shares:
                 fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 found = fd, os.fstat(fd)
                 node = self._inodes.meet(found, share, None)
-                node.names = 1  # so it stays
+                node.shown = True
                 self.shares[os.fsencode(share.name)] = node, found[1]
         except OSError:
             self.close()
@@ -140,6 +137,11 @@ class BackingHandler:
     def close(self) -> None:
         """Closes the inodes' descriptors."""
         self._inodes.close()
+
+    @property
+    def inode_count(self) -> int:
+        """How many inodes of the host the kernel knows."""
+        return len(self._inodes)
 
     # ---- helpers ----
 
@@ -179,9 +181,9 @@ class BackingHandler:
     async def lookup(self, parent_inode: int, name: bytes, caller: Caller) -> Entry:
         if parent_inode == FIRST_INODE:
             if name in (b".", b".."):
-                node = self._tree.lookup(parent_inode, name)
-                self._tree.hold(node.ino)
-                return self.replies.entry(node.ino, node.kind)
+                ino = FIRST_INODE if name == b"." else ROOT_INODE
+                self._mount.inode_hold(ino)
+                return self.replies.entry(ino, stat.S_IFDIR)
             if name not in self.shares:
                 return self.replies.no_entry
             self.shares[name][0].lookups += 1
@@ -199,8 +201,6 @@ class BackingHandler:
         node = self._inodes.get(inode)
         if node is not None:
             self._inodes.forget(node, count)
-        else:
-            self._tree.forget(inode, count)
 
     async def create(self, parent_inode: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
         with self._files.count.entered(caller.uid):

@@ -22,7 +22,6 @@ from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
 from gpufs.fs.replies import Entry, Listing
 from gpufs.fs.requests import Caller
-from gpufs.fs.tree import UNNAMED
 from gpufs.syscalls import file_system_type
 
 log = logging.getLogger(__name__)
@@ -35,6 +34,7 @@ _IN_MEMORY: Final = (0x01021994, 0x858458F6, 0x958458F6)  # statfs(2)'s types of
 _DEFAULT_ACL: Final = "system.posix_acl_default"
 _SHARE: Final = 16  # one user may have as many files open as this process may have descriptors, divided by this
 _AT_ONCE: Final = 32  # names that a thread looks up for a listing
+UNNAMED: Final = b"/"  # the name that the data plane gives for O_TMPFILE
 SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 
 

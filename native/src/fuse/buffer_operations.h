@@ -10,6 +10,7 @@
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
+#include "fuse/namespace.h"
 #include "fuse/read_ahead.h"
 #include "fuse/request.h"
 #include "fuse/statistics.h"
@@ -20,9 +21,10 @@ class BufferOperations {
  public:
   using File = std::shared_ptr<OpenFile>;
 
-  BufferOperations(InodeTable& table, LongRequests& long_requests, ReadAhead& read_ahead, const InitNegotiation& init,
+  BufferOperations(InodeTable& table, const Namespace& names, LongRequests& long_requests, ReadAhead& read_ahead, const InitNegotiation& init,
                    Statistics& statistics)
-      : table_(table), long_requests_(long_requests), read_ahead_(read_ahead), init_(init), statistics_(statistics) {}
+      : table_(table),
+        names_(names), long_requests_(long_requests), read_ahead_(read_ahead), init_(init), statistics_(statistics) {}
 
   void read(const File& file, Request& request, Responder responder);
   void write(const File& file, Request& request, Responder responder);
@@ -55,6 +57,7 @@ class BufferOperations {
   Status allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const;
 
   InodeTable& table_;
+  const Namespace& names_;
   LongRequests& long_requests_;
   ReadAhead& read_ahead_;
   const InitNegotiation& init_;

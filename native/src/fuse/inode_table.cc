@@ -29,14 +29,15 @@ Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + st
 
 }  // namespace
 
-Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer)
+Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references)
     : ino_(attributes.ino),
       device_(attributes.device),
       kind_(attributes.mode & S_IFMT),
       buffer_(std::move(buffer)),
       in_host_memory_(buffer_ && buffer_->device()->info().cpu_addressable),
       birth_{attributes.ctime, attributes.ctime_ns},
-      attributes_(attributes) {}
+      attributes_(attributes),
+      references_(references) {}
 
 gpufs_attributes Inode::attributes() const {
   gpufs_attributes copy;
@@ -128,6 +129,12 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
 }
 
+bool Inode::hold() {
+  const std::lock_guard lock(mutex_);
+  if (!removed_) ++references_;
+  return !removed_;
+}
+
 std::uint64_t Inode::metadata_locked() const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
@@ -135,8 +142,9 @@ std::uint64_t Inode::metadata_locked() const {
   return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
 }
 
-Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent, std::uint32_t umask) {
-  if (attributes.ino == 0) return Status(EINVAL, "0 is not an inode number");
+Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, Inode* parent, std::uint32_t umask,
+                                               std::uint64_t references) {
+  gpufs_attributes attributes = wanted;
   if (attributes.device < -1 || attributes.device >= static_cast<std::int32_t>(devices_.size())) {
     return Status(EINVAL, "no device " + std::to_string(attributes.device));
   }
@@ -148,23 +156,24 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     buffer->preallocate_on_growth();  // trimmed when the last writer closes it
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
-  auto inode = std::make_shared<Inode>(attributes, std::move(buffer));
-  if (parent != 0) {
-    const std::shared_ptr<Inode> directory = find(parent);
-    if (!directory) return unknown_inode(parent);
-    inode->inherit(*directory, umask);
+  if (attributes.ino == 0) {
+    const std::unique_lock lock(inodes_mutex_);
+    attributes.ino = next_ino_++;
   }
+  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), references);
+  if (parent != nullptr) inode->inherit(*parent, umask);
   const std::uint64_t metadata = inode->metadata_locked();  // not visible yet
   Metadata::Share* const share = metadata_.share_of(attributes.uid);
   if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
   inode->charged_ = metadata;
   inode->charged_to_ = share;
   const std::unique_lock lock(inodes_mutex_);
-  if (!inodes_.emplace(attributes.ino, std::move(inode)).second) {
+  if (!inodes_.emplace(attributes.ino, inode).second) {
     metadata_.give(share, metadata);
-    return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " is there already");
+    return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " exists");
   }
-  return {};
+  if (inode->buffer_) ++file_counts_[inode->device_];
+  return inode;
 }
 
 void InodeTable::was_read(Inode& inode) const {
@@ -177,97 +186,36 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
   directory_access_times_.store(not_directories ? AccessTimes::kNever : policy, std::memory_order_relaxed);
 }
 
-Status InodeTable::remove(std::uint64_t ino) {
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
+void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
   bool doomed = false;
   {
     const std::lock_guard lock(inode->mutex_);
-    if (inode->removed_) return unknown_inode(ino);
-    if (inode->references_ != 0) return Status(EBUSY, "the inode is in use");
+    if (inode->removed_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
     inode->removed_ = true;
     metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
   {
     const std::unique_lock lock(inodes_mutex_);
-    inodes_.erase(ino);
+    inodes_.erase(inode->ino_);
+    if (inode->buffer_) --file_counts_[inode->device_];
   }
   if (doomed) free_later(std::move(inode));
-  return {};
-}
-
-Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino) {
-  const std::shared_ptr<Inode> inode = find(directory);
-  if (!inode) return unknown_inode(directory);
-  const Timestamp now = Timestamp::now();
-  const std::lock_guard lock(inode->mutex_);
-  if (ino != 0) {
-    inode->names_.insert_or_assign(std::string(name), ino);
-  } else if (const auto found = inode->names_.find(name); found != inode->names_.end()) {
-    inode->names_.erase(found);
-  }
-  set_mtime(inode->attributes_, now);
-  set_ctime(inode->attributes_, now);
-  return {};
-}
-
-std::string InodeTable::name_of(std::uint64_t ino) const {
-  std::vector<std::shared_ptr<Inode>> directories;
-  {
-    const std::shared_lock lock(inodes_mutex_);
-    for (const auto& [number, inode] : inodes_) {
-      if (S_ISDIR(inode->kind_)) directories.push_back(inode);
-    }
-  }
-  for (const std::shared_ptr<Inode>& directory : directories) {
-    const std::lock_guard lock(directory->mutex_);
-    for (const auto& [name, target] : directory->names_) {
-      if (target == ino) return name;
-    }
-  }
-  return {};
-}
-
-std::shared_ptr<Inode> InodeTable::look_up(Inode& directory, std::string_view name) {
-  std::uint64_t ino = 0;
-  {
-    const std::lock_guard lock(directory.mutex_);
-    const auto found = directory.names_.find(name);
-    if (found == directory.names_.end()) return nullptr;
-    ino = found->second;
-  }
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return nullptr;
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->removed_) return nullptr;  // at the same time
-  ++inode->references_;
-  return inode;
 }
 
 Status InodeTable::hold(std::uint64_t ino) {
   const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->removed_) return unknown_inode(ino);
-  ++inode->references_;
-  return {};
-}
-
-Status InodeTable::drop(std::uint64_t ino, std::uint64_t count) {
-  const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  const std::lock_guard lock(inode->mutex_);
-  inode->references_ -= std::min(count, inode->references_);
-  return {};
+  return inode && inode->hold() ? Status() : unknown_inode(ino);
 }
 
 bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
-  const std::shared_ptr<Inode> inode = find(ino);
+  std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return false;
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->references_ <= count && inode->attributes_.nlink == 0) return false;
-  inode->references_ -= std::min(count, inode->references_);
+  {
+    const std::lock_guard lock(inode->mutex_);
+    inode->references_ -= std::min(count, inode->references_);
+  }
+  remove_if_unused(std::move(inode));
   return true;
 }
 
@@ -305,9 +253,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
   return {};
 }
 
-Status InodeTable::set_links(std::uint64_t ino, std::uint32_t links) {
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
+Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
   const std::uint32_t before = inode->attributes().nlink;
   const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
   bool doomed = false;
@@ -335,31 +281,11 @@ void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {
   buffer.charge().move(Charge::kOwner, quotas_.user(buffer.device()->info().index, uid));
 }
 
-Status InodeTable::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
-  const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  std::shared_ptr<Account> account;
-  {
-    const std::lock_guard lock(inode->mutex_);
-    if (bytes && inode->directory_account_ == nullptr) {
-      inode->directory_account_ = std::make_shared<Account>("the limited directory");
-    }
-    if (!bytes) inode->directory_account_ = nullptr;
-    account = inode->directory_account_;
-  }
-  if (account != nullptr) account->set_limit(*bytes);
-  quotas_.set_directory(ino, std::move(account));
-  return {};
-}
-
-Status InodeTable::charge_to(std::uint64_t ino, std::shared_ptr<Account> account) {
-  const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->buffer_) inode->buffer_->charge().move(Charge::kDirectory, account);
-  if (inode->replacement_) inode->replacement_->charge().move(Charge::kDirectory, account);
-  inode->directory_account_ = std::move(account);
-  return {};
+void InodeTable::charge_to(Inode& inode, std::shared_ptr<Account> account) {
+  const std::lock_guard lock(inode.mutex_);
+  if (inode.buffer_) inode.buffer_->charge().move(Charge::kDirectory, account);
+  if (inode.replacement_) inode.replacement_->charge().move(Charge::kDirectory, account);
+  inode.directory_account_ = std::move(account);
 }
 
 Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer) {
@@ -379,12 +305,9 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   return {};
 }
 
-Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
+Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int flags) {
   if (!inode->buffer_) {
-    const bool directory = S_ISDIR(inode->attributes().mode);
-    return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
+    return Status(S_ISDIR(inode->kind_) ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
   }
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
   const std::uint64_t fh = files_.add(std::make_shared<OpenFile>(OpenFile{inode, writes}));
@@ -548,6 +471,20 @@ InodeTable::Counts InodeTable::counts() const {
   counts.orphans = orphans_.size();
   counts.metadata_bytes = metadata_.used();
   return counts;
+}
+
+std::size_t InodeTable::file_count(std::int32_t device) const {
+  const std::shared_lock lock(inodes_mutex_);
+  const auto found = file_counts_.find(device);
+  return found == file_counts_.end() ? 0 : found->second;
+}
+
+std::vector<std::shared_ptr<Inode>> InodeTable::all() const {
+  std::vector<std::shared_ptr<Inode>> inodes;
+  const std::shared_lock lock(inodes_mutex_);
+  inodes.reserve(inodes_.size());
+  for (const auto& [ino, inode] : inodes_) inodes.push_back(inode);
+  return inodes;
 }
 
 std::vector<std::shared_ptr<Inode>> InodeTable::busiest(std::size_t most) const {

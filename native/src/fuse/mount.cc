@@ -108,6 +108,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
       executor_(limits_of(options)),
       table_(std::move(devices), executor_, metadata_limit_of(options),
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
+      names_(table_),
       transport_(std::move(device), transport_options(options), statistics_),
       long_requests_(table_, executor_, statistics_, options.space_patience),
       read_ahead_(statistics_),
@@ -115,9 +116,9 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
       backing_(table_, options.transfers, long_requests_, statistics_),
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
-      buffers_(table_, long_requests_, read_ahead_, relay_.init(), statistics_),
+      buffers_(table_, names_, long_requests_, read_ahead_, relay_.init(), statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
-      names_(table_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout, statistics_) {}
+      name_operations_(table_, names_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout, statistics_) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
@@ -184,7 +185,7 @@ void Mount::handle(Request& request) {
   switch (opcode) {  // those without a reply
     case FUSE_FORGET:
     case FUSE_BATCH_FORGET:
-      return names_.forget(request);
+      return name_operations_.forget(request);
     case FUSE_INTERRUPT:
       return interrupt(request);
     case FUSE_NOTIFY_REPLY:  // to a notification that is never sent
@@ -203,16 +204,7 @@ void Mount::handle(Request& request) {
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
   }
-  using Names = NameOperations;
-  using NameHandler = bool (Names::*)(const Request&, Responder&);
-  static constexpr std::pair<std::uint32_t, NameHandler> kNameHandlers[] = {{FUSE_LOOKUP, &Names::lookup},
-                                                                            {FUSE_OPEN, &Names::open},
-                                                                            {FUSE_OPENDIR, &Names::opendir},
-                                                                            {FUSE_FSYNCDIR, &Names::fsyncdir},
-                                                                            {FUSE_RELEASEDIR, &Names::releasedir}};
-  for (const auto& [name_opcode, serve] : kNameHandlers) {
-    if (opcode == name_opcode && (names_.*serve)(request, responder)) return;
-  }
+  if (name_operations_.serve(request, responder)) return;
   switch (opcode) {
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
@@ -225,10 +217,6 @@ void Mount::handle(Request& request) {
     case FUSE_IOCTL:
       count(statistics_.of(opcode).native);
       return responder.error(ENOTTY);
-    case FUSE_READDIR:
-    case FUSE_READDIRPLUS:
-      names_.note_listing(request);
-      break;
     default:
       break;
   }

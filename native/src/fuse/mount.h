@@ -20,6 +20,7 @@
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
 #include "fuse/name_operations.h"
+#include "fuse/namespace.h"
 #include "fuse/notifier.h"
 #include "fuse/payload_memory.h"
 #include "fuse/read_ahead.h"
@@ -67,6 +68,7 @@ class Mount final : private RequestHandler {
   void close();
 
   [[nodiscard]] InodeTable& table() { return table_; }
+  [[nodiscard]] Namespace& names() { return names_; }
   [[nodiscard]] Notifier& notifier() { return notifier_; }
   // Reads ahead of programs that go through mappings: as ReadAhead::start(), by the end of the first request.
   Status read_ahead(const std::string& directory, std::uint64_t piece);
@@ -99,6 +101,7 @@ class Mount final : private RequestHandler {
   // Each uses those above it.
   Executor executor_;
   InodeTable table_;
+  Namespace names_;
   Transport transport_;
   LongRequests long_requests_;
   ReadAhead read_ahead_;
@@ -107,7 +110,7 @@ class Mount final : private RequestHandler {
   Relay relay_;
   BufferOperations buffers_;
   AttributeOperations attributes_;
-  NameOperations names_;
+  NameOperations name_operations_;
 
   std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
   bool closed_ = false;

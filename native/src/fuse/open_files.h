@@ -16,15 +16,10 @@ namespace gpufs::fuse {
 // The control plane's own handles have none of these bits.
 inline constexpr std::uint64_t kBufferHandle = std::uint64_t{1} << 62;
 inline constexpr std::uint64_t kBackingHandle = std::uint64_t{1} << 61;
-// The control plane numbers inodes of the host from here on: it alone knows the names in such a directory.
-inline constexpr int kInodeBits = 48;
-inline constexpr std::uint64_t kFirstHostInode = std::uint64_t{1} << kInodeBits;
-// Another directory: its handle has its inode number in the lowest bits, and above them a number that tells apart those
-// that are open at the same time. The control plane lists it by this handle.
+// Directories, except those of the host.
 inline constexpr std::uint64_t kDirectoryHandle = std::uint64_t{1} << 60;
-[[nodiscard]] constexpr std::uint64_t directory_handle(std::uint64_t ino, std::uint64_t number) {
-  return kDirectoryHandle | ((number << kInodeBits) & (kDirectoryHandle - 1)) | ino;
-}
+// The control plane numbers inodes of the host from here on: it alone knows the names in such a directory.
+inline constexpr std::uint64_t kFirstHostInode = std::uint64_t{1} << 48;
 [[nodiscard]] constexpr bool is_directory_handle(std::uint64_t fh) { return (fh & kDirectoryHandle) != 0; }
 [[nodiscard]] constexpr bool is_buffer(std::uint64_t fh) { return (fh & kBufferHandle) != 0; }
 [[nodiscard]] constexpr bool is_backing(std::uint64_t fh) { return (fh & kBackingHandle) != 0; }
