@@ -48,7 +48,7 @@ class BufferOperationsTest : public MountTest {
     kernel->write(2, old, 0, pattern(1 << 20, 1));
     filler = fill_device(0);
     ASSERT_TRUE(table->release(old).ok());
-    ASSERT_TRUE(table->set_links(2, 0).ok());
+    unlink_file(2);
   }
 
   std::uint64_t from = 0;
@@ -104,7 +104,10 @@ TEST_F(BufferOperationsTest, ACopyDelaysNoOtherRequestAndKeepsItsFiles) {
   ASSERT_TRUE(copies.wait_for_visitors(1));
   EXPECT_EQ(kernel->read(2, from, 0, 10).body.size(), 10U);
   for (const std::uint64_t fh : {from, to}) ASSERT_TRUE(table->release(fh).ok());
-  for (const std::uint64_t ino : {2, 3}) ASSERT_TRUE(table->remove(ino).ok());
+  for (const std::uint64_t ino : {2, 3}) {
+    unlink_file(ino);
+    ASSERT_TRUE(table->forget(ino, 1));
+  }
   EXPECT_EQ(held(), 2 * kGranule);  // what is being used is not freed
   copies.open();
   EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
@@ -157,7 +160,7 @@ TEST_F(BufferOperationsTest, AWriteWaitsForTheMemoryOfRemovedFiles) {
   const Bytes data = pattern(1 << 20, 2);
   const std::uint64_t write = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(to, 0, data));
   EXPECT_FALSE(kernel->receive(kQuiet));
-  ASSERT_TRUE(table->remove(2).ok());  // the kernel's FORGET has come
+  ASSERT_TRUE(table->forget(2, 1));  // the kernel's FORGET has come
   EXPECT_EQ(kernel->wait(write).as<fuse_write_out>().size, 1U << 20);
   EXPECT_EQ(kernel->read(3, to, 0, 1 << 20).body, data);
 }

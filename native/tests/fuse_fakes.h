@@ -392,11 +392,12 @@ class MountTest : public DevicesTest {
   }
 
   std::uint64_t add_file(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644, std::int32_t device = 0) {
-    EXPECT_TRUE(table->add(file_attributes(ino, mode, device)).ok());
+    EXPECT_TRUE(table->add(file_attributes(ino, mode, device), nullptr, 0, 1).ok());  // the kernel's reference
     return open_file(ino);
   }
+  void unlink_file(std::uint64_t ino) { EXPECT_TRUE(table->set_links(table->find(ino), 0).ok()); }
   std::uint64_t open_file(std::uint64_t ino, int flags = O_RDWR) {
-    Result<std::uint64_t> fh = table->open(ino, flags);
+    Result<std::uint64_t> fh = table->open(table->find(ino), flags);
     EXPECT_TRUE(fh.ok());
     return fh.ok() ? fh.value() : 0;
   }

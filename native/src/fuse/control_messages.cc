@@ -126,9 +126,7 @@ std::uint32_t direct_flags(const InitNegotiation& init) {
 void set_open_flags(std::span<std::byte> message, std::size_t at, const InitNegotiation& init) {
   fuse_open_out out{};
   if (!read_struct(message, at, &out)) return;
-  if (is_buffer(out.fh)) {
-    out.open_flags = buffer_open_flags(init);
-  } else if (is_backing(out.fh)) {
+  if (is_backing(out.fh)) {
     // Changes of the host's file by others must show here at once.
     out.open_flags = direct_flags(init);
   } else {
