@@ -267,7 +267,7 @@ class Mount(Handle):
         check(lib.gpufs_name_remove_all(self._handle, ino))
 
     def inode_hold(self, ino: int) -> None:
-        """Keep an inode until :meth:`inode_release`, as a reference of the kernel does. EngineError ENOENT if unknown."""
+        """Keep an inode until :meth:`inode_release`, as the kernel does. EngineError ENOENT if unknown."""
         check(lib.gpufs_inode_hold(self._handle, ino))
 
     def inode_release(self, ino: int) -> None:

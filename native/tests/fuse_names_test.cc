@@ -125,9 +125,8 @@ TEST_F(NamesTest, ManyThreads) {
           table->forget(found->ino(), 1);
         }
         static_cast<void>(names.rename(from, name, to, "moved", i % 5 == 0 ? RENAME_EXCHANGE : 0, 0, 0));
-        names.list(*root, 0, UINT64_MAX, [](std::uint64_t, const std::string&, Inode& inode) {
-          return inode.attributes().nlink > 0;
-        });
+        names.list(*root, 0, UINT64_MAX,
+                   [](std::uint64_t, const std::string&, Inode& inode) { return inode.attributes().nlink > 0; });
         static_cast<void>(names.unlink(to, i % 4 == 0 ? "link" : name));
         if (made.ok()) table->forget(made.value()->ino(), 1);
       }

@@ -14,7 +14,16 @@ from gpufs.engine import Attributes, Mount
 from gpufs.fs.backing.calls import HostCalls
 from gpufs.fs.backing.identity import with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
-from gpufs.fs.backing.open_files import SET_ID, UNNAMED, OpenDirectory, OpenFile, OpenFiles, changes, close_quietly, new_mode
+from gpufs.fs.backing.open_files import (
+    SET_ID,
+    UNNAMED,
+    OpenDirectory,
+    OpenFile,
+    OpenFiles,
+    changes,
+    close_quietly,
+    new_mode,
+)
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
 from gpufs.fs.layout import ROOT_INODE

@@ -21,10 +21,14 @@ class BufferOperations {
  public:
   using File = std::shared_ptr<OpenFile>;
 
-  BufferOperations(InodeTable& table, const Namespace& names, LongRequests& long_requests, ReadAhead& read_ahead, const InitNegotiation& init,
-                   Statistics& statistics)
+  BufferOperations(InodeTable& table, const Namespace& names, LongRequests& long_requests, ReadAhead& read_ahead,
+                   const InitNegotiation& init, Statistics& statistics)
       : table_(table),
-        names_(names), long_requests_(long_requests), read_ahead_(read_ahead), init_(init), statistics_(statistics) {}
+        names_(names),
+        long_requests_(long_requests),
+        read_ahead_(read_ahead),
+        init_(init),
+        statistics_(statistics) {}
 
   void read(const File& file, Request& request, Responder responder);
   void write(const File& file, Request& request, Responder responder);

@@ -49,8 +49,9 @@ struct InodeNames {
   };
   using Entries = std::map<std::string, Entry, std::less<>>;
 
-  std::list<Name> names;          // the latest one last
-  std::shared_ptr<Inode> parent;  // the directory of the latest name, kept when that is removed; null: root, or none yet
+  std::list<Name> names;  // the latest one last
+  std::shared_ptr<Inode>
+      parent;  // the directory of the latest name, kept when that is removed; null: root, or none yet
   bool may_get_first_name = false;  // created by O_TMPFILE, and not linked since
   std::string target;               // of a symbolic link
 
@@ -159,7 +160,7 @@ class InodeTable {
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
   // Memory that an inode takes, and each of its names, however long that is: measured, and rounded up.
   static constexpr std::uint64_t kInodeBytes = 1536;
-  static constexpr std::uint64_t kNameBytes = 1024;
+  static constexpr std::uint64_t kNameBytes = 640;
 
   // metadata_limit: bytes of memory that names and attributes may take together, of which a user may take a share;
   // above that is ENOSPC.

@@ -118,7 +118,8 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
       buffers_(table_, names_, long_requests_, read_ahead_, relay_.init(), statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
-      name_operations_(table_, names_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout, statistics_) {}
+      name_operations_(table_, names_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout,
+                       statistics_) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,

@@ -3,8 +3,8 @@
 // Thread-safe. A call that fails has changed nothing.
 //
 // The root, .gpufs and what else has no device belong to the mount. Nothing can be created, renamed or removed there,
-// not even by root (EPERM; for other users the mode 0555 forbids it). Below gpuN everything is as on tmpfs; names do not
-// move or link between devices, nor into a directory with a limit of its own or out of one (EXDEV).
+// not even by root (EPERM; for other users the mode 0555 forbids it). Below gpuN everything is as on tmpfs; names do
+// not move or link between devices, nor into a directory with a limit of its own or out of one (EXDEV).
 #pragma once
 
 #include <cstdint>
@@ -55,8 +55,8 @@ class Namespace {
   Status unlink(Inode& directory, std::string_view name);
   Status rmdir(Inode& directory, std::string_view name);
   // Moves a name, over what is there. flags: RENAME_NOREPLACE, RENAME_WHITEOUT (the old name becomes a device node 0:0
-  // of the caller, by which overlays mark removed names), or RENAME_EXCHANGE alone. The replaced name keeps its place in
-  // listings, so a program that lists the directory at the same time sees it exactly once.
+  // of the caller, by which overlays mark removed names), or RENAME_EXCHANGE alone. The replaced name keeps its place
+  // in listings, so a program that lists the directory at the same time sees it exactly once.
   Status rename(Inode& from, std::string_view old_name, Inode& to, std::string_view new_name, std::uint32_t flags,
                 std::uint32_t uid, std::uint32_t gid);
 
