@@ -277,6 +277,12 @@ gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, 
 
 /* ---- mount: the data plane of one FUSE connection ---- */
 
+/* A descriptor that the keeper keeps. The engine's keys have more than 32 bits; the others are the caller's. */
+typedef struct {
+  uint64_t key;
+  int32_t fd;
+} gpufs_kept_fd;
+
 typedef struct {
   int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
   int32_t relay_fd;         /* native end of gpufs_relay_pair(); taken over too */
@@ -289,6 +295,10 @@ typedef struct {
   double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
+  int32_t keeper_fd;        /* the socket to the keeper of descriptors, the caller's; -1: the mount dies with it */
+  int32_t journal_fd;       /* of gpufs_mount_journal() of the process that served the mount before; taken over. -1: new */
+  const gpufs_kept_fd* kept; /* what that process had the keeper keep; taken over */
+  uint64_t kept_count;
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
@@ -297,6 +307,14 @@ typedef struct {
 gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
+/* Where the state of a mount with a keeper is, for the process that continues it. The mount's descriptor. */
+gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd);
+/* Has the kernel send again what the process before has not answered; once everything answers. */
+gpufs_status gpufs_mount_resume(gpufs_handle mount);
+/* Fails, with the reason for users, if no other process can continue the mount. */
+gpufs_status gpufs_mount_survives(gpufs_handle mount);
+/* Hands everything to the keeper again, because another one is at the other end of the socket. */
+gpufs_status gpufs_mount_hold_again(gpufs_handle mount);
 /* Starts the threads. Call after the descriptor is mounted and before requests are answered. */
 gpufs_status gpufs_mount_start(gpufs_handle mount);
 /* Reads ahead of programs that go through mappings from front to back. directory: where the mount is; it must answer,

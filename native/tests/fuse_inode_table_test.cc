@@ -18,7 +18,8 @@ class InodeTableTest : public DevicesTest {
     ASSERT_TRUE(table.find(ino)->buffer()->write(0, pattern(bytes, 1)).ok());
   }
   Executor executor{Executor::Limits{}};
-  InodeTable table{contexts, executor};
+  Records records{nullptr};
+  InodeTable table{contexts, executor, records};
 };
 
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {

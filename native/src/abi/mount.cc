@@ -29,9 +29,11 @@
 #include "fuse/relay.h"
 #include "fuse/statistics.h"
 #include "gpufs.h"
+#include "journal/journal.h"
 #include "memory/account.h"
 #include "memory/buffer.h"
 #include "memory/host_locks.h"
+#include "memory/kept_memory.h"
 #include "memory/registered_buffer.h"
 
 namespace gpufs {
@@ -75,6 +77,11 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
   return guarded([&]() -> Status {
     UniqueFd device(options->fuse_fd);
     UniqueFd relay(options->relay_fd);
+    UniqueFd journal_fd(options->journal_fd);
+    std::vector<KeptMemory::Held> held;
+    for (const gpufs_kept_fd& each : std::span(options->kept, options->kept_count)) {
+      held.push_back({each.key, UniqueFd(each.fd)});
+    }
     if (options->reader_threads < 0 || options->worker_threads < 0) {
       return Status(EINVAL, "a negative number of threads");
     }
@@ -103,10 +110,38 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     Result<std::shared_ptr<TransferEngine>> transfers = owner.value()->transfers();
     if (!transfers.ok()) return transfers.status();
     chosen.transfers = transfers.take();
-    Result<std::shared_ptr<Mount>> opened = Mount::create(std::move(device), std::move(relay), devices, chosen);
+    if (options->keeper_fd >= 0) {
+      Result<std::unique_ptr<journal::Journal>> journal =
+          journal_fd.valid() ? journal::Journal::restore(std::move(journal_fd)) : journal::Journal::create();
+      if (!journal.ok()) return journal.status();
+      chosen.journal = journal.take();
+      chosen.kept = std::make_shared<KeptMemory>(chosen.journal, options->keeper_fd, std::move(held));
+    }
+    Result<std::shared_ptr<Mount>> opened =
+        Mount::create(std::move(device), std::move(relay), devices, std::move(chosen));
     if (!opened.ok()) return opened.status();
     return give(HandleTable::instance().put<Mount>(opened.take(), engine, close_of<Mount>), mount);
   });
+}
+
+gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    if (found.journal() == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");
+    *fd = found.journal()->fd();
+    return {};
+  });
+}
+
+gpufs_status gpufs_mount_resume(gpufs_handle mount) {
+  return with<Mount>(mount, [&](Mount& found) -> Status { return found.resume(); });
+}
+
+gpufs_status gpufs_mount_survives(gpufs_handle mount) {
+  return with<Mount>(mount, [&](Mount& found) -> Status { return found.survives(); });
+}
+
+gpufs_status gpufs_mount_hold_again(gpufs_handle mount) {
+  return with<Mount>(mount, [&](Mount& found) -> Status { return found.hold_again(); });
 }
 
 gpufs_status gpufs_mount_start(gpufs_handle mount) {

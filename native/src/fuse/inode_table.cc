@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "fuse/acl.h"
+#include "memory/slab_pool.h"
 
 namespace gpufs::fuse {
 
@@ -25,17 +26,23 @@ constexpr std::chrono::milliseconds kForgetTime{300};
 // Less than one part in so many of a device's memory is worth no waiting.
 constexpr std::uint64_t kSmallPart = 64;
 
+std::uint64_t user_key(std::int32_t device, std::uint32_t uid) {
+  return std::uint64_t{static_cast<std::uint32_t>(device)} << 32 | uid;
+}
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
 
-Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references)
+Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references,
+             Timestamp birth, Records& records)
     : ino_(attributes.ino),
       device_(attributes.device),
       kind_(attributes.mode & S_IFMT),
       buffer_(std::move(buffer)),
       in_host_memory_(buffer_ && buffer_->device()->info().cpu_addressable),
-      birth_{attributes.ctime, attributes.ctime_ns},
+      birth_(birth),
+      records_(records),
       attributes_(attributes),
       references_(references) {}
 
@@ -61,7 +68,9 @@ void Inode::was_read(AccessTimes policy) {
   if (policy == AccessTimes::kNever) return;
   const Timestamp now = Timestamp::now();
   const std::lock_guard lock(mutex_);
-  if (atime_is_due(policy, attributes_, now)) set_atime(attributes_, now);
+  if (!atime_is_due(policy, attributes_, now)) return;
+  set_atime(attributes_, now);
+  record_locked();
 }
 
 void Inode::was_written(SetIdLoss loss) {
@@ -71,6 +80,7 @@ void Inode::was_written(SetIdLoss loss) {
   set_ctime(attributes_, now);
   attributes_.mode = mode_without_set_id(attributes_.mode, loss);
   if (extended_) extended_->drop_capability();
+  record_locked();
 }
 
 bool Inode::has_writers() const {
@@ -131,8 +141,10 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
 
 bool Inode::hold() {
   const std::lock_guard lock(mutex_);
-  if (!removed_) ++references_;
-  return !removed_;
+  if (removed_) return false;
+  ++references_;
+  record_locked();
+  return true;
 }
 
 std::uint64_t Inode::metadata_locked() const {
@@ -160,20 +172,38 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, I
     const std::unique_lock lock(inodes_mutex_);
     attributes.ino = next_ino_++;
   }
-  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), references);
+  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), references,
+                                       Timestamp{attributes.ctime, attributes.ctime_ns}, records_);
   if (parent != nullptr) inode->inherit(*parent, umask);
-  const std::uint64_t metadata = inode->metadata_locked();  // not visible yet
-  Metadata::Share* const share = metadata_.share_of(attributes.uid);
-  if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
-  inode->charged_ = metadata;
-  inode->charged_to_ = share;
-  const std::unique_lock lock(inodes_mutex_);
-  if (!inodes_.emplace(attributes.ino, inode).second) {
-    metadata_.give(share, metadata);
-    return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " exists");
-  }
-  if (inode->buffer_) ++file_counts_[inode->device_];
+  if (Status inserted = insert(inode); !inserted.ok()) return inserted;
   return inode;
+}
+
+Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
+  {
+    const std::lock_guard own(inode->mutex_);
+    const std::uint64_t metadata = inode->metadata_locked();
+    Metadata::Share* const share = metadata_.share_of(inode->attributes_.uid);
+    if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
+    inode->charged_ = metadata;
+    inode->charged_to_ = share;
+    const std::unique_lock lock(inodes_mutex_);
+    if (!inodes_.emplace(inode->ino_, inode).second) {
+      metadata_.give(share, metadata);
+      return Status(EEXIST, "inode " + std::to_string(inode->ino_) + " exists");
+    }
+    if (inode->buffer_) ++file_counts_[inode->device_];
+    inode->record_locked();
+  }
+  if (inode->buffer_) {
+    inode->buffer_->watch([moved = std::weak_ptr<Inode>(inode)] {
+      const std::shared_ptr<Inode> found = moved.lock();
+      if (!found) return;
+      const std::lock_guard lock(found->mutex_);
+      found->record_locked();
+    });
+  }
+  return {};
 }
 
 void InodeTable::was_read(Inode& inode) const {
@@ -192,6 +222,7 @@ void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
     const std::lock_guard lock(inode->mutex_);
     if (inode->removed_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
     inode->removed_ = true;
+    records_.remove_inode(inode->ino_);
     metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
     doomed = update_orphan_locked(inode);
   }
@@ -214,6 +245,7 @@ bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
   {
     const std::lock_guard lock(inode->mutex_);
     inode->references_ -= std::min(count, inode->references_);
+    inode->record_locked();
   }
   remove_if_unused(std::move(inode));
   return true;
@@ -250,6 +282,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
   if (changes.atime) set_atime(ours, *changes.atime);
   if (changes.mtime) set_mtime(ours, *changes.mtime);
   set_ctime(ours, Timestamp::now());
+  inode.record_locked();
   return {};
 }
 
@@ -274,6 +307,7 @@ Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optio
   if (device < 0 || device >= static_cast<std::int32_t>(devices_.size()))
     return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
+  records_.put_user_limit(user_key(device, uid), bytes);
   return {};
 }
 
@@ -302,6 +336,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   inode->replaced_.store(true, std::memory_order_release);
   set_mtime(inode->attributes_, now);
   set_ctime(inode->attributes_, now);
+  inode->record_locked();
   return {};
 }
 
@@ -320,6 +355,10 @@ Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int 
     constexpr int kCreation = O_CREAT | O_EXCL;
     if (inode->writers_ever_++ == 0) inode->created_open_ = (flags & kCreation) == kCreation;
   }
+  const Records::Change change(records_);
+  records_.put_file(fh, {inode->ino_, writes});
+  inode->record_locked();
+  records_.done({inode->ino_, fh});
   static_cast<void>(update_orphan_locked(inode));  // in use now
   return fh;
 }
@@ -334,6 +373,7 @@ Status InodeTable::release(std::uint64_t fh) {
   bool trims = false;
   {
     const std::lock_guard lock(inode->mutex_);
+    records_.remove_file(fh);
     --inode->open_files_;
     if (writes) --inode->open_writers_;
     // At each close without a writer: the last try may have found the buffer in use.
@@ -424,6 +464,89 @@ void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
                      found.reset();  // perhaps the last reference
                      executor_.memory_freed(device);
                    });
+}
+
+// ---- another process's inodes ----
+
+void Inode::record_locked() const {
+  if (records_.journal() == nullptr || removed_) return;
+  InodeRecord record{.attributes = attributes_,
+                     .birth_seconds = birth_.seconds,
+                     .birth_nanoseconds = birth_.nanoseconds,
+                     .writers_ever = writers_ever_,
+                     .references = references_,
+                     .created_open = created_open_,
+                     .target = names_.target,
+                     .extended = {},
+                     .contents = std::nullopt};
+  if (extended_) {
+    extended_->each([&](const std::string& name, const ExtendedAttributes::Value& value) {
+      record.extended.emplace_back(name, value);
+    });
+  }
+  if (buffer_) record.contents = buffer_->kept();
+  records_.put_inode(record);
+}
+
+Status InodeTable::restore() {
+  for (const auto& [user, bytes] : records_.user_limits()) {
+    quotas_.limit_user(static_cast<std::int32_t>(user >> 32), static_cast<std::uint32_t>(user), bytes);
+  }
+  std::vector<InodeRecord> inodes = records_.inodes();
+  // First all slots: the slabs must know which are free.
+  std::map<std::int32_t, std::pair<std::uint64_t, std::vector<Extent>>> slots;  // and their memory, by device
+  for (const InodeRecord& inode : inodes) {
+    if (!inode.contents || inode.contents->slot.bytes == 0) continue;
+    slots[inode.attributes.device].first = inode.contents->memory;
+    slots[inode.attributes.device].second.push_back(inode.contents->slot);
+  }
+  for (const auto& [device, used] : slots) {
+    SlabPool* const slabs = devices_.at(static_cast<std::size_t>(device))->slabs();
+    if (slabs == nullptr) return Status(EPROTO, "small files on a device without slabs");
+    if (Status restored = slabs->restore(used.first, used.second); !restored.ok()) return restored;
+  }
+  for (InodeRecord& record : inodes) {
+    const gpufs_attributes& attributes = record.attributes;
+    std::shared_ptr<Buffer> buffer;
+    if (record.contents) {
+      if (attributes.device < 0 || static_cast<std::size_t>(attributes.device) >= devices_.size()) {
+        return Status(ENODEV, "gpu" + std::to_string(attributes.device) + " is missing");
+      }
+      Result<std::shared_ptr<Buffer>> restored =
+          Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *record.contents);
+      if (!restored.ok()) return restored.status().with_context("inode " + std::to_string(attributes.ino));
+      buffer = restored.take();
+      buffer->preallocate_on_growth();
+      buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
+    }
+    const Timestamp birth{record.birth_seconds, record.birth_nanoseconds};
+    auto inode = std::make_shared<Inode>(attributes, std::move(buffer), record.references, birth, records_);
+    inode->writers_ever_ = record.writers_ever;
+    inode->created_open_ = record.created_open;
+    inode->names_.target = std::move(record.target);
+    if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
+    for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
+    if (Status inserted = insert(inode); !inserted.ok()) return inserted;
+    next_ino_ = std::max(next_ino_, attributes.ino + 1);
+  }
+  for (const auto& [fh, file] : records_.files()) {
+    if (!is_buffer(fh)) continue;
+    const std::shared_ptr<Inode> inode = find(file.inode);
+    if (!inode) return Status(EPROTO, "an open file without an inode");
+    files_.restore(fh, std::make_shared<OpenFile>(OpenFile{inode, file.writes}));
+    ++inode->open_files_;
+    if (file.writes) ++inode->open_writers_;
+  }
+  return {};
+}
+
+void InodeTable::restore_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
+  {
+    const std::lock_guard lock(inode->mutex_);
+    inode->attributes_.nlink = links;
+    static_cast<void>(update_orphan_locked(inode));
+  }
+  if (links == 0) remove_if_unused(std::move(inode));
 }
 
 std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {

@@ -28,6 +28,7 @@
 #include "fuse/metadata.h"
 #include "fuse/open_files.h"
 #include "fuse/quotas.h"
+#include "fuse/records.h"
 #include "gpufs.h"
 #include "memory/account.h"
 #include "memory/buffer.h"
@@ -45,6 +46,7 @@ struct InodeNames {
   struct Entry {
     std::shared_ptr<Inode> inode;
     std::uint64_t number;             // in the order of listings; a name that is replaced keeps it
+    std::uint64_t record;             // of Records
     std::list<Name>::iterator place;  // in the inode's `names`
   };
   using Entries = std::map<std::string, Entry, std::less<>>;
@@ -64,7 +66,8 @@ struct InodeNames {
 
 class Inode : public std::enable_shared_from_this<Inode> {
  public:
-  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references);
+  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references, Timestamp birth,
+        Records& records);
 
   [[nodiscard]] std::uint64_t ino() const { return ino_; }
   [[nodiscard]] std::int32_t device() const { return device_; }
@@ -102,11 +105,11 @@ class Inode : public std::enable_shared_from_this<Inode> {
   // Whether this is the first call: what a mapping stored is lost.
   [[nodiscard]] bool first_loss() { return !lost_stores_.exchange(true); }
 
-  // Runs change(attributes, extended attributes) with the inode locked.
-  template <typename Change>
-  auto with_extended(Change change) {
+  // Runs look(attributes, extended attributes) with the inode locked.
+  template <typename Look>
+  auto with_extended(Look look) {
     const std::lock_guard lock(mutex_);
-    return change(attributes_, extended_);
+    return look(attributes_, extended_);
   }
 
  private:
@@ -115,6 +118,8 @@ class Inode : public std::enable_shared_from_this<Inode> {
 
   // The memory that names and attributes take, at most. With the mutex held.
   [[nodiscard]] std::uint64_t metadata_locked() const;
+  // Writes the inode's record after a change, with the mutex held.
+  void record_locked() const;
 
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
   [[nodiscard]] bool marks_group_without(const Caller& caller) const;
@@ -127,6 +132,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   const std::shared_ptr<Buffer> buffer_;
   const bool in_host_memory_;
   const Timestamp birth_;
+  Records& records_;
   std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
   std::atomic<bool> replaced_{false};
   std::atomic<bool> lost_stores_{false};
@@ -165,9 +171,13 @@ class InodeTable {
   // metadata_limit: bytes of memory that names and attributes may take together, of which a user may take a share;
   // above that is ENOSPC.
   // executor: frees memory, and is stopped before the table goes. user_limit: as Quotas().
-  InodeTable(std::vector<std::shared_ptr<DeviceContext>> devices, Executor& executor,
+  InodeTable(std::vector<std::shared_ptr<DeviceContext>> devices, Executor& executor, Records& records,
              std::uint64_t metadata_limit = kNoMetadataLimit, std::uint64_t user_limit = Account::kNoLimit)
-      : devices_(std::move(devices)), executor_(executor), metadata_(metadata_limit), quotas_(user_limit) {}
+      : devices_(std::move(devices)),
+        executor_(executor),
+        records_(records),
+        metadata_(metadata_limit),
+        quotas_(user_limit) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
@@ -177,6 +187,10 @@ class InodeTable {
   // lists; its mode is then what the user asked for before `umask`. Null: as in the attributes.
   Result<std::shared_ptr<Inode>> add(const gpufs_attributes& attributes, Inode* parent = nullptr,
                                      std::uint32_t umask = 0, std::uint64_t references = 0);
+  // Adds the inodes and open files that the records have. Before anything else; Namespace::restore() comes next.
+  Status restore();
+  // The link count that follows from an inode's names; without any, it is removed unless something uses it.
+  void restore_links(std::shared_ptr<Inode> inode, std::uint32_t links);
   // Removes an inode without names and references. The executor frees the memory once nothing uses it, so the caller
   // should keep no pointer.
   void remove_if_unused(std::shared_ptr<Inode> inode);
@@ -204,6 +218,7 @@ class InodeTable {
     const std::lock_guard lock(inode.mutex_);
     if (!metadata_.take(inode.charged_to_, most)) return ENOSPC;
     const int error = change(inode.attributes_, inode.extended_);
+    if (error == 0) inode.record_locked();
     const std::uint64_t before = inode.charged_;
     inode.charged_ = inode.removed_ ? 0 : inode.metadata_locked();
     metadata_.give(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
@@ -220,6 +235,7 @@ class InodeTable {
   // Charges a buffer that belongs to no inode to a user, whatever the limit.
   void charge_to_user(Buffer& buffer, std::uint32_t uid);
   [[nodiscard]] Quotas& quotas() { return quotas_; }
+  [[nodiscard]] Records& records() const { return records_; }
 
   // Gives a new and empty file another buffer, for good, as if it were changed now. Only for a file that was created by
   // opening it for writing, and that nobody else has opened for writing since: whoever has that descriptor has created
@@ -260,6 +276,8 @@ class InodeTable {
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> busiest(std::size_t most) const;
 
  private:
+  // Makes an inode known whose attributes are complete.
+  Status insert(const std::shared_ptr<Inode>& inode);
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
   [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
   // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all that are doomed at a time.
@@ -270,6 +288,7 @@ class InodeTable {
 
   const std::vector<std::shared_ptr<DeviceContext>> devices_;
   Executor& executor_;
+  Records& records_;
   Metadata metadata_;
   Quotas quotas_;
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};

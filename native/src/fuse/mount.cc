@@ -103,10 +103,12 @@ const Mount::InodeHandler* Mount::inode_handler(std::uint32_t opcode) {
 // ---- start and end ----
 
 Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
-             const MountOptions& options)
+             MountOptions options)
     : ended_(std::move(ended)),
       executor_(limits_of(options)),
-      table_(std::move(devices), executor_, metadata_limit_of(options),
+      kept_(options.kept),
+      records_(std::move(options.journal)),
+      table_(std::move(devices), executor_, records_, metadata_limit_of(options),
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
       transport_(std::move(device), transport_options(options), statistics_),
@@ -123,7 +125,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
-                                             const MountOptions& options) {
+                                             MountOptions options) {
   if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
   }
@@ -142,9 +144,42 @@ Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
   UniqueFd ended(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!ended.valid()) return Status::from_errno(errno, "eventfd");
   std::shared_ptr<Mount> mount(
-      new Mount(std::move(device), std::move(relay), std::move(ended), std::move(devices), options));
+      new Mount(std::move(device), std::move(relay), std::move(ended), std::move(devices), std::move(options)));
   if (Status status = mount->executor_.start(); !status.ok()) return status;
+  if (Status status = mount->restore(); !status.ok()) return status;
   return mount;
+}
+
+Status Mount::restore() {
+  if (kept_ != nullptr) {
+    for (const std::shared_ptr<DeviceContext>& device : table_.devices()) device->device().set_keeper(kept_);
+  }
+  const auto init = records_.init();
+  if (!init) return {};  // nothing was there
+  if (Status status = table_.restore(); !status.ok()) return status;
+  if (Status status = names_.restore(); !status.ok()) return status;
+  name_operations_.restore_directories();
+  relay_.restore_init(init->first, init->second);
+  kept_->drop_untaken();
+  return {};
+}
+
+Status Mount::hold_again() {
+  if (kept_ == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");
+  kept_->hold_again();
+  return {};
+}
+
+Status Mount::resume() {
+  const int error = transport_.notify(kNotifyResend, {});
+  return error == 0 ? Status() : Status::from_errno(error, "asking the kernel for unanswered requests");
+}
+
+Status Mount::survives() const {
+  if (records_.journal() == nullptr) return Status(EOPNOTSUPP, "it has no keeper");
+  if (!relay_.init().granted(kInitHasResend)) return Status(EOPNOTSUPP, "the kernel is older than Linux 6.9");
+  const Status health = records_.journal()->health();
+  return health.ok() ? kept_->health() : health;
 }
 
 Status Mount::start() {
@@ -194,6 +229,7 @@ void Mount::handle(Request& request) {
     default:
       break;
   }
+  const Records::Serving serving(records_, request.header.unique);
   Responder responder(transport_, request.header.unique, opcode);
   if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
     return serve_file(*handler, request, std::move(responder));

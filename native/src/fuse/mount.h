@@ -29,6 +29,8 @@
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 #include "io/transfer_engine.h"
+#include "journal/journal.h"
+#include "memory/kept_memory.h"
 
 namespace gpufs::fuse {
 
@@ -45,6 +47,10 @@ struct MountOptions {
   // How long a write that finds the device full waits for memory of removed files to come back.
   std::chrono::milliseconds space_patience{3000};
   std::shared_ptr<HostLocks> locks;           // of the memory of requests; null: no device copies from and to it
+  // Where the mount's state is kept; one that Journal::restore() returned has the state of a mount that this one
+  // continues. Null: it dies with the process.
+  std::shared_ptr<journal::Journal> journal;
+  std::shared_ptr<KeptMemory> kept;           // with a journal: the memory of the devices
   std::shared_ptr<TransferEngine> transfers;  // null: the kernel copies between buffers and files of the host
 };
 
@@ -53,12 +59,20 @@ class Mount final : private RequestHandler {
   // Takes over both descriptors, also when it fails. EINVAL for impossible options.
   static Result<std::shared_ptr<Mount>> create(UniqueFd device, UniqueFd relay,
                                                std::vector<std::shared_ptr<DeviceContext>> devices,
-                                               const MountOptions& options);
+                                               MountOptions options);
   ~Mount() override { close(); }
   Mount(const Mount&) = delete;
   Mount& operator=(const Mount&) = delete;
 
   Status start();
+  // After start(), once the control plane answers: has the kernel send again what the last process has not answered.
+  Status resume();
+
+  // OK if another process can continue the mount; else the reason for users.
+  [[nodiscard]] Status survives() const;
+  [[nodiscard]] const journal::Journal* journal() const { return records_.journal(); }
+  // EOPNOTSUPP without a keeper.
+  Status hold_again();
 
   // Readable once the connection has ended. Valid for the mount's life.
   [[nodiscard]] int ended_fd() const { return ended_.get(); }
@@ -82,7 +96,8 @@ class Mount final : private RequestHandler {
   static const InodeHandler* inode_handler(std::uint32_t opcode);
 
   Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
-        const MountOptions& options);
+        MountOptions options);
+  Status restore();
 
   void handle(Request& request) override;
   void connection_ended() override;
@@ -100,6 +115,8 @@ class Mount final : private RequestHandler {
   mutable Statistics statistics_;
   // Each uses those above it.
   Executor executor_;
+  const std::shared_ptr<KeptMemory> kept_;  // null without a keeper
+  Records records_;
   InodeTable table_;
   Namespace names_;
   Transport transport_;

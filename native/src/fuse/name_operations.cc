@@ -28,6 +28,12 @@ constexpr std::uint32_t kPermissions = 07777;
 constexpr std::uint64_t kDots = 2;
 constexpr std::uint32_t kTypeShift = 12;  // from the type in a mode to the one in a listing
 
+// The reply to CREATE.
+struct Created {
+  fuse_entry_out entry;
+  fuse_open_out open;
+};
+
 // The texts behind the arguments, each with a zero at its end; nullopt if there are fewer or more.
 template <std::size_t kCount>
 std::optional<std::array<std::string_view, kCount>> texts(const Request& request, std::size_t arguments) {
@@ -106,6 +112,11 @@ bool NameOperations::serve(Request& request, Responder& responder) {
   if (request.header.nodeid >= kFirstHostInode) return false;
   const InodePointer inode = table_.find(request.header.nodeid);
   if (!inode) return false;
+  if (const std::optional<Outcome> outcome = table_.records().done_before()) {
+    count(statistics_.of(opcode).native);
+    answer_again(*outcome, request, std::move(responder));
+    return true;
+  }
   if (opcode == FUSE_OPEN) return open(inode, request, responder);
   count(statistics_.of(opcode).native);
   if (request.message.size() < kBody + handler->arguments) {
@@ -152,7 +163,13 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
   if (!S_ISDIR(inode->kind()) && name->front() != ".") return responder.error(ENOTDIR);
   if (name->front().size() > NAME_MAX) return responder.error(ENAMETOOLONG);
   const InodePointer found = names_.look_up(inode, name->front());
-  if (found && found->hold()) return responder.body(entry_of(*found));
+  bool held = false;
+  if (found) {
+    const Records::Change change(table_.records());
+    held = found->hold();
+    if (held) table_.records().done({found->ino(), 0});
+  }
+  if (held) return responder.body(entry_of(*found));
   fuse_entry_out none{};  // without an inode: the kernel may remember that there is no such name
   none.entry_valid = entry_validity_.seconds;
   none.entry_valid_nsec = entry_validity_.nanoseconds;
@@ -170,15 +187,9 @@ void NameOperations::create(const InodePointer& directory, Request& request, Res
   // The kernel remembers that there was no such name. On ESTALE it looks the name up again and opens the file.
   if (made.error() == EEXIST && (in.flags & O_EXCL) == 0) return responder.error(ESTALE);
   if (!made.ok()) return responder.error(made.error());
-  struct {
-    fuse_entry_out entry;
-    fuse_open_out open;
-  } out{};
   const Result<std::uint64_t> fh = table_.open(made.value(), static_cast<int>(in.flags));
   if (!fh.ok()) return responder.error(fh.error());
-  out.entry = entry_of(*made.value());
-  out.open = opened(fh.value());
-  responder.body(out);
+  responder.body(Created{entry_of(*made.value()), opened(fh.value())});
 }
 
 void NameOperations::mknod(const InodePointer& directory, Request& request, Responder responder) {
@@ -273,7 +284,46 @@ void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Re
   directory->inode = inode;
   fuse_open_out out{};
   out.fh = directories_.add(std::move(directory));
+  {
+    const Records::Change change(table_.records());
+    table_.records().put_file(out.fh, {inode->ino(), false});
+    table_.records().done({inode->ino(), out.fh});
+  }
   responder.body(out);
+}
+
+void NameOperations::restore_directories() {
+  for (const auto& [fh, file] : table_.records().files()) {
+    if (!is_directory_handle(fh)) continue;
+    auto directory = std::make_shared<OpenDirectory>();
+    directory->inode = table_.find(file.inode);
+    if (!directory->inode) continue;
+    directory->end = names_.next_number(*directory->inode);
+    directories_.restore(fh, std::move(directory));
+  }
+}
+
+void NameOperations::answer_again(const Outcome& outcome, const Request& request, Responder responder) {
+  if (outcome.inode == 0) return responder.ok();  // it has changed names
+  const InodePointer inode = table_.find(outcome.inode);
+  if (!inode) return responder.error(ESTALE);
+  const std::uint32_t opcode = request.header.opcode;
+  const bool opens = opcode == FUSE_OPEN || opcode == FUSE_CREATE || opcode == FUSE_TMPFILE;
+  std::uint64_t fh = outcome.handle;
+  if (opens && fh == 0) {  // the process died between creating the file and opening it
+    const Result<std::uint64_t> opened_now =
+        table_.open(inode, static_cast<int>(request.arguments<fuse_create_in>().flags));
+    if (!opened_now.ok()) return responder.error(opened_now.error());
+    fh = opened_now.value();
+  }
+  if (opcode == FUSE_OPEN) return responder.body(opened(fh));
+  if (opcode == FUSE_OPENDIR) {
+    fuse_open_out out{};
+    out.fh = fh;
+    return responder.body(out);
+  }
+  if (!opens) return responder.body(entry_of(*inode));
+  responder.body(Created{entry_of(*inode), opened(fh)});
 }
 
 bool NameOperations::serve_directory(Request& request, Responder& responder) {
@@ -283,6 +333,7 @@ bool NameOperations::serve_directory(Request& request, Responder& responder) {
   count(statistics_.of(opcode).native);
   const std::shared_ptr<OpenDirectory> directory =
       opcode == FUSE_RELEASEDIR ? directories_.remove(fh) : directories_.find(fh);
+  if (opcode == FUSE_RELEASEDIR) table_.records().remove_file(fh);
   if (!directory) {
     responder.error(EBADF);
   } else if (opcode == FUSE_READDIRPLUS) {

@@ -37,6 +37,8 @@ class NameOperations {
   bool serve(Request& request, Responder& responder);
   // FORGET and BATCH_FORGET, which have no reply.
   void forget(const Request& request);
+  // The open directories of the last process, after Namespace::restore().
+  void restore_directories();
 
  private:
   using InodePointer = std::shared_ptr<Inode>;
@@ -62,6 +64,8 @@ class NameOperations {
   // As serve() for OPEN, and for requests on open directories.
   bool open(const InodePointer& inode, const Request& request, Responder& responder);
   bool serve_directory(Request& request, Responder& responder);
+  // Answers a request that the last process has carried out, and may have answered.
+  void answer_again(const Outcome& outcome, const Request& request, Responder responder);
   void list(OpenDirectory& directory, Request& request, Responder responder);
 
   [[nodiscard]] fuse_entry_out entry_of(const Inode& inode) const;

@@ -88,9 +88,20 @@ Result<Namespace::InodePointer> Namespace::place(std::uint64_t directory, std::s
   attributes.blksize = kBlock;
   if (!target.empty()) attributes.size = target.size();
   if (!above) attributes.ino = InodeTable::kRootInode;
+  InodePointer known = above ? nullptr : table_.find(InodeTable::kRootInode);
+  if (above) {
+    const auto entry = above->names_.entries.find(name);
+    if (entry != above->names_.entries.end()) known = entry->second.inode;
+  }
+  if (known) {
+    const std::lock_guard own(known->mutex_);
+    known->attributes_.size = attributes.size;
+    known->record_locked();
+    return known;
+  }
   Result<InodePointer> added = table_.add(attributes);
   if (!added.ok()) return added;
-  added.value()->names_.target = target;
+  set_target(*added.value(), target);
   if (above) attach(*above, name, added.value());
   return added;
 }
@@ -112,26 +123,38 @@ Result<Namespace::InodePointer> Namespace::add(Inode& directory, const NewInode&
   set_mtime(attributes, now);
   set_ctime(attributes, now);
   Result<InodePointer> added = table_.add(attributes, &directory, wanted.umask, references);
-  if (added.ok()) added.value()->names_.target = wanted.target;
+  if (added.ok()) set_target(*added.value(), wanted.target);
   return added;
+}
+
+void Namespace::set_target(Inode& inode, std::string_view target) {
+  if (target.empty()) return;
+  const std::lock_guard lock(inode.mutex_);
+  inode.names_.target = target;
+  inode.record_locked();
 }
 
 Result<Namespace::InodePointer> Namespace::create(Inode& directory, std::string_view name, const NewInode& wanted) {
   const std::unique_lock lock(mutex_);
+  const Records::Change change(records_);
   if (Status status = check_new_name(directory, directory.names_, name); !status.ok()) return status;
   Result<InodePointer> added = add(directory, wanted, S_ISDIR(wanted.mode) ? 2 : 1, 1);
-  if (added.ok()) attach(directory, name, added.value());
+  if (!added.ok()) return added;
+  attach(directory, name, added.value());
+  records_.done({added.value()->ino(), 0});
   return added;
 }
 
 Result<Namespace::InodePointer> Namespace::create_unnamed(Inode& directory, const NewInode& wanted) {
   const std::unique_lock lock(mutex_);
+  const Records::Change change(records_);
   if (Status status = check_removal(directory); !status.ok()) return status;
   Result<InodePointer> added = add(directory, wanted, 0, 1);
-  if (added.ok()) {
-    added.value()->names_.parent = directory.shared_from_this();
-    added.value()->names_.may_get_first_name = true;
-  }
+  if (!added.ok()) return added;
+  added.value()->names_.parent = directory.shared_from_this();
+  added.value()->names_.may_get_first_name = true;
+  records_.put_unnamed(added.value()->ino(), directory.ino());
+  records_.done({added.value()->ino(), 0});
   return added;
 }
 
@@ -139,6 +162,7 @@ Result<Namespace::InodePointer> Namespace::create_unnamed(Inode& directory, cons
 
 Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_view name) {
   const std::unique_lock lock(mutex_);
+  const Records::Change change(records_);
   InodeNames& names = inode->names_;
   if (is_directory(*inode) || inode->is_fixed()) return Status(EPERM, "an inode that has one name");
   if (Status status = check_new_name(directory, directory.names_, name); !status.ok()) return status;
@@ -149,12 +173,14 @@ Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_
     return status;
   }
   attach(directory, name, inode);
-  names.may_get_first_name = false;
+  if (std::exchange(names.may_get_first_name, false)) records_.remove_unnamed(inode->ino());
+  records_.done({inode->ino(), 0});
   return {};
 }
 
 Status Namespace::unlink(Inode& directory, std::string_view name) {
   const std::unique_lock lock(mutex_);
+  const Records::Change change(records_);
   if (Status status = check_removal(directory); !status.ok()) return status;
   const Result<InodeNames::Entries::iterator> entry = find_entry(directory.names_, name);
   if (!entry.ok()) return entry.status();
@@ -162,6 +188,7 @@ Status Namespace::unlink(Inode& directory, std::string_view name) {
   if (is_directory(*inode)) return Status(EISDIR, "a directory");
   detach(directory, entry.value());
   settle(std::move(inode));
+  records_.done({});
   return {};
 }
 
@@ -171,6 +198,7 @@ std::vector<std::pair<std::uint64_t, std::string>> Namespace::remove_names(Inode
   for (;;) {
     const std::unique_lock lock(mutex_);  // for each: there may be many, and requests wait for it
     if (inode.names_.names.empty()) return removed;
+    const Records::Change change(records_);
     const InodeNames::Name name = inode.names_.names.back();
     removed.emplace_back(name.directory->ino(), *name.text);
     detach(*name.directory, name.directory->names_.entries.find(*name.text));
@@ -180,6 +208,7 @@ std::vector<std::pair<std::uint64_t, std::string>> Namespace::remove_names(Inode
 
 Status Namespace::rmdir(Inode& directory, std::string_view name) {
   const std::unique_lock lock(mutex_);
+  const Records::Change change(records_);
   if (Status status = check_removal(directory); !status.ok()) return status;
   if (name == ".") return Status(EINVAL, "a name that cannot be removed");
   if (name == "..") return Status(ENOTEMPTY, "the directory has entries");
@@ -190,6 +219,7 @@ Status Namespace::rmdir(Inode& directory, std::string_view name) {
   if (!inode->names_.entries.empty()) return Status(ENOTEMPTY, "the directory has entries");
   detach(directory, entry.value());
   settle(std::move(inode));
+  records_.done({});
   return {};
 }
 
@@ -199,6 +229,7 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   const bool exchanges = (flags & RENAME_EXCHANGE) != 0;
   if ((flags & ~kKnown) != 0 || (exchanges && flags != RENAME_EXCHANGE)) return Status(EINVAL, "unknown flags");
   const std::unique_lock lock(mutex_);
+  const Records::Change change(records_);
   for (const Inode* const directory : {&from, &to}) {
     if (Status status = check_removal(*directory); !status.ok()) return status;
   }
@@ -217,6 +248,7 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   if (exchanges) {
     if (contains(*target, &from)) return Status(EINVAL, "into a directory below itself");
     if (inode != target) exchange(from, source.value(), to, taken);
+    records_.done({});
     return {};
   }
   if (inode == target) return {};
@@ -237,6 +269,7 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   }
   update_links(inode);
   if (target) settle(std::move(target));
+  records_.done({});
   return {};
 }
 
@@ -256,6 +289,7 @@ void Namespace::attach(Inode& directory, std::string_view name, const InodePoint
   bool is_subdirectory = false;
   if (is_new) {
     entry->second.number = names.next_number++;
+    entry->second.record = records_.new_name();
     names.by_number.emplace(entry->second.number, entry);
   } else {
     is_subdirectory = is_directory(*entry->second.inode);
@@ -264,6 +298,7 @@ void Namespace::attach(Inode& directory, std::string_view name, const InodePoint
   entry->second.inode = inode;
   entry->second.place = inode->names_.names.insert(inode->names_.names.end(), {&directory, &entry->first});
   inode->names_.parent = directory.shared_from_this();
+  records_.put_name(entry->second.record, {directory.ino(), entry->second.number, inode->ino(), entry->first});
   changed(directory, static_cast<int>(is_directory(*inode)) - static_cast<int>(is_subdirectory));
 }
 
@@ -271,6 +306,7 @@ void Namespace::detach(Inode& directory, InodeNames::Entries::iterator entry) {
   InodeNames& names = directory.names_;
   const InodePointer inode = std::move(entry->second.inode);
   lose_place(*inode, entry->second.place);
+  records_.remove_name(entry->second.record);
   names.by_number.erase(entry->second.number);
   names.entries.erase(entry);
   changed(directory, -static_cast<int>(is_directory(*inode)));
@@ -289,6 +325,7 @@ void Namespace::changed(Inode& directory, int subdirectories) {
   directory.attributes_.nlink = 2 + directory.names_.subdirectories;
   set_mtime(directory.attributes_, now);
   set_ctime(directory.attributes_, now);
+  directory.record_locked();
 }
 
 void Namespace::update_links(const InodePointer& inode) {
@@ -307,6 +344,7 @@ void Namespace::settle(InodePointer inode) {
     if (table_.quotas().directory(inode->ino())) {
       table_.charge_to(*inode, nullptr);
       table_.quotas().set_directory(inode->ino(), nullptr);
+      records_.put_directory_limit(inode->ino(), std::nullopt);
     }
     static_cast<void>(table_.set_links(inode, 0));
   }
@@ -339,6 +377,49 @@ Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t
     for (const InodePointer& inode : members) table_.charge_to(*inode, account);
   }
   table_.quotas().set_directory(ino, std::move(account));
+  records_.put_directory_limit(ino, bytes);
+  return {};
+}
+
+// ---- another process's names ----
+
+Status Namespace::restore() {
+  {
+    const std::unique_lock lock(mutex_);
+    for (const auto& [id, record] : records_.names()) {
+      const InodePointer directory = table_.find(record.directory);
+      const InodePointer inode = table_.find(record.inode);
+      if (!directory || !inode) return Status(EPROTO, "a name without an inode");
+      InodeNames& names = directory->names_;
+      const auto [entry, is_new] = names.entries.try_emplace(record.text);
+      if (!is_new) return Status(EPROTO, "a name that is there twice");
+      entry->second = {inode, record.number, id, {}};
+      entry->second.place = inode->names_.names.insert(inode->names_.names.end(), {directory.get(), &entry->first});
+      inode->names_.parent = directory;
+      names.by_number.emplace(record.number, entry);
+      names.next_number = std::max(names.next_number, record.number + 1);
+      if (is_directory(*inode)) ++names.subdirectories;
+    }
+    for (const auto& [ino, directory] : records_.unnamed()) {
+      const InodePointer inode = table_.find(ino);
+      if (!inode) continue;
+      inode->names_.parent = table_.find(directory);
+      inode->names_.may_get_first_name = true;
+    }
+    for (InodePointer& inode : table_.all()) {
+      InodeNames& names = inode->names_;
+      const bool is_removed = names.names.empty() && inode->ino() != InodeTable::kRootInode;
+      std::size_t links = names.names.size();
+      if (is_directory(*inode)) {
+        names.closed = is_removed;
+        links = is_removed ? 0 : 2 + names.subdirectories;
+      }
+      table_.restore_links(std::move(inode), static_cast<std::uint32_t>(links));
+    }
+  }
+  for (const auto& [ino, bytes] : records_.directory_limits()) {
+    if (Status limited = limit_directory(ino, bytes); !limited.ok()) return limited;
+  }
   return {};
 }
 

@@ -36,12 +36,16 @@ class Namespace {
  public:
   using InodePointer = std::shared_ptr<Inode>;
 
-  explicit Namespace(InodeTable& table) : table_(table) {}
+  explicit Namespace(InodeTable& table) : table_(table), records_(table.records()) {}
   ~Namespace();
   Namespace(const Namespace&) = delete;
   Namespace& operator=(const Namespace&) = delete;
 
+  // Gives the inodes that InodeTable::restore() has added their names, as the records have them.
+  Status restore();
+
   // An inode of the mount's own, with exactly these attributes but for links and times. Without a directory: the root.
+  // What the last process placed there keeps its number.
   Result<InodePointer> place(std::uint64_t directory, std::string_view name, gpufs_attributes attributes,
                              std::string_view target);
 
@@ -101,6 +105,7 @@ class Namespace {
   // All below are called with the mutex held, for writing unless they are const.
   // Adds an inode that a user creates in a directory, without a name.
   Result<InodePointer> add(Inode& directory, const NewInode& wanted, std::uint32_t links, std::uint64_t references);
+  static void set_target(Inode& inode, std::string_view target);
   // Gives an inode a name, over what had it.
   void attach(Inode& directory, std::string_view name, const InodePointer& inode);
   void detach(Inode& directory, InodeNames::Entries::iterator entry);
@@ -117,6 +122,7 @@ class Namespace {
   [[nodiscard]] static bool contains(const Inode& directory, const Inode* inode);
 
   InodeTable& table_;
+  Records& records_;
   // Guards Inode::names_ of all inodes. Inodes' mutexes may be taken under it.
   mutable std::shared_mutex mutex_;
 };

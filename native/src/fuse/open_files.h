@@ -3,6 +3,7 @@
 // Thread-safe; nothing is closed under the lock.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -32,6 +33,12 @@ class OpenFiles {
     const std::uint64_t fh = kKind | next_++;
     files_.emplace(fh, std::move(file));
     return fh;
+  }
+  // One of the last process, with the handle that it had.
+  void restore(std::uint64_t fh, std::shared_ptr<File> file) {
+    const std::unique_lock lock(mutex_);
+    files_.emplace(fh, std::move(file));
+    next_ = std::max(next_, (fh & ~kKind) + 1);
   }
   // Null if unknown, as below.
   [[nodiscard]] std::shared_ptr<File> find(std::uint64_t fh) const {

@@ -152,8 +152,14 @@ void Relay::initialize(const Request& request, Responder responder) {
     log_error("INIT: ", answer.status().message());
     return responder.error(answer.status().error());
   }
+  table_.records().put_init(init_.offered(), init_.granted());
   responder.body(answer.value());
   // The other readers may start only now: the kernel sizes requests by the reply.
+  transport_.initialized();
+}
+
+void Relay::restore_init(std::uint64_t offered, std::uint64_t granted) {
+  init_.restore(offered, granted);
   transport_.initialized();
 }
 

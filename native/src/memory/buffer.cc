@@ -18,6 +18,12 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> de
   return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
 }
 
+Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents) {
+  auto buffer = std::make_shared<ExtentBuffer>(std::move(device));
+  if (Status restored = buffer->restore(contents); !restored.ok()) return restored;
+  return std::shared_ptr<Buffer>(std::move(buffer));
+}
+
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                         std::uint64_t bytes, const std::atomic<bool>* cancelled) {
   const std::uint64_t source_size = source.size();

@@ -33,12 +33,22 @@ class DeviceContext;  // device/device_context.h: a Device, its pools and its ac
 // Memory that exists: [offset, offset + bytes), whole granules.
 using Extent = MemorySpan;
 
+// What another process needs to have the same contents: memory that a MemoryKeeper keeps.
+struct KeptContents {
+  std::uint64_t size = 0;
+  std::uint64_t memory = 0;     // its number; 0: none
+  Extent slot;                  // of a small file, in that memory; no bytes for others
+  std::vector<Extent> extents;  // of others
+};
+
 class Buffer : public std::enable_shared_from_this<Buffer> {
  public:
   // The largest size of a buffer in bytes (sparse), a multiple of the page size; resize() beyond it is EFBIG.
   static constexpr std::uint64_t kMaximumBytes = std::uint64_t{1} << 46;
 
   static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device);
+  // With the contents of a buffer of the last process. Those in slots: after SlabPool::restore().
+  static Result<std::shared_ptr<Buffer>> restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents);
   virtual ~Buffer() = default;
 
   [[nodiscard]] virtual const std::shared_ptr<DeviceContext>& device() const = 0;
@@ -157,6 +167,11 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a buffer with a lease cannot outgrow its range:
   // EFBIG. label: what messages call the holder.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) = 0;
+
+  [[nodiscard]] virtual KeptContents kept() const { return {}; }
+  // moved() is called whenever the contents have moved, and before memory where they were is used for anything else.
+  // Once, before the buffer is shared.
+  virtual void watch(std::function<void()> /*moved*/) {}
 
   // Who pays for bytes_held().
   [[nodiscard]] Charge& charge() { return charge_; }

@@ -50,14 +50,19 @@ ExtentBuffer::~ExtentBuffer() {
 
 // ---- snapshots ----
 
-ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, Extents existing)
-    : owner(buffer), range(std::move(own)), base(range ? range->base() : 0), extents(std::move(existing)) {
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number,
+                                 Extents existing)
+    : owner(buffer),
+      range(std::move(own)),
+      memory(number),
+      base(range ? range->base() : 0),
+      extents(std::move(existing)) {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }
 
 ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small)
-    : owner(buffer), slot(std::move(small)), base(slot->address), extents{{0, slot->bytes}} {
+    : owner(buffer), slot(std::move(small)), memory(slot->memory), base(slot->address), extents{{0, slot->bytes}} {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }

@@ -68,6 +68,10 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
                                     std::uint64_t bytes) const override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
+  [[nodiscard]] KeptContents kept() const override;
+  void watch(std::function<void()> moved) override { moved_ = std::move(moved); }
+  // Before anybody else has the buffer.
+  Status restore(const KeptContents& contents);
 
   // Moves a small file that lives at these addresses to a free slot elsewhere. False: there is none, or somebody writes
   // to the file or changes it.
@@ -79,7 +83,7 @@ class ExtentBuffer : public Buffer {
 
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
   struct Snapshot {
-    Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, Extents existing);
+    Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number, Extents existing);
     Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small);
     ~Snapshot();
     Snapshot(const Snapshot&) = delete;
@@ -88,6 +92,7 @@ class ExtentBuffer : public Buffer {
     ExtentBuffer& owner;
     std::shared_ptr<AddressRange> range;         // of the buffer's own memory; null without any
     std::shared_ptr<const SlabPool::Slot> slot;  // of a small file
+    const std::uint64_t memory;                  // its number, or that of the slabs
     const DeviceAddress base;                    // of offset 0
     const Extents extents;
   };
@@ -197,6 +202,7 @@ class ExtentBuffer : public Buffer {
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t granule_;
+  std::function<void()> moved_ = [] {};  // constant once the buffer is shared
 
   // One change of the memory at a time; taken before state_mutex_, and held over driver calls.
   std::mutex mutation_mutex_;

@@ -71,17 +71,20 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
 // ---- snapshots and accounts ----
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) {
-  return std::make_shared<Snapshot>(*this, range_, std::move(extents));
+  const std::uint64_t number = memory_ != nullptr ? memory_->number() : 0;
+  return std::make_shared<Snapshot>(*this, range_, number, std::move(extents));
 }
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot() {
-  return std::make_shared<Snapshot>(*this, nullptr, Extents{});
+  return std::make_shared<Snapshot>(*this, nullptr, 0, Extents{});
 }
 
 void ExtentBuffer::replace(SnapshotPointer next) {
-  const std::lock_guard lock(state_mutex_);
-  // The old one is destroyed with the argument, after the lock is released.
-  snapshot_.swap(next);
+  {
+    const std::lock_guard lock(state_mutex_);
+    snapshot_.swap(next);
+  }
+  moved_();  // the old one is destroyed with the argument
 }
 
 void ExtentBuffer::account() {

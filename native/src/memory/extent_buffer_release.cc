@@ -22,6 +22,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
     exclusion->close_gate_locked(removed);
     snapshot_.swap(next);
   }
+  moved_();
   next.reset();
   {
     std::unique_lock lock(state_mutex_);

@@ -58,7 +58,14 @@ Result<MemoryInfo> HostDevice::memory() {
   return MemoryInfo{limit_->limit(), limit_->room()};
 }
 
-Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_, shared_files_); }
+Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() {
+  return HostMemory::create(limit_, shared_files_, keeper());
+}
+
+Result<std::unique_ptr<DeviceMemory>> HostDevice::restore_memory(std::uint64_t number,
+                                                                 std::span<const MemorySpan> populated) {
+  return HostMemory::restore(limit_, shared_files_, keeper(), number, populated);
+}
 
 Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
   return map_shared_file(memory, limit_);

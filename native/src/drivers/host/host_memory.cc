@@ -55,8 +55,19 @@ class HostMemory::Range : public AddressRange {
 };
 
 Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<Ledger> limit,
-                                                         std::shared_ptr<SharedHostFiles> shared) {
-  Result<std::shared_ptr<HostFile>> file = HostFile::create(std::move(limit), std::move(shared));
+                                                         std::shared_ptr<SharedHostFiles> shared,
+                                                         std::shared_ptr<MemoryKeeper> keeper) {
+  Result<std::shared_ptr<HostFile>> file = HostFile::create(std::move(limit), std::move(shared), std::move(keeper));
+  if (!file.ok()) return file.status();
+  return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
+}
+
+Result<std::unique_ptr<DeviceMemory>> HostMemory::restore(std::shared_ptr<Ledger> limit,
+                                                          std::shared_ptr<SharedHostFiles> shared,
+                                                          std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
+                                                          std::span<const MemorySpan> populated) {
+  Result<std::shared_ptr<HostFile>> file =
+      HostFile::restore(std::move(limit), std::move(shared), std::move(keeper), number, populated);
   if (!file.ok()) return file.status();
   return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
 }
