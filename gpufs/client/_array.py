@@ -9,7 +9,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
 from gpufs._naming import named_in
-from gpufs.client._elements import UINT8, ElementType, element_type
+from gpufs.formats.element_types import UINT8, ElementType, element_type
 from gpufs.modes import Mode
 
 if TYPE_CHECKING:
@@ -429,7 +429,7 @@ class DeviceArray:
             self.address,
             self._shape,
             strides=[stride // self._element.bytes for stride in self._strides],
-            code=self._element.code,
+            code=self._element.dlpack,
             bits=self._element.bytes * 8,
             read_only=self.mode == "r",
             stream=stream,

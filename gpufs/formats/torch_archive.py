@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from gpufs.formats import FormatError
 from gpufs.formats.archive import Member, read_members
+from gpufs.formats.element_types import IN_SAFETENSORS
 
 _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 28
@@ -33,27 +34,6 @@ _STORAGES: Final = {
     "BoolStorage": "BOOL",
     "ComplexFloatStorage": "C64",
     "UntypedStorage": "U8",
-}
-_DTYPES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
 }
 
 
@@ -147,7 +127,7 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch.storage", "UntypedStorage"): _StorageType("U8"),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch", name): _Dtype(dtype) for name, dtype in _DTYPES.items()},
+    **{("torch", element.name): _Dtype(dtype) for dtype, element in IN_SAFETENSORS.items() if element.dlpack >= 0},
 }
 
 

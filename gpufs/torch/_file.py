@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -14,6 +14,7 @@ import gpufs
 from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
+from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
@@ -24,15 +25,26 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
-from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
 from gpufs.torch._record import TensorRecord, parse_records, span
 
 if TYPE_CHECKING:
     from typing import Self
 
 Device: TypeAlias = "torch.device | str | int | None"
+_PACKED: Final = {"F4": "float4_e2m1fn_x2"}  # dtypes of safetensors of which an element of torch has two
+# By the names of safetensors, without those that this torch does not have.
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, torch_name)
+    for name, element in IN_SAFETENSORS.items()
+    if hasattr(torch, torch_name := _PACKED.get(name, element.name))
+}
 _NO_RECORD = TensorRecord()
 _FEW_DIMENSIONS = 8
+
+
+def stored_elements(dtype: str) -> int:
+    """Return how many elements of the file are one element of torch."""
+    return 2 if dtype in _PACKED else 1
 
 
 class TensorFile:

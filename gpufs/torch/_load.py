@@ -15,8 +15,7 @@ from gpufs._naming import named_in
 from gpufs.formats import FormatError, archive, gguf, layout, torch_archive
 from gpufs.formats.checkpoint import link_error
 from gpufs.modes import Mode
-from gpufs.torch._dtypes import TORCH_DTYPES
-from gpufs.torch._file import Device, load_file
+from gpufs.torch._file import TORCH_DTYPES, Device, load_file
 
 _MAGIC_BYTES = 8
 _NPY_MAGIC = b"\x93NUMPY"
