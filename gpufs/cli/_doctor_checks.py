@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from gpufs import config
 from gpufs.cli import _answers, _mounts
+from gpufs.drivers import DRIVERS
 from gpufs.mounting import MountEntry
 
 OK: Final = "ok"
@@ -288,13 +289,10 @@ def speed(environment: Environment) -> Iterator[Finding]:
             yield Finding("speed", entry.mountpoint, OK, f"the kernel reads {ahead} KiB ahead")
 
 
-_VENDORS: Final = {"cuda": "NVIDIA GPUs", "hip": "AMD GPUs", "host": "host memory"}
-
-
 def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
     """The devices of each driver. Host memory must always work."""
     for driver in found:
-        what = _VENDORS[driver.name]
+        what = DRIVERS[driver.name].devices
         if driver.devices:
             text = ", ".join(f"{number} = {device}" for number, device in enumerate(driver.devices))
             yield Finding("drivers", driver.name, OK, text if len(driver.devices) > 1 else driver.devices[0])
@@ -363,7 +361,7 @@ def paths(environment: Environment, names: Sequence[str], found: Sequence[Driver
 
 def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
     """All checks."""
-    found = [environment.driver(name) for name in ("cuda", "hip", "host")]
+    found = [environment.driver(name) for name in DRIVERS]
     return [
         *mounting(environment),
         *limits(environment),

@@ -58,7 +58,7 @@ def timeout_option(knob: config.Knob) -> Callable[[type_of_command], type_of_com
         metavar=knob.kind.metavar,
         envvar=knob.variable,
         default=knob.describe_default(),
-        callback=lambda ctx, parameter, text: knob.parse(text, knob.option),
+        callback=lambda ctx, parameter, text: knob.coerce(text, knob.option),
         help=f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]",
     )
 
@@ -94,12 +94,8 @@ def knob_options(function: type_of_command) -> type_of_command:
 
 
 def settings(
-    arguments: Mapping[str, Any], *, said_by: Callable[[config.Knob], str] = lambda knob: knob.option
+    arguments: Mapping[str, Any], *, name_of: Callable[[config.Knob], str] = lambda knob: knob.option
 ) -> config.Settings:
-    """The settings for the arguments of knob_options; ``said_by`` names one in messages."""
-    given = {
-        name: (kinds.join_backings(value) or None) if isinstance(value, tuple) else value
-        for name, value in arguments.items()
-        if name in config.BY_NAME
-    }
-    return config.load(given, config_file=arguments.get("config_file"), said_by=said_by)
+    """The settings for the arguments of knob_options; ``name_of`` names one in messages."""
+    given = {name: value for name, value in arguments.items() if name in config.BY_NAME and value != ()}
+    return config.load(given, config_file=arguments.get("config_file"), name_of=name_of)

@@ -20,11 +20,10 @@ except ModuleNotFoundError:
         " another directory, because this one hides it; otherwise run make build here"
     ) from None
 
-from gpufs.engine._arrays import DeviceRange
+from gpufs.engine._arrays import DeviceRange, dlpack_capsule
 from gpufs.engine._batch import Batch, OperationResult
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo, Lease
-from gpufs.engine._dlpack import dlpack_capsule
 from gpufs.engine._engine import (
     Device,
     DeviceInfo,
