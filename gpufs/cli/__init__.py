@@ -35,8 +35,8 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     import click
 
-    from gpufs.cli._errors import Failure, complain
     from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
+    from gpufs.cli._output import Failure, complain
 
     try:
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel would not keep our children's ends for us

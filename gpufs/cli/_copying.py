@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.cli._cp_walk import Item, Walk, targets
-from gpufs.cli._errors import Failure, complain, printable
+from gpufs.cli._output import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
 from gpufs.client._daemons import mounts_by_device

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from gpufs.cli._errors import printable
+from gpufs.cli._output import printable
 from gpufs.units import bytes_text, rate_text
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
-from gpufs.cli._errors import Failure
+from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, _daemons
 from gpufs.client._ends import Entry, open_path, path_of, preserve
 from gpufs.client._outcome import text_of

@@ -4,10 +4,10 @@ from typing import Any
 
 import click
 
-from gpufs.cli._main import complete_directories, complete_files
+from gpufs.cli._options import complete_directories, complete_files
 
 
-@click.command(name="cp", short_help="Copy files into, out of and between devices.")
+@click.command(name="cp")
 @click.argument("names", metavar="SOURCE... [DEST]", nargs=-1, required=True, shell_complete=complete_files)
 @click.option(
     "-t",

@@ -13,10 +13,9 @@ import click
 
 from gpufs import config, mounting
 from gpufs.cli import _answers, _mounts
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import settings
-from gpufs.cli._options import Options, origin, parse
-from gpufs.cli.mount import mount
+from gpufs.cli._options import settings
+from gpufs.cli._output import Failure
+from gpufs.cli.mount import Options, mount, origin, parse
 
 # Exit codes of mount(8), which returns ours.
 _WRONG_USE: Final = 1
