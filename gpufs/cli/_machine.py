@@ -62,7 +62,7 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Driver:
+class ProbedDriver:
     """What a driver found. ``reason``: why it has no device; ``refusals``: why its fastpath refuses any file.
 
     ``causes``: for a refusal, what this machine lacks in particular, and the remedy.
@@ -122,7 +122,7 @@ class Environment:
         """The number in a file, None if it cannot be read."""
         return config.numbers(self.root / path).get("")
 
-    def driver(self, name: str) -> Driver:
+    def driver(self, name: str) -> ProbedDriver:
         """The devices of a driver, and why its fastpath refuses any file."""
         said = self.probe(["driver", name])
         refusals = said.get("refusals", [])
@@ -131,7 +131,7 @@ class Environment:
             refusals = ["no_kernel_support", *(reason for reason in refusals if reason != "memory_kind")]
         cause = self._why_no_files_move() if name == "hip" else None
         causes = {"no_kernel_support": cause} if cause else {}
-        return Driver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
+        return ProbedDriver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
 
     def _amd_gpus(self) -> Iterator[tuple[str, bool]]:
         """The PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""

@@ -97,3 +97,14 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
     if len(arguments) >= 3 and "-o" in arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         return ["mount-helper", *arguments]
     return arguments
+
+
+# Not click.Path, which calls stat(2): that never returns for a mount that hangs.
+def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shell completion of file names."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shell completion of directory names."""
+    return [CompletionItem(incomplete, type="dir")]

@@ -8,21 +8,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpufs import config, mounting
+from gpufs.cli._main import complete_files
 from gpufs.config import kinds
 
 _ALL = "gpufs.help_all"
 Function = Callable[..., Any]
-
-
-# Not click.Path, which calls stat(2): that never returns for a mount that hangs.
-def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of file names."""
-    return [CompletionItem(incomplete, type="file")]
-
-
-def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of directory names."""
-    return [CompletionItem(incomplete, type="dir")]
 
 
 def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from gpufs.cli._options import complete_directories, complete_files
+from gpufs.cli._main import complete_directories, complete_files
 
 
 @click.command(name="cp")
@@ -52,6 +52,6 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     """
     if len(names) == 1 and not directories:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())
-    from gpufs.cli._copying import copy
+    from gpufs.cli._cp_run import copy  # help and completions need no client
 
     return copy(list(names), list(directories), options)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from gpufs.cli._options import complete_files
+from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, json_text, table
 from gpufs.cli._tensors import (
     READ_FORMATS,

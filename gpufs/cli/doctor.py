@@ -9,8 +9,8 @@ from typing import Final
 import click
 
 from gpufs._version import __version__
-from gpufs.cli._machine import Driver, Environment
-from gpufs.cli._options import complete_files
+from gpufs.cli._machine import Environment, ProbedDriver
+from gpufs.cli._main import complete_files
 from gpufs.cli._output import json_text, printable
 from gpufs.drivers import DRIVERS
 
@@ -149,7 +149,7 @@ def speed(environment: Environment) -> Iterator[Finding]:
             yield Finding("speed", entry.mountpoint, OK, f"the kernel reads {ahead} KiB ahead")
 
 
-def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
+def drivers(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
     """The devices of each driver. Host memory must always work."""
     for driver in found:
         what = DRIVERS[driver.name].devices
@@ -167,7 +167,7 @@ def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
             yield Finding("drivers", driver.name, NOTE, f"no {what}: {driver.reason}", advice)
 
 
-def fastpath(found: Sequence[Driver]) -> Iterator[Finding]:
+def fastpath(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
     """Whether copies between storage and devices can bypass host memory, and what is missing."""
     for driver in found:
         name = driver.name
@@ -185,7 +185,7 @@ def fastpath(found: Sequence[Driver]) -> Iterator[Finding]:
             yield Finding("fastpath", name, NOTE, f"{refusal}: {text}; copies use pinned host memory", advice)
 
 
-def paths(environment: Environment, names: Sequence[str], found: Sequence[Driver]) -> Iterator[Finding]:
+def paths(environment: Environment, names: Sequence[str], found: Sequence[ProbedDriver]) -> Iterator[Finding]:
     """Which way copies of each file take on each driver with devices, and why."""
     for name in names:
         try:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from gpufs.cli._options import complete_files
+from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, complain, json_text, printable, table
 from gpufs.cli._tensors import (
     READ_FORMATS,

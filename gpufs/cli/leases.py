@@ -4,7 +4,8 @@ import click
 
 from gpufs import config
 from gpufs.cli import _answers, _mounts, _queries
-from gpufs.cli._options import complete_files, complete_mounts, timeout_option
+from gpufs.cli._main import complete_files
+from gpufs.cli._options import complete_mounts, timeout_option
 from gpufs.cli._output import Failure, json_text, table
 
 

@@ -11,7 +11,8 @@ import click
 
 from gpufs import config, mounting
 from gpufs.cli import _mounts, _queries
-from gpufs.cli._options import complete_files, timeout_option
+from gpufs.cli._main import complete_files
+from gpufs.cli._options import timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
 
 _BLOCK = 512  # unit of st_blocks

@@ -10,7 +10,8 @@ import click
 
 from gpufs import config, launching, mounting
 from gpufs.cli import _mounts
-from gpufs.cli._options import KnobCommand, complete_directories, knob_options, settings, show_all_options
+from gpufs.cli._main import complete_directories
+from gpufs.cli._options import KnobCommand, knob_options, settings, show_all_options
 from gpufs.cli._output import Failure, complain
 from gpufs.config import kinds
 from gpufs.daemon.startup import MountRequest

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpufs import in_place
-from gpufs.cli._options import complete_files
+from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure
 from gpufs.modes import MODES
 

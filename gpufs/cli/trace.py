@@ -18,7 +18,8 @@ import click
 
 from gpufs._version import __version__
 from gpufs.cli import _mounts
-from gpufs.cli._options import check_seconds, complete_files, complete_mounts
+from gpufs.cli._main import complete_files
+from gpufs.cli._options import check_seconds, complete_mounts
 from gpufs.cli._output import Failure
 
 _FILE: Final = ".gpufs/trace"
