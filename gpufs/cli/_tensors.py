@@ -23,11 +23,19 @@ from gpufs.client._room import place_of
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
-from gpufs.formats.kinds import PREFIX_BYTES, Kind, recognize
-from gpufs.formats.layout import Layout, TensorPlace, read_layout
-from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType, parse_shape
+from gpufs.formats.layout import (
+    PREFIX_BYTES,
+    TYPE_ATTRIBUTE,
+    Format,
+    GivenType,
+    Layout,
+    TensorPlace,
+    parse_shape,
+    read_layout,
+    recognize,
+)
 
-# Formats whose tensors are read; see gpufs.formats.layout and gpufs.formats.typed.
+# Formats whose tensors are read; see gpufs.formats.layout.
 READ_FORMATS: Final = ("safetensors", "npy", "npz", "GGUF", "torch.save", "raw")
 _THREADS: Final = 4
 
@@ -89,7 +97,7 @@ class Contents:
         """The tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
         return read_layout(self.path, self.size, lambda offset, count: bytes(self.read(offset, count)))
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> Format | None:
         """The format of a file without tensors that gpufs reads."""
         return recognize(bytes(self.read(0, min(PREFIX_BYTES, self.size))))
 
@@ -151,7 +159,7 @@ class TensorFiles:
     def __init__(self, path: str, given: GivenType | None = None) -> None:
         """Raises OSError, and FormatError if a header or an index is damaged, or ``given`` does not fit."""
         self.path = path
-        self.kind: Kind | None = None
+        self.kind: Format | None = None
         self.format: str | None = None
         self.metadata: dict[str, str] | None = None
         self.tensors: list[Tensor] = []

@@ -23,11 +23,9 @@ from gpufs.cli._tensors import (
     reported,
     type_options,
 )
-from gpufs.formats.elements import is_numeric
-from gpufs.formats.layout import TensorPlace
+from gpufs.formats.elements import Difference, compare, is_numeric
+from gpufs.formats.layout import GivenType, TensorPlace
 from gpufs.formats.safetensors import PADDING_NAME
-from gpufs.formats.summary import Difference, compare
-from gpufs.formats.typed import GivenType
 
 
 @click.command(name="diff")

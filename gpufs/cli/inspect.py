@@ -20,8 +20,7 @@ from gpufs.cli._tensors import (
     shape_text,
     type_options,
 )
-from gpufs.formats.elements import is_numeric, unit_bytes
-from gpufs.formats.summary import Summary, summarize
+from gpufs.formats.elements import Summary, is_numeric, summarize, unit_bytes
 from gpufs.units import bytes_text
 
 _FIRST_BYTES: Final = 64

@@ -14,7 +14,7 @@ from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import Share, share_host_memory
 from gpufs.drivers import HOST
-from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType
+from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
 
 if TYPE_CHECKING:
     from gpufs.engine._arrays import ArrayMemory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
-from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
+from gpufs.formats.layout import PREFIX_BYTES, check_safetensors
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -356,3 +357,27 @@ class safe_open:
     def __exit__(self, *_: object) -> None:
         """Closes the file. Tensors that it gave stay valid."""
         self._checkpoint = None
+
+
+class InPlaceFile(safe_open):
+    """What programs get in the place of safetensors' open files; see gpufs/in_place.py. Its errors are safetensors'."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in place."""
+        with _errors_of_safetensors():
+            return super().get_tensor(name)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Return an object that gives parts of a tensor when it is indexed."""
+        with _errors_of_safetensors():
+            return super().get_slice(name)
+
+
+@contextmanager
+def _errors_of_safetensors() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        from safetensors import SafetensorError  # which the program has imported
+
+        raise SafetensorError(error.args[0]) from None

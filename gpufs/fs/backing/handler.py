@@ -10,8 +10,7 @@ from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, EROFS, ESTALE, EXDEV
 from typing import Any, Final
 
 from gpufs import syscalls
-from gpufs.fs.backing.calls import HostCalls
-from gpufs.fs.backing.identity import with_daemons_rights
+from gpufs.fs.backing.calls import HostCalls, with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
 from gpufs.fs.backing.open_files import SET_ID, OpenDirectory, OpenFile, OpenFiles, changes, close_quietly, new_mode
 from gpufs.fs.errors import error
