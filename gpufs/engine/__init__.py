@@ -21,6 +21,7 @@ except ModuleNotFoundError:
     ) from None
 
 from gpufs.engine._arrays import DeviceRange, dlpack_capsule
+from gpufs.engine._backing import BackingFile, BackingInfo
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo, Lease
 from gpufs.engine._engine import (
@@ -49,7 +50,7 @@ from gpufs.engine._mount import (
 )
 from gpufs.engine._operations import Batch, Operation, OperationResult
 from gpufs.engine._streams import Cells, Late, Stream, SupportsCudaStream, configure_operations
-from gpufs.engine._transfer import BackingFile, BackingInfo, Transfer, TransferError, TransferProgress
+from gpufs.engine._transfer import Transfer, TransferError, TransferProgress
 
 __all__ = [
     "DEFAULT_LIMIT",
