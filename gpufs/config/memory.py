@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpufs.config.knobs import GRANULE, ConfigError
+from gpufs.drivers import HOST
 from gpufs.units import bytes_text
 
 _LEAST_METADATA: Final = 16 << 20  # of the default
@@ -75,7 +76,7 @@ def host_devices(devices: int | Sequence[str]) -> int:
 
 def check_host(values: Mapping[str, Any]) -> None:
     """ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
-    if values["driver"] == "host":
+    if values["driver"] == HOST:
         host_memory(values["memory"], host_devices(values["devices"]))
 
 

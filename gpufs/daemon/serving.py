@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import trio
 
@@ -16,7 +17,6 @@ from gpufs._printable import printable
 from gpufs.daemon import mountpoint, supervision
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
-from gpufs.daemon.upkeep import keep_up
 from gpufs.fs.connection import Connection
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.quotas import Quotas
@@ -44,6 +44,8 @@ _SERVICE_PAUSE = 5.0
 # Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
 _TRIM_SECONDS = 5.0
 _TRIM_INODES = 1000
+# Seconds, at least, until upkeep that has failed is tried again.
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -249,3 +251,23 @@ def _print_notes(notes: list[str]) -> None:
     """Runs on a thread, because standard error may block; uses write(2), so that no lock delays the exit."""
     with suppress(OSError):
         os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
+
+
+async def keep_up(what: str, work: Callable[[], Awaitable[None]], pause: float) -> NoReturn:
+    """Call ``work`` repeatedly, ``pause`` seconds after it returned, until cancelled.
+
+    For what the files of a mount do not depend on: the mount goes on if a call fails. A failure is logged unless the
+    one before it had the same text.
+    """
+    last = ""
+    while True:
+        try:
+            await work()
+            last = ""
+        except Exception as failure:
+            text = f"{type(failure).__name__}: {failure}"
+            if text != last:
+                last = text
+                known = isinstance(failure, OSError)  # no thread, descriptor or permission
+                log.error("%s has failed, the mount goes on: %s", what, text, exc_info=not known)
+        await trio.sleep(max(pause, _RETRY_SECONDS) if last else pause)
