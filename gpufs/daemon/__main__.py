@@ -3,18 +3,18 @@
 ``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--journal-fd N] MOUNTPOINT`` in a session of its
 own, with a :class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line
 there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}. ``--journal-fd`` is a
-descriptor of systemd's journal, for the log.
+descriptor of systemd's journal, for the log. The keeper starts it as ``python -m gpufs.daemon --takeover-fd N
+MOUNTPOINT`` in place of a daemon that has died.
 
 It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
 a mount that is in use is detached, and calls on its open files fail from then on. If the daemon dies in another way,
-its guard unmounts (gpufs/daemon/guard.py).
+the keeper (gpufs/daemon/keeper.py) starts another one, or the guard (gpufs/daemon/guard.py), which unmounts.
 """
 
 import argparse
 import errno
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -22,14 +22,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import trio
 
 from gpufs import config, engine, service
 from gpufs._version import __version__
-from gpufs.daemon import control_plane, mountpoint, supervision
+from gpufs.daemon import control_plane, guard, limits, mountpoint, takeover
 from gpufs.daemon.devices import open_engine
+from gpufs.daemon.keeper import Keeper, Key
 from gpufs.daemon.logs import Log
 from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.serving import SIGNALS, TASKS, Serving
@@ -37,30 +37,6 @@ from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.connection import Connection
 
 log = logging.getLogger("gpufs.daemon")
-
-# Descriptors that root's daemon raises its limit to, if the kernel allows that many.
-_DESCRIPTORS = 1 << 20
-
-
-def _set_limits(*, core_dumps: bool) -> None:
-    """Raises the limits on descriptors and file sizes, and forbids core files unless they are wanted.
-
-    The host driver's devices are files, and the kernel applies each client's own limit on file sizes. Core files never
-    contain device memory or pinned memory: those mappings are excluded.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        largest = max(most, min(int(Path("/proc/sys/fs/nr_open").read_text()), _DESCRIPTORS))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (largest, largest))
-    except (OSError, ValueError):  # without CAP_SYS_RESOURCE
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    except (ValueError, PermissionError):  # without CAP_SYS_RESOURCE
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (most if core_dumps else 0, most))
 
 
 def _is_readable(fd: int) -> bool:
@@ -98,16 +74,18 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
             relay_fd, control_fd = engine.relay_pair()
         control = parts.enter_context(socket.socket(fileno=control_fd))
         early = _note_signals()
-        if values["auto_unmount"]:
-            watch = parts.enter_context(supervision.guard(request.mountpoint, values["log_file"]))
+        keeper = _start_keeper(request, parts)
         ended = threading.Event()  # the kernel has ended the connection
         try:
             fuse_fd, entry = parts.enter_context(mountpoint.mounted(request, ended.is_set))
         except BaseException:
             os.close(relay_fd)
             raise
-        if values["auto_unmount"]:
-            watch(entry.identity)
+        if keeper is not None:
+            if values["auto_unmount"]:
+                keeper.give_up_with(_guard(request, entry.identity))
+            if takeover.obstacle(values) is None:
+                takeover.prepare(keeper, request, logs, connection=fuse_fd, owner=owner)
         counters.belongs_to(entry.device)
         with _start_failures():
             mount = engine.Mount(
@@ -130,7 +108,16 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
         mountpoint.set_access_times(mount, entry.flags, asked)
         socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
         serving = Serving(
-            request, answer, logs, mount, entry, socket_path=socket_path, early=early, owner=owner, notes=notes
+            request,
+            answer,
+            logs,
+            mount,
+            entry,
+            keeper,
+            socket_path=socket_path,
+            early=early,
+            owner=owner,
+            notes=notes,
         )
         operations = control_plane.build(request, mount, serving)
         mount.start()
@@ -146,6 +133,30 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
     log.info("the mount at %s has ended", request.mountpoint)
+
+
+def _start_keeper(request: MountRequest, parts: ExitStack) -> Keeper | None:
+    """The keeper, which ends with the ``parts``. None if nothing is to be done after the daemon's death.
+
+    The mount is useful without it, so a keeper that cannot be started is only logged.
+    """
+    unmounts = request.config["auto_unmount"]
+    if not unmounts and takeover.obstacle(request.config) is not None:
+        return None
+    try:
+        keeper = parts.enter_context(Keeper(request.mountpoint))
+    except OSError as failure:
+        log.error("the mount ends with its daemon, and no auto_unmount: %s", failure)
+        return None
+    if unmounts:
+        keeper.give_up_with(_guard(request, ""))
+    return keeper
+
+
+def _guard(request: MountRequest, identity: str) -> list[str]:
+    """The command that unmounts if this daemon has died."""
+    words = [str(os.getpid()), request.mountpoint, request.config["log_file"] or "", identity]
+    return [sys.executable, "-I", "-S", guard.__file__, *words]
 
 
 def _watch(process: int | None, parts: ExitStack) -> int:
@@ -187,6 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpufs.daemon")
     parser.add_argument("--answer-fd", type=int)
     parser.add_argument("--journal-fd", type=int, default=-1)
+    parser.add_argument("--takeover-fd", type=int)
     parser.add_argument("mountpoint")
     chosen = parser.parse_args(arguments)
     if chosen.answer_fd is not None:
@@ -196,17 +208,26 @@ def main(arguments: list[str] | None = None) -> int:
     answer = Answer(chosen.answer_fd)
     logs = None
     try:
-        request = MountRequest.read()
-        _set_limits(core_dumps=bool(request.config["core_dumps"]))
+        taken = None
+        if chosen.takeover_fd is not None:
+            taken = takeover.begin(chosen.takeover_fd, chosen.mountpoint)
+        request = taken.request if taken is not None else MountRequest.decode(sys.stdin.buffer.read())
+        limits.set_limits(core_dumps=bool(request.config["core_dumps"]))
+        limits.spare_from_oom_killer()
         logs = Log(
             request.config["log_file"],
             request.config["log_level"],
-            foreground=request.foreground,
-            journal=chosen.journal_fd,
+            foreground=request.foreground and taken is None,
+            journal=chosen.journal_fd if taken is None else taken.held.get(Key.LOG, -1),
         )
         os.umask(0)
-        _serve(request, answer, logs)
+        if taken is None:
+            _serve(request, answer, logs)
+        else:
+            takeover.restore(taken, logs)
     except StartFailure as failure:
+        if chosen.takeover_fd is not None:
+            log.error("%s", failure.message)  # no launcher waits for it
         _report(answer, failure.errno, failure.message)
         return 1
     except MemoryError:

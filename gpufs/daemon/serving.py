@@ -15,6 +15,7 @@ import trio
 from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
 from gpufs.daemon import mountpoint, supervision
+from gpufs.daemon.keeper import Keeper
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.connection import Connection
@@ -39,6 +40,8 @@ _REQUESTS_GRACE = 2.0
 _PUBLISH_SECONDS = 1.0
 # Seconds between two looks at the mount's flags when many mounts come and go.
 _FLAGS_PAUSE = 0.2
+# Seconds, at least, between two keepers.
+_KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
 _SERVICE_PAUSE = 5.0
 # Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
@@ -67,6 +70,7 @@ class Serving:
     log: Log
     mount: engine.Mount
     entry: mounting.MountEntry
+    keeper: Keeper | None
     socket_path: str
     early: list[int]
     owner: int
@@ -96,6 +100,8 @@ class Serving:
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
             nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(operations), _TRIM_SECONDS)
+            if self.keeper is not None:
+                nursery.start_soon(keep_up, "replacing the keeper", self.keeper.replace, _KEEPER_PAUSE)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
