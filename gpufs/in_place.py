@@ -138,7 +138,7 @@ def _lies_on_mount(path: str | os.PathLike[str]) -> bool:
 
 def _open(path: str | os.PathLike[str], device: Any) -> Any:
     """The file in place, None if it cannot be used so: then safetensors reads it, or says what is wrong with it."""
-    from gpufs.torch._replacement import InPlaceFile
+    from gpufs.torch._file import InPlaceFile
 
     try:
         return InPlaceFile(path, "pt", device, mode=cast(Mode, os.environ.get(MODE_VARIABLE, "r")))

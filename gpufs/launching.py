@@ -14,11 +14,8 @@ from contextlib import suppress
 from typing import IO, Any, Final, NoReturn
 
 from gpufs import mounting
-from gpufs.daemon.startup import MountRequest, is_journal
+from gpufs.daemon.startup import DAEMON, MountRequest, is_journal
 
-# Never with the current directory in the module search path: another user may own it. The child ignores PYTHON
-# variables and the user's own packages if this process does.
-_PYTHON_OPTIONS: Final = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
 _GRACE: Final = 3.0  # seconds between asking a process to end and ending it
 # Directories that programs need, this one among them. A mount over one of them can make a machine unusable: without
 # /tmp few shells and editors start.
@@ -28,10 +25,6 @@ _NEEDED: Final = (
 )
 # File systems of the kernel's interfaces.
 _KERNELS: Final = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
-
-
-# Start it with ``cwd="/"``.
-DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
 
 
 def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:

@@ -202,9 +202,8 @@ def mount(
     for name in knobs:
         if name not in config.BY_NAME or name == "foreground":
             raise TypeError(f"mount() has no knob {name!r}{config.suggestion(name, config.BY_NAME)}")
-    arguments = {name: _text(config.BY_NAME[name], value) for name, value in (given | knobs).items()}
     file = None if config_file is None else os.fspath(config_file)
-    chosen = config.load(arguments, config_file=file, said_by=lambda knob: f"{knob.name}=")
+    chosen = config.load(given | knobs, config_file=file, name_of=lambda knob: f"{knob.name}=")
     config.check_host(chosen.values)
     mountpoint = mounting.absolute(os.fspath(path))
     launching.check_mountpoint(os.fspath(path), mountpoint, non_empty=chosen["allow_non_empty"])
@@ -219,14 +218,3 @@ def mount(
         made.unmount(detach=True)
         raise
     return made
-
-
-def _text(knob: config.Knob, value: object) -> str | None:
-    """A value as the text that the knob parses."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:f}"
-    if isinstance(value, Sequence) and knob.kind.join is not None:
-        return knob.kind.join([str(one) for one in value])
-    return str(value).lower() if isinstance(value, bool) else str(value)

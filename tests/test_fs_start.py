@@ -18,7 +18,7 @@ SECONDS = 120
 PROGRAM = """
 import errno, os, signal, sys
 from gpufs import engine, mounting, service
-from gpufs.daemon import control_plane, main as daemon, supervision
+from gpufs.daemon import __main__ as daemon, control_plane, keeper, supervision, takeover
 from gpufs.fs.connection import Connection
 
 def fail(*arguments, **named):

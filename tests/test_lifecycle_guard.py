@@ -23,7 +23,11 @@ pytestmark = [pytest.mark.complains]
 def guards(mounted: GpufsMount) -> list[int]:
     """The guards of a mount, whoever their parent is now."""
     found = session_processes(mounted.session.name)
-    return [pid for pid, line in found.items() if "guard.py" in line and str(mounted.path) in line]
+    return [
+        pid
+        for pid, line in found.items()
+        if str(mounted.path) in line and ("gpufs-keeper" in line or "guard.py" in line)
+    ]
 
 
 def test_the_mount_of_a_killed_daemon_is_removed(mount: Mounter) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
 from typing import Any, Final
 
-from gpufs.cli._errors import Failure, complain
 from gpufs.cli._mounts import Process, wait_for_end
+from gpufs.cli._output import Failure, complain
 from gpufs.mounting import MountEntry
 
 _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports

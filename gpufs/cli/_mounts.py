@@ -10,8 +10,7 @@ from errno import EACCES, EPERM
 from typing import Any, Final, NamedTuple
 
 from gpufs import mounting, statistics
-from gpufs.cli._errors import Failure
-from gpufs.cli._output import user_name
+from gpufs.cli._output import Failure, user_name
 
 # How often it is checked whether a process has only threads left that cannot end.
 _ZOMBIE_SECONDS: Final = 0.2

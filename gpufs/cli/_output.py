@@ -1,16 +1,33 @@
-"""Tables for people, JSON for programs."""
+"""What commands print: failures on standard error, tables for people, JSON for programs."""
 
 import json
 import pwd
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gpufs.cli._errors import printable
+from gpufs._printable import printable as printable
 from gpufs.units import bytes_text as bytes_text
 from gpufs.units import rate_text as rate_text
 
 MOST_NAMES: Final = 5  # in one message
+
+
+class Failure(Exception):
+    """One line for the user and the exit code: 1, or 2 for a wrong command line or configuration."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def complain(text: str) -> None:
+    """Prints a line on standard error. It is lost if that cannot be written; the exit code remains."""
+    try:
+        print(f"gpufs: {printable(text)}", file=sys.stderr)
+    except OSError:
+        pass
 
 
 def json_text(value: Any) -> str:

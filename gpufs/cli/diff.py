@@ -5,21 +5,30 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._tensor_options import READ_FORMATS, type_options
+from gpufs.cli._output import Failure, json_text, table
+from gpufs.cli._tensors import (
+    READ_FORMATS,
+    Piece,
+    Tensor,
+    TensorFiles,
+    finite,
+    given_type,
+    map_blocks,
+    pieces,
+    reported,
+    type_options,
+)
+from gpufs.formats.elements import Difference, compare, is_numeric
+from gpufs.formats.layout import GivenType, TensorPlace
+from gpufs.formats.safetensors import PADDING_NAME
 
-if TYPE_CHECKING:
-    from gpufs.cli._contents import TensorFiles
-    from gpufs.formats.layout import TensorPlace
-    from gpufs.formats.summary import Difference
-    from gpufs.formats.typed import GivenType
 
-
-@click.command(name="diff", short_help="Compare two files or checkpoints, tensor by tensor.")
+@click.command(name="diff")
 @click.argument("one", metavar="A", shell_complete=complete_files)
 @click.argument("other", metavar="B", shell_complete=complete_files)
 @type_options
@@ -32,9 +41,6 @@ def command(one: str, other: str, dtype: str | None, shape: str | None, as_json:
     the tensors and the metadata do not matter. cmp(1) compares other files. Exit codes: 0 equal, 1 different,
     2 trouble.
     """
-    from gpufs.cli._contents import given_type, reported
-    from gpufs.cli._errors import Failure
-    from gpufs.cli._output import json_text
 
     given = given_type(dtype, shape)
     with ExitStack() as opened:
@@ -57,7 +63,6 @@ def command(one: str, other: str, dtype: str | None, shape: str | None, as_json:
 
 
 def _opened(name: str, given: GivenType | None) -> TensorFiles:
-    from gpufs.cli._contents import TensorFiles, reported
 
     with reported(name, 2):
         return TensorFiles(name, given)
@@ -65,10 +70,6 @@ def _opened(name: str, given: GivenType | None) -> TensorFiles:
 
 def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, Any]]:
     """What differs, by the names of the tensors."""
-    from gpufs.cli._contents import Piece, Tensor, finite, map_blocks, pieces
-    from gpufs.formats.elements import is_numeric
-    from gpufs.formats.safetensors import PADDING_NAME
-    from gpufs.formats.summary import Difference, compare
 
     there = {one.place.name: one for one in theirs.tensors if not one.place.name.startswith(PADDING_NAME)}
     found: dict[str, dict[str, Any]] = {}
@@ -130,7 +131,6 @@ def _described(place: TensorPlace, difference: Difference) -> dict[str, Any]:
 
 
 def _print(tensors: list[dict[str, Any]]) -> None:
-    from gpufs.cli._output import table
 
     rows = []
     for tensor in tensors:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._tensor_options import READ_FORMATS, shape_text, type_options
-
-if TYPE_CHECKING:
-    from gpufs.cli._contents import Piece, TensorFiles
-    from gpufs.formats.summary import Summary
+from gpufs.cli._output import Failure, complain, json_text, printable, table
+from gpufs.cli._tensors import (
+    READ_FORMATS,
+    Piece,
+    TensorFiles,
+    finite,
+    given_type,
+    map_blocks,
+    pieces,
+    reported,
+    shape_text,
+    type_options,
+)
+from gpufs.formats.elements import Summary, is_numeric, summarize, unit_bytes
+from gpufs.units import bytes_text
 
 _FIRST_BYTES: Final = 64
 _LINE_BYTES: Final = 16
 
 
-@click.command(name="inspect", short_help="Show the tensors of files.")
+@click.command(name="inspect")
 @click.argument("names", metavar="FILE...", nargs=-1, required=True, shell_complete=complete_files)
 @click.option("--stats", is_flag=True, help="Add minimum, maximum and mean, and count NaN and infinite elements.")
 @click.option("--checksum", is_flag=True, help="Print the SHA-256 of each file as sha256sum does.")
@@ -36,9 +46,6 @@ def command(
     --checksum read whole files, in blocks, and allocate no memory on a GPU. Minimum, maximum and mean are those of the
     finite elements.
     """
-    from gpufs.cli._contents import TensorFiles, given_type, reported
-    from gpufs.cli._errors import Failure, complain
-    from gpufs.cli._output import json_text
 
     given = given_type(dtype, shape)
     found: list[dict[str, Any]] = []
@@ -80,9 +87,6 @@ def _print_digest(path: str, digest: str) -> None:
 
 def _summaries(files: TensorFiles) -> list[Summary | None]:
     """The summary of each tensor; None if its elements are not numbers."""
-    from gpufs.cli._contents import map_blocks, pieces
-    from gpufs.formats.elements import is_numeric, unit_bytes
-    from gpufs.formats.summary import Summary, summarize
 
     tensors = files.tensors
     found: list[Summary | None] = [Summary() if is_numeric(place.dtype) else None for _, place in tensors]
@@ -106,7 +110,6 @@ def _summaries(files: TensorFiles) -> list[Summary | None]:
 
 
 def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[str]) -> dict[str, Any]:
-    from gpufs.cli._contents import finite
 
     first = files.files[0]
     several = len(files.files) > 1
@@ -150,9 +153,6 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
 
 
 def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
-    from gpufs.cli._errors import printable
-    from gpufs.cli._output import table
-    from gpufs.units import bytes_text
 
     size, used = (sum(getattr(file, name) for file in files.files) for name in ("size", "held_bytes"))
     places = files.places()

@@ -10,16 +10,15 @@ from typing import Any
 import click
 
 from gpufs import config, mounting
-from gpufs.cli import _leases, _mounts
-from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import timeout_option
+from gpufs.cli import _mounts, _queries
 from gpufs.cli._main import complete_files
-from gpufs.cli._output import age_text, bytes_text, json_text, table, user_name
+from gpufs.cli._options import timeout_option
+from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
 
 _BLOCK = 512  # unit of st_blocks
 
 
-@click.command(name="ls", short_help="List files with the memory they hold.")
+@click.command(name="ls")
 @click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="List the files of all directories below, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each file, in bytes.")
@@ -35,7 +34,7 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
     whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
     asked = [whole[device] for device in {entry.device for entry in entries} if device in whole]
-    answers = _leases.collect(asked, timeout)
+    answers = _queries.leases_of(asked, timeout)
     for mountpoint, reason in _mounts.silent(asked, answers, named=bool(paths)):
         complain(f"{mountpoint}: {reason}")
     found = dict(zip((entry.device for entry in asked), answers, strict=True))

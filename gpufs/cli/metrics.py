@@ -6,12 +6,12 @@ from typing import Any
 import click
 
 from gpufs import config
-from gpufs.cli import _answers, _counters, _mounts
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure
 
 
-@click.command(name="metrics", short_help="Print metrics for Prometheus.")
+@click.command(name="metrics")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--listen", metavar="ADDRESS:PORT", help="Serve them by HTTP at this address until interrupted.")
 @timeout_option(config.STATUS_TIMEOUT)
@@ -31,10 +31,10 @@ def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) ->
         found = []
         for path in mountpoints:
             try:
-                found += _counters.collect([path], show, timeout)
+                found += _queries.counters([path], show, timeout)
             except Failure as failure:
                 found.append({"mountpoint": _mounts.absolute(path), "error": str(failure)})
-        return found if mountpoints else _counters.collect([], show, timeout)
+        return found if mountpoints else _queries.counters([], show, timeout)
 
     def show(one: dict[str, Any]) -> str:
         return prometheus.metrics([one]).decode()

@@ -13,10 +13,9 @@ import click
 
 from gpufs import config, mounting
 from gpufs.cli import _answers, _mounts
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import settings
-from gpufs.cli._options import Options, origin, parse
-from gpufs.cli.mount import mount
+from gpufs.cli._options import settings
+from gpufs.cli._output import Failure
+from gpufs.cli.mount import Options, mount, origin, parse
 
 # Exit codes of mount(8), which returns ours.
 _WRONG_USE: Final = 1
@@ -44,7 +43,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
         if mountpoint.startswith("/dev/fd/"):  # passed by mount.fuse3 for drop_privileges
             parse("drop_privileges")
         given = parse(",".join(options), sloppy=sloppy)
-        chosen = settings(given.knobs, said_by=origin)
+        chosen = settings(given.knobs, name_of=origin)
         if fake:
             return
         if given.remount:

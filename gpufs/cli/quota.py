@@ -6,11 +6,10 @@ import re
 import click
 
 from gpufs import config
-from gpufs.cli import _answers, _mounts, _quotas, _status
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli import _answers, _mounts, _queries
 from gpufs.cli._main import complete_directories
-from gpufs.cli._output import json_text
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, json_text
 from gpufs.config import kinds
 
 _user_option = click.option("-u", "--user", metavar="NAME|UID", help="Limit this user's files instead of a directory.")
@@ -72,13 +71,13 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) ->
     Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own.
     """
     entries = _mounts.chosen(mountpoints)
-    found = _status.collect(entries, lambda status: _quotas.lines(_quotas.of_status(status)), timeout)
-    quotas = [quota for status in found for quota in _quotas.of_status(status)]
-    silent = _status.silent(found, named=bool(mountpoints))
+    found = _queries.statuses(entries, lambda status: _queries.quota_lines(_queries.quotas_of(status)), timeout)
+    quotas = [quota for status in found for quota in _queries.quotas_of(status)]
+    silent = _queries.silent_statuses(found, named=bool(mountpoints))
     if as_json:
         print(json_text(quotas))
     elif quotas:
-        print("\n".join(_quotas.lines(quotas)))
+        print("\n".join(_queries.quota_lines(quotas)))
     elif not silent:
         print("nobody holds memory, and there are no limits" if entries else "no gpufs is mounted")
     _answers.finish(silent, len(found), named=bool(mountpoints))

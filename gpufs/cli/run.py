@@ -13,8 +13,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpufs import in_place
-from gpufs.cli._errors import Failure
 from gpufs.cli._main import complete_files
+from gpufs.cli._output import Failure
 from gpufs.modes import MODES
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?$")
@@ -40,7 +40,6 @@ def _programs(directory: str, beginning: str) -> list[str]:
 
 @click.command(
     name="run",
-    short_help="Run a program that uses safetensors files of a mount in place.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option(

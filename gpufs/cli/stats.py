@@ -7,13 +7,12 @@ from typing import Any, Final
 import click
 
 from gpufs import config
-from gpufs.cli import _counters
-from gpufs.cli._errors import Failure, printable
-from gpufs.cli._knobs import complete_mounts, timeout_option
-from gpufs.cli._output import bytes_text, clock_text, json_text, table_lines
+from gpufs.cli import _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, bytes_text, clock_text, json_text, printable, table_lines
 
 
-@click.command(name="stats", short_help="Show what the mounts have moved.")
+@click.command(name="stats")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @timeout_option(config.STATUS_TIMEOUT)
@@ -24,7 +23,7 @@ def command(mountpoint: str | None, as_json: bool, timeout: float) -> None:
     memory, and why copies did not take the fastpath. `gpufs top` shows rates. The last counters of a mount whose
     process was killed stay until `gpufs umount` of it, your next mount there, or for an hour.
     """
-    found = _counters.collect([] if mountpoint is None else [mountpoint], _lines, timeout)
+    found = _queries.counters([] if mountpoint is None else [mountpoint], _lines, timeout)
     if as_json:
         print(json_text(found if mountpoint is None else found[0]))
     else:

@@ -5,14 +5,13 @@ from typing import Any
 import click
 
 from gpufs import config
-from gpufs.cli import _mounts, _quotas, _status
-from gpufs.cli._errors import Failure, complain, printable
-from gpufs.cli._knobs import complete_mounts, timeout_option
-from gpufs.cli._output import bytes_text, clock_text, json_text, table, table_lines
-from gpufs.cli._status import memory, text
+from gpufs.cli import _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, bytes_text, clock_text, complain, json_text, printable, table, table_lines
+from gpufs.cli._queries import cell, memory_cells
 
 
-@click.command(name="status", short_help="Show the mounts of this machine.")
+@click.command(name="status")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @click.option(
@@ -32,7 +31,7 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
     if check and as_json:
         raise Failure("--check prints one line: --json does not go with it", 2)
     entries = _mounts.chosen([] if mountpoint is None else [mountpoint])
-    found = _status.collect(entries, lambda status: (_row(status), _details(status)), timeout)
+    found = _queries.statuses(entries, lambda status: (_row(status), _details(status)), timeout)
     if check:
         print(_verdict(found))
         return
@@ -80,8 +79,8 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
     return (
         status["mountpoint"],
         status["error"] if status["state"] == "private" else status["state"],
-        text(status["pid"]),
-        text(status["driver"]),
+        cell(status["pid"]),
+        cell(status["driver"]),
         str(len(devices)) if known else "-",
         bytes_text(sum(device["held_bytes"] for device in devices)) if known else "-",
         bytes_text(sum(device["total_bytes"] for device in devices)) if known else "-",
@@ -89,7 +88,7 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _details(status: dict[str, Any]) -> list[str]:
-    facts = [(key, text(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
+    facts = [(key, cell(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
     if "version" in status:
         facts.append(("version", str(status["version"])))
     if "started" in status:
@@ -98,9 +97,13 @@ def _details(status: dict[str, Any]) -> list[str]:
     lines = [f"{key:<{width}}  {printable(value)}" for key, value in facts]
     if status["devices"]:
         rows = [
-            (device["name"], *memory(device), *(text(device.get(key)) for key in ("files", "health", "description")))
+            (
+                device["name"],
+                *memory_cells(device),
+                *(cell(device.get(key)) for key in ("files", "health", "description")),
+            )
             for device in status["devices"]
         ]
         headers = ("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "DESCRIPTION")
         lines += ["", *table_lines(headers, rows, right=frozenset({1, 2, 3, 4}))]
-    return lines + _quotas.limits([status])
+    return lines + _queries.limit_lines([status])

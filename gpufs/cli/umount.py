@@ -13,17 +13,16 @@ from typing import Any
 import click
 
 from gpufs import config, mounting, statistics
-from gpufs.cli import _answers, _leases, _mounts
-from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import complete_mounts, timeout_option
-from gpufs.cli._output import listed
+from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, complain, listed
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _COPY_GRACE = 1.0  # seconds for the daemon to end where another mount namespace has a copy of the mount
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
 
 
-@click.command(name="umount", short_help="Unmount, and wait for the end of the mount.")
+@click.command(name="umount")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("-a", "--all", "every", is_flag=True, help="Unmount every mount of yours.")
 @click.option(
@@ -75,7 +74,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         else:
             _unmount(mountpoint, force=False, lazy=lazy)
         # The file of registered memory is gone, and its program has the memory.
-        for text in _leases.by_program([lease for lease in leases if lease["mode"] != "registered"]):
+        for text in _queries.by_program([lease for lease in leases if lease["mode"] != "registered"]):
             complain(f"{path}: still attached: {text}: the memory is released when that program ends")
         if lazy and not force:
             return
@@ -96,7 +95,7 @@ def _leases_of(entry: mounting.MountEntry, daemons: Sequence[_mounts.Process], t
     """The mount's leases, none if it does not answer. A stopped daemon is not asked: that would keep the mount busy."""
     if not daemons or any(_mounts.is_stopped(daemon.pid) for daemon in daemons):
         return []
-    (leases,) = _leases.collect([entry], min(timeout, _LEASES_TIMEOUT))
+    (leases,) = _queries.leases_of([entry], min(timeout, _LEASES_TIMEOUT))
     return [] if isinstance(leases, OSError) else leases
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
-from gpufs.config.memory import check_host, host_devices, host_memory, metadata_memory, numbers
+from gpufs.config.memory import check_host, host_devices, host_memory, is_memory_limited, metadata_memory, numbers
 
 __all__ = [
     "BY_NAME",
@@ -23,6 +23,7 @@ __all__ = [
     "host_devices",
     "host_memory",
     "io_options",
+    "is_memory_limited",
     "load",
     "metadata_memory",
     "numbers",

@@ -4,8 +4,9 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 MOST_DEVICES: Final = 64
 
@@ -14,13 +15,35 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value. ``parse`` raises ValueError for a text that is not allowed."""
+    """A kind of value. ``parse`` takes a text, and raises ValueError for one that is not allowed."""
 
     allowed: str  # ends the sentence "... is not allowed: "
     metavar: str
     parse: Callable[[str], Any]
     choices: tuple[str, ...] = ()  # if only these words are allowed
     join: Callable[[Sequence[str]], str] | None = None  # makes one text of a list, where lists are allowed
+
+    def coerce(self, value: object) -> Any:
+        """The value for a text, or for what a program or a TOML file gives instead. ValueError if it is not allowed."""
+        return self.parse(self.text_of(value))
+
+    def text_of(self, value: object) -> str:
+        """The text for a value of Python's types. ValueError for types that no kind has."""
+        if isinstance(value, (str, os.PathLike)):
+            return os.fsdecode(value)
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, float):
+            return f"{value:f}"  # without an exponent
+        if isinstance(value, SupportsIndex):
+            return str(index(value))
+        if self.join is not None and isinstance(value, Sequence) and all(map(_is_word, value)):
+            return self.join([str(word) for word in value])
+        raise ValueError(value)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, (str, SupportsIndex)) and not isinstance(value, bool)
 
 
 def size_text(size: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpufs.config import kinds
+from gpufs.drivers import DRIVERS
 
 GRANULE: Final = 2 << 20  # the least memory that a device can have
 
@@ -41,12 +42,19 @@ class Knob:
         """The environment variable."""
         return "GPUFS_" + self.name.upper()
 
-    def parse(self, text: str, origin: str) -> Any:
-        """Parses a text. ConfigError names the knob, the origin and what is allowed."""
+    def coerce(self, value: object, origin: str) -> Any:
+        """The value for a text or what a program or a file gives instead.
+
+        ConfigError names the knob, the origin and what is allowed.
+        """
         try:
-            return self.kind.parse(text)
+            return self.kind.coerce(value)
         except ValueError:
-            shown = repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
+            try:
+                value = self.kind.text_of(value)
+            except ValueError:
+                pass  # a type that this knob does not have
+            shown = repr(value[: _SHOWN - 3] + "..." if isinstance(value, str) and len(value) > _SHOWN else value)
             raise ConfigError(f"{self.name}: {shown} ({origin}) is not allowed: {self.kind.allowed}") from None
 
     def describe_default(self) -> str:
@@ -65,7 +73,7 @@ class Knob:
 KNOBS: Final[tuple[Knob, ...]] = (
     Knob(
         "driver",
-        kinds.choice("auto", "cuda", "hip", "host"),
+        kinds.choice("auto", *DRIVERS),
         "auto",
         "Driver to use. auto picks CUDA or HIP if the machine has a GPU, and fails if that GPU cannot be used. Only "
         "without a GPU it picks host memory, and says so.",

@@ -2,15 +2,17 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from gpufs.config.knobs import GRANULE, ConfigError
+from gpufs.drivers import HOST
 from gpufs.units import bytes_text
 
 _LEAST_METADATA: Final = 16 << 20  # of the default
+_UNLIMITED: Final = 1 << 62  # or more, in version 1 of cgroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +33,34 @@ def numbers(path: Path) -> dict[str, int]:
     return {name: int(value) for name, value in lines}  # "max", unlimited, is left out
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
-    found = []
+def _cgroups(root: Path, controller: str, base: str) -> Iterator[Path]:
+    """The folder of our own cgroup, and those of the cgroups above it up to ``base``."""
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
-        return []
-    base = root / "sys/fs/cgroup"
-    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
-        folder = base / path
-        for group in (folder, *(above for above in folder.parents if above.is_relative_to(base))):
-            if (bound := numbers(group / "memory.max").get("")) is not None:
-                reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
-                used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
-                found.append((bound, max(bound - used, 0)))
+        return
+    for _, name, path in (line.split(":", 2) for line in lines):
+        if controller in name.split(","):
+            folder = root / base / path.lstrip("/")
+            yield from (folder, *(above for above in folder.parents if above.is_relative_to(root / base)))
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
+    found = []
+    for group in _cgroups(root, "", "sys/fs/cgroup"):
+        if (bound := numbers(group / "memory.max").get("")) is not None:
+            reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
+            used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
+            found.append((bound, max(bound - used, 0)))
     return found
+
+
+def is_memory_limited(root: Path = Path("/")) -> bool:
+    """Whether a cgroup, of either version, limits the memory of this process."""
+    groups = _cgroups(root, "memory", "sys/fs/cgroup/memory")
+    bounds = [numbers(group / "memory.limit_in_bytes").get("", 0) for group in groups]
+    return bool(_cgroup_limits(root)) or any(0 < bound < _UNLIMITED for bound in bounds)
 
 
 def memory_of_machine(root: Path = Path("/")) -> Memory:
@@ -75,7 +89,7 @@ def host_devices(devices: int | Sequence[str]) -> int:
 
 def check_host(values: Mapping[str, Any]) -> None:
     """ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
-    if values["driver"] == "host":
+    if values["driver"] == HOST:
         host_memory(values["memory"], host_devices(values["devices"]))
 
 

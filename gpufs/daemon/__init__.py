@@ -1,6 +1,6 @@
 """The process that serves one mount; ``python -m gpufs.daemon`` starts it.
 
-:mod:`gpufs.daemon.main` joins the parts: :mod:`gpufs.daemon.startup` (the launcher's request and the answer to it),
+:mod:`gpufs.daemon.__main__` joins the parts: :mod:`gpufs.daemon.startup` (the launcher's request and the answer to it),
 :mod:`gpufs.daemon.runtime` (the directory of its socket and counters), :mod:`gpufs.daemon.logs` (the log file),
 :mod:`gpufs.daemon.devices` (the GPUs that were chosen), :mod:`gpufs.daemon.mountpoint` (the mount in the kernel),
 :mod:`gpufs.daemon.control_plane` (names and answers), :mod:`gpufs.daemon.serving` (what runs until the mount ends), and

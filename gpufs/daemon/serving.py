@@ -8,15 +8,16 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import trio
 
 from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
 from gpufs.daemon import mountpoint, supervision
+from gpufs.daemon.keeper import Keeper
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
-from gpufs.daemon.upkeep import keep_up
 from gpufs.fs.connection import Connection
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.quotas import Quotas
@@ -39,11 +40,15 @@ _REQUESTS_GRACE = 2.0
 _PUBLISH_SECONDS = 1.0
 # Seconds between two looks at the mount's flags when many mounts come and go.
 _FLAGS_PAUSE = 0.2
+# Seconds, at least, between two keepers.
+_KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
 _SERVICE_PAUSE = 5.0
 # Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
 _TRIM_SECONDS = 5.0
 _TRIM_INODES = 1000
+# Seconds, at least, until upkeep that has failed is tried again.
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -65,6 +70,7 @@ class Serving:
     log: Log
     mount: engine.Mount
     entry: mounting.MountEntry
+    keeper: Keeper | None
     socket_path: str
     early: list[int]
     owner: int
@@ -94,6 +100,8 @@ class Serving:
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
             nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(operations), _TRIM_SECONDS)
+            if self.keeper is not None:
+                nursery.start_soon(keep_up, "replacing the keeper", self.keeper.replace, _KEEPER_PAUSE)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
@@ -249,3 +257,23 @@ def _print_notes(notes: list[str]) -> None:
     """Runs on a thread, because standard error may block; uses write(2), so that no lock delays the exit."""
     with suppress(OSError):
         os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
+
+
+async def keep_up(what: str, work: Callable[[], Awaitable[None]], pause: float) -> NoReturn:
+    """Call ``work`` repeatedly, ``pause`` seconds after it returned, until cancelled.
+
+    For what the files of a mount do not depend on: the mount goes on if a call fails. A failure is logged unless the
+    one before it had the same text.
+    """
+    last = ""
+    while True:
+        try:
+            await work()
+            last = ""
+        except Exception as failure:
+            text = f"{type(failure).__name__}: {failure}"
+            if text != last:
+                last = text
+                known = isinstance(failure, OSError)  # no thread, descriptor or permission
+                log.error("%s has failed, the mount goes on: %s", what, text, exc_info=not known)
+        await trio.sleep(max(pause, _RETRY_SECONDS) if last else pause)

@@ -5,9 +5,15 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from gpufs import config, mounting
+
+# Never with the current directory in the module search path: another user may own it. The daemon ignores PYTHON
+# variables and the user's own packages if the process that starts it does.
+_PYTHON_OPTIONS: Final = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
+# Start it with the working directory "/".
+DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
 
 
 class StartFailure(Exception):
@@ -53,10 +59,10 @@ class MountRequest:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def read(cls) -> "MountRequest":
-        """Reads the request from standard input. StartFailure if that is not what a launcher sends."""
+    def decode(cls, data: bytes) -> "MountRequest":
+        """The request of such an object. StartFailure if that is not what a launcher sends."""
         try:
-            request = cls(**json.loads(sys.stdin.buffer.read()))
+            request = cls(**json.loads(data))
             defaults = {name: knob.default for name, knob in config.BY_NAME.items()}
             flags = tuple(name for name in mounting.FLAGS if name in request.flags)
             return cls(request.mountpoint, request.source, defaults | request.config, flags, request.owner)

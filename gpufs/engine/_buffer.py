@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from gpufs.drivers import DRIVERS
 from gpufs.engine._arguments import instance, signed, text, unsigned
-from gpufs.engine._arrays import host_range
+from gpufs.engine._arrays import dlpack_capsule, host_memory
 from gpufs.engine._binding import Handle, check
-from gpufs.engine._dlpack import KIND_OF_DRIVER, dlpack_capsule
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
 from gpufs.engine._native import ffi, lib
@@ -112,7 +112,7 @@ class Buffer(Handle):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's kind and number of the device."""
-        return KIND_OF_DRIVER[self.engine.driver], self.info.device
+        return DRIVERS[self.engine.driver].dlpack, self.info.device
 
     def __dlpack__(
         self,
@@ -243,7 +243,7 @@ class Buffer(Handle):
         return self._move(lib.gpufs_buffer_write, offset, source, writable=False)
 
     def _move(self, call: Any, offset: int, memory: Any, *, writable: bool) -> int:
-        host = host_range(memory, writable=writable)
+        host = host_memory(memory, writable=writable)
         try:
             done = ffi.new("uint64_t *")
             check(call(self._handle, unsigned("offset", offset), ffi.cast("void *", host.address), host.bytes, done))

@@ -16,6 +16,7 @@ from math import isinf
 from typing import Any, NamedTuple, NoReturn
 
 from gpufs.formats import FormatError
+from gpufs.formats.element_types import IN_SAFETENSORS
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -29,30 +30,7 @@ _UNUSUAL_INTEGER = re.compile(r"-0|[0-9]{20}")
 _FIELDS = ("dtype", "shape", "data_offsets")
 _METADATA = "__metadata__"
 
-BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+BITS = {name: element.bits for name, element in IN_SAFETENSORS.items()}
 
 
 class HeaderEntry(NamedTuple):

@@ -13,9 +13,18 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from gpufs.integrations._directories import NoDirectoryError, device_directory, is_on_mount
 from gpufs.integrations._shared_weights import SharedWeights, named_tensors
-from gpufs.integrations._sharing import SLEEP_REFUSED, Engine, Settings, get_model, open_weights, refuse_reload
+from gpufs.integrations._sharing import (
+    SLEEP_REFUSED,
+    Engine,
+    NoDirectoryError,
+    Settings,
+    device_directory,
+    get_model,
+    is_on_mount,
+    open_weights,
+    refuse_reload,
+)
 from gpufs.torch import load_file
 
 pieces: Any

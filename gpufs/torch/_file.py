@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -14,7 +15,8 @@ import gpufs
 from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
-from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
+from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.layout import PREFIX_BYTES, check_safetensors
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -24,15 +26,26 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
-from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
 from gpufs.torch._record import TensorRecord, parse_records, span
 
 if TYPE_CHECKING:
     from typing import Self
 
 Device: TypeAlias = "torch.device | str | int | None"
+_PACKED: Final = {"F4": "float4_e2m1fn_x2"}  # dtypes of safetensors of which an element of torch has two
+# By the names of safetensors, without those that this torch does not have.
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, torch_name)
+    for name, element in IN_SAFETENSORS.items()
+    if hasattr(torch, torch_name := _PACKED.get(name, element.name))
+}
 _NO_RECORD = TensorRecord()
 _FEW_DIMENSIONS = 8
+
+
+def stored_elements(dtype: str) -> int:
+    """Return how many elements of the file are one element of torch."""
+    return 2 if dtype in _PACKED else 1
 
 
 class TensorFile:
@@ -344,3 +357,27 @@ class safe_open:
     def __exit__(self, *_: object) -> None:
         """Closes the file. Tensors that it gave stay valid."""
         self._checkpoint = None
+
+
+class InPlaceFile(safe_open):
+    """What programs get in the place of safetensors' open files; see gpufs/in_place.py. Its errors are safetensors'."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in place."""
+        with _errors_of_safetensors():
+            return super().get_tensor(name)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Return an object that gives parts of a tensor when it is indexed."""
+        with _errors_of_safetensors():
+            return super().get_slice(name)
+
+
+@contextmanager
+def _errors_of_safetensors() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        from safetensors import SafetensorError  # which the program has imported
+
+        raise SafetensorError(error.args[0]) from None

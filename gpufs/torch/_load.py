@@ -12,14 +12,12 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs._naming import named_in
-from gpufs.formats import FormatError, archive, gguf, layout, torch_archive
+from gpufs.formats import FormatError, archives, gguf, layout
 from gpufs.formats.checkpoint import link_error
 from gpufs.modes import Mode
-from gpufs.torch._dtypes import TORCH_DTYPES
-from gpufs.torch._file import Device, load_file
+from gpufs.torch._file import TORCH_DTYPES, Device, load_file
 
 _MAGIC_BYTES = 8
-_NPY_MAGIC = b"\x93NUMPY"
 
 
 class _File:
@@ -81,7 +79,7 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     ------
     FormatError
         The file is damaged, or cannot be used in place: compressed members, a pickle that needs more than tensors and
-        containers, an old file of ``torch.save()`` that is not a zip archive. The text says what to use instead.
+        containers, an old file of ``torch.save()`` that is not a zip archives. The text says what to use instead.
     OSError
         As of :func:`gpufs.attach`.
 
@@ -104,12 +102,12 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     try:
         if magic.startswith(gguf.MAGIC):
             return _load_gguf(file)
-        if magic.startswith(_NPY_MAGIC):
+        if magic.startswith(layout.NPY_MAGIC):
             return _array(file, layout.read_npy(file.size, file.read), 0)
-        if magic.startswith(archive.MAGIC):
-            members = archive.read_members(file.size, file.read)
-            if torch_archive.pickle_name(members) is not None:
-                return _restore(torch_archive.read_torch_archive(file.size, file.read), file, {})
+        if magic.startswith(archives.MAGIC):
+            members = archives.read_members(file.size, file.read)
+            if archives.pickle_name(members) is not None:
+                return _restore(archives.read_torch_archive(file.size, file.read), file, {})
             return _load_npz(file, members)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
@@ -126,7 +124,7 @@ def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
     return found
 
 
-def _load_npz(file: _File, members: dict[str, archive.Member]) -> dict[str, torch.Tensor]:
+def _load_npz(file: _File, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
     found = {}
     for name, member in members.items():
         if not name.endswith(".npy"):
@@ -152,7 +150,7 @@ def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
 
 def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
     """The saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
-    if isinstance(value, torch_archive.StoredTensor):
+    if isinstance(value, archives.StoredTensor):
         if id(value) not in known:
             known[id(value)] = _stored(value, file)
         return known[id(value)]
@@ -166,7 +164,7 @@ def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def _stored(value: torch_archive.StoredTensor, file: _File) -> torch.Tensor:
+def _stored(value: archives.StoredTensor, file: _File) -> torch.Tensor:
     if value.dtype not in TORCH_DTYPES:
         raise FormatError(f"torch {torch.__version__} has no dtype for {value.dtype}")
     dtype = TORCH_DTYPES[value.dtype]

@@ -12,14 +12,14 @@ import torch
 from gpufs._naming import named_in
 from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
 from gpufs.torch import _pool
-from gpufs.torch._dtypes import FILE_DTYPES, stored_elements
+from gpufs.torch._file import TORCH_DTYPES, stored_elements
 from gpufs.torch._new_file import NewFile
 from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
 _MAX_SPREAD = 1.25
 _LARGEST_ALIGNMENT = 4096
-
+_FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _Source = torch.nn.Module | Mapping[str, torch.Tensor]
 
@@ -217,7 +217,7 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"tensor {name!r} is sparse or quantized by torch: convert it first")
     if tensor.is_meta:
         raise TypeError(f"tensor {name!r} is on the meta device and has no bytes")
-    if tensor.dtype not in FILE_DTYPES:
+    if tensor.dtype not in _FILE_DTYPES:
         raise TypeError(f"tensor {name!r}: safetensors has no dtype for {tensor.dtype}")
     return tensor.detach().resolve_conj().resolve_neg()
 
@@ -270,7 +270,7 @@ def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
 
 def _entry(name: str, part: torch.Tensor, start: int) -> HeaderEntry:
     """The entry of a tensor whose bytes begin there."""
-    dtype = FILE_DTYPES[part.dtype]
+    dtype = _FILE_DTYPES[part.dtype]
     shape = tuple(part.shape)
     if stored_elements(dtype) > 1:
         if not shape:

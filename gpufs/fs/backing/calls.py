@@ -8,16 +8,16 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from errno import EBUSY
+from errno import EBUSY, EMFILE
 from typing import Any, Final, TypeVar
 
 import trio
 
 from gpufs import threads
-from gpufs.fs.backing.identity import acting_as
 from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
 from gpufs.fs.errors import error
 from gpufs.fs.requests import Caller
+from gpufs.syscalls import set_thread_groups, setfsgid, setfsuid
 
 T = TypeVar("T")
 
@@ -109,3 +109,50 @@ class HostCalls:
             self._waiting[uid] -= 1
             if not self._waiting[uid]:
                 del self._waiting[uid]
+
+
+# ---- acting as the caller: threads of root's daemon take over the caller's user and groups ----
+
+
+def _groups_of(pid: int) -> list[int]:
+    """The supplementary groups of a process. OSError if it has gone."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        groups = next((line for line in file if line.startswith(b"Groups:")), b"")
+    return sorted({int(group) for group in groups.split()[1:]})
+
+
+@contextlib.contextmanager
+def acting_as(uid: int, gid: int, pid: int) -> Iterator[None]:
+    """The calling thread has a user's rights over files. Only root's daemon can do that; a user's acts as itself."""
+    if os.geteuid() != 0 or uid == 0:
+        yield
+        return
+    try:
+        groups = _groups_of(pid) if pid else []
+    except OSError as failure:
+        if failure.errno == EMFILE:
+            raise
+        groups = []  # the caller has gone or is in another PID namespace: it gets only its group
+    before = os.getgroups()
+    set_thread_groups(groups)
+    try:
+        setfsgid(gid)
+        setfsuid(uid)  # drops the capabilities over files too
+        yield
+    finally:
+        setfsuid(0)
+        setfsgid(os.getegid())
+        set_thread_groups(before)
+
+
+@contextlib.contextmanager
+def with_daemons_rights() -> Iterator[None]:
+    """Inside of acting_as(): the daemon's own rights over files."""
+    if os.geteuid() != 0:
+        yield
+        return
+    caller = setfsuid(0)
+    try:
+        yield
+    finally:
+        setfsuid(caller)

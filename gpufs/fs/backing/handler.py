@@ -11,8 +11,7 @@ from typing import Final
 
 from gpufs import syscalls
 from gpufs.engine import Attributes, Mount
-from gpufs.fs.backing.calls import HostCalls
-from gpufs.fs.backing.identity import with_daemons_rights
+from gpufs.fs.backing.calls import HostCalls, with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
 from gpufs.fs.backing.open_files import (
     SET_ID,

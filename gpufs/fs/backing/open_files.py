@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from errno import EDEADLK, EINVAL, EMFILE, ESTALE
 from typing import Any, Final
 
-from gpufs.fs.backing.calls import HostCalls
-from gpufs.fs.backing.identity import acting_as, with_daemons_rights
+from gpufs.fs.backing.calls import HostCalls, acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened

@@ -1,5 +1,6 @@
-"""The checks of `gpufs doctor`. Each asks an Environment, which tests replace by machines of their own."""
+"""This machine as `gpufs doctor` sees it: its kernel, its limits, and what the drivers find."""
 
+import functools
 import gzip
 import os
 import resource
@@ -13,16 +14,10 @@ from typing import Any, Final
 from gpufs import config
 from gpufs.cli import _answers, _mounts
 from gpufs.mounting import MountEntry
-
-OK: Final = "ok"
-NOTE: Final = "note"  # works, and could be better
-PROBLEM: Final = "problem"  # a mount does not work
+from gpufs.units import bytes_text
 
 _PROBE_SECONDS: Final = 30.0
-_LEAST_DESCRIPTORS: Final = 4096
-_LEAST_LOCKED: Final = 192 << 20
-_LEAST_MAPPINGS: Final = 65530
-_LEAST_READ_AHEAD: Final = 1024  # KiB; gpufs mounts of root set 4096
+_HOST_BYTES: Final = 64 << 20  # of an engine that only answers questions
 _MOVES_FILES: Final = 0x40  # in "capability" of a GPU, as the amdgpu driver shows it
 # Block devices through which the kernel may refuse to move bytes straight to a GPU, by their names.
 _STACKED: Final[Mapping[str, str]] = {"dm-": "device mapper", "md": "software RAID", "loop": "loop device"}
@@ -67,18 +62,7 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report. ``advice``: how to fix it, or ""."""
-
-    group: str
-    name: str
-    state: str
-    text: str
-    advice: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Driver:
+class ProbedDriver:
     """What a driver found. ``reason``: why it has no device; ``refusals``: why its fastpath refuses any file.
 
     ``causes``: for a refusal, what this machine lacks in particular, and the remedy.
@@ -98,13 +82,8 @@ class Driver:
 def _probe(what: Sequence[str]) -> dict[str, Any]:
     """Asks the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
 
-    def question() -> dict[str, Any]:
-        from gpufs.cli import _doctor_probe
-
-        return _doctor_probe.answer(*what)
-
-    (said,) = _answers.ask([question], str, _PROBE_SECONDS)
-    return {"error": said.strerror} if isinstance(said, OSError) else dict(said)
+    (answer,) = _answers.ask([functools.partial(_answer, *what)], str, _PROBE_SECONDS)
+    return {"error": answer.strerror} if isinstance(answer, OSError) else dict(answer)
 
 
 def _raises_rights(program: str) -> bool:
@@ -143,7 +122,7 @@ class Environment:
         """The number in a file, None if it cannot be read."""
         return config.numbers(self.root / path).get("")
 
-    def driver(self, name: str) -> Driver:
+    def driver(self, name: str) -> ProbedDriver:
         """The devices of a driver, and why its fastpath refuses any file."""
         said = self.probe(["driver", name])
         refusals = said.get("refusals", [])
@@ -152,7 +131,7 @@ class Environment:
             refusals = ["no_kernel_support", *(reason for reason in refusals if reason != "memory_kind")]
         cause = self._why_no_files_move() if name == "hip" else None
         causes = {"no_kernel_support": cause} if cause else {}
-        return Driver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
+        return ProbedDriver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
 
     def _amd_gpus(self) -> Iterator[tuple[str, bool]]:
         """The PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""
@@ -220,155 +199,48 @@ class Environment:
         return "data=journal" in (self.text(f"proc/fs/ext4/{name}/options") or "").splitlines()
 
 
-def mounting(environment: Environment) -> Iterator[Finding]:
-    """FUSE itself, and whether this user may mount."""
-    group = "mounting"
-    device = environment.root / "dev/fuse"
-    if not device.exists():
-        advice = "load the module fuse (modprobe fuse), or give the container the device /dev/fuse"
-        yield Finding(group, "/dev/fuse", PROBLEM, "does not exist: this kernel or container has no FUSE", advice)
-    elif environment.access(device, os.R_OK | os.W_OK):
-        yield Finding(group, "/dev/fuse", OK, "can be opened")
-    else:
-        yield Finding(group, "/dev/fuse", PROBLEM, "cannot be opened by this user", "chmod 0666 /dev/fuse")
-    yield _mount_program(environment)
-    lines = (environment.text("etc/fuse.conf") or "").splitlines()
-    if any(line.strip() == "user_allow_other" for line in lines):
-        yield Finding(group, "user_allow_other", OK, "users may open their mounts to others")
-    else:
-        text = "not set in /etc/fuse.conf: only root may use --allow-other"
-        yield Finding(group, "user_allow_other", NOTE, text, "add user_allow_other to /etc/fuse.conf")
+# ---- questions to the engine, in a process of their own ----
 
 
-def _mount_program(environment: Environment) -> Finding:
-    """Whether fusermount3 lets plain users mount. Root mounts without it."""
-    helper = environment.which("fusermount3")
-    if helper is None:
-        text, advice = "is not installed: only root can mount", "install the package fuse3"
-    elif not environment.raises_rights(helper):
-        text, advice = f"{helper} is not set-user-id root: only root can mount", f"chmod u+s {helper}"
-    elif environment.uid != 0 and "NoNewPrivs:\t1" in (environment.text("proc/self/status") or ""):
-        text = "cannot gain privileges here (no_new_privs): only root can mount"
-        advice = "start the container without no-new-privileges, or the unit without NoNewPrivileges"
-    else:
-        return Finding("mounting", "fusermount3", OK, helper)
-    return Finding("mounting", "fusermount3", NOTE if environment.uid == 0 else PROBLEM, text, advice)
+def _driver(name: str) -> dict[str, Any]:
+    """{"devices": [names], "refusals": [names]}."""
+    from gpufs import engine
+
+    host = name == "host"
+    with engine.Engine(name, devices=1 if host else 0, memory_bytes=_HOST_BYTES if host else 0) as opened:
+        devices = [
+            info.name
+            + (f" ({bytes_text(info.total_bytes)}, {info.pci_address}, {info.uuid})" if info.pci_address else "")
+            for info in (device.info for device in opened.devices)
+        ]
+        refusals = engine.fastpath_probe(name)
+        if not refusals and devices and not any(device.info.fastpath_memory for device in opened.devices):
+            refusals.append("memory_kind")
+        return {"devices": devices, "refusals": refusals}
 
 
-def limits(environment: Environment) -> Iterator[Finding]:
-    """Limits of the system and of this process."""
-    unlimited = resource.RLIM_INFINITY
-    _, locked = environment.limit(resource.RLIMIT_MEMLOCK)
-    _, descriptors = environment.limit(resource.RLIMIT_NOFILE)
-    if environment.uid == 0:
-        locked = unlimited
-    checks = (
-        ("locked memory", locked, _LEAST_LOCKED, "copies to GPUs are slower", "memlock in /etc/security/limits.conf"),
-        ("descriptors", descriptors, _LEAST_DESCRIPTORS, "each file takes some", "nofile in /etc/security/limits.conf"),
-        ("memory mappings", environment.number("proc/sys/vm/max_map_count"), _LEAST_MAPPINGS, "", "vm.max_map_count"),
-    )
-    for name, found, least, effect, knob in checks:
-        shown = "unlimited" if found in (unlimited, -1) else "unknown" if found is None else str(found)
-        if found is None or found in (unlimited, -1) or found >= least:
-            yield Finding("limits", name, OK, shown)
-        else:
-            text = f"{shown} is little" + (f": {effect}" if effect else "")
-            yield Finding("limits", name, NOTE, text, f"raise {knob} to {least} or more")
+def _path(path: str) -> dict[str, Any]:
+    """{"file_system", "device", "offset_align", "memory_align", "refusals"}. "device": the block device's "8:1"."""
+    from gpufs import engine
+
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        with engine.Engine("host", devices=1, memory_bytes=_HOST_BYTES) as opened:
+            with engine.BackingFile(opened, fd) as backing:
+                info = backing.info
+                status = os.fstat(fd)
+                device = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
+                return {
+                    "file_system": "block device" if info.block_device else info.file_system,
+                    "device": f"{os.major(device)}:{os.minor(device)}",
+                    "offset_align": info.offset_align,
+                    "memory_align": info.memory_align,
+                    "refusals": list(info.fastpath_refusals),
+                }
+    finally:
+        os.close(fd)
 
 
-def speed(environment: Environment) -> Iterator[Finding]:
-    """Settings of the kernel without which a mount is slower."""
-    for entry in environment.mounts():
-        knob = f"sys/class/bdi/{entry.device}/read_ahead_kb"
-        ahead = environment.number(knob)
-        if ahead is not None and ahead < _LEAST_READ_AHEAD:
-            text = f"the kernel reads {ahead} KiB ahead of a program that goes through a mapping: scans are slower"
-            yield Finding("speed", entry.mountpoint, NOTE, text, f"as root: echo {_LEAST_READ_AHEAD} > /{knob}")
-        elif ahead is not None:
-            yield Finding("speed", entry.mountpoint, OK, f"the kernel reads {ahead} KiB ahead")
-
-
-_VENDORS: Final = {"cuda": "NVIDIA GPUs", "hip": "AMD GPUs", "host": "host memory"}
-
-
-def drivers(found: Sequence[Driver]) -> Iterator[Finding]:
-    """The devices of each driver. Host memory must always work."""
-    for driver in found:
-        what = _VENDORS[driver.name]
-        if driver.devices:
-            text = ", ".join(f"{number} = {device}" for number, device in enumerate(driver.devices))
-            yield Finding("drivers", driver.name, OK, text if len(driver.devices) > 1 else driver.devices[0])
-        elif driver.name == "host":
-            yield Finding(
-                "drivers", "host", PROBLEM, driver.reason, "this installation is damaged: install gpufs again"
-            )
-        else:
-            advice = "if there is a GPU, install its driver and allow this user to open its devices"
-            if " lacks " in driver.reason:  # a function of the runtime
-                advice = "if there is a GPU, install a newer version of it"
-            yield Finding("drivers", driver.name, NOTE, f"no {what}: {driver.reason}", advice)
-
-
-def fastpath(found: Sequence[Driver]) -> Iterator[Finding]:
-    """Whether copies between storage and devices can bypass host memory, and what is missing."""
-    for driver in found:
-        name = driver.name
-        if driver.name == "host":
-            yield Finding("fastpath", name, OK, "O_DIRECT into the device's memory")
-            continue
-        if not driver.devices:
-            yield Finding("fastpath", name, NOTE, "this driver has no device")
-            continue
-        if not driver.refusals:
-            yield Finding("fastpath", name, OK, "available; gpufs doctor PATH checks a file")
-            continue
-        for refusal in driver.refusals:
-            text, advice = driver.explain(refusal)
-            yield Finding("fastpath", name, NOTE, f"{refusal}: {text}; copies use pinned host memory", advice)
-
-
-def paths(environment: Environment, names: Sequence[str], found: Sequence[Driver]) -> Iterator[Finding]:
-    """Which way copies of each file take on each driver with devices, and why."""
-    for name in names:
-        try:
-            said = environment.probe(["path", os.path.abspath(name)]) if name else {"error": "an empty name"}
-        except FileNotFoundError:
-            said = {"error": "the current directory has been removed"}
-        if "error" in said:
-            yield Finding("paths", name, PROBLEM, said["error"], "give a regular file or a block device that exists")
-            continue
-        alignment = f"{said['file_system'] or 'unknown file system'}, alignment {said['offset_align']} in the file, "
-        alignment += f"{said['memory_align']} in memory"
-        device = said.get("device", "")
-        refusals = list(said["refusals"])
-        if said["file_system"] == "ext4" and "mount_options" not in refusals and environment.journals_data(device):
-            refusals.append("mount_options")
-        stack = list(environment.block_devices(device))
-        for driver in found:
-            if not driver.devices:
-                continue
-            reasons = [*refusals, *(reason for reason in driver.refusals if reason not in refusals)]
-            where = f"{name} on {driver.name}"
-            if reasons:
-                texts = "; ".join(f"{reason}: {driver.explain(reason)[0]}" for reason in reasons)
-                advice = "; ".join(text for reason in reasons if (text := driver.explain(reason)[1]))
-                yield Finding("paths", where, NOTE, f"fallback ({alignment}): {texts}", advice)
-            elif driver.name != "host" and any(kind for _, kind in stack):
-                below = " over ".join(f"{disk} ({kind})" if kind else disk for disk, kind in stack)
-                text = f"fastpath ({alignment}), unless the kernel refuses it: the file is on {below}"
-                yield Finding("paths", where, NOTE, text, "keep the file on a drive or a partition itself")
-            else:
-                yield Finding("paths", where, OK, f"fastpath ({alignment})")
-
-
-def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
-    """All checks."""
-    found = [environment.driver(name) for name in ("cuda", "hip", "host")]
-    return [
-        *mounting(environment),
-        *limits(environment),
-        *speed(environment),
-        *drivers(found),
-        *fastpath(found),
-        *paths(environment, names, found),
-    ]
+def _answer(kind: str, name: str) -> dict[str, Any]:
+    """What the engine says of a "driver" by its name, or of a file by its "path". OSError if it fails."""
+    return _driver(name) if kind == "driver" else _path(name)

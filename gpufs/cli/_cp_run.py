@@ -1,4 +1,4 @@
-"""`gpufs cp`: threads copy the files that a walk finds; results are printed and collected."""
+"""One run of `gpufs cp`: threads copy the files that the walk finds; results are printed and collected."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from gpufs.cli._cp_walk import Item, Walk, targets
-from gpufs.cli._errors import Failure, complain, printable
+from gpufs.cli._cp_walk import Item, Walk, check_space, targets
+from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
 from gpufs.client._daemons import mounts_by_device
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import text_of
 from gpufs.units import bytes_text, rate_text
-
-if TYPE_CHECKING:
-    from gpufs.cli._cp_progress import ProgressLine
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -42,13 +39,13 @@ def copy(names: list[str], directories: list[str], options: dict[str, Any]) -> i
     recursive = options["recursive"] or options["archive"]
     preserve = options["preserve"] or options["archive"]
     show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
-    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
     if STREAM in names:
         _check_stream(names, directories, options)
     elif len(directories) > 1:
         _check_several(directories, recursive=recursive)
+    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
     with Copier(**chosen, preserve=preserve, notice=_complain) as copier:
-        run = _Run(copier, options, recursive=recursive, preserve=preserve, show=show)
+        run = Run(copier, options, recursive=recursive, preserve=preserve, show=show)
         if STREAM in names:
             run.copy_stream(*names)
         else:
@@ -61,12 +58,14 @@ def copy(names: list[str], directories: list[str], options: dict[str, Any]) -> i
                 many = recursive or len(sources) > 1 or len(ends) > 1
                 if many and not options["partial"]:
                     for of_directory in named:
-                        run.check_room(of_directory)
+                        try:
+                            check_space(copier, of_directory, run.cancel, options, recursive=recursive)
+                        except OSError as error:
+                            place = os.path.dirname(of_directory[0][1].path) or "."
+                            run.report("", place, error.errno or errno.EIO, text_of(error))
                 if not run.errors:
                     run.copy(named, options["jobs"] if recursive or len(sources) > 1 else 1)
     if options["json"]:
-        from gpufs.cli._output import json_text
-
         print(json_text(run.summary()))
         sys.stdout.flush()
     if run.signal is not None:
@@ -106,6 +105,39 @@ def _complain(text: str) -> None:
     complain(f"cp: {text}")
 
 
+class ProgressLine:
+    """A progress line on standard error. Lines are printed above it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+
+    def show(self, moved: int, total: int, name: str) -> None:
+        """Draws the line again."""
+        import shutil  # most copies draw nothing
+
+        rate = rate_text(moved / max(time.monotonic() - self._began, 1e-9))
+        line = f"{bytes_text(moved)} of {bytes_text(total)}  {rate}  {printable(name)}"
+        self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+
+    def print(self, line: str, stream: Any) -> None:
+        """Prints a line above the progress."""
+        self._write("\r\x1b[K")
+        with self._lock:
+            print(line, file=stream, flush=True)
+
+    def end(self) -> None:
+        """Leaves the line as it is and starts the next one."""
+        self._write("\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            with self._lock:
+                print(text, end="", file=sys.stderr, flush=True)
+        except OSError:
+            pass  # nobody watches
+
+
 def _is_mount_root(path: str) -> bool:
     path = os.path.realpath(path)
     return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
@@ -123,23 +155,16 @@ def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult 
     return work
 
 
-class _Run:
+class Run:
     """One run of the command."""
 
     def __init__(self, copier: Copier, options: dict[str, Any], *, recursive: bool, preserve: bool, show: bool) -> None:
         self._copier = copier
         self._verbose: bool = options["verbose"]
         self._streaming = False  # this thread copies, and may wait for a pipe
-        self._recursive = recursive
-        self._dereference: bool = options["dereference"]
-        self._keep_existing: bool = options["no_clobber"]
         self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
-        self._bar: ProgressLine | None = None
-        if show:
-            from gpufs.cli._cp_progress import ProgressLine
-
-            self._bar = ProgressLine()
-        self._cancel = Cancellation()
+        self._bar = ProgressLine() if show else None
+        self.cancel = Cancellation()
         self._queue: SimpleQueue[list[Item] | None] = SimpleQueue()  # items of one source
         self._items: list[Item] = []  # of the source that the walk is at
         self._destinations = 1
@@ -149,14 +174,14 @@ class _Run:
         self._moved: dict[str, int] = {}  # bytes of the files in progress, by source
         self._current = ""  # for the progress line
         self._walk = Walk(
-            self._cancel,
+            self.cancel,
             recursive=recursive,
             dereference=options["dereference"],
             preserve=preserve,
-            keep_existing=self._keep_existing,
+            keep_existing=options["no_clobber"],
             found=self._found,
             warn=lambda text: self._print(f"gpufs cp: warning: {text}", sys.stderr),
-            report=self._error,
+            report=self.report,
         )
         self._began = time.monotonic()
         self._seconds = 0.0
@@ -164,22 +189,6 @@ class _Run:
         self.results: list[CopyResult] = []
         self.errors: list[dict[str, Any]] = []
         self.output_error: OSError | None = None  # of standard output
-
-    def check_room(self, named: list[tuple[str, Entry]]) -> None:
-        """Reports an error if all files together do not fit."""
-        from gpufs.cli import _cp_room
-
-        try:
-            _cp_room.check(
-                self._copier,
-                named,
-                self._cancel,
-                recursive=self._recursive,
-                dereference=self._dereference,
-                keep_existing=self._keep_existing,
-            )
-        except OSError as error:
-            self._error("", os.path.dirname(named[0][1].path) or ".", error.errno or errno.EIO, text_of(error))
 
     def copy(self, named: list[list[tuple[str, Entry]]], jobs: int) -> None:
         """Copies everything. Errors are printed and collected. ``named``: the sources for each destination."""
@@ -202,7 +211,7 @@ class _Run:
 
     def _warn_of_links(self) -> None:
         """Says which links were copied without the files that they lead to."""
-        links = [] if self._cancel.cancelled else self._walk.links_without_files()
+        links = [] if self.cancel.cancelled else self._walk.links_without_files()
         if links:
             others = f" and {len(links) - 1} others" if len(links) > 1 else ""
             verb = "are links whose files were" if others else "is a link whose file was"
@@ -264,7 +273,7 @@ class _Run:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = number
-        self._cancel.cancel()
+        self.cancel.cancel()
         if self._streaming:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
@@ -274,15 +283,15 @@ class _Run:
             while worker.is_alive():
                 worker.join(_REFRESH)
                 self._refresh()
-                if self._cancel.cancelled:
+                if self.cancel.cancelled:
                     deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
                 if time.monotonic() > deadline:
-                    self._error("", None, errno.ETIMEDOUT, "a copy does not end: its file system does not answer")
+                    self.report("", None, errno.ETIMEDOUT, "a copy does not end: its file system does not answer")
                     return
 
     def _put(self, items: list[Item] | None) -> None:
         # After a cancellation the queue may never shrink: all threads can be blocked in a file system.
-        while self._queue.qsize() >= _QUEUED_FILES and not self._cancel.cancelled:
+        while self._queue.qsize() >= _QUEUED_FILES and not self.cancel.cancelled:
             time.sleep(_REFRESH)
             self._refresh()
         self._queue.put(items)
@@ -299,7 +308,7 @@ class _Run:
         while (items := self._queue.get()) is not None:
             source = items[0].source
             try:
-                if self._cancel.cancelled:
+                if self.cancel.cancelled:
                     continue
                 ends = [item.destination for item in items]
                 if len(items) == 1:
@@ -314,7 +323,7 @@ class _Run:
     def _copy(self, source: str, destinations: list[str], copy: Callable[..., list[CopyResult | CopyError]]) -> None:
         done = 0
         try:
-            outcomes = copy(progress=self._reporter(source), cancel=self._cancel)
+            outcomes = copy(progress=self._reporter(source), cancel=self.cancel)
             for destination, outcome in zip(destinations, outcomes, strict=True):
                 if isinstance(outcome, CopyError):
                     done += outcome.bytes_done
@@ -323,7 +332,7 @@ class _Run:
                     done += outcome.bytes
                     self._copied(outcome)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
-            self._error(source, ", ".join(destinations), errno.EIO, f"{type(error).__name__}: {error}")
+            self.report(source, ", ".join(destinations), errno.EIO, f"{type(error).__name__}: {error}")
         with self._lock:
             self._current = source
             self._moved.pop(source, None)
@@ -356,14 +365,14 @@ class _Run:
 
     def _failed(self, source: str, destination: str, error: CopyError) -> None:
         if error.errno == errno.EPIPE and destination == STREAM:
-            self._error(source, destination, errno.EPIPE, "", error)  # as other programs, silently
-        elif error.errno == errno.ECANCELED and self._cancel.cancelled:
+            self.report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
+        elif error.errno == errno.ECANCELED and self.cancel.cancelled:
             text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
-            self._error(source, destination, errno.ECANCELED, text, error)
+            self.report(source, destination, errno.ECANCELED, text, error)
         else:
-            self._error(source, destination, error.errno or errno.EIO, str(error), error, names_files=True)
+            self.report(source, destination, error.errno or errno.EIO, str(error), error, names_files=True)
 
-    def _error(
+    def report(
         self,
         source: str,
         destination: str | None,

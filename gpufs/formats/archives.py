@@ -1,21 +1,29 @@
-"""Files of torch.save(): a zip archive with a pickle that names the tensors, and a member for each storage.
+"""Zip archives whose members are stored as they are: npz files of numpy, and files of torch.save().
 
-A pickle is a program. This one may only build containers, numbers and tensors: what ``torch.load(weights_only=True)``
-allows of a state dict. Nothing else is imported or called.
+A file of torch.save() has a pickle, which names the tensors, and a member for each storage. A pickle is a program. This
+one may only build containers, numbers and tensors: what ``torch.load(weights_only=True)`` allows of a state dict.
+Nothing else is imported or called.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpufs.formats import FormatError
-from gpufs.formats.archive import Member, read_members
+from gpufs.formats.element_types import IN_SAFETENSORS
 
+MAGIC: Final = b"PK\x03\x04"
+_LOCAL_HEADER_BYTES: Final = 30
+# Where a member's local header has the lengths of the name and of the extra field, which come between it and the data.
+_NAME_LENGTH: Final = slice(26, 28)
+_EXTRA_LENGTH: Final = slice(28, 30)
+_MAX_MEMBERS: Final = 1 << 20
 _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 28
 _MAX_DIMENSIONS: Final = 64
@@ -34,27 +42,103 @@ _STORAGES: Final = {
     "ComplexFloatStorage": "C64",
     "UntypedStorage": "U8",
 }
-_DTYPES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A stored member: its bytes are ``bytes`` bytes of the archive from ``offset`` on."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+class _Reader(io.RawIOBase):
+    """A file for zipfile, over the function that reads."""
+
+    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        self._size = size
+        self._read = read
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the start of the file")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._position, 0)
+        data = self._read(self._position, left if size < 0 else min(size, left)) if left else b""
+        self._position += len(data)
+        return data
+
+
+def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Member]:
+    """Find the members of a zip archive.
+
+    Parameters
+    ----------
+    size
+        Of the archive, in bytes.
+    read
+        ``read(offset, count)`` returns bytes of the archive.
+
+    Returns
+    -------
+    dict of str to Member
+        By name, in the order of the archive's directory.
+
+    Raises
+    ------
+    FormatError
+        The archive is damaged, a member is compressed or encrypted, or two members overlap.
+    """
+    try:
+        with zipfile.ZipFile(_Reader(size, read)) as archive:
+            listed = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, OverflowError, UnicodeError, NotImplementedError) as error:
+        raise FormatError(f"the zip archive is damaged: {error}") from None
+    if len(listed) > _MAX_MEMBERS:
+        raise FormatError(f"the zip archive has {len(listed)} members; at most {_MAX_MEMBERS} are read")
+    members: dict[str, Member] = {}
+    for info in listed:
+        if info.is_dir():
+            continue
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            how = "encrypted" if info.flag_bits & 1 else "compressed"
+            raise FormatError(f"member {info.filename!r} is {how}, so its bytes are not in the file as they are")
+        if info.filename in members:
+            raise FormatError(f"member {info.filename!r} appears twice")
+        header = read(info.header_offset, _LOCAL_HEADER_BYTES) if info.header_offset < size else b""
+        if len(header) < _LOCAL_HEADER_BYTES or not header.startswith(MAGIC):
+            raise FormatError(f"no member begins at offset {info.header_offset}, where {info.filename!r} should be")
+        between = sum(int.from_bytes(header[place], "little") for place in (_NAME_LENGTH, _EXTRA_LENGTH))
+        member = Member(info.filename, info.header_offset + _LOCAL_HEADER_BYTES + between, info.file_size)
+        if member.offset + member.bytes > size:
+            raise FormatError(
+                f"member {member.name!r} ends at {member.offset + member.bytes}, and the archive has {size} bytes"
+            )
+        members[member.name] = member
+    end = 0
+    for member in sorted(members.values(), key=lambda one: one.offset):
+        if member.offset < end:
+            raise FormatError(f"member {member.name!r} overlaps the one before it")
+        end = member.offset + member.bytes
+    return members
+
+
+# ---- files of torch.save() ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +231,7 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch.storage", "UntypedStorage"): _StorageType("U8"),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch", name): _Dtype(dtype) for name, dtype in _DTYPES.items()},
+    **{("torch", element.name): _Dtype(dtype) for dtype, element in IN_SAFETENSORS.items() if element.dlpack >= 0},
 }
 
 

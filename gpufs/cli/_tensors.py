@@ -1,4 +1,4 @@
-"""The bytes of a file that is looked into, read in blocks."""
+"""The tensors of files as `gpufs inspect` and `gpufs diff` read them, in blocks, and the options that both have."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from errno import EBADF, EINVAL, EIO, EISDIR, ENOSPC
 from types import TracebackType
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
-from gpufs.cli._errors import Failure
+import click
+
+from gpufs.cli._output import Failure
 from gpufs.client._daemons import mounts_by_device
 from gpufs.client._ends import Entry, next_data, open_path, path_of
 from gpufs.client._outcome import text_of
@@ -21,13 +23,35 @@ from gpufs.client._room import place_of
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
-from gpufs.formats.kinds import PREFIX_BYTES, Kind, recognize
-from gpufs.formats.layout import Layout, TensorPlace, read_layout
-from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType, parse_shape
+from gpufs.formats.layout import (
+    PREFIX_BYTES,
+    TYPE_ATTRIBUTE,
+    Format,
+    GivenType,
+    Layout,
+    TensorPlace,
+    parse_shape,
+    read_layout,
+    recognize,
+)
 
+# Formats whose tensors are read; see gpufs.formats.layout.
+READ_FORMATS: Final = ("safetensors", "npy", "npz", "GGUF", "torch.save", "raw")
 _THREADS: Final = 4
 
 Result = TypeVar("Result")
+
+
+def type_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that give the type of files without a header."""
+    shape = click.option("--shape", metavar="NxM", help="Shape of the elements, with --dtype, for example 256x128.")
+    dtype = click.option("--dtype", metavar="TYPE", help="The file is elements of this type alone, such as float32.")
+    return dtype(shape(command))
+
+
+def shape_text(place: TensorPlace) -> str:
+    """The shape as a user reads it."""
+    return ("x".join(map(str, place.shape)) or "scalar") + (" fortran" if place.fortran_order else "")
 
 
 class Contents:
@@ -73,7 +97,7 @@ class Contents:
         """The tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
         return read_layout(self.path, self.size, lambda offset, count: bytes(self.read(offset, count)))
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> Format | None:
         """The format of a file without tensors that gpufs reads."""
         return recognize(bytes(self.read(0, min(PREFIX_BYTES, self.size))))
 
@@ -135,7 +159,7 @@ class TensorFiles:
     def __init__(self, path: str, given: GivenType | None = None) -> None:
         """Raises OSError, and FormatError if a header or an index is damaged, or ``given`` does not fit."""
         self.path = path
-        self.kind: Kind | None = None
+        self.kind: Format | None = None
         self.format: str | None = None
         self.metadata: dict[str, str] | None = None
         self.tensors: list[Tensor] = []
