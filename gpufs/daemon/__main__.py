@@ -20,8 +20,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NoReturn
 
 import trio
 
@@ -56,14 +57,17 @@ def _raise_plainly(failures: BaseExceptionGroup[BaseException]) -> None:
         raise MemoryError from None
 
 
-def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
-    """Serves one mount from its engine to its end. StartFailure if it cannot be started."""
+def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Takeover | None) -> None:
+    """Serves one mount from its engine to its end, a new one or one whose daemon has died (``taken``).
+
+    StartFailure if it cannot be started.
+    """
     values = request.config
     for _, path, _ in values["backing"] or ():
         mountpoint.refuse_itself(path, request.mountpoint)
     runtime = runtime_directory(allow_other=bool(values["allow_other"]))
-    with ExitStack() as parts:
-        owner = _watch(request.owner, parts)
+    with ExitStack() as parts, _start_of(taken) as started:
+        owner = _watch(request.owner, parts) if taken is None else taken.held.get(Key.OWNER, -1)
         counters = CountersFile(runtime, request.mountpoint)
         service.sweep(runtime)
         parts.callback(counters.remove)
@@ -74,18 +78,20 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
             relay_fd, control_fd = engine.relay_pair()
         control = parts.enter_context(socket.socket(fileno=control_fd))
         early = _note_signals()
-        keeper = _start_keeper(request, parts)
+        keeper = _start_keeper(request, parts) if taken is None else parts.enter_context(taken.keeper)
         ended = threading.Event()  # the kernel has ended the connection
-        try:
-            fuse_fd, entry = parts.enter_context(mountpoint.mounted(request, ended.is_set))
-        except BaseException:
-            os.close(relay_fd)
-            raise
-        if keeper is not None:
-            if values["auto_unmount"]:
-                keeper.give_up_with(_guard(request, entry.identity))
-            if takeover.obstacle(values) is None:
-                takeover.prepare(keeper, request, logs, connection=fuse_fd, owner=owner)
+        if taken is None:
+            try:
+                fuse_fd, entry = parts.enter_context(mountpoint.mounted(request, ended.is_set))
+            except BaseException:
+                os.close(relay_fd)
+                raise
+        else:
+            fuse_fd, entry = os.dup(taken.held[Key.CONNECTION]), taken.entry
+            parts.enter_context(mountpoint.unmounted_at_the_end(entry, ended.is_set))
+        if keeper is not None and values["auto_unmount"]:
+            keeper.give_up_with(_guard(request, entry.identity))
+        survives = keeper is not None and takeover.obstacle(values) is None
         counters.belongs_to(entry.device)
         with _start_failures():
             mount = engine.Mount(
@@ -101,8 +107,13 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
                 attribute_timeout=values["attribute_timeout"],
                 metadata_bytes=config.metadata_memory(values["metadata"]),
                 user_bytes=values["user_memory"],
+                keeper_fd=keeper.socket_fd if keeper is not None and survives else -1,
+                journal_fd=-1 if taken is None else os.dup(taken.held[Key.JOURNAL]),
+                kept=None if taken is None else taken.memory,
             )
         parts.callback(mount.close)
+        if keeper is not None and survives:
+            takeover.prepare(keeper, request, logs, mount, entry, connection=fuse_fd, owner=owner)
         # fusermount3, which mounts for plain users, does not take all flags.
         asked = frozenset(request.flags) if os.geteuid() != 0 else frozenset()
         mountpoint.set_access_times(mount, entry.flags, asked)
@@ -118,13 +129,18 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
             early=early,
             owner=owner,
             notes=notes,
+            died=None if taken is None else taken.died,
         )
         operations = control_plane.build(request, mount, serving)
         mount.start()
+        started()
         log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
         try:
             trio.run(serving.run, Connection(control, operations, TASKS), operations)
         except BaseExceptionGroup as failures:
+            if survives and serving.answers and mount.obstacle() is None:
+                log.critical("the daemon has failed: another one takes over", exc_info=True)
+                _die()
             _raise_plainly(failures)
             raise
         finally:
@@ -133,6 +149,29 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
     log.info("the mount at %s has ended", request.mountpoint)
+
+
+def _die() -> NoReturn:
+    """Ends this process at once, as a crash would: the keeper starts another one, which finds everything as it is."""
+    logging.shutdown()
+    os._exit(1)
+
+
+@contextmanager
+def _start_of(taken: takeover.Takeover | None) -> Iterator[Callable[[], None]]:
+    """The time until the mount is served again, if it is taken over: a failure must take nothing apart until then.
+
+    Yields the function that ends this time.
+    """
+    over = threading.Event()
+    try:
+        yield over.set
+    except BaseException as failure:
+        if taken is not None and not over.is_set():
+            known = isinstance(failure, StartFailure)
+            log.critical("cannot take over: %s", failure if known else "internal failure", exc_info=not known)
+            _die()
+        raise
 
 
 def _start_keeper(request: MountRequest, parts: ExitStack) -> Keeper | None:
@@ -221,10 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
             journal=chosen.journal_fd if taken is None else taken.held.get(Key.LOG, -1),
         )
         os.umask(0)
-        if taken is None:
-            _serve(request, answer, logs)
-        else:
-            takeover.restore(taken, logs)
+        _serve(request, answer, logs, taken)
     except StartFailure as failure:
         if chosen.takeover_fd is not None:
             log.error("%s", failure.message)  # no launcher waits for it

@@ -102,6 +102,11 @@ class Keeper:
         return ours, child
 
     @property
+    def socket_fd(self) -> int:
+        """The descriptor of the socket, also after :meth:`replace`."""
+        return self._socket.fileno()
+
+    @property
     def pid(self) -> int:
         """The present process."""
         return self._child.pid if self._child is not None else syscalls.peer_of(self._socket)[0]

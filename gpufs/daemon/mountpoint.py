@@ -68,8 +68,15 @@ def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tu
             )
     except OSError as failure:
         raise StartFailure.of(failure) from None
-    try:
+    with unmounted_at_the_end(entry, has_ended):
         yield fd, entry
+
+
+@contextmanager
+def unmounted_at_the_end(entry: mounting.MountEntry, has_ended: Callable[[], bool]) -> Iterator[None]:
+    """Unmounts at the end. ``has_ended``: as for :func:`mounted`."""
+    try:
+        yield
     finally:
         if (now := present(entry)) is not None:
             try:

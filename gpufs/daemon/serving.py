@@ -5,6 +5,7 @@ import logging
 import os
 import select
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import trio
 
 from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
-from gpufs.daemon import mountpoint, supervision
+from gpufs.daemon import mountpoint, supervision, takeover
 from gpufs.daemon.keeper import Keeper
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
@@ -63,6 +64,8 @@ class Serving:
         A descriptor of the process with which the mount ends; -1 for none.
     notes
         What the user gets to read once the mount answers.
+    died
+        When the daemon died that served the mount before, in nanoseconds of CLOCK_MONOTONIC; None for a new mount.
     """
 
     request: MountRequest
@@ -75,7 +78,9 @@ class Serving:
     early: list[int]
     owner: int
     notes: list[str]
+    died: int | None
     service: Service | None = field(default=None, init=False)
+    answers: bool = field(default=False, init=False)  # the launcher knows that the mount works
     _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
@@ -95,13 +100,13 @@ class Serving:
             if self.owner >= 0:
                 nursery.start_soon(self._watch_owner)
             nursery.start_soon(self._serve_clients)
-            nursery.start_soon(self._answer_launcher)
+            nursery.start_soon(self._answer_launcher if self.died is None else self._resume)
             # The files do not depend on these.
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
             nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(operations), _TRIM_SECONDS)
             if self.keeper is not None:
-                nursery.start_soon(keep_up, "replacing the keeper", self.keeper.replace, _KEEPER_PAUSE)
+                nursery.start_soon(keep_up, "replacing the keeper", self._replace_keeper, _KEEPER_PAUSE)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
@@ -176,11 +181,33 @@ class Serving:
             log.error("the launcher has gone: the mount ends")
             await mountpoint.unmount(self.entry)
             return
+        self.answers = True
         await self._manager.notify(
             f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serves {printable(self.request.mountpoint)}"
         )
         if self.request.foreground and self.notes:
             threads.in_background(functools.partial(_print_notes, self.notes))
+
+    async def _resume(self) -> None:
+        """Has the kernel send again what the last daemon has not answered."""
+        assert self.died is not None
+        await threads.run(self.mount.resume)
+        self.answers = True
+        log.warning(
+            "the daemon of %s has died: this one has taken over after %.2f s",
+            self.request.mountpoint,
+            (time.monotonic_ns() - self.died) / 1e9,
+        )
+        await self._manager.notify(f"MAINPID={os.getpid()}")
+        await threads.run(
+            functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
+        )
+
+    async def _replace_keeper(self) -> None:
+        assert self.keeper is not None
+        await self.keeper.replace()
+        if takeover.obstacle(self.request.config) is None:
+            await threads.run(self.mount.hold_again)
 
     async def _publish_statistics(self) -> None:
         """Writes the gauges to the counters' file."""

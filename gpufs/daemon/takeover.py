@@ -1,24 +1,36 @@
 """A new daemon takes a mount over from one that has died: what that needs, and how it begins."""
 
 import errno
+import json
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gpufs import engine, mounting
 from gpufs.daemon.keeper import Keeper, Key, new_memfd, receive_held
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
 
 _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
+_FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
 
 
 def obstacle(values: dict[str, Any]) -> str | None:
     """The reason why a mount with these values of the knobs does not survive its daemon. None if it does."""
     if values["backing"]:
         return "it shows directories of the host (backing)"
-    return "this version cannot restore a mount"
+    return None
 
 
-def prepare(keeper: Keeper, request: MountRequest, logs: Log, *, connection: int, owner: int) -> None:
+def prepare(
+    keeper: Keeper,
+    request: MountRequest,
+    logs: Log,
+    mount: engine.Mount,
+    entry: mounting.MountEntry,
+    *,
+    connection: int,
+    owner: int,
+) -> None:
     """Give the keeper what the next daemon needs to begin, and the command that starts it.
 
     Parameters
@@ -28,7 +40,12 @@ def prepare(keeper: Keeper, request: MountRequest, logs: Log, *, connection: int
     owner
         A descriptor of the process with which the mount ends; -1 for none.
     """
-    held: dict[int, int] = {Key.CONNECTION: connection, Key.REQUEST: new_memfd("gpufs-request", request.encode())}
+    text = json.dumps({"request": request.encode().decode(), "identity": entry.identity}).encode()
+    held: dict[int, int] = {
+        Key.CONNECTION: connection,
+        Key.JOURNAL: mount.journal_fd,
+        Key.REQUEST: new_memfd("gpufs-request", text),
+    }
     if owner >= 0:
         held[Key.OWNER] = owner
     if logs.fd >= 0 and request.config["log_file"] is None:
@@ -43,33 +60,37 @@ class Takeover:
 
     Parameters
     ----------
-    held
-        The descriptors that the keeper holds, by :class:`Key` and by the journal's numbers of memory.
+    entry
+        The mount's entry.
+    held, memory
+        The descriptors that the keeper holds, by :class:`Key`, and those of memory by the engine's keys.
     died
         When the former daemon had ended, in nanoseconds of CLOCK_MONOTONIC.
     """
 
     request: MountRequest
+    entry: mounting.MountEntry
     keeper: Keeper
     held: dict[int, int]
+    memory: dict[int, int]
     died: int
 
 
 def begin(fd: int, mountpoint: str) -> Takeover:
     """Receive everything from the keeper at the other end of a socket. StartFailure if that is not enough."""
     try:
-        held, died = receive_held(fd)
+        found, died = receive_held(fd)
+        held = {key: descriptor for key, descriptor in found.items() if key < _FIRST_MEMORY}
         keeper = Keeper(mountpoint, held, fd)
+        if missing := [key.name.lower() for key in (Key.CONNECTION, Key.JOURNAL, Key.REQUEST) if key not in held]:
+            raise StartFailure(errno.EINVAL, f"cannot take over: the keeper does not hold {' and '.join(missing)}")
+        with open(held[Key.REQUEST], "rb", closefd=False) as file:
+            file.seek(0)
+            begun = json.load(file)
+        entry = mounting.entry_with(begun["identity"])
     except OSError as failure:
         raise StartFailure.of(failure, "cannot take over: ") from None
-    if missing := [key.name.lower() for key in (Key.CONNECTION, Key.REQUEST) if key not in held]:
-        raise StartFailure(errno.EINVAL, f"cannot take over: the keeper does not hold {' and '.join(missing)}")
-    with open(held[Key.REQUEST], "rb", closefd=False) as file:
-        file.seek(0)
-        request = MountRequest.decode(file.read())
-    return Takeover(request, keeper, held, died)
-
-
-def restore(takeover: Takeover, logs: Log) -> None:
-    """Serve the mount again, from its journal, until it ends. StartFailure if it cannot be restored."""
-    raise StartFailure(errno.ENOSYS, f"{takeover.request.mountpoint}: cannot restore the mount: not implemented")
+    if entry is None:
+        raise StartFailure(errno.ENOENT, f"cannot take over: nothing is mounted at {mountpoint}")
+    memory = {key: descriptor for key, descriptor in found.items() if key >= _FIRST_MEMORY}
+    return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, died)

@@ -1,13 +1,13 @@
 """A mount's data plane and the inode table that both planes share."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from errno import ENOENT
 from operator import attrgetter
 from typing import Any, Final, Literal
 
-from gpufs.engine._binding import Handle, check, json_of
+from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
@@ -111,6 +111,11 @@ class Mount(Handle):
         Host memory that names and attributes may take before new ones fail with ENOSPC; 0 for no limit.
     user_bytes
         Device memory on each device for each user except root and this process's; 0 for no limit.
+    keeper_fd
+        The caller's socket to the keeper of descriptors; -1 if the mount is to end with this process.
+    journal_fd, kept
+        To continue the mount of another process: its :attr:`journal_fd`, and the descriptors that the engine had the
+        keeper keep, by their keys. The mount takes them over, also when this fails.
     """
 
     __slots__ = ("engine",)
@@ -130,7 +135,11 @@ class Mount(Handle):
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
         user_bytes: int = 0,
+        keeper_fd: int = -1,
+        journal_fd: int = -1,
+        kept: Mapping[int, int] | None = None,
     ) -> None:
+        listed = ffi.new("gpufs_kept_fd[]", list((kept or {}).items()))
         options = ffi.new(
             "gpufs_mount_options *",
             {
@@ -145,12 +154,39 @@ class Mount(Handle):
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
                 "user_bytes": user_bytes,
+                "keeper_fd": keeper_fd,
+                "journal_fd": journal_fd,
+                "kept": listed,
+                "kept_count": len(listed),
             },
         )
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_open(engine._handle, options, handle))
         self.engine = engine
         self._own(handle[0])
+
+    @property
+    def journal_fd(self) -> int:
+        """A descriptor of the mount's, by which another process can continue it. EngineError without a keeper."""
+        fd = ffi.new("int32_t *")
+        check(lib.gpufs_mount_journal(self._handle, fd))
+        return int(fd[0])
+
+    def resume(self) -> None:
+        """Have the kernel send again what the process before has not answered; once everything answers."""
+        check(lib.gpufs_mount_resume(self._handle))
+
+    def hold_again(self) -> None:
+        """Hand all memory to the keeper again, because another one is at the other end of the socket."""
+        check(lib.gpufs_mount_hold_again(self._handle))
+
+    def obstacle(self) -> str | None:
+        """Return the reason why no other process can continue the mount; None if one can."""
+        try:
+            check(lib.gpufs_mount_survives(self._handle))
+        except EngineError as reason:
+            return reason.strerror
+        return None
 
     def start(self) -> None:
         """Starts the threads; after the descriptor is mounted and before requests are answered."""
