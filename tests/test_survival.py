@@ -60,7 +60,8 @@ class Survivor:
 @contextmanager
 def mounted(path: Path, *options: str) -> Iterator[Survivor]:
     path.mkdir(exist_ok=True)
-    gpufs("mount", path, "--driver", "host", "--memory", "512M", "--devices", "1", *options)
+    log = path.with_name("log")
+    gpufs("mount", path, "--driver", "host", "--memory", "512M", "--devices", "1", "--log-file", log, *options)
     try:
         yield Survivor(path)
     finally:

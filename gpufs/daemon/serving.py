@@ -41,6 +41,8 @@ _REQUESTS_GRACE = 2.0
 _PUBLISH_SECONDS = 1.0
 # Seconds between two looks at the mount's flags when many mounts come and go.
 _FLAGS_PAUSE = 0.2
+# Seconds until files are freed whose end a daemon that has died did not get to know.
+_FORGOTTEN_PAUSE = 5.0
 # Seconds, at least, between two keepers.
 _KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
@@ -105,6 +107,8 @@ class Serving:
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
             nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(operations), _TRIM_SECONDS)
+            if self.died is not None:
+                nursery.start_soon(keep_up, "freeing forgotten files", self._release_forgotten, _FORGOTTEN_PAUSE)
             if self.keeper is not None:
                 nursery.start_soon(keep_up, "replacing the keeper", self._replace_keeper, _KEEPER_PAUSE)
             if seconds := self._manager.watchdog_seconds:
@@ -202,6 +206,9 @@ class Serving:
         await threads.run(
             functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
         )
+
+    async def _release_forgotten(self) -> None:
+        self.mount.release_forgotten()
 
     async def _replace_keeper(self) -> None:
         assert self.keeper is not None

@@ -176,6 +176,10 @@ class Mount(Handle):
         """Have the kernel send again what the process before has not answered; once everything answers."""
         check(lib.gpufs_mount_resume(self._handle))
 
+    def release_forgotten(self) -> None:
+        """Free the memory of files of the process before that the kernel has forgotten: call it from time to time."""
+        check(lib.gpufs_mount_release_forgotten(self._handle))
+
     def hold_again(self) -> None:
         """Hand all memory to the keeper again, because another one is at the other end of the socket."""
         check(lib.gpufs_mount_hold_again(self._handle))

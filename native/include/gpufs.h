@@ -311,6 +311,9 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
 gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd);
 /* Has the kernel send again what the process before has not answered; once everything answers. */
 gpufs_status gpufs_mount_resume(gpufs_handle mount);
+/* Frees the memory of files of the process before that the kernel has forgotten without this process's knowledge:
+ * call it from time to time. */
+gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount);
 /* Fails, with the reason for users, if no other process can continue the mount. */
 gpufs_status gpufs_mount_survives(gpufs_handle mount);
 /* Hands everything to the keeper again, because another one is at the other end of the socket. */

@@ -136,6 +136,13 @@ gpufs_status gpufs_mount_resume(gpufs_handle mount) {
   return with<Mount>(mount, [&](Mount& found) -> Status { return found.resume(); });
 }
 
+gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    found.release_forgotten();
+    return {};
+  });
+}
+
 gpufs_status gpufs_mount_survives(gpufs_handle mount) {
   return with<Mount>(mount, [&](Mount& found) -> Status { return found.survives(); });
 }

@@ -168,10 +168,7 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, I
     buffer->preallocate_on_growth();  // trimmed when the last writer closes it
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
-  if (attributes.ino == 0) {
-    const std::unique_lock lock(inodes_mutex_);
-    attributes.ino = next_ino_++;
-  }
+  if (attributes.ino == 0) attributes.ino = ino_numbers_.next();
   auto inode = std::make_shared<Inode>(attributes, std::move(buffer), references,
                                        Timestamp{attributes.ctime, attributes.ctime_ns}, records_);
   if (parent != nullptr) inode->inherit(*parent, umask);
@@ -231,7 +228,7 @@ void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
     inodes_.erase(inode->ino_);
     if (inode->buffer_) --file_counts_[inode->device_];
   }
-  if (doomed) free_later(std::move(inode));
+  if (doomed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
 }
 
 Status InodeTable::hold(std::uint64_t ino) {
@@ -299,7 +296,7 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
   if (change_metadata(*inode, more * kNameBytes, change) != 0) {
     return Status(ENOSPC, "the limit for metadata");
   }
-  if (doomed) free_later(std::move(inode));
+  if (doomed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
   return {};
 }
 
@@ -521,13 +518,13 @@ Status InodeTable::restore() {
     }
     const Timestamp birth{record.birth_seconds, record.birth_nanoseconds};
     auto inode = std::make_shared<Inode>(attributes, std::move(buffer), record.references, birth, records_);
+    inode->restored_ = true;
     inode->writers_ever_ = record.writers_ever;
     inode->created_open_ = record.created_open;
     inode->names_.target = std::move(record.target);
     if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
     for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
     if (Status inserted = insert(inode); !inserted.ok()) return inserted;
-    next_ino_ = std::max(next_ino_, attributes.ino + 1);
   }
   for (const auto& [fh, file] : records_.files()) {
     if (!is_buffer(fh)) continue;
@@ -538,6 +535,18 @@ Status InodeTable::restore() {
     if (file.writes) ++inode->open_writers_;
   }
   return {};
+}
+
+std::vector<std::uint64_t> InodeTable::doubtful() const {
+  const auto now = std::chrono::steady_clock::now();
+  std::vector<std::uint64_t> found;
+  const std::lock_guard lock(orphan_mutex_);
+  for (const auto& [key, orphan] : orphans_) {
+    if (!orphan.doomed && orphan.inode->restored_ && now - orphan.since > kForgetTime) {
+      found.push_back(orphan.inode->ino_);
+    }
+  }
+  return found;
 }
 
 void InodeTable::restore_links(std::shared_ptr<Inode> inode, std::uint32_t links) {

@@ -143,6 +143,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
   std::uint64_t references_;                      // the kernel's, and what hold() adds
+  bool restored_ = false;                         // perhaps there are fewer references
   std::shared_ptr<Account> directory_account_;
   std::uint64_t charged_ = 0;              // of the table's metadata
   Metadata::Share* charged_to_ = nullptr;  // the share of its owner
@@ -177,7 +178,9 @@ class InodeTable {
         executor_(executor),
         records_(records),
         metadata_(metadata_limit),
-        quotas_(user_limit) {}
+        quotas_(user_limit),
+        ino_numbers_(records.journal(), journal::Numbers::kInodes, kRootInode + 1),
+        files_(records.journal(), journal::Numbers::kFiles) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
@@ -191,6 +194,9 @@ class InodeTable {
   Status restore();
   // The link count that follows from an inode's names; without any, it is removed unless something uses it.
   void restore_links(std::shared_ptr<Inode> inode, std::uint32_t links);
+  // Restored files without names that nothing has open, and that the kernel has not forgotten for a while. Perhaps it has:
+  // FORGETs that the last process had read are lost.
+  [[nodiscard]] std::vector<std::uint64_t> doubtful() const;
   // Removes an inode without names and references. The executor frees the memory once nothing uses it, so the caller
   // should keep no pointer.
   void remove_if_unused(std::shared_ptr<Inode> inode);
@@ -298,7 +304,7 @@ class InodeTable {
   mutable std::shared_mutex inodes_mutex_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Inode>> inodes_;
   std::map<std::int32_t, std::size_t> file_counts_;  // by device
-  std::uint64_t next_ino_ = kRootInode + 1;
+  journal::Numbers ino_numbers_;
 
   OpenFiles<OpenFile, kBufferHandle> files_;
 

@@ -21,6 +21,8 @@ constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kLargestWorkers = 256;
 constexpr std::size_t kReadAheadThreads = 2;
+// The kernel has sent everything again after so long.
+constexpr std::chrono::seconds kResendTime{60};
 // How long close() waits for threads in files of the host.
 constexpr std::chrono::milliseconds kStopPatience{200};
 
@@ -173,6 +175,13 @@ Status Mount::hold_again() {
 Status Mount::resume() {
   const int error = transport_.notify(kNotifyResend, {});
   return error == 0 ? Status() : Status::from_errno(error, "asking the kernel for unanswered requests");
+}
+
+void Mount::release_forgotten() {
+  if (std::chrono::steady_clock::now() - started_ > kResendTime) records_.forget_outcomes();
+  for (const std::uint64_t ino : table_.doubtful()) {
+    notifier_.if_forgotten(ino, [this, ino] { table_.forget(ino, UINT64_MAX); });
+  }
 }
 
 Status Mount::survives() const {

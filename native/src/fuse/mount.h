@@ -68,6 +68,10 @@ class Mount final : private RequestHandler {
   // After start(), once the control plane answers: has the kernel send again what the last process has not answered.
   Status resume();
 
+  // Frees the memory of restored files that the kernel has forgotten without this process's knowledge: call it from time
+  // to time.
+  void release_forgotten();
+
   // OK if another process can continue the mount; else the reason for users.
   [[nodiscard]] Status survives() const;
   [[nodiscard]] const journal::Journal* journal() const { return records_.journal(); }
@@ -112,6 +116,7 @@ class Mount final : private RequestHandler {
   void release(Request& request, Responder responder);
 
   UniqueFd ended_;
+  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   mutable Statistics statistics_;
   // Each uses those above it.
   Executor executor_;

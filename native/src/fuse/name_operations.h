@@ -30,7 +30,8 @@ class NameOperations {
         read_ahead_(read_ahead),
         entry_validity_(Validity::of(entry_timeout)),
         attribute_validity_(Validity::of(attribute_timeout)),
-        statistics_(statistics) {}
+        statistics_(statistics),
+        directories_(table.records().journal(), journal::Numbers::kDirectories) {}
 
   // Serves a request about names, or returns false: the request is another one, or about the host's files or control
   // files, for which the control plane answers. The kernel has checked the caller's rights.

@@ -3,7 +3,6 @@
 // Thread-safe; nothing is closed under the lock.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -11,6 +10,8 @@
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
+
+#include "journal/numbers.h"
 
 namespace gpufs::fuse {
 
@@ -28,9 +29,13 @@ inline constexpr std::uint64_t kFirstHostInode = std::uint64_t{1} << 48;
 template <typename File, std::uint64_t kKind>
 class OpenFiles {
  public:
+  OpenFiles() : OpenFiles(nullptr, {}) {}
+  // journal: see Numbers.
+  OpenFiles(journal::Journal* journal, journal::Numbers::Of of) : numbers_(journal, of, 1) {}
+
   std::uint64_t add(std::shared_ptr<File> file) {
+    const std::uint64_t fh = kKind | numbers_.next();
     const std::unique_lock lock(mutex_);
-    const std::uint64_t fh = kKind | next_++;
     files_.emplace(fh, std::move(file));
     return fh;
   }
@@ -38,7 +43,6 @@ class OpenFiles {
   void restore(std::uint64_t fh, std::shared_ptr<File> file) {
     const std::unique_lock lock(mutex_);
     files_.emplace(fh, std::move(file));
-    next_ = std::max(next_, (fh & ~kKind) + 1);
   }
   // Null if unknown, as below.
   [[nodiscard]] std::shared_ptr<File> find(std::uint64_t fh) const {
@@ -60,9 +64,9 @@ class OpenFiles {
   }
 
  private:
+  journal::Numbers numbers_;
   mutable std::shared_mutex mutex_;  // guards all below
   std::unordered_map<std::uint64_t, std::shared_ptr<File>> files_;
-  std::uint64_t next_ = 1;
 };
 
 }  // namespace gpufs::fuse

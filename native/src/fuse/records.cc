@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 namespace gpufs::fuse {
 namespace {
@@ -76,12 +77,13 @@ std::span<const std::byte> image(const T& value) {
 struct Work {
   std::uint64_t request = 0;
   std::optional<journal::Transaction> change;
+  std::vector<std::function<void()>> afterwards;
   std::uint64_t number = 0;  // the thread's own
 };
 
 Work& work() {
   static std::atomic<std::uint64_t> last{0};
-  thread_local Work mine{0, std::nullopt, last.fetch_add(1, std::memory_order_relaxed)};
+  thread_local Work mine{0, std::nullopt, {}, last.fetch_add(1, std::memory_order_relaxed)};
   return mine;
 }
 
@@ -100,15 +102,15 @@ std::vector<Found> all(const journal::Journal* journal, std::uint32_t kind, Read
 
 }  // namespace
 
-Records::Records(std::shared_ptr<journal::Journal> journal) : journal_(std::move(journal)) {
+Records::Records(std::shared_ptr<journal::Journal> journal) : journal_(std::move(journal)), name_numbers_(journal_.get(), journal::Numbers::kNames, 1) {
   if (journal_ == nullptr) return;
-  std::vector<std::uint64_t> outcomes;
-  journal_->each(kOutcome, [&](std::uint64_t thread, std::span<const std::byte> value) {
+  // They stay as they are: this process may die, too, before it has answered the requests.
+  journal_->each(kOutcome, [&](std::uint64_t id, std::span<const std::byte> value) {
     const auto stored = Reader(value).number<StoredOutcome>();
-    before_.emplace(stored.request & ~kSentAgain, stored.outcome);
-    outcomes.push_back(thread);
+    before_.insert_or_assign(stored.request & ~kSentAgain, stored.outcome);
+    old_outcomes_.push_back(id);
+    first_outcome_ = id + 1;
   });
-  for (const auto& [id, name] : names()) last_name_ = std::max(last_name_.load(), id);
 }
 
 Records::~Records() = default;
@@ -125,6 +127,13 @@ Records::Change::~Change() {
   if (records_ == nullptr) return;
   work().change->commit();
   work().change.reset();
+  const std::vector<std::function<void()>> afterwards = std::exchange(work().afterwards, {});
+  for (const std::function<void()>& each : afterwards) each();
+}
+
+void Records::afterwards(std::function<void()> work_to_do) {
+  if (!work().change) return work_to_do();
+  work().afterwards.push_back(std::move(work_to_do));
 }
 
 void Records::put(Kind kind, std::uint64_t id, std::span<const std::byte> value) {
@@ -221,7 +230,12 @@ Records::Serving::~Serving() { work().request = 0; }
 
 void Records::done(const Outcome& outcome) {
   const Work& now = work();
-  if (now.request != 0) put(kOutcome, now.number, image(StoredOutcome{now.request, outcome}));
+  if (now.request != 0) put(kOutcome, first_outcome_ + now.number, image(StoredOutcome{now.request, outcome}));
+}
+
+void Records::forget_outcomes() {
+  const Change change(*this);
+  for (const std::uint64_t id : std::exchange(old_outcomes_, {})) remove(kOutcome, id);
 }
 
 std::optional<Outcome> Records::done_before() const {

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -19,6 +20,7 @@
 
 #include "gpufs.h"
 #include "journal/journal.h"
+#include "journal/numbers.h"
 #include "memory/buffer.h"
 
 namespace gpufs::fuse {
@@ -77,6 +79,9 @@ class Records {
     Records* records_;  // null: not the outermost one, or nothing is kept
   };
 
+  // Calls work() once what the calling thread has recorded is valid: it takes something away that other records need.
+  void afterwards(std::function<void()> work);
+
   void put_inode(const InodeRecord& inode);
   void remove_inode(std::uint64_t ino);
   // A file without a name that may get its first one, and the directory that it was created in.
@@ -85,7 +90,7 @@ class Records {
   // id: new_name().
   void put_name(std::uint64_t id, const NameRecord& name);
   void remove_name(std::uint64_t id);
-  [[nodiscard]] std::uint64_t new_name() { return last_name_.fetch_add(1) + 1; }
+  [[nodiscard]] std::uint64_t new_name() { return name_numbers_.next(); }
   void put_file(std::uint64_t handle, const FileRecord& file);
   void remove_file(std::uint64_t handle);
   // Bytes of a user (device << 32 | uid) or of a directory's inode; nullopt: no limit of its own.
@@ -106,6 +111,8 @@ class Records {
   };
   // Records what the request that the thread serves has done.
   void done(const Outcome& outcome);
+  // Drops the records of what the last process did, since the kernel has sent all of it again by now.
+  void forget_outcomes();
   // What that request did before the last process ended; nullopt: nothing yet. The kernel has sent it again.
   [[nodiscard]] std::optional<Outcome> done_before() const;
 
@@ -131,8 +138,11 @@ class Records {
   void put_limit(Kind kind, std::uint64_t id, std::optional<std::uint64_t> bytes);
 
   const std::shared_ptr<journal::Journal> journal_;
-  std::atomic<std::uint64_t> last_name_{0};
-  std::unordered_map<std::uint64_t, Outcome> before_;  // of the last process, by request; constant
+  journal::Numbers name_numbers_;
+  // Of the last process, by request; constant.
+  std::unordered_map<std::uint64_t, Outcome> before_;
+  std::vector<std::uint64_t> old_outcomes_;      // their records
+  std::uint64_t first_outcome_ = 0;              // of this process
 };
 
 }  // namespace gpufs::fuse

@@ -1,5 +1,6 @@
 #include "memory/kept_memory.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -22,22 +23,24 @@ struct Message {
   std::uint32_t count;
   std::uint64_t key;
 };
+constexpr int kQueuePatience = 5000;  // milliseconds
 constexpr std::uint32_t kHold = 1;
 constexpr std::uint32_t kDrop = 2;
 
 }  // namespace
 
 KeptMemory::KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, std::vector<Held> held)
-    : journal_(std::move(journal)), keeper_(keeper) {
+    : journal_(std::move(journal)),
+      memories_(journal_.get(), journal::Numbers::kMemories, 1),
+      keys_(journal_.get(), journal::Numbers::kMemoryKeys, kFirstKey),
+      keeper_(keeper) {
   std::map<std::uint64_t, UniqueFd> descriptors;
   for (Held& each : held) {
-    last_key_ = std::max(last_key_, each.key);
     descriptors.emplace(each.key, std::move(each.descriptor));
   }
   journal_->each(kKind, [&](std::uint64_t key, std::span<const std::byte> value) {
     Part part{};
     std::memcpy(&part, value.data(), std::min(value.size(), sizeof part));
-    last_memory_ = std::max(last_memory_.load(), part.memory);
     const auto found = descriptors.find(key);
     if (found == descriptors.end()) return;  // its memory was being released
     untaken_[part.memory].push_back({key, part.offset, part.bytes, std::move(found->second)});
@@ -48,8 +51,8 @@ KeptMemory::KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, st
 
 std::uint64_t KeptMemory::hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) {
   const Part part{memory, offset, bytes};
+  const std::uint64_t key = keys_.next();
   const std::lock_guard lock(mutex_);
-  const std::uint64_t key = ++last_key_;
   held_.emplace(key, descriptor);
   send_locked(kHold, key, descriptor);
   journal::Transaction change(*journal_);
@@ -116,9 +119,13 @@ void KeptMemory::send_locked(std::uint32_t kind, std::uint64_t key, int descript
     std::memcpy(CMSG_DATA(rights), &descriptor, sizeof descriptor);
   }
   ssize_t sent = 0;
-  do {
+  for (;;) {
     sent = ::sendmsg(keeper_, &header, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
+    if (sent >= 0 || (errno != EINTR && errno != EAGAIN)) break;
+    // The socket does not block: its queue is full.
+    pollfd queue{keeper_, POLLOUT, 0};
+    if (errno == EAGAIN && ::poll(&queue, 1, kQueuePatience) == 0) break;
+  }
   if (sent >= 0) return;
   health_ = Status::from_errno(errno, "the keeper does not take descriptors");
   log_warning("this mount does not survive its daemon at the moment: ", health_.message());

@@ -3,7 +3,6 @@
 // Ownership: shared by the devices and the mount. Thread-safe.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "base/unique_fd.h"
 #include "drivers/driver.h"
 #include "journal/journal.h"
+#include "journal/numbers.h"
 
 namespace gpufs {
 
@@ -30,7 +30,7 @@ class KeptMemory final : public MemoryKeeper {
   // keeper: the socket, which is the caller's. held: what the last process handed over.
   KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, std::vector<Held> held);
 
-  std::uint64_t new_memory() override { return last_memory_.fetch_add(1) + 1; }
+  std::uint64_t new_memory() override { return memories_.next(); }
   std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override;
   void drop(std::uint64_t key) override;
   std::vector<Piece> take(std::uint64_t memory) override;
@@ -53,12 +53,11 @@ class KeptMemory final : public MemoryKeeper {
   void send_locked(std::uint32_t kind, std::uint64_t key, int descriptor);
 
   const std::shared_ptr<journal::Journal> journal_;
-  std::atomic<std::uint64_t> last_memory_{0};
-
+  journal::Numbers memories_;
+  journal::Numbers keys_;
   const int keeper_;
 
   mutable std::mutex mutex_;  // guards all below; held over sending
-  std::uint64_t last_key_ = kFirstKey;
   std::map<std::uint64_t, int> held_;  // descriptors of the callers, which stay open until drop()
   std::map<std::uint64_t, std::vector<Piece>> untaken_;  // of the last process, by memory
   Status health_;
