@@ -193,9 +193,8 @@ class Serving:
             threads.in_background(functools.partial(_print_notes, self.notes))
 
     async def _resume(self) -> None:
-        """Has the kernel send again what the last daemon has not answered."""
+        """Reports that this daemon serves the mount of another one."""
         assert self.died is not None
-        await threads.run(self.mount.resume)
         self.answers = True
         log.warning(
             "the daemon of %s has died: this one has taken over after %.2f s",

@@ -172,10 +172,6 @@ class Mount(Handle):
         check(lib.gpufs_mount_journal(self._handle, fd))
         return int(fd[0])
 
-    def resume(self) -> None:
-        """Have the kernel send again what the process before has not answered; once everything answers."""
-        check(lib.gpufs_mount_resume(self._handle))
-
     def release_forgotten(self) -> None:
         """Free the memory of files of the process before that the kernel has forgotten: call it from time to time."""
         check(lib.gpufs_mount_release_forgotten(self._handle))

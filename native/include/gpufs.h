@@ -309,8 +309,6 @@ gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
 /* Where the state of a mount with a keeper is, for the process that continues it. The mount's descriptor. */
 gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd);
-/* Has the kernel send again what the process before has not answered; once everything answers. */
-gpufs_status gpufs_mount_resume(gpufs_handle mount);
 /* Frees the memory of files of the process before that the kernel has forgotten without this process's knowledge:
  * call it from time to time. */
 gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount);

@@ -132,10 +132,6 @@ gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
   });
 }
 
-gpufs_status gpufs_mount_resume(gpufs_handle mount) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.resume(); });
-}
-
 gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     found.release_forgotten();

@@ -163,6 +163,7 @@ Status Mount::restore() {
   name_operations_.restore_directories();
   relay_.restore_init(init->first, init->second);
   kept_->drop_untaken();
+  restored_ = true;
   return {};
 }
 
@@ -193,6 +194,7 @@ Status Mount::survives() const {
 
 Status Mount::start() {
   Status status = relay_.start();
+  if (status.ok() && restored_) status = resume();
   if (status.ok()) status = transport_.start(*this);
   if (!status.ok()) close();
   return status;

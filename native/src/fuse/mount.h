@@ -65,9 +65,6 @@ class Mount final : private RequestHandler {
   Mount& operator=(const Mount&) = delete;
 
   Status start();
-  // After start(), once the control plane answers: has the kernel send again what the last process has not answered.
-  Status resume();
-
   // Frees the memory of restored files that the kernel has forgotten without this process's knowledge: call it from time
   // to time.
   void release_forgotten();
@@ -102,6 +99,8 @@ class Mount final : private RequestHandler {
   Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
         MountOptions options);
   Status restore();
+  // Has the kernel send again what the last process has not answered. It would send what this process has read, too.
+  Status resume();
 
   void handle(Request& request) override;
   void connection_ended() override;
@@ -133,6 +132,8 @@ class Mount final : private RequestHandler {
   BufferOperations buffers_;
   AttributeOperations attributes_;
   NameOperations name_operations_;
+
+  bool restored_ = false;  // constant once it is created
 
   std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
   bool closed_ = false;
