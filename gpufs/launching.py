@@ -155,8 +155,8 @@ def _answer(process: "subprocess.Popen[bytes]", fd: int, errors: IO[bytes], time
         raise OSError(errno.EIO, text) from None
     if not answer.get("ok"):
         raise OSError(answer.get("error", errno.EIO), answer.get("message", "the daemon gave no reason"))
-    found: dict[str, Any] = answer
-    return found
+    report: dict[str, Any] = answer
+    return report
 
 
 def _how(process: "subprocess.Popen[bytes]") -> str:

@@ -67,8 +67,8 @@ class MountEntry(NamedTuple):
     @property
     def uid(self) -> int:
         """The user that mounted it."""
-        found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
-        return int(found[1]) if found else 0
+        match = re.search(r"(?:^|,)user_id=(\d+)", self.options)
+        return int(match[1]) if match else 0
 
     @property
     def st_dev(self) -> int:
@@ -79,7 +79,7 @@ class MountEntry(NamedTuple):
 
 def _undo_escapes(text: str) -> str:
     """A field of mountinfo, in which blanks and backslashes are escaped as three octal digits."""
-    raw = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), os.fsencode(text))
+    raw = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), os.fsencode(text))
     return os.fsdecode(raw)
 
 
@@ -107,11 +107,11 @@ def mounts(pid: str = "self") -> list[MountEntry]:
 
     OSError if ``pid`` belongs to another user or has ended.
     """
-    found: dict[str, MountEntry] = {}
+    uppermost: dict[str, MountEntry] = {}
     for entry in listed(pid):
-        found.pop(entry.mountpoint, None)  # each hides what was mounted there before it
-        found[entry.mountpoint] = entry
-    return [entry for entry in found.values() if entry.fstype == FILESYSTEM_TYPE]
+        uppermost.pop(entry.mountpoint, None)  # each hides what was mounted there before it
+        uppermost[entry.mountpoint] = entry
+    return [entry for entry in uppermost.values() if entry.fstype == FILESYSTEM_TYPE]
 
 
 def mountpoints() -> list[str]:
@@ -189,7 +189,7 @@ def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Coll
     with ExitStack() as opened:
         fuse = _open_device()
         opened.callback(os.close, fuse)
-        before = {one.number for one in listed()}
+        before = {entry.number for entry in listed()}
         try:
             directory = _open_directory(mountpoint)
             try:

@@ -64,8 +64,8 @@ class OwnedMount:
         self.path = Path(answer["mountpoint"])
         self.driver: str = answer["driver"]
         self.devices = tuple(
-            DeviceDirectory(self.path / one["name"], one["description"], one["uuid"], one["total_bytes"])
-            for one in answer["devices"]
+            DeviceDirectory(self.path / device["name"], device["description"], device["uuid"], device["total_bytes"])
+            for device in answer["devices"]
         )
         self._identity: str = answer["identity"]
         self._process = process

@@ -171,14 +171,14 @@ class Walk:
         Call it when everything is copied.
         """
         mounts = _daemons.mounts_by_device()
-        found = []
+        broken = []
         for path in self._links:
             try:
                 if os.lstat(path).st_dev in mounts and os.stat(path).st_dev not in mounts:
-                    found.append(path)
+                    broken.append(path)
             except OSError:
-                found.append(path)
-        return found
+                broken.append(path)
+        return broken
 
     def _use(self, folder: Folder | None) -> None:
         if folder is not None:

@@ -144,8 +144,8 @@ class Environment:
 
     def _moves_files(self) -> bool | None:
         """Whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
-        found = [moves for _, moves in self._amd_gpus()]
-        return any(found) if found else None
+        moving = [moves for _, moves in self._amd_gpus()]
+        return any(moving) if moving else None
 
     def _why_no_files_move(self) -> tuple[str, str] | None:
         """Why amdgpu moves files for none of its GPUs, and the remedy, as far as the kernel shows it."""

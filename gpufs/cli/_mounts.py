@@ -99,15 +99,15 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
 
 def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list["Process"]:
     """As :func:`daemons`, with a hold on each."""
-    found = []
+    processes = []
     for pid in daemons(mountpoint, entry):
         with suppress(ProcessLookupError):
             process = Process(pid, os.pidfd_open(pid))
             if _serves(pid, mountpoint, entry):  # else another process has got the number
-                found.append(process)
+                processes.append(process)
             else:
                 process.close()
-    return found
+    return processes
 
 
 def _processes() -> list[int]:
@@ -132,11 +132,11 @@ def _serves(pid: int, mountpoint: str, entry: mounting.MountEntry | None) -> boo
 
 def _links(pid: int) -> list[str]:
     """What the descriptors of a process are, without those that are closed at the same time. OSError."""
-    found = []
+    links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return found
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return links
 
 
 def _devices(links: Iterable[str]) -> set[str]:
@@ -171,17 +171,17 @@ class Copy(NamedTuple):
 def copies(devices: Collection[str]) -> list[Copy]:
     """Where other mount namespaces have mounts with these device numbers; one process of each, as far as we may see."""
     asked = {os.readlink("/proc/self/ns/mnt")}
-    found = []
+    elsewhere = []
     for pid in sorted(_processes()):
         with suppress(OSError):
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace in asked:
                 continue
-            entry = next((one for one in mounting.mounts(str(pid)) if one.device in devices), None)
+            entry = next((seen for seen in mounting.mounts(str(pid)) if seen.device in devices), None)
             asked.add(namespace)
             if entry is not None:
-                found.append(Copy(pid, _program(pid), entry.mountpoint))
-    return found
+                elsewhere.append(Copy(pid, _program(pid), entry.mountpoint))
+    return elsewhere
 
 
 def _program(pid: int) -> str:
@@ -192,9 +192,9 @@ def _program(pid: int) -> str:
 def users(mountpoint: str, most: int = 5) -> list[str]:
     """What keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
-    found = [f"what is mounted at {path}" for path in mounting.mountpoints() if path.startswith(prefix)][:most]
+    holders = [f"what is mounted at {path}" for path in mounting.mountpoints() if path.startswith(prefix)][:most]
     for pid in _processes():
-        if len(found) == most or pid == os.getpid():
+        if len(holders) == most or pid == os.getpid():
             continue
         links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
         try:
@@ -205,8 +205,8 @@ def users(mountpoint: str, most: int = 5) -> list[str]:
         except OSError:
             continue
         if mapped or any(_points_below(link, prefix) for link in links):
-            found.append(f"{name} ({pid})")
-    return found
+            holders.append(f"{name} ({pid})")
+    return holders
 
 
 def _points_below(link: str, prefix: str) -> bool:

@@ -24,7 +24,7 @@ def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float |
 
 def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The mountpoints of this machine, for a shell."""
-    return [CompletionItem(one.mountpoint) for one in mounting.mounts() if one.mountpoint.startswith(incomplete)]
+    return [CompletionItem(entry.mountpoint) for entry in mounting.mounts() if entry.mountpoint.startswith(incomplete)]
 
 
 def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
@@ -43,9 +43,11 @@ class KnobCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         hidden = {knob.name for knob in config.KNOBS if not knob.everyday} if _ALL not in ctx.meta else set()
-        shown = [one for one in self.get_params(ctx) if isinstance(one, click.Option) and one.name not in hidden]
+        shown = [
+            option for option in self.get_params(ctx) if isinstance(option, click.Option) and option.name not in hidden
+        ]
         with formatter.section("Options"):
-            formatter.write_dl([record for one in shown if (record := one.get_help_record(ctx)) is not None])
+            formatter.write_dl([record for option in shown if (record := option.get_help_record(ctx)) is not None])
 
 
 def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -26,10 +26,10 @@ def statuses(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeou
     has all that its `.gpufs/status` says.
     """
     questions = [functools.partial(_status_of, entry) for entry in entries]
-    found = _answers.ask(questions, show, timeout)
+    answers = _answers.ask(questions, show, timeout)
     return [
         _unknown(entry, answer) if isinstance(answer, OSError) else answer
-        for entry, answer in zip(entries, found, strict=True)
+        for entry, answer in zip(entries, answers, strict=True)
     ]
 
 
@@ -62,10 +62,10 @@ def _unknown(entry: mounting.MountEntry, failure: OSError) -> dict[str, Any]:
     return {**_basics(entry, state, text), "pid": pid}
 
 
-def silent_statuses(found: Sequence[dict[str, Any]], *, named: bool) -> list[tuple[str, object]]:
+def silent_statuses(reported: Sequence[dict[str, Any]], *, named: bool) -> list[tuple[str, object]]:
     """The mounts that did not answer, and why. Those that other users keep to themselves only if they are named."""
     fine = ("ok",) if named else ("ok", "private")
-    return [(status["mountpoint"], status["error"]) for status in found if status["state"] not in fine]
+    return [(status["mountpoint"], status["error"]) for status in reported if status["state"] not in fine]
 
 
 def memory_cells(device: dict[str, Any]) -> list[str]:
@@ -85,7 +85,9 @@ def leases_of(entries: Sequence[mounting.MountEntry], timeout: float) -> list[li
     """The leases of each mount, at most ``timeout`` seconds later; OSError for one that does not answer."""
     questions = [functools.partial(_leases_of, entry) for entry in entries]
     return _answers.ask(
-        questions, lambda leases: [(lease_row(one), by_program([one]), {one["inode"]: one}) for one in leases], timeout
+        questions,
+        lambda leases: [(lease_row(lease), by_program([lease]), {lease["inode"]: lease}) for lease in leases],
+        timeout,
     )
 
 
@@ -97,9 +99,9 @@ def _leases_of(entry: mounting.MountEntry) -> list[dict[str, Any]]:
     ]
 
 
-def program_text(one: dict[str, Any]) -> str:
+def program_text(holder: dict[str, Any]) -> str:
     """The program of a lease or a copy, for people: "python3 (1234)"."""
-    return f"{one['program'] or 'a program'} ({one['pid']})"
+    return f"{holder['program'] or 'a program'} ({holder['pid']})"
 
 
 def mode_text(lease: dict[str, Any]) -> str:
@@ -202,7 +204,7 @@ def counters(mountpoints: Sequence[str], show: _answers.Show, timeout: float) ->
     """
     if not mountpoints:
         return _counters_of_mounts(_mounts.chosen(), show, timeout, private=False)
-    return [found for path in mountpoints for found in _counters_at(path, show, timeout)]
+    return [counted for path in mountpoints for counted in _counters_at(path, show, timeout)]
 
 
 def _counters_at(path: str, show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
@@ -239,20 +241,20 @@ def _left_behind(mountpoint: str) -> dict[str, Any]:
 def counters_of(entry: mounting.MountEntry) -> dict[str, Any]:
     """The counters: from their file if that can be read, otherwise from the mount, which may hang. OSError."""
     try:
-        found = statistics.read_mount(entry.device, entry.uid, entry.mountpoint)
+        counted = statistics.read_mount(entry.device, entry.uid, entry.mountpoint)
     except FileNotFoundError:
-        found = _answers.control_file(entry, "stats")
-        if found.get("format") != statistics.VERSION:
+        counted = _answers.control_file(entry, "stats")
+        if counted.get("format") != statistics.VERSION:
             raise ValueError("it has another format: another version of gpufs serves the mount") from None
-        found.pop("error", None)
-    return {**found, "mountpoint": entry.mountpoint}
+        counted.pop("error", None)
+    return {**counted, "mountpoint": entry.mountpoint}
 
 
 def _answered(entry: mounting.MountEntry, answer: Any) -> dict[str, Any]:
     """The counters of a mount, or the reason why they are missing."""
     if not isinstance(answer, OSError):
-        found: dict[str, Any] = answer
-        return found
+        counted: dict[str, Any] = answer
+        return counted
     owner = "" if _mounts.is_trusted(entry) else f" (it is user {entry.uid}'s)"
     problem = f"its statistics cannot be read: {answer.strerror}{owner}"
     return {"mountpoint": entry.mountpoint, "error": problem, "devices": [], "alive": None, "pid": None}

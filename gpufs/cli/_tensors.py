@@ -104,11 +104,11 @@ class Contents:
     def registered_type(self) -> GivenType | None:
         """The type of its elements, if the program that registered it gave one that fits."""
         try:
-            found = GivenType.parse(os.getxattr(self._fd, TYPE_ATTRIBUTE).decode("ascii"))
-            found.layout(self.size)
+            given = GivenType.parse(os.getxattr(self._fd, TYPE_ATTRIBUTE).decode("ascii"))
+            given.layout(self.size)
         except (OSError, UnicodeDecodeError, FormatError):
             return None
-        return found
+        return given
 
     def next_data(self, offset: int) -> int:
         """The first offset at or after another one that is not in a hole."""
@@ -165,14 +165,14 @@ class TensorFiles:
         self.tensors: list[Tensor] = []
         self.registered = False
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
-        found = find_files(path) if is_checkpoint else CheckpointFiles((path,))
+        checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))
         self._opened = ExitStack()
         with self._opened:
-            self.files = [self._opened.enter_context(Contents(name)) for name in found.files]
+            self.files = [self._opened.enter_context(Contents(name)) for name in checkpoint.files]
             for file in self.files:
-                self._read(file, given, found.places)
-            if found.places is not None and len(self.tensors) < len(found.places):
-                missing = found.places.keys() - {one.place.name for one in self.tensors}
+                self._read(file, given, checkpoint.places)
+            if checkpoint.places is not None and len(self.tensors) < len(checkpoint.places):
+                missing = checkpoint.places.keys() - {tensor.place.name for tensor in self.tensors}
                 raise FormatError(f"the index says where tensor {min(missing)!r} is, and it is not there")
             self._opened = self._opened.pop_all()
 
@@ -192,7 +192,7 @@ class TensorFiles:
             self.format = layout.format
             self.metadata = self.metadata or layout.metadata
             self.tensors += [
-                Tensor(file, one) for one in layout.tensors if places is None or places.get(one.name) == file.path
+                Tensor(file, place) for place in layout.tensors if places is None or places.get(place.name) == file.path
             ]
 
     def places(self) -> str:
@@ -229,13 +229,13 @@ def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> 
         start += size
 
 
-def map_blocks(found: Iterable[Piece], work: Callable[[Piece], Result]) -> Iterator[tuple[int, Result]]:
+def map_blocks(parts: Iterable[Piece], work: Callable[[Piece], Result]) -> Iterator[tuple[int, Result]]:
     """Calls ``work`` with pieces from several threads; the numbers of their tensors and the results, in order."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     pool = ThreadPoolExecutor(threads)
     running: deque[tuple[int, Future[Result]]] = deque()
     try:
-        for piece in found:
+        for piece in parts:
             running.append((piece.number, pool.submit(work, piece)))
             if len(running) > 2 * threads:
                 number, future = running.popleft()

@@ -48,7 +48,7 @@ def command(paths: tuple[str, ...], as_json: bool) -> int:
     findings = examine(Environment(), paths)
     problems = any(finding.state == PROBLEM for finding in findings)
     if as_json:
-        print(json_text({"version": __version__, "ok": not problems, "findings": [asdict(one) for one in findings]}))
+        print(json_text({"version": __version__, "ok": not problems, "findings": list(map(asdict, findings))}))
     else:
         _print(findings)
     return 1 if problems else 0
@@ -70,14 +70,14 @@ def _print(findings: list[Finding]) -> None:
 
 def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
     """All checks."""
-    found = [environment.driver(name) for name in DRIVERS]
+    probed = [environment.driver(name) for name in DRIVERS]
     return [
         *mounting(environment),
         *limits(environment),
         *speed(environment),
-        *drivers(found),
-        *fastpath(found),
-        *paths(environment, names, found),
+        *drivers(probed),
+        *fastpath(probed),
+        *paths(environment, names, probed),
     ]
 
 
@@ -128,9 +128,9 @@ def limits(environment: Environment) -> Iterator[Finding]:
         ("descriptors", descriptors, _LEAST_DESCRIPTORS, "each file takes some", "nofile in /etc/security/limits.conf"),
         ("memory mappings", environment.number("proc/sys/vm/max_map_count"), _LEAST_MAPPINGS, "", "vm.max_map_count"),
     )
-    for name, found, least, effect, knob in checks:
-        shown = "unlimited" if found in (unlimited, -1) else "unknown" if found is None else str(found)
-        if found is None or found in (unlimited, -1) or found >= least:
+    for name, value, least, effect, knob in checks:
+        shown = "unlimited" if value in (unlimited, -1) else "unknown" if value is None else str(value)
+        if value is None or value in (unlimited, -1) or value >= least:
             yield Finding("limits", name, OK, shown)
         else:
             text = f"{shown} is little" + (f": {effect}" if effect else "")
@@ -149,9 +149,9 @@ def speed(environment: Environment) -> Iterator[Finding]:
             yield Finding("speed", entry.mountpoint, OK, f"the kernel reads {ahead} KiB ahead")
 
 
-def drivers(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
+def drivers(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
     """The devices of each driver. Host memory must always work."""
-    for driver in found:
+    for driver in probed:
         what = DRIVERS[driver.name].devices
         if driver.devices:
             text = ", ".join(f"{number} = {device}" for number, device in enumerate(driver.devices))
@@ -167,9 +167,9 @@ def drivers(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
             yield Finding("drivers", driver.name, NOTE, f"no {what}: {driver.reason}", advice)
 
 
-def fastpath(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
+def fastpath(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
     """Whether copies between storage and devices can bypass host memory, and what is missing."""
-    for driver in found:
+    for driver in probed:
         name = driver.name
         if driver.name == "host":
             yield Finding("fastpath", name, OK, "O_DIRECT into the device's memory")
@@ -185,7 +185,7 @@ def fastpath(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
             yield Finding("fastpath", name, NOTE, f"{refusal}: {text}; copies use pinned host memory", advice)
 
 
-def paths(environment: Environment, names: Sequence[str], found: Sequence[ProbedDriver]) -> Iterator[Finding]:
+def paths(environment: Environment, names: Sequence[str], probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
     """Which way copies of each file take on each driver with devices, and why."""
     for name in names:
         try:
@@ -202,7 +202,7 @@ def paths(environment: Environment, names: Sequence[str], found: Sequence[Probed
         if said["file_system"] == "ext4" and "mount_options" not in refusals and environment.journals_data(device):
             refusals.append("mount_options")
         stack = list(environment.block_devices(device))
-        for driver in found:
+        for driver in probed:
             if not driver.devices:
                 continue
             reasons = [*refusals, *(reason for reason in driver.refusals if reason not in refusals)]

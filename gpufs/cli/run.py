@@ -26,16 +26,16 @@ _PROBE: Final = "import sys; sys.exit('gpufs.in_place' not in sys.modules)"
 
 def _complete_words(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Shell completion of a program and its files."""
-    found = complete_files(ctx, parameter, incomplete)
+    items = complete_files(ctx, parameter, incomplete)
     if incomplete and not ctx.params.get("words"):
         places = filter(os.path.isdir, os.get_exec_path())
-        found += map(CompletionItem, sorted({name for place in places for name in _programs(place, incomplete)}))
-    return found
+        items += map(CompletionItem, sorted({name for place in places for name in _programs(place, incomplete)}))
+    return items
 
 
 def _programs(directory: str, beginning: str) -> list[str]:
     with os.scandir(directory) as entries:
-        return [one.name for one in entries if one.name.startswith(beginning) and os.access(one.path, os.X_OK)]
+        return [entry.name for entry in entries if entry.name.startswith(beginning) and os.access(entry.path, os.X_OK)]
 
 
 @click.command(

@@ -119,11 +119,11 @@ def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) 
 @contextmanager
 def _daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> Iterator[list[_mounts.Process]]:
     """The daemons of a mountpoint, which are held so long."""
-    found = _mounts.open_daemons(mountpoint, entry)
+    daemons = _mounts.open_daemons(mountpoint, entry)
     try:
-        yield found
+        yield daemons
     finally:
-        for daemon in found:
+        for daemon in daemons:
             daemon.close()
 
 
@@ -133,13 +133,13 @@ def _named(processes: Sequence[_mounts.Process]) -> str:
 
 def _copies(devices: set[str]) -> str:
     """What other mount namespaces have of a mount, and how to end that; empty if nothing is known."""
-    found = _mounts.copies(devices)
-    if not found:
+    copies = _mounts.copies(devices)
+    if not copies:
         return ""
-    first = found[0]
-    holders = listed([f"{copy.program} ({copy.pid})" for copy in found])
+    first = copies[0]
+    holders = listed([f"{copy.program} ({copy.pid})" for copy in copies])
     command = f"nsenter -t {first.pid} -m umount {shlex.quote(first.mountpoint)}"
-    if len(found) == 1:
+    if len(copies) == 1:
         text = f"{holders} has a copy of it in another mount namespace: {command} ends that"
     else:
         text = f"{holders} have copies of it in other mount namespaces: {command} ends the first"

@@ -34,7 +34,7 @@ def numbers(path: Path) -> dict[str, int]:
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
-    found = []
+    limits = []
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
@@ -46,8 +46,8 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
             if (bound := numbers(group / "memory.max").get("")) is not None:
                 reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
                 used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
-                found.append((bound, max(bound - used, 0)))
-    return found
+                limits.append((bound, max(bound - used, 0)))
+    return limits
 
 
 def memory_of_machine(root: Path = Path("/")) -> Memory:

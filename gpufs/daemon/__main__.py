@@ -69,14 +69,14 @@ def _is_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _raise_plainly(failures: BaseExceptionGroup[BaseException]) -> None:
+def _reraise_simplified(failures: BaseExceptionGroup[BaseException]) -> None:
     """Raises what the user gets one line about, if that is among the failures: no start, or no memory."""
     if failures.split(StartFailure)[0] is not None:
-        found: BaseException = failures
-        while isinstance(found, BaseExceptionGroup):
-            found = next(iter((found.subgroup(StartFailure) or found).exceptions))
-        raise found from None
-    if failures.subgroup(lambda one: isinstance(one, MemoryError) or getattr(one, "errno", 0) == errno.ENOMEM):
+        failure: BaseException = failures
+        while isinstance(failure, BaseExceptionGroup):
+            failure = next(iter((failure.subgroup(StartFailure) or failure).exceptions))
+        raise failure from None
+    if failures.subgroup(lambda each: isinstance(each, MemoryError) or getattr(each, "errno", 0) == errno.ENOMEM):
         raise MemoryError from None
 
 
@@ -138,7 +138,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
         try:
             trio.run(serving.run, Connection(control, operations, TASKS), tree)
         except BaseExceptionGroup as failures:
-            _raise_plainly(failures)
+            _reraise_simplified(failures)
             raise
         finally:
             if _is_readable(mount.ended_fd):

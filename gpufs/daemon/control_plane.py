@@ -23,8 +23,8 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
     values, opened, entry = request.config, mount.engine, serving.entry
 
     def leases(uid: int) -> list[dict[str, Any]]:
-        found = serving.service.leases(uid) if serving.service is not None else []
-        return _with_present_names(found, tree, request.mountpoint)
+        listed = serving.service.leases(uid) if serving.service is not None else []
+        return _with_present_names(listed, tree, request.mountpoint)
 
     status = MountStatus(
         mountpoint=request.mountpoint,
@@ -69,7 +69,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
     replies = Replies(values["entry_timeout"], values["attribute_timeout"])
     if not values["backing"]:
         return Operations(mount, handles, tree, replies), tree
-    shares = [Share(*one) for one in values["backing"]]
+    shares = [Share(*fields) for fields in values["backing"]]
     ids = {"uid": os.geteuid(), "gid": os.getegid()}
     try:
         backing = BackingHandler(tree, mount, handles, replies, shares, device=entry.st_dev, **ids)
@@ -94,16 +94,16 @@ def _with_present_names(leases: Sequence[dict[str, Any]], tree: Tree, mountpoint
         if node is None or node.ino != lease["inode"]:
             moved.add(lease["inode"])
     names = tree.paths(moved)
-    found = []
+    named = []
     for lease in leases:
         ino = lease["inode"]
         if ino not in moved:
-            found.append({**lease, "state": "present"})
+            named.append({**lease, "state": "present"})
         elif ino in names:
-            found.append({**lease, "path": prefix + os.fsdecode(names[ino]), "state": "present"})
+            named.append({**lease, "path": prefix + os.fsdecode(names[ino]), "state": "present"})
         else:
-            found.append({**lease, "state": "replaced" if former.get(lease["path"]) else "removed"})
-    return found
+            named.append({**lease, "state": "replaced" if former.get(lease["path"]) else "removed"})
+    return named
 
 
 def _at(tree: Tree, path: str) -> Node | None:

@@ -54,10 +54,10 @@ def _own_directory(path: str, mode: int, *, chmod: bool) -> None:
         os.mkdir(path, mode)
     except FileExistsError:
         pass
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise OSError(errno.EPERM, "belongs to another user: remove it or set XDG_RUNTIME_DIR", path)
-    if stat.S_IMODE(found.st_mode) & 0o777 != mode and chmod:
+    if stat.S_IMODE(status.st_mode) & 0o777 != mode and chmod:
         os.chmod(path, mode)
 
 

@@ -27,10 +27,10 @@ class StartFailure(Exception):
 def is_journal(fd: int) -> bool:
     """Whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
     try:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
     except OSError:
         return False
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,12 +264,12 @@ class Engine(Handle):
 
     def io_statistics(self) -> dict[str, Any]:
         """Return the counters of transfers: which path moved how much, and what the fastpath refused."""
-        found = statistics.parse(self.statistics_read())
-        gauges = found["gauges"]
+        counters = statistics.parse(self.statistics_read())
+        gauges = counters["gauges"]
         return {
             "active": gauges["transfers_active"],
             "devices": [
-                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in found["devices"]
+                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in counters["devices"]
             ],
             "bounce_pool": {
                 name.removeprefix("bounce_"): value for name, value in gauges.items() if name.startswith("bounce_")

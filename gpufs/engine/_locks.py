@@ -66,9 +66,9 @@ class HostLock(Handle):
         elif size is not None:
             raise TypeError("only an address has a size")
         else:
-            found = host_memory(memory, writable=read_only is False)
-            readable_only = found.read_only if read_only is None else read_only
-            host = ArrayMemory(found.address, found.bytes, readable_only, found.keep)
+            array = host_memory(memory, writable=read_only is False)
+            readable_only = array.read_only if read_only is None else read_only
+            host = ArrayMemory(array.address, array.bytes, readable_only, array.keep)
         try:
             check(lib.gpufs_host_lock(engine._handle, ffi.cast("void *", host.address), host.bytes, host.read_only))
         except BaseException:

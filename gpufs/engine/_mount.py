@@ -186,7 +186,7 @@ class Mount(Handle):
         """
         files, count = ffi.new("gpufs_file_activity[]", most), ffi.new("uint64_t *", most)
         check(lib.gpufs_mount_busiest(self._handle, files, count))
-        return [(one.ino, one.bytes_read, one.bytes_written) for one in files[0 : count[0]]]
+        return [(file.ino, file.bytes_read, file.bytes_written) for file in files[0 : count[0]]]
 
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
         """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""

@@ -137,15 +137,15 @@ class OperationQueue(InUse):
 
     def collect(self, fewest: int, seconds: float, most: int = MOST_AT_ONCE) -> int:
         """Add at most so many results to ``ended``: wait so long for ``fewest``. Returns how many operations ended."""
-        found = ffi.new("gpufs_completion[]", most)
+        completions = ffi.new("gpufs_completion[]", most)
         count = ffi.new("uint64_t *")
-        check(lib.gpufs_queue_collect(self.handle, found, most, fewest, math.ceil(seconds * 1000), count))
+        check(lib.gpufs_queue_collect(self.handle, completions, most, fewest, math.ceil(seconds * 1000), count))
         with self.lock:
             for index in range(count[0]):
                 # One that was cancelled while it was refused was never submitted.
-                kept = self.under_way.pop(found[index].cookie, None)
+                kept = self.under_way.pop(completions[index].cookie, None)
                 if kept is not None:
-                    self.ended.append(self._end(kept[0], found[index]))
+                    self.ended.append(self._end(kept[0], completions[index]))
         return int(count[0])
 
     def wait(self, handle: int) -> bool:

@@ -136,10 +136,10 @@ class Request:
         if isinstance(self.memory, Buffer):
             request.buffer = self.memory._handle
         else:
-            found, keep = device_range(self.file.engine, self.memory, writable=self.direction == "load")
-            request.device = signed("device", found.device)
-            request.address = unsigned("address", found.address)
-            request.address_bytes = unsigned("bytes", found.bytes)
+            memory, keep = device_range(self.file.engine, self.memory, writable=self.direction == "load")
+            request.device = signed("device", memory.device)
+            request.address = unsigned("address", memory.address)
+            request.address_bytes = unsigned("bytes", memory.bytes)
         request.file_offset = unsigned("file_offset", file_offset)
         request.buffer_offset = unsigned("buffer_offset", buffer_offset)
         request.bytes = _TO_THE_END if size is None else unsigned("size", size)

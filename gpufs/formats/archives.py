@@ -131,7 +131,7 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
             )
         members[member.name] = member
     end = 0
-    for member in sorted(members.values(), key=lambda one: one.offset):
+    for member in sorted(members.values(), key=lambda each: each.offset):
         if member.offset < end:
             raise FormatError(f"member {member.name!r} overlaps the one before it")
         end = member.offset + member.bytes
@@ -206,8 +206,8 @@ def _tensor_of_dtype(
     """As torch._utils._rebuild_tensor_v3, for dtypes whose storage is untyped."""
     if type(dtype) is not _Dtype:
         raise FormatError("a tensor of the pickle has no dtype")
-    found = _tensor(storage, offset, shape, strides, requires_grad)
-    return StoredTensor(found.storage, dtype.name, found.offset, found.shape, found.strides, found.requires_grad)
+    tensor = _tensor(storage, offset, shape, strides, requires_grad)
+    return StoredTensor(tensor.storage, dtype.name, tensor.offset, tensor.shape, tensor.strides, tensor.requires_grad)
 
 
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
@@ -242,13 +242,13 @@ class _Unpickler(pickle.Unpickler):
         self._members = members
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None:
+        allowed = _ALLOWED.get((module, name))
+        if allowed is None:
             raise FormatError(
                 f"the pickle needs {module}.{name}, which is neither a tensor nor a container: use torch.load(), if "
                 "you trust the file's author"
             )
-        return found
+        return allowed
 
     def persistent_load(self, identifier: Any) -> Storage:
         """A storage: ("storage", type, key, location, number of elements)."""

@@ -68,10 +68,10 @@ def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
 
 def _without_checkpoint(folder: str) -> str:
     text = f"the directory has neither {INDEX_NAME} nor {FILE_NAME}"
-    found = sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".safetensors.index.json")))
-    if not found:
+    names = sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".safetensors.index.json")))
+    if not names:
         return text
-    return f"{text}, but {', '.join(found[:3])}{' and others' if len(found) > 3 else ''}: give the name of one"
+    return f"{text}, but {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: give the name of one"
 
 
 def link_error(error: OSError, path: str) -> OSError:

@@ -157,8 +157,8 @@ class Summary:
 
     def __add__(self, other: Summary) -> Summary:
         """The summary of both parts of a tensor."""
-        low = [one for one in (self.minimum, other.minimum) if one is not None]
-        high = [one for one in (self.maximum, other.maximum) if one is not None]
+        low = [value for value in (self.minimum, other.minimum) if value is not None]
+        high = [value for value in (self.maximum, other.maximum) if value is not None]
         return Summary(
             min(low, default=None),
             max(high, default=None),
@@ -208,28 +208,28 @@ class Difference:
     def __add__(self, other: Difference) -> Difference:
         """The difference of both parts of two tensors."""
         pair = (self.largest, other.largest)
-        largest = max(pair) if all(one == one for one in pair) else float("nan")
-        first = [one for one in (self.first, other.first) if one is not None]
+        largest = max(pair) if all(value == value for value in pair) else float("nan")
+        first = [value for value in (self.first, other.first) if value is not None]
         return Difference(self.elements + other.elements, largest, min(first, default=None))
 
 
-def compare(dtype: str, bits: int, one: Block, other: Block, start: int = 0) -> Difference:
+def compare(dtype: str, bits: int, ours: Block, theirs: Block, start: int = 0) -> Difference:
     """The difference of two blocks of equal size. ``start``: the number of the first element."""
-    different = codes(bits, one) != codes(bits, other)
+    different = codes(bits, ours) != codes(bits, theirs)
     count = int(np.count_nonzero(different))
     if not count:
         return Difference()
     first = start + int(np.argmax(different))
     if not is_numeric(dtype):
         return Difference(count, 0, first)
-    return Difference(count, _largest(numbers(dtype, one)[different], numbers(dtype, other)[different]), first)
+    return Difference(count, _largest(numbers(dtype, ours)[different], numbers(dtype, theirs)[different]), first)
 
 
-def _largest(one: NDArray[Any], other: NDArray[Any]) -> float | int:
-    if one.dtype.kind == "f":
-        wide = np.promote_types(one.dtype, np.float64)
+def _largest(ours: NDArray[Any], theirs: NDArray[Any]) -> float | int:
+    if ours.dtype.kind == "f":
+        wide = np.promote_types(ours.dtype, np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            return float(np.abs(one.astype(wide) - other.astype(wide)).max())
+            return float(np.abs(ours.astype(wide) - theirs.astype(wide)).max())
     # Of integers exactly: the difference of unsigned numbers, with wrap-around.
     wide = np.dtype(np.uint64)
-    return int((np.maximum(one, other).astype(wide) - np.minimum(one, other).astype(wide)).max())
+    return int((np.maximum(ours, theirs).astype(wide) - np.minimum(ours, theirs).astype(wide)).max())

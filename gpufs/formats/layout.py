@@ -120,8 +120,10 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
 def _gguf_layout(size: int, read: Callable[[int, int], bytes]) -> Layout:
     tensors, metadata = gguf.read_gguf(size, read)
     places = (
-        TensorPlace(one.name, one.type, safetensors.BITS.get(one.type, 8), one.shape, one.offset, one.bytes)
-        for one in tensors
+        TensorPlace(
+            tensor.name, tensor.type, safetensors.BITS.get(tensor.type, 8), tensor.shape, tensor.offset, tensor.bytes
+        )
+        for tensor in tensors
     )
     return Layout("GGUF", tuple(places), metadata)
 
@@ -352,7 +354,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if (
         len(text) > _MAX_TEXT
         or len(extents) > _MAX_DIMENSIONS
-        or not all(re.fullmatch("[0-9]{1,19}", one) for one in extents)
+        or not all(re.fullmatch("[0-9]{1,19}", extent) for extent in extents)
     ):
         raise FormatError(f"{text[:40]!r} is not a shape like 256x128")
     return tuple(map(int, extents))

@@ -34,17 +34,17 @@ class ModuleState:
         """
         tensors = _forms(module)
         obstacle = next((name for name, form in self._tensors.items() if tensors.get(name) != form), None)
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         names = set()
         for name, value in _attributes(module):
             names.add(name)
             if self._attributes.get(name, _MISSING) == _comparable(value):
                 continue
             if is_json(value):
-                found[name] = value
+                attributes[name] = value
             else:
                 obstacle = obstacle or name
-        return found, obstacle or next((name for name in self._attributes if name not in names), None)
+        return attributes, obstacle or next((name for name in self._attributes if name not in names), None)
 
 
 def set_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:

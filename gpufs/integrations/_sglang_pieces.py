@@ -111,11 +111,11 @@ def _is_setting(variable: str) -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    found = get_context().resolved_server_args_dict()
+    arguments = get_context().resolved_server_args_dict()
     groups = namespace_of(type(get_context().server_args))
     return {
         name: value
-        for name, value in found.items()
+        for name, value in arguments.items()
         if groups.get(name, "").split(".")[0] in _GROUPS
         and groups[name] not in _WITHOUT_GROUPS
         and name not in _WITHOUT

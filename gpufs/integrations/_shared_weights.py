@@ -135,8 +135,8 @@ class SharedWeights:
                 raise ValueError("fields have the wrong type")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{self.path}: the note of the engine that wrote it is damaged: {error}") from None
-        found: dict[str, Any] = note
-        return found
+        checked: dict[str, Any] = note
+        return checked
 
     def claim(self, seconds: float, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
         """Claims the name for publishing, until the context ends. Others that claim it wait for that.
@@ -238,13 +238,13 @@ class SharedWeights:
     def _write(self, module: torch.nn.Module, note: Mapping[str, Any]) -> OpenWeights:
         publish(module, self.path, metadata={METADATA_KEY: _json(note)})
         try:
-            found = self.open()
+            weights = self.open()
         except FormatError:
             self.path.unlink(missing_ok=True)
             raise
-        if found is None:
+        if weights is None:
             raise FileNotFoundError(f"{self.path} was removed")
-        return found
+        return weights
 
 
 def _move_to_host(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.device]]:

@@ -125,10 +125,10 @@ def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
                     return Loaded(model, _publish(engine, model, shared))
                 return Loaded(model)
     assert weights is not None
-    found = _map(engine, weights)
-    if found is not None:
+    mapped = _map(engine, weights)
+    if mapped is not None:
         preloaded = weights.bytes if was_there and not weights.private else 0
-        return Loaded(found, weights, preloaded)
+        return Loaded(mapped, weights, preloaded)
     del weights
     return Loaded(engine.load())
 
@@ -298,14 +298,14 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
     real = Path(os.path.realpath(near))
     near_device = os.stat(real).st_dev if real.exists() else -1
     entries = [entry for entry in entries if entry.st_dev == near_device] or entries
-    found = {
+    candidates = {
         entry.mountpoint: directories for entry in entries if (directories := _directories(entry.mountpoint, device))
     }
-    if not found:
+    if not candidates:
         raise NoDirectoryError(f"no gpufs mount here has a directory for {_name(device)}")
-    if len(found) > 1:
-        raise NoDirectoryError(f"{_name(device)} is on several gpufs mounts ({', '.join(found)}): choose one")
-    (directories,) = found.values()
+    if len(candidates) > 1:
+        raise NoDirectoryError(f"{_name(device)} is on several gpufs mounts ({', '.join(candidates)}): choose one")
+    (directories,) = candidates.values()
     return next((directory for directory in directories if directory in real.parents), directories[0])
 
 

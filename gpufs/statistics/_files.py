@@ -36,19 +36,19 @@ def _ending(device: str) -> str:
 
 def device_of(name: str) -> str | None:
     """The device number in a file_name(), also with the kernel's mark of a deleted file; None for other names."""
-    found = re.fullmatch(r"\d+-(\d+)-(\d+)" + re.escape(_SUFFIX) + r"(?: \(deleted\))?", name)
-    return f"{found[1]}:{found[2]}" if found else None
+    match = re.fullmatch(r"\d+-(\d+)-(\d+)" + re.escape(_SUFFIX) + r"(?: \(deleted\))?", name)
+    return f"{match[1]}:{match[2]}" if match else None
 
 
 def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """The directories in which the files of a user's mounts may be."""
     if uid == 0:
         return [Path("/run/gpufs"), *temporary_folders(uid)]
-    found = [Path(f"/run/user/{uid}/gpufs"), *temporary_folders(uid)]
+    places = [Path(f"/run/user/{uid}/gpufs"), *temporary_folders(uid)]
     own = environ.get("XDG_RUNTIME_DIR")
-    if own and Path(own) / "gpufs" not in found:
-        found.insert(0, Path(own) / "gpufs")
-    return found
+    if own and Path(own) / "gpufs" not in places:
+        places.insert(0, Path(own) / "gpufs")
+    return places
 
 
 def temporary_folders(uid: int) -> list[Path]:
@@ -79,14 +79,14 @@ def _outer(uid: int) -> int:
 
 def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Path]:
     """The files of the mount with this device number that are the user's own, the newest first."""
-    found = []
+    dated = []
     for folder in folders(uid) if places is None else places:
         for path in _listed(folder, _ending(device)):
             with suppress(OSError):
                 status = path.lstat()
                 if status.st_uid == uid and stat.S_ISREG(status.st_mode):
-                    found.append((status.st_mtime_ns, path))
-    return [path for _, path in sorted(found, reverse=True)]
+                    dated.append((status.st_mtime_ns, path))
+    return [path for _, path in sorted(dated, reverse=True)]
 
 
 def _listed(folder: Path, ending: str = _SUFFIX) -> list[Path]:
@@ -167,11 +167,11 @@ def read_mount(device: str, uid: int, mountpoint: str) -> dict[str, Any]:
     """
     newest: dict[str, Any] | None = None
     for folder in folders(uid):  # the last is below /tmp, where another user may have made it
-        for found in _readable(find(device, uid, [folder])[:_MOST_FILES], uid):
-            if found["alive"]:
-                return found
-            if found["mountpoint"] == mountpoint:
-                newest = newest or found
+        for counters in _readable(find(device, uid, [folder])[:_MOST_FILES], uid):
+            if counters["alive"]:
+                return counters
+            if counters["mountpoint"] == mountpoint:
+                newest = newest or counters
     if newest is None:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
     return newest
@@ -183,8 +183,10 @@ def read_left_behind(mountpoint: str, uid: int) -> dict[str, Any] | None:
     None if there are none. They stay until the user's next mount there, or for an hour.
     """
     paths = [path for folder in folders(uid) for path in _listed(folder)]
-    dead = [found for found in _readable(paths, uid) if not found["alive"] and found["mountpoint"] == mountpoint]
-    return max(dead, key=lambda found: found["updated"], default=None)
+    dead = [
+        counters for counters in _readable(paths, uid) if not counters["alive"] and counters["mountpoint"] == mountpoint
+    ]
+    return max(dead, key=lambda counters: counters["updated"], default=None)
 
 
 def remove_dead(device: str, uid: int) -> None:
@@ -212,10 +214,10 @@ def sweep(folder: Path, devices: Iterable[str], mountpoint: str = "") -> None:
         if path.name.endswith(keep):
             continue
         try:
-            found = read(path, os.getuid())
-            elsewhere = found["mountpoint"] not in (None, mountpoint)
-            if not found["alive"] and elsewhere and time.time() - found["updated"] < _KEPT_SECONDS:
-                kept.append((found["updated"], path))
+            counters = read(path, os.getuid())
+            elsewhere = counters["mountpoint"] not in (None, mountpoint)
+            if not counters["alive"] and elsewhere and time.time() - counters["updated"] < _KEPT_SECONDS:
+                kept.append((counters["updated"], path))
                 continue
         except OSError:
             continue

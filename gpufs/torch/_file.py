@@ -142,8 +142,8 @@ class TensorFile:
         """The file as elements of one dtype: a view of it by strides is one call of torch."""
         whole = self._typed.get(dtype)
         if whole is None:
-            found = self._dtype(name)
-            whole = self._bytes[: len(self._bytes) // found.itemsize * found.itemsize].view(found)
+            torch_dtype = self._dtype(name)
+            whole = self._bytes[: len(self._bytes) // torch_dtype.itemsize * torch_dtype.itemsize].view(torch_dtype)
             self._typed[dtype] = whole
         return whole
 
@@ -187,22 +187,22 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
-        found = find_files(path)
-        files = {name: TensorFile(name, mode) for name in found.files}
+        listed = find_files(path)
+        files = {name: TensorFile(name, mode) for name in listed.files}
         self.files = list(files.values())
-        if found.places is None:
+        if listed.places is None:
             self.places = {name: file for file in self.files for name in file.names()}
             return
         held = {name: set(file.names()) for name, file in files.items()}
-        for tensor, name in found.places.items():
+        for tensor, name in listed.places.items():
             if tensor not in held[name]:
                 raise FormatError(f"{self.path}: the index says that tensor {tensor!r} is in {name}, and it is not")
-        self.places = {tensor: files[name] for tensor, name in found.places.items()}
+        self.places = {tensor: files[name] for tensor, name in listed.places.items()}
 
     def tensor(self, name: str, device: Device = None) -> torch.Tensor:
         """Returns the tensor in place; a copy if it is on another device than the one asked for."""
-        found = self.places[name].tensor(name)
-        return found if device is None else found.to(device)
+        tensor = self.places[name].tensor(name)
+        return tensor if device is None else tensor.to(device)
 
     def memory(self, name: str) -> tuple[object, ...]:
         """What is equal for tensors that are the same bytes of a file in the same layout."""
@@ -278,8 +278,8 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Returns a part of the tensor; a view where torch's indexing gives one."""
-        found = self._checkpoint.tensor(self._name)[index]
-        return found if self._device is None else found.to(self._device)
+        part = self._checkpoint.tensor(self._name)[index]
+        return part if self._device is None else part.to(self._device)
 
 
 @named_in("gpufs.torch")

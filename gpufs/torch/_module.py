@@ -174,9 +174,9 @@ def _fill(
     missing = [name for name in missing if name not in {lost[place].name for place in computed}]
     unexpected = sorted(checkpoint.places.keys() - {slot.name for slot in slots})
     wrong = [
-        f"{name}: shape {list(found)} in the file, {list(group[0].value.shape)} in the module"
+        f"{name}: shape {list(shape)} in the file, {list(group[0].value.shape)} in the module"
         for name, group in chosen
-        if (found := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
+        if (shape := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
     ]
     if wrong or (strict and (missing or unexpected)):
         lines = [f"{type(module).__name__} does not fit {checkpoint.path}:", *_shortened(wrong)]
@@ -244,7 +244,7 @@ def _compute_buffers(
     names: dict[torch.nn.Module, list[str]] = {}
     for owner, name in wanted:
         names.setdefault(owner, []).append(name)
-    found = {}
+    computed = {}
     for owner, listed in names.items():
         # It would also initialize the module's own parameters.
         if initialize is None or next(owner.parameters(recurse=False), None) is not None:
@@ -256,11 +256,13 @@ def _compute_buffers(
                 setattr(owner, name, value)
             with torch.no_grad():
                 initialize(owner)
-            found.update({(owner, name): owner.get_buffer(name) for name in listed if _is_set(owner.get_buffer(name))})
+            computed.update(
+                {(owner, name): owner.get_buffer(name) for name in listed if _is_set(owner.get_buffer(name))}
+            )
         finally:
             for name, value in before.items():
                 setattr(owner, name, value)
-    return found
+    return computed
 
 
 def _unset(buffer: torch.Tensor) -> torch.Tensor:

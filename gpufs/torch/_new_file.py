@@ -55,7 +55,7 @@ class NewFile:
     def _check_place(self) -> None:
         """OSError if the directory takes no files of a mount."""
         here = os.fstat(self._directory)
-        entry = next((one for one in mounting.mounts() if one.st_dev == here.st_dev), None)
+        entry = next((each for each in mounting.mounts() if each.st_dev == here.st_dev), None)
         if entry is None:
             raise OSError(EXDEV, "is not on a gpufs mount: only files there can be published", str(self._path))
         if here.st_ino == _ROOT_INODE:

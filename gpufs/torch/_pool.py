@@ -103,12 +103,12 @@ class PoolMemory:
 def _bytes_of(size: int | str) -> int:
     """A pool's size in bytes. TypeError, ValueError."""
     try:
-        found = parse_size(size) if isinstance(size, str) else operator.index(size)
+        count = parse_size(size) if isinstance(size, str) else operator.index(size)
     except ValueError:
         raise ValueError(f'size: {size!r} is neither a number of bytes nor a text such as "16G"') from None
-    if found <= 0:
+    if count <= 0:
         raise ValueError(f"size: {size!r} is too small: a pool has at least one byte")
-    return found
+    return count
 
 
 def _bytes_like(like: torch.nn.Module | Mapping[str, torch.Tensor]) -> int:

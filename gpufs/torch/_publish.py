@@ -176,12 +176,12 @@ def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor])
 def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
     if not isinstance(source, torch.nn.Module):
         return dict(source)
-    found: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
     persistent = source.state_dict(keep_vars=True).keys()
     for name, tensor in source.named_buffers(remove_duplicate=False):
         if buffers or name in persistent:
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:

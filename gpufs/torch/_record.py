@@ -49,8 +49,8 @@ def parse_records(metadata: Mapping[str, str] | None) -> dict[str, TensorRecord]
     if text is None:
         return {}
     try:
-        found = parse_json(text)
-        return {name: _parse_record(fields) for name, fields in found.items()}
+        records = parse_json(text)
+        return {name: _parse_record(fields) for name, fields in records.items()}
     except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise FormatError(f"the notes of gpufs in the metadata are damaged: {error}") from None
 

@@ -47,15 +47,15 @@ class HostCalls:
         used = (node, *others)
         with self._counted(uid):
             limiter = self._limiters.setdefault(key, trio.CapacityLimiter(_THREADS))
-            for one in used:
-                one.users += 1
+            for each in used:
+                each.users += 1
             try:
-                for one in used:
-                    await self._inodes.wake(one, functools.partial(self.look_up, uid))
+                for each in used:
+                    await self._inodes.wake(each, functools.partial(self.look_up, uid))
                 return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
             finally:
-                for one in used:
-                    one.users -= 1
+                for each in used:
+                    each.users -= 1
                 if not limiter.borrowed_tokens and not limiter.statistics().tasks_waiting:
                     self._limiters.pop(key, None)
 

@@ -36,9 +36,9 @@ def _truncate(node: BackingNode, size: int) -> None:
 
 def _file_system_status(fd: int) -> bytes:
     """statfs(2) of a file's file system in FUSE's form (struct fuse_kstatfs)."""
-    found = os.fstatvfs(fd)
-    blocks = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
-    return struct.pack("=5Q4I24x", *blocks, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+    status = os.fstatvfs(fd)
+    blocks = (status.f_blocks, status.f_bfree, status.f_bavail, status.f_files, status.f_ffree)
+    return struct.pack("=5Q4I24x", *blocks, status.f_bsize, status.f_namemax, status.f_frsize, 0)
 
 
 def _change_mode(node: BackingNode, wanted: int) -> None:
@@ -128,10 +128,10 @@ class BackingHandler:
         try:
             for share in shares:
                 fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                found = fd, os.fstat(fd)
-                node = self._inodes.meet(found, share, None)
+                opened = fd, os.fstat(fd)
+                node = self._inodes.meet(opened, share, None)
                 node.names = 1  # so it stays
-                self.shares[os.fsencode(share.name)] = node, found[1]
+                self.shares[os.fsencode(share.name)] = node, opened[1]
         except OSError:
             self.close()
             raise
@@ -154,16 +154,16 @@ class BackingHandler:
             raise error(EROFS)
         return node
 
-    def _adopt(self, found: Found, parent: BackingNode, name: bytes) -> Entry:
+    def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> Entry:
         """The reply that gives the kernel one more reference; takes the descriptor over."""
-        node = self._inodes.meet(found, parent.share, None if name == UNNAMED else (parent.ino, name))
+        node = self._inodes.meet(opened, parent.share, None if name == UNNAMED else (parent.ino, name))
         node.lookups += 1
-        return self.replies.host_entry(node.ino, found[1])
+        return self.replies.host_entry(node.ino, opened[1])
 
     def share_reply(self, name: bytes) -> Entry:
         """The reply for a shown directory. Does not ask its server: the kernel asks for attributes if it needs them."""
-        node, found = self.shares[name]
-        return self.replies.host_entry(node.ino, found, lasts=False)
+        node, status = self.shares[name]
+        return self.replies.host_entry(node.ino, status, lasts=False)
 
     async def _find(self, uid: int, parent: BackingNode, name: bytes) -> Entry:
         return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
@@ -209,11 +209,11 @@ class BackingHandler:
         self, parent: BackingNode, name: bytes, mode: int, flags: int, caller: Caller
     ) -> tuple[int, Entry]:
         umask = caller.umask
-        fd, found = await self._calls.run_as_caller(
+        fd, opened = await self._calls.run_as_caller(
             caller, parent, lambda: self._files.create(parent, name, mode, flags, umask)
         )
         try:
-            reply = self._adopt(found, parent, name)
+            reply = self._adopt(opened, parent, name)
             node = self._node(reply.ino)
         except BaseException:
             os.close(fd)
@@ -287,8 +287,8 @@ class BackingHandler:
 
     async def getattr(self, inode: int, caller: Caller) -> Entry:
         node = self._node(inode)
-        found = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
-        return self.replies.host_entry(inode, found)
+        status = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
+        return self.replies.host_entry(inode, status)
 
     async def setattr(
         self,

@@ -107,9 +107,9 @@ class HostInodes:
         node = self._nodes.get(ino)
         return node if isinstance(node, BackingNode) else None
 
-    def meet(self, found: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
+    def meet(self, opened: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
         """The node that was found by a name; takes the descriptor over. EDEADLK for an inode of this mount."""
-        fd, status = found
+        fd, status = opened
         if status.st_dev == self._device:
             os.close(fd)
             raise error(EDEADLK)

@@ -72,12 +72,12 @@ def _is_in_memory(fd: int) -> bool:
         return False
 
 
-def _drop_set_id(fd: int, found: os.stat_result, in_group: bool) -> None:
+def _drop_set_id(fd: int, status: os.stat_result, in_group: bool) -> None:
     """Before the first write by a plain user, who need not be the owner."""
-    mode = stat.S_IMODE(found.st_mode) & ~stat.S_ISUID
+    mode = stat.S_IMODE(status.st_mode) & ~stat.S_ISUID
     if mode & stat.S_IXGRP or not in_group:
         mode &= ~stat.S_ISGID
-    if mode != stat.S_IMODE(found.st_mode):
+    if mode != stat.S_IMODE(status.st_mode):
         with with_daemons_rights():
             os.fchmod(fd, mode)
 
@@ -180,11 +180,11 @@ class OpenFiles:
             try:
                 if not flags & os.O_NONBLOCK:
                     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
-                found = os.fstat(fd)
+                status = os.fstat(fd)
                 # The engine writes as root, and root's writes would leave these bits.
-                if changes(flags) and uid != 0 and found.st_mode & SET_ID:
-                    _drop_set_id(fd, found, found.st_gid == gid or found.st_gid in os.getgroups())
-                return self._reopen_for_mapping(fd, found, flags)
+                if changes(flags) and uid != 0 and status.st_mode & SET_ID:
+                    _drop_set_id(fd, status, status.st_gid == gid or status.st_gid in os.getgroups())
+                return self._reopen_for_mapping(fd, status, flags)
             except BaseException:
                 os.close(fd)
                 raise
@@ -221,9 +221,9 @@ class OpenFiles:
         else:
             fd = open_beneath(parent.fd, name, wanted | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, permissions)
         try:
-            found = os.fstat(fd)
-            fd = self._reopen_for_mapping(fd, found, wanted)
-            return fd, (os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), found)
+            status = os.fstat(fd)
+            fd = self._reopen_for_mapping(fd, status, wanted)
+            return fd, (os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), status)
         except BaseException:
             os.close(fd)
             raise
@@ -253,18 +253,18 @@ class OpenFiles:
         close_quietly(fd)
         return handle, None
 
-    def _reopen_for_mapping(self, fd: int, found: os.stat_result, flags: int) -> int:
+    def _reopen_for_mapping(self, fd: int, status: os.stat_result, flags: int) -> int:
         """As the caller: opens a write-only file in memory for reading too, if the caller may read it.
 
         write(2) admits one writer at a time to such a file, but a mapping, which must be readable, admits any number.
         Programs like cp open their destination for writing only. The kernel still refuses reads by this handle. Takes
         the descriptor over; returns it if there is nothing to gain.
         """
-        if flags & os.O_ACCMODE != os.O_WRONLY or not stat.S_ISREG(found.st_mode):
+        if flags & os.O_ACCMODE != os.O_WRONLY or not stat.S_ISREG(status.st_mode):
             return fd
-        if found.st_dev not in self._in_memory:
-            self._in_memory[found.st_dev] = _is_in_memory(fd)
-        if not self._in_memory[found.st_dev]:
+        if status.st_dev not in self._in_memory:
+            self._in_memory[status.st_dev] = _is_in_memory(fd)
+        if not self._in_memory[status.st_dev]:
             return fd
         dropped = _NOT_PASSED_ON | os.O_ACCMODE | os.O_TRUNC
         try:
@@ -333,12 +333,12 @@ class OpenDirectory(Opened):
                 raise
             try:
                 while each:
-                    name, found = each.popleft()
+                    name, entry = each.popleft()
                     index += 1
-                    if found is None:
+                    if entry is None:
                         continue
                     try:
-                        reply = self.adopt(found, self.node, name)
+                        reply = self.adopt(entry, self.node, name)
                     except OSError as failure:
                         if failure.errno == EDEADLK:
                             continue
@@ -349,9 +349,9 @@ class OpenDirectory(Opened):
                         return
                     listed += 1
             finally:
-                for _, found in each:
-                    if found is not None:
-                        os.close(found[0])
+                for _, entry in each:
+                    if entry is not None:
+                        os.close(entry[0])
 
     async def sync(self, *, data_only: bool) -> None:
         await self.calls.run(self.uid, self.node, functools.partial(os.fdatasync if data_only else os.fsync, self.fd))
