@@ -43,7 +43,8 @@ def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
     def fail(code: int, text: str) -> NoReturn:
         raise OSError(code, f"{path}: {text}")
 
-    if mounting.entry_of(mountpoint) is not None:
+    entries = list(mounting.listed())
+    if mounting.entry_of(mountpoint, entries) is not None:
         text = f"gpufs is mounted there already: gpufs umount {mountpoint} ends it, with --force if it does not answer"
         fail(errno.EBUSY, text)
     try:
@@ -56,7 +57,8 @@ def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
         fail(errno.ENOTDIR, "not a directory")
     if hidden := _hidden(mountpoint):
         fail(errno.EBUSY, f"a mount there would hide {hidden}, which programs need: mount on a directory of your own")
-    if (kind := mounting.filesystem_type(status.st_dev)) in _KERNELS:
+    kind = next((entry.fstype for entry in entries if entry.st_dev == status.st_dev), None)
+    if kind in _KERNELS:
         fail(errno.EINVAL, f"is on a {kind} file system: mount on a directory of your own")
     if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
         text = f"{os.strerror(errno.EACCES)} (plain users mount only on directories that they may write to)"

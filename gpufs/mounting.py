@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
 
@@ -102,26 +102,22 @@ def listed(pid: str = "self") -> Iterator[MountEntry]:
             )
 
 
-def mounts(pid: str = "self") -> list[MountEntry]:
+def mounts(pid: str = "self", entries: Iterable[MountEntry] | None = None) -> list[MountEntry]:
     """The gpufs mounts that a process sees, dead ones as well; of several on one mountpoint the uppermost.
 
-    OSError if ``pid`` belongs to another user or has ended.
+    ``entries``: what listed() returned to the caller, so that it is not read again. OSError if ``pid`` belongs to
+    another user or has ended.
     """
     uppermost: dict[str, MountEntry] = {}
-    for entry in listed(pid):
+    for entry in listed(pid) if entries is None else entries:
         uppermost.pop(entry.mountpoint, None)  # each hides what was mounted there before it
         uppermost[entry.mountpoint] = entry
     return [entry for entry in uppermost.values() if entry.fstype == FILESYSTEM_TYPE]
 
 
-def mountpoints() -> list[str]:
-    """Where anything is mounted, of any type, as this process sees it."""
-    return [entry.mountpoint for entry in listed()]
-
-
-def entry_of(mountpoint: str) -> MountEntry | None:
-    """The gpufs mount at an absolute path without symbolic links, None if there is none."""
-    return next((entry for entry in mounts() if entry.mountpoint == mountpoint), None)
+def entry_of(mountpoint: str, entries: Iterable[MountEntry] | None = None) -> MountEntry | None:
+    """The gpufs mount at an absolute path without symbolic links, or None. ``entries``: as of :func:`mounts`."""
+    return next((entry for entry in mounts(entries=entries) if entry.mountpoint == mountpoint), None)
 
 
 def entry_with(identity: str) -> MountEntry | None:
@@ -139,12 +135,6 @@ def absolute(path: str) -> str:
         return parent
     candidate = os.path.join(os.path.realpath(parent), name)
     return candidate if entry_of(candidate) is not None else os.path.realpath(path)
-
-
-def filesystem_type(device: int) -> str | None:
-    """The type of the file system with this st_dev; None if no mount has that number."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return next((entry.fstype for entry in listed() if entry.device == number), None)
 
 
 def _open_device() -> int:
@@ -183,13 +173,17 @@ def _open_directory(path: str) -> int:
     return fd
 
 
-def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> tuple[int, MountEntry]:
-    """Attaches a new mount to the directory by descriptor; undoes that if the mount is not at its place afterwards."""
+def _mount_directly(
+    mountpoint: str, source: str, allow_other: bool, flags: Collection[str], before: Collection[int]
+) -> tuple[int, MountEntry]:
+    """Attaches a new mount to the directory by descriptor; undoes that if the mount is not at its place afterwards.
+
+    ``before``: the numbers of the mounts that existed before.
+    """
     options = "rootmode=40000,default_permissions" + (",allow_other" if allow_other else "")
     with ExitStack() as opened:
         fuse = _open_device()
         opened.callback(os.close, fuse)
-        before = {entry.number for entry in listed()}
         try:
             directory = _open_directory(mountpoint)
             try:
@@ -284,10 +278,13 @@ def mount(
 
     ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev; ``flags``
     are names of FLAGS. Root uses system calls, other users fusermount3. On failure, an OSError with one line for the
-    user, nothing is mounted.
+    user, nothing is mounted: EBUSY if gpufs is mounted there already.
     """
+    present = list(listed())
+    if entry_of(mountpoint, present) is not None:
+        raise OSError(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
     if os.geteuid() == 0:
-        return _mount_directly(mountpoint, source, allow_other, flags)
+        return _mount_directly(mountpoint, source, allow_other, flags, {entry.number for entry in present})
     fd = _mount_as_user(mountpoint, source, allow_other, flags)
     try:
         entry = entry_of(mountpoint)

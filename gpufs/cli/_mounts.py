@@ -192,7 +192,8 @@ def _program(pid: int) -> str:
 def users(mountpoint: str, most: int = 5) -> list[str]:
     """What keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
-    holders = [f"what is mounted at {path}" for path in mounting.mountpoints() if path.startswith(prefix)][:most]
+    below = (entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(prefix))
+    holders = [f"what is mounted at {path}" for path in below][:most]
     for pid in _processes():
         if len(holders) == most or pid == os.getpid():
             continue
@@ -218,11 +219,16 @@ def _points_below(link: str, prefix: str) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal or a debugger. It then handles no signal except SIGKILL."""
+    return _state_of(pid) in (b"T", b"t")
+
+
+def _state_of(pid: int) -> bytes:
+    """The letter of a process's state in proc(5); empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+            return file.read().rpartition(b") ")[2][:1]
     except OSError:
-        return False
+        return b""
 
 
 class Process(NamedTuple):
@@ -255,15 +261,7 @@ def wait_for_end(processes: Sequence[Process], timeout: float) -> list[Process]:
             poll.register(process.fd, select.POLLIN)
         step = min(max(deadline - time.monotonic(), 0), _ZOMBIE_SECONDS)
         ended = {fd for fd, _ in poll.poll(step * 1000)}
-        left = [process for process in left if process.fd not in ended and not _is_zombie(process.pid)]
+        left = [process for process in left if process.fd not in ended and _state_of(process.pid) not in (b"", b"Z")]
         if time.monotonic() >= deadline:
             break
     return left
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"Z"
-    except OSError:
-        return True

@@ -68,7 +68,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         if force:
             _signal(daemons, signal.SIGTERM)
             _wait(daemons, min(_GRACE, timeout))
-            if _is_mounted(mountpoint):
+            if mounting.entry_of(mountpoint) is not None:
                 mounting.abort(entry)
                 _unmount(mountpoint, force=True, lazy=lazy)
         else:
@@ -175,10 +175,6 @@ def _is_bound(entry: mounting.MountEntry) -> bool:
     return any(other.device == entry.device and other.mountpoint != entry.mountpoint for other in mounting.mounts())
 
 
-def _is_mounted(mountpoint: str) -> bool:
-    return any(entry.mountpoint == mountpoint for entry in mounting.mounts())
-
-
 def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
     try:
         mounting.unmount(mountpoint, force=force, lazy=lazy)
@@ -191,7 +187,7 @@ def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
             users = _mounts.users(mountpoint)
             by = f" by {', '.join(users)}" if users else ""
             raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
-        if error.errno == EINVAL and not _is_mounted(mountpoint):
+        if error.errno == EINVAL and mounting.entry_of(mountpoint) is None:
             return  # another process has unmounted it
         entry = mounting.entry_of(mountpoint)
         if error.errno == EPERM and (entry is None or entry.uid != os.geteuid()):

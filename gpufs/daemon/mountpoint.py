@@ -18,7 +18,7 @@ from gpufs.daemon.startup import MountRequest, StartFailure
 log = logging.getLogger("gpufs.daemon")
 
 # Seconds to wait for another daemon that is mounting at the same place.
-_LOCK_PATIENCE = 5.0
+_LOCK_SECONDS = 5.0
 # Seconds until a mount in use is detached instead of unmounted.
 _BUSY_GRACE = 0.5
 _BUSY_PAUSE = 0.05
@@ -33,21 +33,19 @@ def refuse_itself(path: str, mountpoint: str) -> None:
 
 
 @contextmanager
-def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
-    """StartFailure if another daemon mounts here first, also if both were started at the same time."""
+def _locked(mountpoint: str) -> Iterator[None]:
+    """Keep other daemons from mounting here: of two that are started at the same time, one fails."""
     with ExitStack() as held:
         with suppress(OSError):  # the directory cannot be opened or locked
             directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, directory)
-            deadline = time.monotonic() + _LOCK_PATIENCE
+            deadline = time.monotonic() + _LOCK_SECONDS
             while time.monotonic() < deadline:
                 try:
                     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:  # a lock that stays has nothing to do with gpufs
                     time.sleep(_BUSY_PAUSE)
-        if mounting.entry_of(mountpoint) is not None:
-            raise StartFailure(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
         yield
 
 
@@ -59,7 +57,7 @@ def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tu
     reused its numbers for another mount.
     """
     try:
-        with _nobody_else_mounts(request.mountpoint):
+        with _locked(request.mountpoint):
             fd, entry = mounting.mount(
                 request.mountpoint,
                 source=request.source,
