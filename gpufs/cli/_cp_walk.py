@@ -16,15 +16,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier, _daemons
 from gpufs.client._ends import Entry, open_path, path_of, preserve
+from gpufs.client._job import Fastpath
 from gpufs.client._outcome import text_of
 from gpufs.client._room import data_bytes
 
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class CpOptions:
+    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal."""
+
+    recursive: bool
+    dereference: bool
+    preserve: bool
+    archive: bool
+    no_clobber: bool
+    partial: bool
+    verify: bool
+    fsync: bool
+    jobs: int
+    fastpath: Fastpath
+    verbose: bool
+    json: bool
+    progress: bool | None
 
 
 # Records a failure: source, destination if that matters, errno, text.
@@ -98,10 +118,7 @@ class Walk:
     """
 
     cancel: Cancellation
-    recursive: bool
-    dereference: bool
-    preserve: bool
-    keep_existing: bool
+    options: CpOptions
     found: Callable[[Item], None]
     warn: Callable[[str], None]
     report: Report
@@ -114,14 +131,14 @@ class Walk:
         """Walks one source and everything below it."""
         if self.cancel.cancelled:
             return
-        source = Entry.of(name, follow=not self.recursive or self.dereference)
+        source = Entry.of(name, follow=not self.options.recursive or self.options.dereference)
         try:
             status = source.status()
         except OSError as error:
             self._fail_source(source, error)
             return
         copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks these
-        if stat.S_ISDIR(status.st_mode) and not self.recursive:
+        if stat.S_ISDIR(status.st_mode) and not self.options.recursive:
             self.report(name, None, errno.EISDIR, "is a directory (-r copies it, -t copies into it)")
         elif not copied and not _on_a_mount(status.st_dev, destination):
             self.report(name, destination.path, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
@@ -150,7 +167,7 @@ class Walk:
 
     def _finish(self, folder: Folder) -> None:
         path, mode = path_of(folder.destination_fd), stat.S_IMODE(folder.status.st_mode)
-        if self.preserve:
+        if self.options.preserve:
             preserve(path, folder.status)
         elif folder.created and mode & stat.S_IRWXU != stat.S_IRWXU:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
@@ -196,7 +213,7 @@ class Walk:
                 self.report(source.path, destination.path, errno.EEXIST, text)
             return
         self._made[name] = source.path
-        if self.keep_existing and _exists(destination, status):
+        if self.options.no_clobber and _exists(destination, status):
             self.skipped += 1
             return
         named = folder is None
@@ -247,7 +264,7 @@ class Walk:
         for name in sorted(os.listdir(folder.source_fd)):
             if self.cancel.cancelled:
                 break
-            source = folder.source.child(name, folder.source_fd)._replace(follow=self.dereference)
+            source = folder.source.child(name, folder.source_fd)._replace(follow=self.options.dereference)
             destination = folder.destination.child(name, folder.destination_fd)
             try:
                 status = source.status()
@@ -294,7 +311,7 @@ class Walk:
     def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
         """The directory, as an O_PATH descriptor, and whether it was created."""
         # The copy must be able to write there, whatever the final mode is.
-        allowed = stat.S_IRWXU if self.preserve else 0o1777
+        allowed = stat.S_IRWXU if self.options.preserve else 0o1777
         try:
             os.mkdir(entry.name, mode & allowed | stat.S_IRWXU, dir_fd=entry.directory)
             new = True
@@ -324,7 +341,7 @@ class Walk:
                 raise OSError(errno.EINVAL, "is the same file as the source") from None
             os.unlink(entry.name, dir_fd=entry.directory)
             create()
-        if not self.preserve:
+        if not self.options.preserve:
             return
         fd = open_path(entry)
         try:
@@ -379,34 +396,32 @@ def _is_inside(path: str, directory: str) -> bool:
 # ---- space ----
 
 
-def check_space(
-    copier: Copier, named: list[tuple[str, Entry]], cancel: Cancellation, options: dict[str, Any], *, recursive: bool
-) -> None:
+def check_space(copier: Copier, named: list[tuple[str, Entry]], cancel: Cancellation, options: CpOptions) -> None:
     """Raises OSError ENOSPC if the files do not fit, with the figures. ``named``: sources and their destinations.
 
     Errors of other kinds are left to the copies.
     """
     needed = 0
     for source, destination in {os.path.normpath(entry.path): (name, entry) for name, entry in named}.values():
-        for path, status in _files(source, recursive=recursive, dereference=options["dereference"]):
+        for path, status in _files(source, options):
             held = _held_bytes(destination.path + path)
-            if held is None or not options["no_clobber"]:
+            if held is None or not options.no_clobber:
                 needed += data_bytes(status, status.st_size) - (held or 0)
     with suppress(FileNotFoundError, NotADirectoryError), named[0][1].located() as located:
         assert located.directory is not None
         copier.check_room(located.directory, needed, cancel=cancel)
 
 
-def _files(source: str, *, recursive: bool, dereference: bool) -> Iterator[tuple[str, os.stat_result]]:
+def _files(source: str, options: CpOptions) -> Iterator[tuple[str, os.stat_result]]:
     """The regular files of a source: attributes, and the path below it that begins with "/", or "" for itself."""
     above: dict[str, frozenset[tuple[int, int]]] = {}  # the directories above each directory, with dereference
     try:
-        status = Entry.of(source, follow=not recursive or dereference).status()
+        status = Entry.of(source, follow=not options.recursive or options.dereference).status()
         if stat.S_ISREG(status.st_mode):
             yield "", status
-        elif recursive:
-            for folder, directories, names, fd in os.fwalk(source, follow_symlinks=dereference):
-                if dereference:
+        elif options.recursive:
+            for folder, directories, names, fd in os.fwalk(source, follow_symlinks=options.dereference):
+                if options.dereference:
                     status = os.fstat(fd)
                     here = (status.st_dev, status.st_ino)
                     passed = above.pop(folder, frozenset())
@@ -416,7 +431,7 @@ def _files(source: str, *, recursive: bool, dereference: bool) -> Iterator[tuple
                     above.update((os.path.join(folder, name), passed | {here}) for name in directories)
                 for name in names:
                     try:
-                        status = os.stat(name, dir_fd=fd, follow_symlinks=dereference)
+                        status = os.stat(name, dir_fd=fd, follow_symlinks=options.dereference)
                     except OSError:
                         continue  # which the copy reports
                     if stat.S_ISREG(status.st_mode):
