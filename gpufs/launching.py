@@ -77,7 +77,7 @@ def _has_files(directory: str) -> bool:
 
 
 def _hidden(mountpoint: str) -> str | None:
-    """A directory that programs need and a mount there would hide, or None."""
+    """Return a directory that programs need and a mount there would hide, or None."""
     program = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     prefix = mountpoint.rstrip("/") + "/"
     for name in (*_NEEDED, os.path.expanduser("~"), program, sys.prefix, sys.base_prefix):
@@ -88,7 +88,7 @@ def _hidden(mountpoint: str) -> str | None:
 
 
 def run_in_foreground(request: MountRequest) -> NoReturn:
-    """Replaces this process by the daemon."""
+    """Replace this process by the daemon."""
     with tempfile.TemporaryFile() as file:  # unlike a pipe it takes any length
         file.write(request.encode())
         file.seek(0)
@@ -98,7 +98,7 @@ def run_in_foreground(request: MountRequest) -> NoReturn:
 
 
 def launch(request: MountRequest, timeout: float) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
-    """Starts the daemon in its own session; returns its process, and its answer once the mount works.
+    """Start the daemon in its own session; return its process, and its answer once the mount works.
 
     OSError, with one line, if it reports an error, ends, or does not answer within ``timeout`` seconds. Then, and after
     any other exception, the daemon has ended and nothing is mounted. If this process dies, the daemon ends by itself:
@@ -179,7 +179,7 @@ def _last_line(errors: IO[bytes]) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the process and its whole process group."""
+    """End the process and its whole process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

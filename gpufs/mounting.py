@@ -78,7 +78,7 @@ class MountEntry(NamedTuple):
 
 
 def _undo_escapes(text: str) -> str:
-    """A field of mountinfo, in which blanks and backslashes are escaped as three octal digits."""
+    """Return a field of mountinfo, in which blanks and backslashes are escaped as three octal digits."""
     raw = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), os.fsencode(text))
     return os.fsdecode(raw)
 
@@ -103,7 +103,7 @@ def listed(pid: str = "self") -> Iterator[MountEntry]:
 
 
 def mounts(pid: str = "self", entries: Iterable[MountEntry] | None = None) -> list[MountEntry]:
-    """The gpufs mounts that a process sees, dead ones as well; of several on one mountpoint the uppermost.
+    """Return the gpufs mounts that a process sees, dead ones as well; of several on one mountpoint the uppermost.
 
     ``entries``: what listed() returned to the caller, so that it is not read again. OSError if ``pid`` belongs to
     another user or has ended.
@@ -116,17 +116,17 @@ def mounts(pid: str = "self", entries: Iterable[MountEntry] | None = None) -> li
 
 
 def entry_of(mountpoint: str, entries: Iterable[MountEntry] | None = None) -> MountEntry | None:
-    """The gpufs mount at an absolute path without symbolic links, or None. ``entries``: as of :func:`mounts`."""
+    """Return the gpufs mount at an absolute path without symbolic links, or None. ``entries``: as of :func:`mounts`."""
     return next((entry for entry in mounts(entries=entries) if entry.mountpoint == mountpoint), None)
 
 
 def entry_with(identity: str) -> MountEntry | None:
-    """The gpufs mount of this identity, wherever it is now: a directory above it may have been renamed."""
+    """Return the gpufs mount of this identity, wherever it is now: a directory above it may have been renamed."""
     return next((entry for entry in mounts() if entry.identity == identity), None)
 
 
 def absolute(path: str) -> str:
-    """The path without symbolic links. Does not access a mount at the path itself, which may never answer.
+    """Return the path without symbolic links. Does not access a mount at the path itself, which may never answer.
 
     OSError ENOENT for a relative path if the current directory has been removed.
     """
@@ -148,21 +148,21 @@ def _open_device() -> int:
 
 
 def _mount_on(directory: int, source: str, flags: int, names: Collection[str], options: str = "") -> None:
-    """Calls mount(2) for a descriptor, with more flags by their ``names``. OSError if it fails."""
+    """Call mount(2) for a descriptor, with more flags by their ``names``. OSError if it fails."""
     bits = flags | _MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(names))
     target = f"/proc/self/fd/{directory}".encode()
     syscalls.mount(os.fsencode(source), target, FILESYSTEM_TYPE.encode(), bits, options.encode())
 
 
 def _number_of(fd: int) -> int:
-    """The ID of the mount that a descriptor belongs to. Asks the file system nothing."""
+    """Return the ID of the mount that a descriptor belongs to. Asks the file system nothing."""
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields["mnt_id"])
 
 
 def _open_directory(path: str) -> int:
-    """A descriptor of a directory. OSError if the path leads through a symbolic link by now."""
+    """Return a descriptor of a directory. OSError if the path leads through a symbolic link by now."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.readlink(f"/proc/self/fd/{fd}") != path:
@@ -206,7 +206,7 @@ def _mount_directly(
 
 
 def _remove_dead(mountpoint: str, before: Collection[int]) -> None:
-    """Removes dead mounts of gpufs that are newer than those ``before``."""
+    """Remove dead mounts of gpufs that are newer than those ``before``."""
     try:
         for entry in mounts():
             if entry.number not in before:
@@ -217,7 +217,7 @@ def _remove_dead(mountpoint: str, before: Collection[int]) -> None:
 
 
 def _fusermount(purpose: str) -> str:
-    """The path of fusermount3, the set-user-id program with which users mount. OSError if it is not installed."""
+    """Return the path of fusermount3, the set-user-id program by which users mount. OSError if it is missing."""
     import shutil  # copies, which only read mountinfo, do without it
 
     program = shutil.which("fusermount3")
@@ -232,7 +232,7 @@ def _last_line(output: bytes, default: str) -> str:
 
 
 def _option(text: str) -> str:
-    """A value in the option list of fusermount3, where commas and backslashes are escaped."""
+    """Return a value in the option list of fusermount3, where commas and backslashes are escaped."""
     return text.replace("\\", "\\\\").replace(",", "\\,")
 
 
@@ -300,7 +300,7 @@ def mount(
 
 @contextmanager
 def _opened(entry: MountEntry) -> Iterator[int]:
-    """A descriptor of the mount's root. OSError EINVAL if another mount has taken its place."""
+    """Open the mount's root. OSError EINVAL if another mount has taken its place."""
     fd = os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if _number_of(fd) != entry.number:
@@ -311,7 +311,7 @@ def _opened(entry: MountEntry) -> Iterator[int]:
 
 
 def remount(entry: MountEntry, flags: Collection[str]) -> None:
-    """Replaces a mount's FLAGS; those not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
+    """Replace a mount's FLAGS; those not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
     with _opened(entry) as fd:
         try:
             _mount_on(fd, entry.source, _MS_REMOUNT, flags)

@@ -2,7 +2,7 @@
 
 
 def bytes_text(size: float | None) -> str:
-    """A number of bytes for people.
+    """Return a number of bytes for people.
 
     Parameters
     ----------

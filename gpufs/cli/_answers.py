@@ -24,7 +24,7 @@ _unended: list[int] = []  # processes that we have started and not reaped
 
 
 def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
-    """Calls functions in parallel that may never return. For each its value, which is one that JSON has, or an OSError.
+    """Call functions in parallel that may never return. Return for each its value, one that JSON has, or an OSError.
 
     ``show`` makes what is printed of a value. The OSErrors are those that the functions raised, ETIMEDOUT for those
     that do not return, EFBIG for values that are too long, EPROTO for those that cannot be shown.
@@ -106,7 +106,7 @@ def _read(answer: int) -> Any:
 
 
 def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a mount. Called by a question. OSError EFBIG if it is larger than any of gpufs."""
+    """Read the JSON object in a file of a mount, in a question. OSError EFBIG if it is larger than any of gpufs."""
     content = b""
     with open(os.path.join(entry.mountpoint, ".gpufs", name), "rb", buffering=0) as file:
         while part := file.read(_MOST_BYTES):

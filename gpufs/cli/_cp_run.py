@@ -33,7 +33,7 @@ _INTERRUPT_SECONDS: Final = 10.0
 
 
 def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
-    """Runs the command and returns its exit code. Raises Failure if no copy can start.
+    """Run the command and return its exit code. Raise Failure if no copy can start.
 
     ``directories``: where all names are copied to; without any, the last name is the destination.
     """
@@ -123,7 +123,7 @@ class ProgressLine:
         self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
 
     def print(self, line: str, stream: Any) -> None:
-        """Prints a line above the progress."""
+        """Print a line above the progress."""
         self._write("\r\x1b[K")
         with self._lock:
             print(line, file=stream, flush=True)
@@ -146,7 +146,7 @@ def _is_mount_root(path: str) -> bool:
 
 
 def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult | CopyError]]:
-    """A copy whose outcome is a list, as that of a copy to several destinations."""
+    """Return a copy whose outcome is a list, as that of a copy to several destinations."""
 
     def work(**options: Any) -> list[CopyResult | CopyError]:
         try:
@@ -191,7 +191,7 @@ class Run:
         self.output_error: OSError | None = None  # of standard output
 
     def copy(self, named: list[list[tuple[str, Entry]]], jobs: int) -> None:
-        """Copies everything. Errors are printed and collected. ``named``: the sources for each destination."""
+        """Copy everything. Errors are printed and collected. ``named``: the sources for each destination."""
         self._destinations = len(named)
         with self._running():
             workers = self._start(jobs)
@@ -219,7 +219,7 @@ class Run:
             self._print(f"gpufs cp: warning: {text}", sys.stderr)
 
     def copy_stream(self, source: str, destination: str) -> None:
-        """Copies standard input to a file, or a file to standard output, on this thread."""
+        """Copy standard input to a file, or a file to standard output, on this thread."""
         self._streaming = True
         if source == STREAM:
             copy = partial(self._copier.copy_from_stream, 0, Entry.of(destination))
@@ -339,7 +339,7 @@ class Run:
             self._done += done
 
     def _reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
-        """Takes the progress of a copy for the progress line."""
+        """Take the progress of a copy for the progress line."""
         if self._bar is None:
             return None
 
@@ -382,7 +382,7 @@ class Run:
         *,
         names_files: bool = False,
     ) -> None:
-        """Prints and collects one error. ``names_files``: its text already names the files."""
+        """Print and collect one error. ``names_files``: its text already names the files."""
         self.errors.append(
             {
                 "source": source,
@@ -412,7 +412,7 @@ class Run:
                 self.output_error = error  # reported after the copies
 
     def summary(self) -> dict[str, Any]:
-        """The output of --json. Sizes are in bytes, times in seconds."""
+        """Return the output of --json. Sizes are in bytes, times in seconds."""
         total = sum(result.bytes for result in self.results) + sum(error["bytes_done"] for error in self.errors)
         paths: Counter[str] = Counter()
         for result in self.results:

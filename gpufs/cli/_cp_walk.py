@@ -78,7 +78,7 @@ class Item(NamedTuple):
 def targets(
     sources: Sequence[str], destination: str, *, follow: bool, directory: bool = False
 ) -> Iterator[list[tuple[str, Entry]]]:
-    """The destination of each source, by the rules of cp(1). Failure if they allow none.
+    """Find the destination of each source, by the rules of cp(1). Failure if they allow none.
 
     A destination directory stays open until the context ends. ``follow``: write through a symbolic link.
     ``directory``: the destination must be a directory.
@@ -128,7 +128,7 @@ class Walk:
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the users of all folders
 
     def find(self, name: str, destination: Entry) -> None:
-        """Walks one source and everything below it."""
+        """Walk one source and everything below it."""
         if self.cancel.cancelled:
             return
         source = Entry.of(name, follow=not self.options.recursive or self.options.dereference)
@@ -150,7 +150,7 @@ class Walk:
             self._find_in_directory(source, destination)
 
     def release(self, folder: Folder | None) -> None:
-        """Drops a reference. The last one sets the directory's attributes: nothing more is written into it."""
+        """Drop a reference. The last one sets the directory's attributes: nothing more is written into it."""
         while folder is not None:
             with self._lock:
                 folder.users -= 1
@@ -176,14 +176,14 @@ class Walk:
         self.report(source, destination, error.errno or errno.EIO, text_of(error))
 
     def _fail_source(self, source: Entry, error: OSError) -> None:
-        """Reports a source whose attributes cannot be read."""
+        """Report a source whose attributes cannot be read."""
         if error.errno == errno.ENOENT and _is_link(source):
             self.report(source.path, None, errno.ENOENT, "is a symbolic link to a file that does not exist")
         else:
             self._fail(source.path, None, error)
 
     def links_without_files(self) -> list[str]:
-        """Copies of links that lead nowhere, or off the mount that they are on, although the originals lead to files.
+        """Return the copies of links that lead nowhere, or off the mount, although the originals lead to files.
 
         Call it when everything is copied.
         """
@@ -236,7 +236,7 @@ class Walk:
             self._fail(source.path, destination.path, error)
 
     def _find_in_directory(self, source: Entry, destination: Entry) -> None:
-        """Creates the directory and walks everything in it."""
+        """Create the directory and walk everything in it."""
         created: set[tuple[int, int]] = set()
         pending: list[tuple[Entry, Entry, Folder | None]] = [(source, destination, None)]
         while pending:
@@ -259,7 +259,7 @@ class Walk:
                 self.release(folder)
 
     def _find_below(self, folder: Folder) -> list[tuple[Entry, Entry, Folder | None]]:
-        """Finds the files of a directory; returns the directories in it."""
+        """Find the files of a directory; return the directories in it."""
         directories: list[tuple[Entry, Entry, Folder | None]] = []
         for name in sorted(os.listdir(folder.source_fd)):
             if self.cancel.cancelled:
@@ -281,7 +281,7 @@ class Walk:
     def _open_folder(
         self, source: Entry, destination: Entry, parent: Folder | None, created: set[tuple[int, int]]
     ) -> Folder:
-        """Opens a directory of the source, and its copy, which is created if it does not exist."""
+        """Open a directory of the source, and its copy, which is created if it does not exist."""
         try:
             flags = os.O_RDONLY | (_DIRECTORY & ~os.O_NOFOLLOW if source.follow else _DIRECTORY)
             fd = os.open(source.name, flags, dir_fd=source.directory)
@@ -309,7 +309,7 @@ class Walk:
         return Folder(source, destination, fd, copy, status, new, parent)
 
     def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
-        """The directory, as an O_PATH descriptor, and whether it was created."""
+        """Return the directory, as an O_PATH descriptor, and whether it was created."""
         # The copy must be able to write there, whatever the final mode is.
         allowed = stat.S_IRWXU if self.options.preserve else 0o1777
         try:
@@ -332,7 +332,7 @@ class Walk:
         return fd, new
 
     def _make(self, destination: Entry, source: os.stat_result, create: Callable[[], None]) -> None:
-        """Creates a link or special file. As cp(1), replaces an existing file unless it is the source itself."""
+        """Create a link or special file. As cp(1), replace an existing file unless it is the source itself."""
         entry = Entry(destination.path, destination.name, destination.directory, follow=False)
         try:
             create()
@@ -397,7 +397,7 @@ def _is_inside(path: str, directory: str) -> bool:
 
 
 def check_space(copier: Copier, named: list[tuple[str, Entry]], cancel: Cancellation, options: CpOptions) -> None:
-    """Raises OSError ENOSPC if the files do not fit, with the figures. ``named``: sources and their destinations.
+    """Raise OSError ENOSPC if the files do not fit, with the figures. ``named``: sources and their destinations.
 
     Errors of other kinds are left to the copies.
     """
@@ -413,7 +413,7 @@ def check_space(copier: Copier, named: list[tuple[str, Entry]], cancel: Cancella
 
 
 def _files(source: str, options: CpOptions) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files of a source: attributes, and the path below it that begins with "/", or "" for itself."""
+    """Yield the regular files of a source: attributes, and the path below it that begins with "/", or "" for itself."""
     above: dict[str, frozenset[tuple[int, int]]] = {}  # the directories above each directory, with dereference
     try:
         status = Entry.of(source, follow=not options.recursive or options.dereference).status()
@@ -441,7 +441,7 @@ def _files(source: str, options: CpOptions) -> Iterator[tuple[str, os.stat_resul
 
 
 def _held_bytes(path: str) -> int | None:
-    """The bytes that overwriting a file frees; None if nothing has the name."""
+    """Return the bytes that overwriting a file frees; None if nothing has the name."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:

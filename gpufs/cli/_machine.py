@@ -75,7 +75,7 @@ class ProbedDriver:
     causes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def explain(self, refusal: str) -> tuple[str, str]:
-        """What a refusal means here, and how to avoid it."""
+        """Return what a refusal means here, and how to avoid it."""
         return self.causes.get(refusal) or REFUSALS.get(refusal, ("", ""))
 
 
@@ -112,18 +112,18 @@ class Environment:
     probe: Callable[[Sequence[str]], dict[str, Any]] = _probe
 
     def text(self, path: str) -> str | None:
-        """The text of a file, None if it cannot be read."""
+        """Return the text of a file, None if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return None
 
     def number(self, path: str) -> int | None:
-        """The number in a file, None if it cannot be read."""
+        """Return the number in a file, None if it cannot be read."""
         return config.numbers(self.root / path).get("")
 
     def driver(self, name: str) -> ProbedDriver:
-        """The devices of a driver, and why its fastpath refuses any file."""
+        """Return the devices of a driver, and why its fastpath refuses any file."""
         said = self.probe(["driver", name])
         refusals = said.get("refusals", [])
         # If the kernel moves files for none of its GPUs, every call is refused, whatever memory it is given.
@@ -134,7 +134,7 @@ class Environment:
         return ProbedDriver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
 
     def _amd_gpus(self) -> Iterator[tuple[str, bool]]:
-        """The PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""
+        """Yield the PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""
         for properties in self.root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
             facts = config.numbers(properties)
             if facts.get("simd_count", 0):  # 0 for a CPU
@@ -177,7 +177,7 @@ class Environment:
         return f"{name}=y" in text.splitlines()
 
     def block_devices(self, number: str) -> Iterator[tuple[str, str]]:
-        """The block device of a number such as "8:1" and all below it: names, and what they are if not plain drives."""
+        """Yield the block device of a number such as "8:1" and all below it: names, and kinds unless plain drives."""
         place = (self.root / f"sys/dev/block/{number}").resolve()
         if (place / "partition").exists():
             place = place.parent
@@ -242,5 +242,5 @@ def _path(path: str) -> dict[str, Any]:
 
 
 def _answer(kind: str, name: str) -> dict[str, Any]:
-    """What the engine says of a "driver" by its name, or of a file by its "path". OSError if it fails."""
+    """Return what the engine says of a "driver" by its name, or of a file by its "path". OSError if it fails."""
     return _driver(name) if kind == "driver" else _path(name)

@@ -93,7 +93,7 @@ def program() -> None:
 
 
 def rewrite_for_mount(arguments: list[str]) -> list[str]:
-    """The arguments. A call by mount(8), `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), becomes one of mount-helper."""
+    """Make a call by mount(8), `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), one of mount-helper."""
     if len(arguments) >= 3 and "-o" in arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         return ["mount-helper", *arguments]
     return arguments

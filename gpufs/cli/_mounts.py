@@ -27,7 +27,7 @@ def absolute(path: str) -> str:
 
 
 def chosen(paths: Sequence[str] = ()) -> list[mounting.MountEntry]:
-    """The mounts at the paths, as :func:`find`; without a path all, root's and the caller's own first.
+    """Return the mounts at the paths, as :func:`find`; without a path all, root's and the caller's own first.
 
     Each mount once, where its root can be seen: it may be bind-mounted elsewhere, also in parts.
     """
@@ -41,7 +41,7 @@ def chosen(paths: Sequence[str] = ()) -> list[mounting.MountEntry]:
 
 
 def find(path: str) -> mounting.MountEntry:
-    """The gpufs mount whose root is at a path. Failure if there is none."""
+    """Return the gpufs mount whose root is at a path. Failure if there is none."""
     entry = mounted_at(path)
     if entry.root != "/":
         raise Failure(f"{path}: only {entry.root} of a mount is bound there: give the directory that shows its root")
@@ -49,7 +49,7 @@ def find(path: str) -> mounting.MountEntry:
 
 
 def mounted_at(path: str) -> mounting.MountEntry:
-    """The gpufs mount at a path, or the part of one that is bound there. Failure if there is none."""
+    """Return the gpufs mount at a path, or the part of one that is bound there. Failure if there is none."""
     mountpoint = absolute(path)
     mounts = mounting.mounts()
     for entry in mounts:
@@ -74,12 +74,12 @@ def is_private(entry: mounting.MountEntry, failure: OSError) -> bool:
 
 
 def private_text(entry: mounting.MountEntry) -> str:
-    """The state of such a mount, for people."""
+    """Return the state of such a mount, for people."""
     return f"private (of {user_name(entry.uid)})"
 
 
 def silent(entries: Sequence[mounting.MountEntry], answers: Sequence[Any], *, named: bool) -> list[tuple[str, object]]:
-    """The mounts that did not answer, and why. Those that other users keep to themselves only if they are named."""
+    """Return the mounts that did not answer, and why; other users' private ones only if they are named."""
     return [
         (entry.mountpoint, private_text(entry) if is_private(entry, answer) else answer.strerror)
         for entry, answer in zip(entries, answers, strict=True)
@@ -88,7 +88,7 @@ def silent(entries: Sequence[mounting.MountEntry], answers: Sequence[Any], *, na
 
 
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:
-    """The daemons of a mountpoint that this user may inspect, including those that hang or have lost their mount.
+    """Find the daemons of a mountpoint that this user may inspect, including those that hang or lost their mount.
 
     A daemon belongs to the user who mounted and has /dev/fuse open: the command line alone proves nothing, since any
     user can imitate it. With the ``entry`` of a mount: only its daemons, and not that of an earlier mount at the same
@@ -131,7 +131,7 @@ def _serves(pid: int, mountpoint: str, entry: mounting.MountEntry | None) -> boo
 
 
 def _links(pid: int) -> list[str]:
-    """What the descriptors of a process are, without those that are closed at the same time. OSError."""
+    """Return what the descriptors of a process are, without those that are closed at the same time. OSError."""
     links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
@@ -140,12 +140,12 @@ def _links(pid: int) -> list[str]:
 
 
 def _devices(links: Iterable[str]) -> set[str]:
-    """The device numbers of the mounts whose counters are among the files: these are named after them."""
+    """Return the device numbers of the mounts whose counters are among the files: these are named after them."""
     return {device for link in links if (device := statistics.device_of(os.path.basename(link)))}
 
 
 def devices_served(pid: int) -> set[str]:
-    """The device numbers of the mounts that a daemon serves, as far as they are known."""
+    """Return the device numbers of the mounts that a daemon serves, as far as they are known."""
     try:
         return _devices(_links(pid))
     except OSError:
@@ -190,7 +190,7 @@ def _program(pid: int) -> str:
 
 
 def users(mountpoint: str, most: int = 5) -> list[str]:
-    """What keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
+    """Return what keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
     below = (entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(prefix))
     holders = [f"what is mounted at {path}" for path in below][:most]
@@ -223,7 +223,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _state_of(pid: int) -> bytes:
-    """The letter of a process's state in proc(5); empty if it has ended."""
+    """Return the letter of a process's state in proc(5); empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2][:1]
@@ -238,17 +238,17 @@ class Process(NamedTuple):
     fd: int
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal unless the process has ended. OSError EPERM for another user's."""
+        """Send a signal unless the process has ended. OSError EPERM for another user's."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.fd, number)
 
     def close(self) -> None:
-        """Ends the hold."""
+        """End the hold."""
         os.close(self.fd)
 
 
 def wait_for_end(processes: Sequence[Process], timeout: float) -> list[Process]:
-    """Waits up to ``timeout`` seconds until the processes have ended; returns those that have not.
+    """Wait up to ``timeout`` seconds until the processes have ended; return those that have not.
 
     A process has also ended if its main thread has, and only threads are left that the kernel cannot end: they close a
     file of another file system that does not answer.

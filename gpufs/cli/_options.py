@@ -23,12 +23,12 @@ def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float |
 
 
 def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The mountpoints of this machine, for a shell."""
+    """Return the mountpoints of this machine, for a shell."""
     return [CompletionItem(entry.mountpoint) for entry in mounting.mounts() if entry.mountpoint.startswith(incomplete)]
 
 
 def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """What a shell offers for a value of this kind: its choices, files, or nothing."""
+    """Return what a shell offers for a value of this kind: its choices, files, or nothing."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if kind is kinds.PATH:
@@ -51,7 +51,7 @@ class KnobCommand(click.Command):
 
 
 def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """The callback of the option --help-all of a KnobCommand."""
+    """Print the help with all options: the callback of --help-all of a KnobCommand."""
     if value:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
@@ -59,7 +59,7 @@ def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool
 
 
 def timeout_option(knob: config.Knob) -> Callable[[Function], Function]:
-    """Adds the option of config.STATUS_TIMEOUT or config.UMOUNT_TIMEOUT; the argument ``timeout`` is in seconds."""
+    """Add the option of config.STATUS_TIMEOUT or config.UMOUNT_TIMEOUT; the argument ``timeout`` is in seconds."""
     return click.option(
         knob.option,
         "timeout",
@@ -72,7 +72,7 @@ def timeout_option(knob: config.Knob) -> Callable[[Function], Function]:
 
 
 def knob_options(function: Function) -> Function:
-    """Adds the options of all knobs, and --config; each argument is the text given or None."""
+    """Add the options of all knobs, and --config; each argument is the text given or None."""
     function = click.option(
         "--config",
         "config_file",
@@ -104,6 +104,6 @@ def knob_options(function: Function) -> Function:
 def settings(
     arguments: Mapping[str, Any], *, name_of: Callable[[config.Knob], str] = lambda knob: knob.option
 ) -> config.Settings:
-    """The settings for the arguments of knob_options; ``name_of`` names one in messages."""
+    """Return the settings for the arguments of knob_options; ``name_of`` names one in messages."""
     given = {name: value for name, value in arguments.items() if name in config.BY_NAME and value != ()}
     return config.load(given, config_file=arguments.get("config_file"), name_of=name_of)

@@ -43,14 +43,14 @@ Result = TypeVar("Result")
 
 
 def type_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that give the type of files without a header."""
+    """Return the options that give the type of files without a header."""
     shape = click.option("--shape", metavar="NxM", help="Shape of the elements, with --dtype, for example 256x128.")
     dtype = click.option("--dtype", metavar="TYPE", help="The file is elements of this type alone, such as float32.")
     return dtype(shape(command))
 
 
 def shape_text(place: TensorPlace) -> str:
-    """The shape as a user reads it."""
+    """Return the shape as a user reads it."""
     return ("x".join(map(str, place.shape)) or "scalar") + (" fortran" if place.fortran_order else "")
 
 
@@ -66,7 +66,7 @@ class Contents:
     """
 
     def __init__(self, path: str) -> None:
-        """Raises OSError if the file cannot be read, or is not a regular file."""
+        """Open the file. OSError if it cannot be read, or is not a regular file."""
         try:
             named = open_path(Entry.of(path))  # opening a FIFO or a device in another way has effects
         except OSError as failure:
@@ -94,15 +94,15 @@ class Contents:
         os.close(self._fd)
 
     def layout(self) -> Layout | None:
-        """The tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
+        """Return the tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
         return read_layout(self.path, self.size, lambda offset, count: bytes(self.read(offset, count)))
 
     def kind(self) -> Format | None:
-        """The format of a file without tensors that gpufs reads."""
+        """Return the format of a file without tensors that gpufs reads."""
         return recognize(bytes(self.read(0, min(PREFIX_BYTES, self.size))))
 
     def registered_type(self) -> GivenType | None:
-        """The type of its elements, if the program that registered it gave one that fits."""
+        """Return the type of its elements, if the program that registered it gave one that fits."""
         try:
             given = GivenType.parse(os.getxattr(self._fd, TYPE_ATTRIBUTE).decode("ascii"))
             given.layout(self.size)
@@ -111,7 +111,7 @@ class Contents:
         return given
 
     def next_data(self, offset: int) -> int:
-        """The first offset at or after another one that is not in a hole."""
+        """Return the first offset at or after another one that is not in a hole."""
         return next_data(self._fd, offset)[0] if self.held_bytes < self.size else offset
 
     def read(self, offset: int, count: int) -> memoryview:
@@ -126,7 +126,7 @@ class Contents:
         return block
 
     def sha256(self) -> str:
-        """The SHA-256 of the file, in hexadecimal."""
+        """Return the SHA-256 of the file, in hexadecimal."""
         import hashlib
 
         with os.fdopen(os.dup(self._fd), "rb") as file:
@@ -157,7 +157,7 @@ class TensorFiles:
     """
 
     def __init__(self, path: str, given: GivenType | None = None) -> None:
-        """Raises OSError, and FormatError if a header or an index is damaged, or ``given`` does not fit."""
+        """Open the files. FormatError if a header or an index is damaged, or ``given`` does not fit; OSError."""
         self.path = path
         self.kind: Format | None = None
         self.format: str | None = None
@@ -196,7 +196,7 @@ class TensorFiles:
             ]
 
     def places(self) -> str:
-        """What holds the files: "gpu0", or "gpu0 and gpu1"."""
+        """Return what holds the files: "gpu0", or "gpu0 and gpu1"."""
         return " and ".join(dict.fromkeys(filter(None, (file.place for file in self.files))))
 
     def __enter__(self) -> Self:
@@ -230,7 +230,7 @@ def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> 
 
 
 def map_blocks(parts: Iterable[Piece], work: Callable[[Piece], Result]) -> Iterator[tuple[int, Result]]:
-    """Calls ``work`` with pieces from several threads; the numbers of their tensors and the results, in order."""
+    """Call ``work`` with pieces from several threads; the numbers of their tensors and the results, in order."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     pool = ThreadPoolExecutor(threads)
     running: deque[tuple[int, Future[Result]]] = deque()
@@ -248,7 +248,7 @@ def map_blocks(parts: Iterable[Piece], work: Callable[[Piece], Result]) -> Itera
 
 
 def given_type(dtype: str | None, shape: str | None) -> GivenType | None:
-    """The type that the options --dtype and --shape give. Failure if they are wrong."""
+    """Return the type that the options --dtype and --shape give. Failure if they are wrong."""
     if dtype is None:
         if shape is not None:
             raise Failure("--shape needs --dtype", 2)
@@ -276,5 +276,5 @@ def reported(path: str, code: int) -> Iterator[None]:
 
 
 def finite(value: float | int | None) -> float | int | None:
-    """A number that JSON has; None for others."""
+    """Return a number that JSON has; None for others."""
     return value if value is None or math.isfinite(value) else None

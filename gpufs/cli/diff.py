@@ -69,7 +69,7 @@ def _opened(name: str, given: GivenType | None) -> TensorFiles:
 
 
 def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, Any]]:
-    """What differs, by the names of the tensors."""
+    """Return what differs, by the names of the tensors."""
 
     unmatched = {
         tensor.place.name: tensor for tensor in theirs.tensors if not tensor.place.name.startswith(PADDING_NAME)
@@ -90,7 +90,7 @@ def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, A
     differences = [Difference() for _ in pairs]
 
     def next_data(number: int, offset: int) -> int:
-        """The next byte of A that is not in a hole of both."""
+        """Return the next byte of A that is not in a hole of both."""
         tensor, match = pairs[number]
         shift = match.place.offset - tensor.place.offset
         return min(tensor.file.next_data(offset), match.file.next_data(offset + shift) - shift)

@@ -138,7 +138,7 @@ def limits(environment: Environment) -> Iterator[Finding]:
 
 
 def speed(environment: Environment) -> Iterator[Finding]:
-    """Settings of the kernel without which a mount is slower."""
+    """Yield the settings of the kernel without which a mount is slower."""
     for entry in environment.mounts():
         knob = f"sys/class/bdi/{entry.device}/read_ahead_kb"
         ahead = environment.number(knob)
@@ -150,7 +150,7 @@ def speed(environment: Environment) -> Iterator[Finding]:
 
 
 def drivers(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
-    """The devices of each driver. Host memory must always work."""
+    """Yield the devices of each driver. Host memory must always work."""
     for driver in probed:
         what = DRIVERS[driver.name].devices
         if driver.devices:

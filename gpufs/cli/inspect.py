@@ -86,7 +86,7 @@ def _print_digest(path: str, digest: str) -> None:
 
 
 def _summaries(files: TensorFiles) -> list[Summary | None]:
-    """The summary of each tensor; None if its elements are not numbers."""
+    """Return the summary of each tensor; None if its elements are not numbers."""
 
     tensors = files.tensors
     summaries: list[Summary | None] = [Summary() if is_numeric(place.dtype) else None for _, place in tensors]
@@ -199,7 +199,7 @@ def _cells(summary: Summary) -> list[str]:
 
 
 def _dump_line(offset: int, data: bytes) -> str:
-    """A line as that of `xxd`."""
+    """Return a line as that of `xxd`."""
     words = " ".join(data[place : place + 2].hex() for place in range(0, len(data), 2))
     text = "".join(chr(byte) if 0x20 <= byte < 0x7F else "." for byte in data)
     return f"{offset:08x}: {words:39}  {text}"

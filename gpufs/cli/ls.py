@@ -66,7 +66,7 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
 
 
 def _mount_of(path: str) -> mounting.MountEntry:
-    """The mount that a path is on, found without asking the mount. Failure if it is on none."""
+    """Return the mount that a path is on, found without asking the mount. Failure if it is on none."""
     place = _mounts.absolute(path)
     above = [entry for entry in mounting.mounts() if f"{place}/".startswith(f"{entry.mountpoint.rstrip('/')}/")]
     if not above:
@@ -90,7 +90,7 @@ def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> li
 
 
 def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files at or in a directory, and with ``recursive`` below it, in the order of their names.
+    """Yield the regular files at or in a directory, and with ``recursive`` below it, in the order of their names.
 
     Without ``recursive`` also the directories in it. In a mount's root, only the device directories count.
     """
@@ -140,7 +140,7 @@ def _row(
     entry: mounting.MountEntry,
     leases: Mapping[tuple[int, int], Sequence[dict[str, Any]]],
 ) -> dict[str, Any]:
-    """What is printed of a file; of a directory the sums of the files below it, each counted once."""
+    """Return what is printed of a file; of a directory the sums of the files below it, each counted once."""
     first = os.path.relpath(path, entry.mountpoint).partition("/")[0]
     is_file = stat.S_ISREG(status.st_mode)
     files = {(status.st_dev, status.st_ino): status}

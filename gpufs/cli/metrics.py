@@ -27,7 +27,7 @@ def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) ->
     from gpufs.statistics import prometheus
 
     def read() -> list[dict[str, Any]]:
-        """The counters of each mount. Where nothing is mounted, "error" says so."""
+        """Return the counters of each mount. Where nothing is mounted, "error" says so."""
         counted = []
         for path in mountpoints:
             try:

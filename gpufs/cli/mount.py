@@ -141,7 +141,7 @@ def origin(knob: config.Knob) -> str:
 
 
 def parse(text: str, *, sloppy: bool = False) -> Options:
-    """Parses options separated by commas. If options contradict each other, the last one applies.
+    """Parse options separated by commas. If options contradict each other, the last one applies.
 
     Raises Failure with exit code 2 for an unknown or wrong option.
     """

@@ -57,7 +57,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
 
 
 def _remount(path: str, given: Options, chosen: config.Settings) -> None:
-    """Changes the flags of a mount. Knobs cannot change: they may only be given with their present values."""
+    """Change the flags of a mount. Knobs cannot change: they may only be given with their present values."""
     entry = _mounts.find(path)
     if os.geteuid() != 0:
         raise Failure(f"{path}: only root may remount; unmount it and mount it again")
@@ -76,5 +76,5 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
 
 
 def _knobs(entry: mounting.MountEntry) -> dict[str, Any]:
-    """The knobs of a mount that runs."""
+    """Return the knobs of a mount that runs."""
     return dict(_answers.control_file(entry, "status")["knobs"])

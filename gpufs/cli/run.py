@@ -85,7 +85,7 @@ def command(mode: str, words: tuple[str, ...]) -> None:
 
 
 def _python_of(program: str) -> str | None:
-    """The Python that runs a program: itself, or the interpreter that a script names. None if it is another program."""
+    """Return the Python that runs a program: itself, or the interpreter that a script names; else None."""
     if _PYTHON.fullmatch(Path(program).name):
         return program
     try:

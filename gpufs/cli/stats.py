@@ -53,7 +53,7 @@ def _duration_text(seconds: float) -> str:
 
 
 def _quantile(buckets: Sequence[Sequence[Any]], share: float) -> float | None:
-    """The upper bound of the bucket in which this share of all values ends; None where that is beyond them all."""
+    """Return the upper bound of the bucket in which this share of all values ends; None beyond the last bound."""
     wanted = share * sum(number for _, number in buckets)
     below = 0
     for bound, number in buckets:
@@ -97,7 +97,7 @@ def _errno_text(number: int) -> str:
 
 
 def _lines(mount: dict[str, Any]) -> list[str]:
-    """What is printed of a mount."""
+    """Return what is printed of a mount."""
     lines = [printable(_headline(mount))]
     if mount.get("error"):
         return lines

@@ -55,7 +55,7 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
 
 
 def _verdict(statuses: list[dict[str, Any]]) -> str:
-    """What --check prints. Failure if a mount does not work, if a device is out of service, or if there is no mount."""
+    """Return what --check prints. Failure if a mount does not work, a device is out of service, or nothing mounted."""
     if not statuses:
         raise Failure("no gpufs is mounted")
     for status in statuses:

@@ -23,7 +23,7 @@ class Memory:
 
 
 def numbers(path: Path) -> dict[str, int]:
-    """The numbers in a file of the kernel by the word before them, "" where a number is alone."""
+    """Return the numbers in a file of the kernel by the word before them, "" where a number is alone."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -51,7 +51,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def memory_of_machine(root: Path = Path("/")) -> Memory:
-    """This machine's memory. ``root`` contains /proc and /sys."""
+    """Return this machine's memory. ``root`` contains /proc and /sys."""
     fields = numbers(root / "proc/meminfo")
     total, available = fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024
     for limit, left in _cgroup_limits(root):

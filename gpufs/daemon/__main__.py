@@ -43,7 +43,7 @@ _DESCRIPTORS = 1 << 20
 
 
 def _set_limits(*, core_dumps: bool) -> None:
-    """Raises the limits on descriptors and file sizes, and forbids core files unless they are wanted.
+    """Raise the limits on descriptors and file sizes, and forbid core files unless they are wanted.
 
     The host driver's devices are files, and the kernel applies each client's own limit on file sizes. Core files never
     contain device memory or pinned memory: those mappings are excluded.
@@ -70,7 +70,7 @@ def _is_readable(fd: int) -> bool:
 
 
 def _reraise_simplified(failures: BaseExceptionGroup[BaseException]) -> None:
-    """Raises what the user gets one line about, if that is among the failures: no start, or no memory."""
+    """Raise the one failure that the user gets a line about, if it is among these: no start, or no memory."""
     if failures.split(StartFailure)[0] is not None:
         failure: BaseException = failures
         while isinstance(failure, BaseExceptionGroup):
@@ -81,7 +81,7 @@ def _reraise_simplified(failures: BaseExceptionGroup[BaseException]) -> None:
 
 
 def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
-    """Serves one mount from its engine to its end. StartFailure if it cannot be started."""
+    """Serve one mount from its engine to its end. StartFailure if it cannot be started."""
     values = request.config
     for _, path, _ in values["backing"] or ():
         mountpoint.refuse_itself(path, request.mountpoint)
@@ -149,7 +149,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log) -> None:
 
 
 def _watch(process: int | None, parts: ExitStack) -> int:
-    """A descriptor that becomes readable when the process ends; -1 without one."""
+    """Return a descriptor that becomes readable when the process ends; -1 without one."""
     if process is None:
         return -1
     try:
@@ -175,7 +175,7 @@ def _note_signals() -> list[int]:
 
 @contextmanager
 def _start_failures() -> Iterator[None]:
-    """Turns an engine's failure into one line for the user."""
+    """Turn an engine's failure into one line for the user."""
     try:
         yield
     except engine.EngineError as failure:
@@ -183,7 +183,7 @@ def _start_failures() -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The entry point; returns the exit code."""
+    """Serve the mount of the command line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="gpufs.daemon")
     parser.add_argument("--answer-fd", type=int)
     parser.add_argument("--journal-fd", type=int, default=-1)
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(answer: Answer, code: int, message: str) -> None:
-    """Reports to the launcher, or to the user if it runs in the foreground, why there is no mount."""
+    """Report to the launcher, or to the user if it runs in the foreground, why there is no mount."""
     try:
         if not answer.give({"error": code, "message": message}):
             print(f"gpufs: {message}", file=sys.stderr)

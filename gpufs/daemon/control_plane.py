@@ -19,7 +19,7 @@ from gpufs.fs.tree import Tree
 
 
 def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple[Operations, Tree]:
-    """The control plane's answers to requests, and the tree of names that they are about."""
+    """Return the control plane's answers to requests, and the tree of names that they are about."""
     values, opened, entry = request.config, mount.engine, serving.entry
 
     def leases(uid: int) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def _with_present_names(leases: Sequence[dict[str, Any]], tree: Tree, mountpoint
 
 
 def _at(tree: Tree, path: str) -> Node | None:
-    """The node at a path below the root, without following symbolic links."""
+    """Return the node at a path below the root, without following symbolic links."""
     node: Node | None = tree.root
     for name in os.fsencode(path).split(b"/"):
         node = node.entries.get(name) if isinstance(node, Directory) else None

@@ -14,7 +14,7 @@ _GIB: Final = float(1 << 30)
 
 
 def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, list[str]]:
-    """The engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
+    """Return the engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
 
     The driver ``auto`` takes host memory only if the machine has no GPU and none is asked for by name.
     """

@@ -14,7 +14,7 @@ import sys
 
 
 def _wait() -> list[str]:
-    """The lines that the daemon wrote before it closed the pipe or ended."""
+    """Return the lines that the daemon wrote before it closed the pipe or ended."""
     text = b""
     while part := os.read(0, 4096):
         text += part
@@ -22,7 +22,7 @@ def _wait() -> list[str]:
 
 
 def _log(log_file: str, text: str) -> None:
-    """Writes a line to the mount's log, or to the system's log if the mount has none."""
+    """Write a line to the mount's log, or to the system's log if the mount has none."""
     import time
 
     from gpufs.daemon.log_file import open_log_file
@@ -45,7 +45,7 @@ def _log(log_file: str, text: str) -> None:
 
 
 def main(pid: str, mountpoint: str, log_file: str) -> None:
-    """The entry point."""
+    """Wait for the daemon's end, and unmount if it died."""
     lines = _wait()
     if "end" in lines:
         return

@@ -12,7 +12,7 @@ _MOST_LINKS: Final = 40
 
 
 def open_log_file(path: str) -> int:
-    """A descriptor for appending to the file at an absolute path, which is created if it is missing.
+    """Return a descriptor for appending to the file at an absolute path, which is created if it is missing.
 
     The path may lead through directories of other users, but not through their symbolic links: those could lead root's
     daemon to any file. A regular file must belong to root or to this user, and below another user's directory it must

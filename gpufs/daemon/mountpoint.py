@@ -81,7 +81,7 @@ def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tu
 
 
 def present(entry: mounting.MountEntry) -> mounting.MountEntry | None:
-    """The mount's present entry, None if it is gone or hidden. The old entry if mountinfo cannot be read."""
+    """Return the mount's present entry, None if it is gone or hidden. The old entry if mountinfo cannot be read."""
     try:
         return mounting.entry_with(entry.identity)
     except OSError:
@@ -100,7 +100,7 @@ def set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozense
 
 
 def set_read_ahead(mount: engine.Mount, entry: mounting.MountEntry, size: int) -> None:
-    """Sets how many bytes the kernel reads ahead on the mount, and helps it to: both need root's rights.
+    """Set how many bytes the kernel reads ahead on the mount, and read ahead for it: both need root's rights.
 
     The kernel takes 128 KiB for every FUSE mount, so a scan through a mapping waits for many small requests.
     """

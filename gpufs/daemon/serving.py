@@ -104,7 +104,7 @@ class Serving:
             nursery.cancel_scope.cancel()
 
     async def _serve_clients(self, tree: Tree) -> None:
-        """Runs the service that copies for other processes and lets them attach files, until copies are cancelled."""
+        """Run the service that copies for other processes and lets them attach files, until copies are cancelled."""
         with self._copies:
             await keep_up("serving clients", functools.partial(self._run_service, tree), _SERVICE_PAUSE)
         self._copies_ended.set()
@@ -126,7 +126,7 @@ class Serving:
             self.service = None
 
     def started(self, value: Service | None = None) -> None:
-        """The service calls it when clients can connect."""
+        """Take the service, once clients can connect; trio calls it for ``task_status``."""
         self.service = value
 
     async def _answer_launcher(self) -> None:
@@ -178,11 +178,11 @@ class Serving:
             threads.in_background(functools.partial(_print_notes, self.notes))
 
     async def _publish_statistics(self) -> None:
-        """Writes the gauges to the counters' file."""
+        """Write the gauges to the counters' file."""
         self.mount.engine.statistics_publish()
 
     def _heap_trimmer(self, tree: Tree) -> Callable[[], Awaitable[None]]:
-        """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
+        """Return the heap's free memory to the system after many files have gone; malloc keeps most of it."""
         most = 0
 
         async def trim() -> None:
@@ -195,7 +195,7 @@ class Serving:
         return trim
 
     async def _feed_watchdog(self) -> None:
-        """Reports to the service manager that the control plane runs."""
+        """Report to the service manager that the control plane runs."""
         await self._manager.notify("WATCHDOG=1")
 
     async def _watch_signals(self) -> None:
@@ -213,7 +213,7 @@ class Serving:
         await self._end("the program that mounted has ended")
 
     async def _end(self, why: str) -> None:
-        """Cancels running copies, unmounts, and ends the loop that answers requests."""
+        """Cancel running copies, unmount, and end the loop that answers requests."""
         log.info("%s: the mount ends", why)
         await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {printable(self.request.mountpoint)}")
         self._copies.cancel()
@@ -242,13 +242,13 @@ class Serving:
         self._stop_serving()
 
     def _stop_serving(self) -> None:
-        """Ends the loop that answers requests once those in progress are answered, or soon."""
+        """End the loop that answers requests once those in progress are answered, or soon."""
         self._connection.stop()
         self._requests.deadline = min(self._requests.deadline, trio.current_time() + _REQUESTS_GRACE)
 
 
 def _print_notes(notes: list[str]) -> None:
-    """Runs on a thread, because standard error may block; uses write(2), so that no lock delays the exit."""
+    """Print the notes: on a thread because standard error may block, by write(2) so that no lock delays the exit."""
     with suppress(OSError):
         os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
 

@@ -20,7 +20,7 @@ class StartFailure(Exception):
 
     @classmethod
     def of(cls, failure: OSError, prefix: str = "") -> "StartFailure":
-        """The failure that an OSError describes."""
+        """Return the failure that an OSError describes."""
         return cls(failure.errno or errno.EIO, prefix + (failure.strerror or str(failure)))
 
 
@@ -49,12 +49,12 @@ class MountRequest:
         return bool(self.config["foreground"])
 
     def encode(self) -> bytes:
-        """The JSON object."""
+        """Return the JSON object."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def read(cls) -> "MountRequest":
-        """Reads the request from standard input. StartFailure if that is not what a launcher sends."""
+        """Read the request from standard input. StartFailure if that is not what a launcher sends."""
         try:
             request = cls(**json.loads(sys.stdin.buffer.read()))
             defaults = {name: knob.default for name, knob in config.BY_NAME.items()}
@@ -71,7 +71,7 @@ class Answer:
         self._fd = fd
 
     def give(self, fields: dict[str, Any]) -> bool:
-        """Returns False if no launcher waits for it (any more). OSError if the launcher has gone."""
+        """Return False if no launcher waits for it (any more). OSError if the launcher has gone."""
         if self._fd is None:
             return False
         fd, self._fd = self._fd, None

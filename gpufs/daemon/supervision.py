@@ -31,7 +31,7 @@ class ServiceManager:
         self.watchdog_seconds = int(interval) / 1e6 if interval.isdecimal() and for_us else 0.0
 
     async def notify(self, text: str) -> None:
-        """Sends assignments, one a line: "READY=1", "STOPPING=1"; "WATCHDOG=1" every ``watchdog_seconds`` if not 0.
+        """Send assignments, one a line: "READY=1", "STOPPING=1"; "WATCHDOG=1" every ``watchdog_seconds`` if not 0.
 
         Raises nothing: a failure is logged.
         """
@@ -55,7 +55,7 @@ class ServiceManager:
 
 @contextmanager
 def guard(mountpoint: str, log_file: str | None) -> Iterator[Callable[[str], None]]:
-    """Starts the process that unmounts if this one dies; it has ended at the end of the context.
+    """Start the process that unmounts if this one dies; it has ended at the end of the context.
 
     Yields the function that names our mount to it, by the identity of its entry. The guard inherits the signals that
     the calling thread blocks.

@@ -82,7 +82,7 @@ class BackingFile(HostFile):
         path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
         mode: Literal["r", "r+", "w"] = "r",
     ) -> Self:
-        """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
+        """Open a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
 
         Raises OSError like os.open(), and EngineError like the constructor.
         """
@@ -113,7 +113,7 @@ class BackingFile(HostFile):
     def read(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> int:
-        """Reads from the file into device memory and waits for the end.
+        """Read from the file into device memory and wait for the end.
 
         An exception that arrives during the wait (KeyboardInterrupt) cancels the read.
 
@@ -146,7 +146,7 @@ class BackingFile(HostFile):
     def write(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> int:
-        """Writes device memory to the file and waits; returns the bytes written. Otherwise like :meth:`read`.
+        """Write device memory to the file and wait; return the bytes written. Otherwise like :meth:`read`.
 
         The bytes are durable only with ``sync="data"`` or ``sync="full"``.
         """

@@ -278,7 +278,7 @@ class Engine(Handle):
 
 
 def _transfers(device: dict[str, Any], flow: str) -> dict[str, Any]:
-    """The transfers of a device in one direction."""
+    """Return the transfers of a device in one direction."""
     backends = {name: counts[flow] for name, counts in device["backends"].items()}
     details = device["transfers"][flow]
     moved = {path: {name: backends[path][name] for name in ("bytes", "operations", "errors")} for path in _PATHS}
@@ -304,7 +304,7 @@ def io_configure(
     file_systems: str = "",
     fastpath_min_bytes: int = 0,
 ) -> None:
-    """Sets the options of an engine's transfers, before its first transfer, mount or statistics.
+    """Set the options of an engine's transfers, before its first transfer, mount or statistics.
 
     Parameters
     ----------

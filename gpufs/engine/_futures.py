@@ -95,7 +95,7 @@ class OperationFuture(Future[int]):
         return self.result()
 
     def _over(self, outcome: int | Exception | None) -> None:
-        """The operation has ended with this; None: it was cancelled."""
+        """Set the outcome with which the operation has ended; None: it was cancelled."""
         try:
             if outcome is None:
                 super().cancel()

@@ -156,11 +156,11 @@ class Mount(Handle):
         self._own(handle[0])
 
     def start(self) -> None:
-        """Starts the threads; after the descriptor is mounted and before requests are answered."""
+        """Start the threads; after the descriptor is mounted and before requests are answered."""
         check(lib.gpufs_mount_start(self._handle))
 
     def read_ahead(self, directory: str, piece: int) -> None:
-        """Reads ahead of programs that go through mappings from front to back; once.
+        """Read ahead of programs that go through mappings from front to back; once.
 
         ``directory`` is where the mount is, which must answer already. ``piece``: bytes to ask the kernel for at a
         time, at most what it reads ahead on this mount. PermissionError without the right to open files by their
@@ -176,7 +176,7 @@ class Mount(Handle):
         return int(fd[0])
 
     def statistics(self) -> dict[str, Any]:
-        """The data plane's counters."""
+        """Return the data plane's counters."""
         return json_of(lib.gpufs_mount_statistics, self._handle)
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
@@ -204,15 +204,15 @@ class Mount(Handle):
         check(lib.gpufs_quota_directory(self._handle, ino, limit))
 
     def charge_to(self, ino: int, directory: int) -> None:
-        """Counts an inode as if it had been created in this limited directory; 0: in none."""
+        """Count an inode as if it had been created in this limited directory; 0: in none."""
         check(lib.gpufs_quota_charge(self._handle, ino, directory))
 
     def charge_buffer(self, buffer: Buffer, uid: int) -> None:
-        """Counts the memory of a buffer without a file as memory of a user's files on its device."""
+        """Count the memory of a buffer without a file as memory of a user's files on its device."""
         check(lib.gpufs_quota_buffer(self._handle, buffer._handle, uid))
 
     def quotas(self) -> dict[str, dict[str, dict[str, int]]]:
-        """What is used and allowed: "users" by "device:uid" and "directories" by inode.
+        """Return what is used and allowed: "users" by "device:uid" and "directories" by inode.
 
         Each has ``used_bytes``, and ``limit_bytes`` if there is a limit. Users who use nothing and have no limit are
         left out.
@@ -220,7 +220,7 @@ class Mount(Handle):
         return json_of(lib.gpufs_quota_list, self._handle)
 
     def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
-        """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
+        """Add an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
 
         ``parent``: the directory in which a user creates it, which passes on its group and access control lists; the
         mode is then the requested one, from which ``umask`` is removed unless a list replaces it. 0: everything is as
@@ -229,7 +229,7 @@ class Mount(Handle):
         check(lib.gpufs_inode_add(self._handle, ffi.new(_ATTRIBUTES, _VALUES(attributes)), parent, umask))
 
     def inode_remove(self, ino: int) -> bool:
-        """Removes an inode that has no references; False if it has. EngineError ENOENT if unknown.
+        """Remove an inode that has no references; False if it has. EngineError ENOENT if unknown.
 
         Its buffer lives until the last open file on it ends.
         """
@@ -241,44 +241,44 @@ class Mount(Handle):
         return True
 
     def inode_hold(self, ino: int) -> None:
-        """Adds a reference, for the kernel if a reply gives it the inode. EngineError ENOENT if unknown."""
+        """Add a reference, for the kernel if a reply gives it the inode. EngineError ENOENT if unknown."""
         check(lib.gpufs_inode_hold(self._handle, ino))
 
     def inode_drop(self, ino: int, count: int) -> None:
-        """Drops references. EngineError ENOENT if unknown."""
+        """Drop references. EngineError ENOENT if unknown."""
         check(lib.gpufs_inode_drop(self._handle, ino, count))
 
     def name_set(self, directory: int, name: bytes, ino: int) -> None:
-        """Gives an inode a name in a directory, whose times become now. Lookups find it from now on."""
+        """Give an inode a name in a directory, whose times become now. Lookups find it from now on."""
         check(lib.gpufs_name_set(self._handle, directory, name, len(name), ino))
 
     def name_remove(self, directory: int, name: bytes) -> None:
-        """Removes a name from a directory, whose times become now."""
+        """Remove a name from a directory, whose times become now."""
         check(lib.gpufs_name_set(self._handle, directory, name, len(name), 0))
 
     def inode_get(self, ino: int) -> Attributes:
-        """The attributes of an inode as they are now. EngineError ENOENT if unknown."""
+        """Return the attributes of an inode as they are now. EngineError ENOENT if unknown."""
         attributes = ffi.new(_ATTRIBUTES)
         check(lib.gpufs_inode_get(self._handle, ino, attributes))
         return Attributes(*_VALUES(attributes))
 
     def inode_links(self, ino: int, links: int) -> None:
-        """Sets the link count, and the change time to now. EngineError ENOSPC if names may not take more memory."""
+        """Set the link count, and the change time to now. EngineError ENOSPC if names may not take more memory."""
         check(lib.gpufs_inode_links(self._handle, ino, links))
 
     def inode_read(self, ino: int) -> None:
-        """Sets the access time, if that is due, after a read by other means than the mount's native operations."""
+        """Set the access time, if that is due, after a read by other means than the mount's native operations."""
         check(lib.gpufs_inode_read(self._handle, ino))
 
     def inode_written(self, ino: int) -> None:
-        """Sets the times and clears set-id bits after a change by other means, for example by a transfer.
+        """Set the times and clear set-id bits after a change by other means, for example by a transfer.
 
         Queues a notification of the kernel. EngineError ENOENT if unknown.
         """
         check(lib.gpufs_inode_written(self._handle, ino))
 
     def file_open(self, ino: int, flags: int) -> int:
-        """Opens a regular file that open(2) creates, with its ``flags``; the result is the reply's file handle.
+        """Open a regular file that open(2) creates, with its ``flags``; the result is the reply's file handle.
 
         The engine itself answers the kernel when a file is opened that exists.
         """
@@ -288,11 +288,11 @@ class Mount(Handle):
 
     @staticmethod
     def directory_of(fh: int) -> int | None:
-        """The inode of a directory that the engine has opened; None for another file handle."""
+        """Return the inode of a directory that the engine has opened; None for another file handle."""
         return fh & _DIRECTORY_INODE if fh & _DIRECTORY_HANDLE else None
 
     def backing_file_open(self, fd: int) -> int:
-        """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
+        """Open a file of the host below backing/ by a descriptor, which the caller keeps.
 
         The result is the reply's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
@@ -302,11 +302,11 @@ class Mount(Handle):
         return int(fh[0])
 
     def file_release(self, fh: int) -> None:
-        """The answer to RELEASE. EngineError EBADF for an unknown file handle."""
+        """Close a file for RELEASE. EngineError EBADF for an unknown file handle."""
         check(lib.gpufs_file_release(self._handle, fh))
 
     def buffer(self, ino: int) -> Buffer:
-        """The buffer of a regular file, which lives at least as long as the result is open.
+        """Return the buffer of a regular file, which lives at least as long as the result is open.
 
         EngineError ENOENT if unknown, EISDIR or EINVAL without a buffer.
         """
@@ -326,7 +326,7 @@ class Mount(Handle):
         handle: bytes = b"",
         pieces: Sequence[SharedPiece] = (),
     ) -> None:
-        """Makes memory of another program the contents of a file, whose size is fixed then.
+        """Make memory of another program the contents of a file, whose size is fixed then.
 
         ``fd``: of the memory for "file", -1 otherwise; ``handle``: for "ipc"; ``pieces``: all the physical memory, for
         "descriptor". Descriptors stay the caller's. ``offset`` and ``size`` in bytes. On return the kernel knows the

@@ -65,7 +65,7 @@ class Operation(Request):
         keep: list[object] = [self.stream]
 
         def number(name: str, cell: str, value: Any) -> Any:
-            """The number, or 0 where it is late."""
+            """Return the number, or 0 where it is late."""
             if value is None or isinstance(value, numbers.Integral):
                 return value
             address, kept = number_address(name, value, writable=False)

@@ -229,7 +229,7 @@ class Stream(Handle):
         return bool(self._info().waits_for_values)
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol's version and the handle, for other libraries."""
+        """Return the protocol's version and the handle, for other libraries."""
         return 0, self.handle
 
     def call(self, function: Callable[[], object]) -> None:

@@ -220,7 +220,7 @@ class Transfer(Handle):
         return now
 
     def progress(self) -> TransferProgress:
-        """The transfer's progress."""
+        """Return the transfer's progress."""
         now = self._now()
         return TransferProgress(
             state=_STATES[now.state],
@@ -237,11 +237,11 @@ class Transfer(Handle):
         )
 
     def failure(self) -> TransferError | None:
-        """What went wrong, once it is done."""
+        """Return what went wrong, once it is done."""
         return error_of(self._now())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is done, up to ``timeout`` seconds (None: without limit). Returns whether it is done."""
+        """Wait until it is done, up to ``timeout`` seconds (None: without limit). Return whether it is done."""
         done = ffi.new("int32_t *")
         left = seconds("timeout", timeout)
         deadline = time.monotonic() + left
@@ -252,11 +252,11 @@ class Transfer(Handle):
                 return bool(done[0])
 
     def cancel(self) -> None:
-        """Stops it at its next chunk; never blocks."""
+        """Stop it at its next chunk; never blocks."""
         check(lib.gpufs_transfer_cancel(self._handle))
 
     def finish(self) -> int:
-        """Waits until it is done and returns the bytes moved. Raises TransferError if it failed, also after progress.
+        """Wait until it is done and return the bytes moved. Raise TransferError if it failed, also after progress.
 
         An exception that arrives during the wait (KeyboardInterrupt) cancels the transfer, and is raised once it ended.
         """

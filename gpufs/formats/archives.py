@@ -162,7 +162,7 @@ class StoredTensor:
     is_parameter: bool = False
 
     def place(self, itemsize: int) -> tuple[int, int]:
-        """The offset in the file and the number of the bytes that it lies in. FormatError if it has not all of them."""
+        """Return the offset in the file and the number of its bytes. FormatError if the file does not have them all."""
         member = self.storage.member
         if len(self.shape) != len(self.strides):
             raise FormatError(
@@ -251,7 +251,7 @@ class _Unpickler(pickle.Unpickler):
         return allowed
 
     def persistent_load(self, identifier: Any) -> Storage:
-        """A storage: ("storage", type, key, location, number of elements)."""
+        """Return a storage: ("storage", type, key, location, number of elements)."""
         if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
             raise FormatError("the pickle refers to something that is not a storage")
         kind, key = identifier[1:3]
@@ -262,7 +262,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickle_name(names: Mapping[str, Member]) -> str | None:
-    """The member with the pickle, if this is an archive of torch.save()."""
+    """Return the member with the pickle, if this is an archive of torch.save()."""
     return next((name for name in names if name.endswith(f"/{_PICKLE}")), None)
 
 
@@ -306,7 +306,7 @@ def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
 
 
 def named(value: Any, name: str = "") -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them."""
+    """Yield the tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them."""
     if isinstance(value, StoredTensor):
         yield name, value
     elif isinstance(value, (dict, list, tuple)):

@@ -73,7 +73,7 @@ def is_numeric(dtype: str) -> bool:
 
 
 def element_bits(dtype: str) -> int:
-    """The size of an element of a number's type. FormatError if the type is unknown."""
+    """Return the size of an element of a number's type. FormatError if the type is unknown."""
     known = named(dtype)
     if known is not None:
         return known.bits
@@ -83,18 +83,18 @@ def element_bits(dtype: str) -> int:
 
 
 def unit_bytes(bits: int) -> int:
-    """The least size that contains whole elements."""
+    """Return the least size that contains whole elements."""
     return bits // gcd(bits, 8) if bits < 8 else bits // 8
 
 
 def block_bytes(bits: int) -> int:
-    """The size of a block that is converted at once. It contains whole elements."""
+    """Return the size of a block that is converted at once. It contains whole elements."""
     element = max(bits // 8, 1)
     return max(_BLOCK_BYTES // element, 1) * element
 
 
 def codes(bits: int, block: Block) -> NDArray[Any]:
-    """The bits of each element of ``bits`` bits. Elements are the same where these are equal."""
+    """Return the bits of each element of ``bits`` bits. Elements are the same where these are equal."""
     if bits < 8:
         packed = np.frombuffer(block, np.uint8)
         each = np.unpackbits(packed, bitorder="little").reshape(-1, bits)
@@ -106,7 +106,7 @@ def codes(bits: int, block: Block) -> NDArray[Any]:
 
 
 def numbers(dtype: str, block: Block) -> NDArray[Any]:
-    """The elements as numpy's integers or floats. Complex numbers become their magnitudes."""
+    """Return the elements as numpy's integers or floats. Complex numbers become their magnitudes."""
     known = named(dtype)
     if known is not None and known.name in _SMALL:
         small = _SMALL[known.name]
@@ -151,12 +151,12 @@ class Summary:
         return self.total / self.finite if self.finite else None
 
     def times(self, count: int) -> Summary:
-        """The summary of a tensor that repeats this one."""
+        """Return the summary of a tensor that repeats this one."""
         counts = (count * number for number in (self.finite, self.nan, self.inf))
         return Summary(self.minimum, self.maximum, count * self.total, *counts)
 
     def __add__(self, other: Summary) -> Summary:
-        """The summary of both parts of a tensor."""
+        """Return the summary of both parts of a tensor."""
         low = [value for value in (self.minimum, other.minimum) if value is not None]
         high = [value for value in (self.maximum, other.maximum) if value is not None]
         return Summary(
@@ -170,7 +170,7 @@ class Summary:
 
 
 def summarize(dtype: str, block: Block) -> Summary:
-    """The summary of a block of numbers."""
+    """Return the summary of a block of numbers."""
     values = numbers(dtype, block)
     nan = inf = 0
     if values.dtype.kind == "f":
@@ -206,7 +206,7 @@ class Difference:
     first: int | None = None
 
     def __add__(self, other: Difference) -> Difference:
-        """The difference of both parts of two tensors."""
+        """Return the difference of both parts of two tensors."""
         pair = (self.largest, other.largest)
         largest = max(pair) if all(value == value for value in pair) else float("nan")
         first = [value for value in (self.first, other.first) if value is not None]
@@ -214,7 +214,7 @@ class Difference:
 
 
 def compare(dtype: str, bits: int, ours: Block, theirs: Block, start: int = 0) -> Difference:
-    """The difference of two blocks of equal size. ``start``: the number of the first element."""
+    """Return the difference of two blocks of equal size. ``start``: the number of the first element."""
     different = codes(bits, ours) != codes(bits, theirs)
     count = int(np.count_nonzero(different))
     if not count:

@@ -159,7 +159,7 @@ def _place_of_stored(name: str, tensor: archives.StoredTensor) -> TensorPlace:
 
 
 def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
-    """The array of an npy file."""
+    """Return the array of an npy file."""
     from numpy.lib import format as npy
 
     prefix = read(0, min(size, _NPY_PREFIX_BYTES))
@@ -254,7 +254,7 @@ _MAGIC: Final = (
 
 
 def recognize(prefix: bytes) -> Format | None:
-    """The format of a file that begins with these bytes, of which PREFIX_BYTES are enough; None if it is unknown."""
+    """Return the format of a file by its first bytes, of which PREFIX_BYTES are enough; None if it is unknown."""
     for magic, kind in _MAGIC:
         if prefix.startswith(magic):
             return kind
@@ -314,7 +314,7 @@ class GivenType:
 
     @classmethod
     def of_array(cls, array: Any) -> Self | None:
-        """The type of an array; None if it has none, as an address."""
+        """Return the type of an array; None if it has none, as an address."""
         dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
         if dtype is None or shape is None:
             return None
@@ -322,7 +322,7 @@ class GivenType:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the text that str() gives. FormatError if it is not one."""
+        """Read the text that str() gives. FormatError if it is not one."""
         dtype, _, shape = text.partition(" ")
         return cls(dtype, parse_shape(shape))
 
@@ -330,7 +330,7 @@ class GivenType:
         return self.dtype if self.shape is None else f"{self.dtype} {'x'.join(map(str, self.shape)) or _SCALAR}"
 
     def layout(self, size: int) -> Layout:
-        """The one tensor of a file of ``size`` bytes. FormatError if they do not fit."""
+        """Return the one tensor of a file of ``size`` bytes. FormatError if they do not fit."""
         from gpufs.formats.elements import element_bits
 
         bits = element_bits(self.dtype)
@@ -347,7 +347,7 @@ class GivenType:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Reads a shape as `gpufs inspect` prints it: "256x128" or "scalar". FormatError if it is not one."""
+    """Read a shape as `gpufs inspect` prints it: "256x128" or "scalar". FormatError if it is not one."""
     if text == _SCALAR:
         return ()
     extents = text.split("x")

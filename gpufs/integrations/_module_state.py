@@ -23,7 +23,7 @@ class ModuleState:
         self._tensors = _forms(module)
 
     def changes(self, module: torch.nn.Module) -> tuple[dict[str, Any], str | None]:
-        """Returns the attributes that the module has got since then.
+        """Return the attributes that the module has got since then.
 
         Returns
         -------
@@ -48,7 +48,7 @@ class ModuleState:
 
 
 def set_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Gives another module of the same kind the attributes that :meth:`ModuleState.changes` has found."""
+    """Give another module of the same kind the attributes that :meth:`ModuleState.changes` has found."""
     for name, value in attributes.items():
         prefix, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(prefix), attribute, value)

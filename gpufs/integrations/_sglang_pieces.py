@@ -48,7 +48,7 @@ _WITHOUT_PREFIXES = ("weight_loader_", "weight_cache_", "remote_instance_", "mod
 
 
 def ranks() -> Any:
-    """Returns the group of ranks that load a model together."""
+    """Return the group of ranks that load a model together."""
     return get_parallel().tp_group
 
 
@@ -124,7 +124,7 @@ def _settings() -> dict[str, Any]:
 
 
 def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
-    """A name that people read: of the model, of SGLang's version, and of the rank if there are several."""
+    """Return a name that people read: of the model, of SGLang's version, and of the rank if there are several."""
     parts = [os.path.basename(os.path.normpath(model_config.model_path)), f"sglang-{key['sglang_version']}"]
     parts += ["draft"] if model_config.is_draft_model else []
     for name in ("pp", "tp"):
@@ -134,7 +134,7 @@ def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
 
 
 def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
-    """Builds a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
+    """Build a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
 
     Raises
     ------

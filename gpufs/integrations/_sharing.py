@@ -103,7 +103,7 @@ class Loaded:
 
 
 def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
-    """Returns a model with shared weights if that is possible, and with weights of its own otherwise.
+    """Return a model with shared weights if that is possible, and with weights of its own otherwise.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def _claim(engine: Engine, shared: SharedWeights) -> Iterator[bool]:
 
 
 def _map(engine: Engine, weights: OpenWeights) -> torch.nn.Module | None:
-    """Builds a model from shared weights. None if a rank fails."""
+    """Build a model from shared weights. None if a rank fails."""
     start = time.perf_counter()
     try:
         with engine.restored_on_failure():
@@ -212,7 +212,7 @@ def _map(engine: Engine, weights: OpenWeights) -> torch.nn.Module | None:
 
 
 def _publish(engine: Engine, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
-    """Publishes the weights of a model, and moves the model to the published memory. None if that is not possible."""
+    """Publish the weights of a model, and move the model to the published memory. None if that is not possible."""
     start = time.perf_counter()
     reason = engine.reason_against(model)
     if reason is None:
@@ -237,7 +237,7 @@ def _publish(engine: Engine, model: torch.nn.Module, shared: SharedWeights) -> O
 
 
 def refuse_reload(model: torch.nn.Module) -> None:
-    """Loading weights into the model would write to memory that is mapped read-only, which ends the process."""
+    """Refuse to load weights into the model: it would write to read-only memory, which ends the process."""
 
     def load_weights(*_: object, **__: object) -> None:
         raise RuntimeError(RELOAD_REFUSED)
@@ -246,7 +246,7 @@ def refuse_reload(model: torch.nn.Module) -> None:
 
 
 def device_name() -> str:
-    """Returns the name and capability of the GPU in use, or "cpu"."""
+    """Return the name and capability of the GPU in use, or "cpu"."""
     if not torch.cuda.is_available():
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -254,7 +254,7 @@ def device_name() -> str:
 
 
 def file_identity(path: str) -> list[Any]:
-    """Returns what changes whenever the contents of a file do. Two copies of a model have different ones."""
+    """Return what changes whenever the contents of a file do. Two copies of a model have different ones."""
     status = os.stat(path)
     return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
@@ -273,7 +273,7 @@ def is_on_mount(path: str | os.PathLike[str]) -> bool:
 
 
 def device_directory(device: torch.device, near: str | os.PathLike[str], mountpoint: str | None = None) -> Path:
-    """Returns the directory of a mount in which files are memory of the device.
+    """Return the directory of a mount in which files are memory of the device.
 
     Parameters
     ----------
@@ -310,7 +310,7 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
 
 
 def _directories(mountpoint: str, device: torch.device) -> list[Path]:
-    """The directories of a mount whose memory the device uses."""
+    """Return the directories of a mount whose memory the device uses."""
     try:
         status = json.loads(Path(mountpoint, ".gpufs/status").read_bytes())
     except (OSError, ValueError):

@@ -77,7 +77,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return loaded.model
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Returns the bytes of the weights that this engine will map, and that are in the GPU's memory already."""
+        """Return the bytes of the weights that this engine will map, and that are in the GPU's memory already."""
         configs = [vllm_config.model_config]
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.draft_model_config is not None:

@@ -104,7 +104,7 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> di
 
 
 def weights_label(model_config: Any, key: dict[str, Any]) -> str:
-    """A name that people read: of the model, of vLLM's version, and of the rank if there are several."""
+    """Return a name that people read: of the model, of vLLM's version, and of the rank if there are several."""
     parts = [os.path.basename(os.path.normpath(model_config.model)), f"vllm-{key['vllm_version']}"]
     parts += ["draft"] if key["is_draft"] else []
     for name in ("dp", "pp", "tp"):
@@ -114,7 +114,7 @@ def weights_label(model_config: Any, key: dict[str, Any]) -> str:
 
 
 def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
-    """Builds a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
+    """Build a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
 
     Raises
     ------

@@ -26,7 +26,7 @@ _F_OFD_GETLK: Final = 36
 
 
 def file_name(pid: int, device: str) -> str:
-    """The name of the file of a mount with this device number ("0:52"), which this process serves."""
+    """Return the name of the file of a mount with this device number ("0:52"), which this process serves."""
     return f"{pid}{_ending(device)}"
 
 
@@ -35,13 +35,13 @@ def _ending(device: str) -> str:
 
 
 def device_of(name: str) -> str | None:
-    """The device number in a file_name(), also with the kernel's mark of a deleted file; None for other names."""
+    """Return the device number in a file_name(), also of a file that the kernel marks as deleted; None for others."""
     match = re.fullmatch(r"\d+-(\d+)-(\d+)" + re.escape(_SUFFIX) + r"(?: \(deleted\))?", name)
     return f"{match[1]}:{match[2]}" if match else None
 
 
 def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """The directories in which the files of a user's mounts may be."""
+    """Return the directories in which the files of a user's mounts may be."""
     if uid == 0:
         return [Path("/run/gpufs"), *temporary_folders(uid)]
     places = [Path(f"/run/user/{uid}/gpufs"), *temporary_folders(uid)]
@@ -52,7 +52,7 @@ def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def temporary_folders(uid: int) -> list[Path]:
-    """A user's directories below /tmp. The first may be missing, or another user may have taken its name."""
+    """Return a user's directories below /tmp. The first may be missing, or another user may have taken its name."""
     usual = f"gpufs-{_outer(uid)}"
     others = []
     with suppress(OSError), os.scandir("/tmp") as entries:
@@ -65,7 +65,7 @@ def temporary_folders(uid: int) -> list[Path]:
 
 
 def _outer(uid: int) -> int:
-    """A user's number outside of this user namespace: unique in /tmp, which namespaces share."""
+    """Return a user's number outside of this user namespace: unique in /tmp, which namespaces share."""
     try:
         with open("/proc/self/uid_map", encoding="ascii") as file:
             for line in file:
@@ -78,7 +78,7 @@ def _outer(uid: int) -> int:
 
 
 def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Path]:
-    """The files of the mount with this device number that are the user's own, the newest first."""
+    """Return the files of the mount with this device number that are the user's own, the newest first."""
     dated = []
     for folder in folders(uid) if places is None else places:
         for path in _listed(folder, _ending(device)):
@@ -90,14 +90,14 @@ def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Pa
 
 
 def _listed(folder: Path, ending: str = _SUFFIX) -> list[Path]:
-    """The files of counters in a folder."""
+    """Return the files of counters in a folder."""
     with suppress(OSError):
         return [folder / name for name in os.listdir(folder) if name.endswith(ending)]
     return []
 
 
 def _readable(paths: Iterable[Path], uid: int) -> Iterator[dict[str, Any]]:
-    """The counters in those of the files that are the user's own and can be read."""
+    """Yield the counters in those of the files that are the user's own and can be read."""
     for path in paths:
         with suppress(OSError, StatisticsError):
             yield read(path, uid)

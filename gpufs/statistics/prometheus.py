@@ -17,7 +17,7 @@ _GROWING: Final = frozenset({"bounce_waits", "bounce_pin_failures"})
 
 
 def metrics(mounts: Iterable[dict[str, Any]]) -> bytes:
-    """The counters of mounts in Prometheus' text format.
+    """Return the counters of mounts in Prometheus' text format.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def metrics(mounts: Iterable[dict[str, Any]]) -> bytes:
 
 
 def registry(read: Callable[[], Iterable[dict[str, Any]]]) -> CollectorRegistry:
-    """A registry whose metrics are those of the mounts that ``read`` returns at each scrape, as for `metrics`."""
+    """Return a registry of the metrics of the mounts that ``read`` returns at each scrape, as for `metrics`."""
     collectors = CollectorRegistry()
     collectors.register(_Collector(read))
     return collectors

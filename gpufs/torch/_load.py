@@ -43,7 +43,7 @@ class _File:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """The tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
+        """Return the tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
         data = self._bytes[offset : offset + count]
         if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
             data = data.clone()
@@ -149,7 +149,7 @@ def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
 
 
 def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
-    """The saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
+    """Return the saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
     if isinstance(value, archives.StoredTensor):
         if id(value) not in known:
             known[id(value)] = _stored(value, file)

@@ -49,7 +49,7 @@ def attach_module(
     device: Device = None,
     mode: Mode = "r",
 ) -> Module:
-    """Gives a module the parameters of a file, in place.
+    """Give a module the parameters of a file, in place.
 
     Each parameter becomes a view of the file's memory, which all processes share that attach it. Buffers become private
     copies, since modules write to them. Parameters that were tied when the file was published, or that are tied in the
@@ -108,7 +108,7 @@ def load_model(
     *,
     backend: str | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Loads a file into a module, as the function of this name in safetensors does.
+    """Load a file into a module, as the function of this name in safetensors does.
 
     Parameters that have memory get the values by a copy. Those on the meta device become read-only views of the file,
     as with :func:`attach_module`; buffers there become private copies.
@@ -155,7 +155,7 @@ def _shortened(lines: list[str]) -> list[str]:
 def _fill(
     module: torch.nn.Module, checkpoint: Checkpoint, strict: bool, device: Device, *, writable: bool, copy: bool
 ) -> tuple[list[str], list[str]]:
-    """Sets parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
+    """Set parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
     slots = list(_slots(module))
     # Tied in the module: one of their names in the file is enough.
     tied: dict[int, list[_Slot]] = {}
@@ -266,7 +266,7 @@ def _compute_buffers(
 
 
 def _unset(buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer in host memory with a value that no computed buffer has."""
+    """Return a buffer in host memory with a value that no computed buffer has."""
     return torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
 
 

@@ -85,14 +85,14 @@ class NewFile:
             raise OSError(number, f"{os.strerror(number)}; {size} bytes are needed", str(self._path)) from None
 
     def attach(self) -> gpufs.DeviceArray:
-        """Returns the file's bytes as an array."""
+        """Return the file's bytes as an array."""
         try:
             return gpufs.attach(self._descriptor_path(), mode="r+")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def map(self) -> torch.Tensor:
-        """Returns the file's bytes as a tensor."""
+        """Return the file's bytes as a tensor."""
         mapped: torch.Tensor = from_dlpack(self.attach())
         return mapped
 
@@ -102,11 +102,11 @@ class NewFile:
         return (parent.st_dev, parent.st_ino) == (own.st_dev, own.st_ino)
 
     def _descriptor_path(self) -> str:
-        """A path by which this process opens the file, which has no name."""
+        """Return a path by which this process opens the file, which has no name."""
         return f"/proc/self/fd/{self._file}"
 
     def take_name(self, path: Path | None = None) -> None:
-        """Puts the file in the place of the one with this name, its own by default, in its directory."""
+        """Put the file in the place of the one with this name, its own by default, in its directory."""
         name = (path or self._path).name
         directory = self._directory
         try:
@@ -131,7 +131,7 @@ class NewFile:
         self.close()
 
     def close(self) -> None:
-        """Closes the file. Without a name it is gone. A second call does nothing."""
+        """Close the file. Without a name it is gone. A second call does nothing."""
         if self._file < 0:
             return
         if self._named:

@@ -85,13 +85,13 @@ class PoolMemory:
         return not tensor.nbytes or self.header_bytes <= offset <= len(self.bytes) - tensor.nbytes
 
     def release(self) -> None:
-        """Gives the memory back once no tensor uses it. Torch keeps freed memory in its cache until it is emptied."""
+        """Give the memory back once no tensor uses it. Torch keeps freed memory in its cache until it is emptied."""
         self.torch_pool = None
         _released.append(self)
         release_unused()
 
     def close(self) -> bool:
-        """Closes the file if nothing is allocated in it."""
+        """Close the file if nothing is allocated in it."""
         if self.addresses.usage()[0]:
             return False
         self.addresses.close()
@@ -101,7 +101,7 @@ class PoolMemory:
 
 
 def _bytes_of(size: int | str) -> int:
-    """A pool's size in bytes. TypeError, ValueError."""
+    """Return a pool's size in bytes. TypeError, ValueError."""
     try:
         count = parse_size(size) if isinstance(size, str) else operator.index(size)
     except ValueError:
@@ -112,7 +112,7 @@ def _bytes_of(size: int | str) -> int:
 
 
 def _bytes_like(like: torch.nn.Module | Mapping[str, torch.Tensor]) -> int:
-    """What torch takes for copies of these tensors, by the steps in which its allocator asks for memory."""
+    """Return what torch takes for copies of these tensors, by the steps in which its allocator asks for memory."""
     if isinstance(like, torch.nn.Module):
         tensors = [*like.parameters(), *like.buffers()]  # tied ones once
     else:
@@ -149,7 +149,7 @@ def release_unused() -> None:
 
 
 def that_holds(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
-    """The pool in which all these tensors are, and whose file can be published under this name."""
+    """Return the pool in which all these tensors are, and whose file can be published under this name."""
     every = list(tensors)
     for memory in _pools:
         if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.could_be(path):

@@ -57,7 +57,7 @@ def _change_mode(node: BackingNode, wanted: int) -> None:
 
 
 def _read_link(node: BackingNode, share: BackingNode) -> bytes:
-    """The target of a symbolic link. ELOOP if it is absolute or leads out of the share from where the link is now."""
+    """Return the target of a symbolic link. ELOOP if it is absolute, or leads out of the share from its place."""
     target = os.readlink(b"", dir_fd=node.fd)
     parts = target.split(b"/")
     if target.startswith(b"/"):
@@ -137,7 +137,7 @@ class BackingHandler:
             raise
 
     def close(self) -> None:
-        """Closes the inodes' descriptors."""
+        """Close the inodes' descriptors."""
         self._inodes.close()
 
     # ---- helpers ----
@@ -155,13 +155,13 @@ class BackingHandler:
         return node
 
     def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> Entry:
-        """The reply that gives the kernel one more reference; takes the descriptor over."""
+        """Return the reply that gives the kernel one more reference; takes the descriptor over."""
         node = self._inodes.meet(opened, parent.share, None if name == UNNAMED else (parent.ino, name))
         node.lookups += 1
         return self.replies.host_entry(node.ino, opened[1])
 
     def share_reply(self, name: bytes) -> Entry:
-        """The reply for a shown directory. Does not ask its server: the kernel asks for attributes if it needs them."""
+        """Return the reply for a shown directory, without asking its server: the kernel asks for attributes itself."""
         node, status = self.shares[name]
         return self.replies.host_entry(node.ino, status, lasts=False)
 
@@ -194,7 +194,7 @@ class BackingHandler:
             return self.replies.no_entry
 
     def forget(self, inode: int, count: int) -> None:
-        """The kernel drops references."""
+        """Drop references of the kernel."""
         node = self._inodes.get(inode)
         if node is not None:
             self._inodes.forget(node, count)

@@ -38,7 +38,7 @@ SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 
 
 def close_quietly(fd: int) -> None:
-    """Closes a descriptor. close(2) may report that earlier writes failed, but the descriptor is closed."""
+    """Close a descriptor. close(2) may report that earlier writes failed, but the descriptor is closed."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
@@ -229,7 +229,7 @@ class OpenFiles:
             raise
 
     async def opened(self, node: BackingNode, uid: int, fd: int) -> int:
-        """The reply for a file that create() has opened, and its caller has counted. Takes the descriptor over."""
+        """Return the reply for a file that create() opened and its caller counted. Takes the descriptor over."""
         try:
             handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(fd))
         except BaseException:
@@ -276,13 +276,13 @@ class OpenFiles:
 
 
 def _names_in(directory: int) -> list[bytes]:
-    """What an open directory holds now."""
+    """Return what an open directory holds now."""
     with os.scandir(directory) as entries:  # from the beginning, wherever the descriptor's offset is
         return [os.fsencode(entry.name) for entry in entries]
 
 
 def _look_up_each(parent: BackingNode, names: Sequence[bytes]) -> deque[tuple[bytes, Found | None]]:
-    """What each name leads to, None if it no longer exists; ends before a failure unless the first name fails."""
+    """Return what each name leads to, None if it is gone; stop before a failure unless the first name fails."""
     each: deque[tuple[bytes, Found | None]] = deque()
     for name in names:
         try:
