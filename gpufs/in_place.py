@@ -116,7 +116,7 @@ def _replace_safe_open(safetensors: ModuleType) -> None:
 
 
 def _may_stay(device: Any, caller: FrameType | None) -> bool:
-    """Whether tensors may stay on the file's device."""
+    """Return whether tensors may stay on the file's device."""
     if str(device) != "cpu":
         return False
     package = "safetensors"

@@ -35,7 +35,7 @@ DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
 
 
 def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
-    """OSError, with one line, if nothing may be mounted there. ``path``: as the user wrote it, for the message.
+    """Raise OSError, with one line, if nothing may be mounted there. ``path``: as the user wrote it, for the message.
 
     ``non_empty``: whether the directory may have files, which the mount hides.
     """
@@ -64,7 +64,7 @@ def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
         text = f"{os.strerror(errno.EACCES)} (plain users mount only on directories that they may write to)"
         fail(errno.EACCES, text)
     if not non_empty and _has_files(mountpoint):
-        text = "the directory is not empty: --allow-non-empty mounts all the same, and hides its files so long"
+        text = "the directory is not empty: --allow-non-empty mounts there, and hides its files until the mount ends"
         fail(errno.ENOTEMPTY, text)
 
 
@@ -193,7 +193,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _unmount_left_over(mountpoint: str) -> str | None:
-    """Unmounts what a daemon that was killed has left. Returns what is wrong if that is impossible."""
+    """Unmount what a daemon that was killed has left. Return what is wrong if that is impossible."""
     if mounting.entry_of(mountpoint) is not None:
         try:
             mounting.unmount(mountpoint, force=True, lazy=True)

@@ -84,7 +84,7 @@ def _undo_escapes(text: str) -> str:
 
 
 def listed(pid: str = "self") -> Iterator[MountEntry]:
-    """Every mount that a process sees, of any type, in the kernel's order."""
+    """Yield every mount that a process sees, of any type, in the kernel's order."""
     with open(f"/proc/{pid}/mountinfo", errors="surrogateescape", newline="\n") as file:
         for line in file:
             fields = line.rstrip("\n").split(" ")
@@ -176,7 +176,7 @@ def _open_directory(path: str) -> int:
 def _mount_directly(
     mountpoint: str, source: str, allow_other: bool, flags: Collection[str], before: Collection[int]
 ) -> tuple[int, MountEntry]:
-    """Attaches a new mount to the directory by descriptor; undoes that if the mount is not at its place afterwards.
+    """Attach a new mount to the directory by descriptor; undo that if the mount is not at its place afterwards.
 
     ``before``: the numbers of the mounts that existed before.
     """
@@ -237,7 +237,7 @@ def _option(text: str) -> str:
 
 
 def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
-    """fusermount3 opens the device, mounts, and sends the descriptor over the socket that _FUSE_COMMFD names."""
+    """Mount by fusermount3, which opens the device and sends the descriptor over the socket that _FUSE_COMMFD names."""
     import subprocess
 
     program = _fusermount("mount")
@@ -274,7 +274,7 @@ def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Colle
 def mount(
     mountpoint: str, *, source: str = "gpufs", allow_other: bool = False, flags: Collection[str] = ()
 ) -> tuple[int, MountEntry]:
-    """Mounts an empty FUSE connection at ``mountpoint``; returns its descriptor, which is close-on-exec, and the mount.
+    """Mount an empty FUSE connection at ``mountpoint``; return its descriptor, which is close-on-exec, and the mount.
 
     ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev; ``flags``
     are names of FLAGS. Root uses system calls, other users fusermount3. On failure, an OSError with one line for the
@@ -320,7 +320,7 @@ def remount(entry: MountEntry, flags: Collection[str]) -> None:
 
 
 def abort(entry: MountEntry) -> None:
-    """Cuts a mount's connection, so that every call that waits for it fails.
+    """Cut a mount's connection, so that every call that waits for it fails.
 
     Root and the mount's user may do it if the kernel's control file system for FUSE is mounted. Otherwise nothing
     happens, as when the mount is gone.
@@ -332,7 +332,7 @@ def abort(entry: MountEntry) -> None:
 
 
 def unmount_dead(entry: MountEntry) -> bool:
-    """Detaches this mount if its daemon is dead. False if the daemon lives or the mount is gone. OSError as unmount().
+    """Detach this mount if its daemon is dead. False if the daemon lives or the mount is gone. OSError as unmount().
 
     Waits until a daemon that is ending has ended, or a living one has answered.
     """
@@ -363,7 +363,7 @@ def _umount2(target: str, flags: int, mountpoint: str) -> None:
 
 
 def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:
-    """Unmounts. OSError, with one line: EBUSY while it is used, EPERM, EINVAL if nothing is mounted.
+    """Unmount. OSError, with one line: EBUSY while it is used, EPERM, EINVAL if nothing is mounted.
 
     ``lazy`` detaches it now; it ends when its last user has gone. ``force`` cuts the connection first, which ends calls
     that hang; a user other than root gets a lazy unmount instead.

@@ -107,12 +107,12 @@ def renameat2(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) 
 
 
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes) -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), options))
 
 
 def umount2(target: bytes, flags: int) -> None:
-    """umount2(2)."""
+    """Call umount2(2)."""
     _check(_libc.umount2(target, flags))
 
 

@@ -21,7 +21,7 @@ class NoThreadError(OSError):
 async def run(
     work: Callable[[], T], *, abandon_on_cancel: bool = False, limiter: trio.CapacityLimiter | None = None
 ) -> T:
-    """Like trio.to_thread.run_sync, but raises NoThreadError if no thread can be started."""
+    """Run work as trio.to_thread.run_sync does, but raise NoThreadError if no thread can be started."""
     try:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
     except RuntimeError as failure:

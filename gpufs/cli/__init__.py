@@ -105,7 +105,7 @@ def _open_closed_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Redirects standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
+    """Redirect standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -52,7 +52,7 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
 
 
 def _reap() -> None:
-    """Reaps processes that have ended, so that none stays as a zombie while a command runs on."""
+    """Reap processes that have ended, so that none stays as a zombie while a command runs on."""
     _unended[:] = [pid for pid in _unended if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
@@ -77,7 +77,7 @@ def _start(question: Callable[[], Any], show: Show) -> tuple[Process, int]:
 
 
 def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
-    """In the child: writes the value, or the errno and the text of a failure."""
+    """Write the value, or the errno and the text of a failure; in the child."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # it may outlive the command, whose output must end
         os.dup2(null, fd)
@@ -117,7 +117,7 @@ def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
 
 
 def finish(silent: Sequence[tuple[str, object]], asked: int, *, named: bool) -> None:
-    """Complains about mounts that did not answer: mountpoints and reasons. Failure if they were ``named``."""
+    """Complain about mounts that did not answer: mountpoints and reasons. Failure if they were ``named``."""
     for mountpoint, reason in silent:
         complain(f"{mountpoint}: {reason}")
     if named and silent:

@@ -80,7 +80,7 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
 
 
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
-    """Failure for names and options that a pipe does not allow."""
+    """Raise Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
     unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
@@ -93,7 +93,7 @@ def _check_stream(names: list[str], directories: list[str], options: CpOptions) 
 
 
 def _check_several(directories: list[str], options: CpOptions) -> None:
-    """Failure for what cannot be copied to several directories."""
+    """Raise Failure for what cannot be copied to several directories."""
     if options.recursive:
         text = "-r copies to one directory: copy its files to several (DIR/*), or copy the directory from GPU to GPU"
         raise Failure(f"cp: {text} afterwards", 2)
@@ -115,7 +115,7 @@ class ProgressLine:
         self._began = time.monotonic()
 
     def show(self, moved: int, total: int, name: str) -> None:
-        """Draws the line again."""
+        """Draw the line again."""
         import shutil  # most copies draw nothing
 
         rate = rate_text(moved / max(time.monotonic() - self._began, 1e-9))
@@ -129,7 +129,7 @@ class ProgressLine:
             print(line, file=stream, flush=True)
 
     def end(self) -> None:
-        """Leaves the line as it is and starts the next one."""
+        """Leave the line as it is and start the next one."""
         self._write("\n")
 
     def _write(self, text: str) -> None:
@@ -210,7 +210,7 @@ class Run:
         self._warn_of_links()
 
     def _warn_of_links(self) -> None:
-        """Says which links were copied without the files that they lead to."""
+        """Report which links were copied without the files that they lead to."""
         links = [] if self.cancel.cancelled else self._walk.links_without_files()
         if links:
             others = f" and {len(links) - 1} others" if len(links) > 1 else ""
@@ -231,7 +231,7 @@ class Run:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Signals interrupt the copies, and the progress is shown."""
+        """Interrupt the copies on signals, and show the progress."""
         previous = {
             number: signal.signal(number, self._interrupt)
             for number in (signal.SIGINT, signal.SIGTERM)

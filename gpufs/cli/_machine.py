@@ -80,14 +80,13 @@ class ProbedDriver:
 
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
-    """Asks the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
-
+    """Ask the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
     (answer,) = _answers.ask([functools.partial(_answer, *what)], str, _PROBE_SECONDS)
     return {"error": answer.strerror} if isinstance(answer, OSError) else dict(answer)
 
 
 def _raises_rights(program: str) -> bool:
-    """Whether a program runs with more rights than its caller: set-user-id root, or file capabilities."""
+    """Return whether a program runs with more rights than its caller: set-user-id root, or file capabilities."""
     try:
         status = os.stat(program)
         if status.st_mode & stat.S_ISUID and status.st_uid == 0:
@@ -143,12 +142,12 @@ class Environment:
                 yield address, bool(facts.get("capability", 0) & _MOVES_FILES)
 
     def _moves_files(self) -> bool | None:
-        """Whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
+        """Return whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
         moving = [moves for _, moves in self._amd_gpus()]
         return any(moving) if moving else None
 
     def _why_no_files_move(self) -> tuple[str, str] | None:
-        """Why amdgpu moves files for none of its GPUs, and the remedy, as far as the kernel shows it."""
+        """Return why amdgpu moves files for none of its GPUs, and the remedy, as far as the kernel shows it."""
         addresses = [address for address, moves in self._amd_gpus() if not moves]
         if not addresses or self._moves_files():
             return None
@@ -167,7 +166,7 @@ class Environment:
         return None
 
     def kernel_option(self, name: str) -> bool | None:
-        """Whether the kernel was built with an option; None if its configuration cannot be read."""
+        """Return whether the kernel was built with an option; None if its configuration cannot be read."""
         text = self.text(f"boot/config-{self.release}")
         if text is None:
             try:
@@ -194,7 +193,7 @@ class Environment:
                 yield from self.block_devices(lower)
 
     def journals_data(self, number: str) -> bool:
-        """Whether ext4 on this block device writes data through its journal. mountinfo omits what is the default."""
+        """Return whether ext4 on this block device journals data. mountinfo omits what is the default."""
         name = (self.root / f"sys/dev/block/{number}").resolve().name
         return "data=journal" in (self.text(f"proc/fs/ext4/{name}/options") or "").splitlines()
 
@@ -203,7 +202,7 @@ class Environment:
 
 
 def _driver(name: str) -> dict[str, Any]:
-    """{"devices": [names], "refusals": [names]}."""
+    """Return {"devices": [names], "refusals": [names]}."""
     from gpufs import engine
 
     host = name == "host"
@@ -220,7 +219,7 @@ def _driver(name: str) -> dict[str, Any]:
 
 
 def _path(path: str) -> dict[str, Any]:
-    """{"file_system", "device", "offset_align", "memory_align", "refusals"}. "device": the block device's "8:1"."""
+    """Return {"file_system", "device" (such as "8:1"), "offset_align", "memory_align", "refusals"}."""
     from gpufs import engine
 
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

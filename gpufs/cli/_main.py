@@ -101,10 +101,10 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
 
 # Not click.Path, which calls stat(2): that never returns for a mount that hangs.
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of file names."""
+    """Complete file names for a shell."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of directory names."""
+    """Complete directory names for a shell."""
     return [CompletionItem(incomplete, type="dir")]

@@ -17,7 +17,7 @@ _ZOMBIE_SECONDS: Final = 0.2
 
 
 def absolute(path: str) -> str:
-    """As :func:`gpufs.mounting.absolute`. Failure for an empty path, or if the current directory has been removed."""
+    """Make a path absolute, as :func:`gpufs.mounting.absolute`. Failure if it is empty or the current directory is gone."""
     if not path:
         raise Failure("an empty name is given where a directory belongs", 2)
     try:
@@ -64,12 +64,12 @@ def mounted_at(path: str) -> mounting.MountEntry:
 
 
 def is_trusted(entry: mounting.MountEntry) -> bool:
-    """Whether root or the caller mounted it."""
+    """Return whether root or the caller mounted it."""
     return entry.uid in (0, os.geteuid())
 
 
 def is_private(entry: mounting.MountEntry, failure: OSError) -> bool:
-    """Whether a mount did not answer because another user keeps it to himself."""
+    """Return whether a mount did not answer because another user keeps it private."""
     return failure.errno in (EACCES, EPERM) and entry.uid != os.geteuid()
 
 
@@ -98,7 +98,7 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
 
 
 def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list["Process"]:
-    """As :func:`daemons`, with a hold on each."""
+    """Find daemons as :func:`daemons` does, and hold each."""
     processes = []
     for pid in daemons(mountpoint, entry):
         with suppress(ProcessLookupError):
@@ -153,7 +153,7 @@ def devices_served(pid: int) -> set[str]:
 
 
 def _same_namespace(pid: int) -> bool:
-    """Whether a process shares our mount namespace. True if that is hidden from us."""
+    """Return whether a process shares our mount namespace. True if that is hidden from us."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
     except OSError:
@@ -169,7 +169,7 @@ class Copy(NamedTuple):
 
 
 def copies(devices: Collection[str]) -> list[Copy]:
-    """Where other mount namespaces have mounts with these device numbers; one process of each, as far as we may see."""
+    """Find mounts with these device numbers in other mount namespaces: one process of each that we may see."""
     asked = {os.readlink("/proc/self/ns/mnt")}
     elsewhere = []
     for pid in sorted(_processes()):
@@ -218,7 +218,7 @@ def _points_below(link: str, prefix: str) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger. It then handles no signal except SIGKILL."""
+    """Return whether a process is stopped by a signal or a debugger. It then handles no signal except SIGKILL."""
     return _state_of(pid) in (b"T", b"t")
 
 

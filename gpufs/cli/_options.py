@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuses nan as an option's seconds."""
+    """Refuse nan as an option's seconds."""
     if value is not None and math.isnan(value):  # which is in every range
         raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
     return value
@@ -102,8 +102,8 @@ def knob_options(function: Function) -> Function:
 
 
 def settings(
-    arguments: Mapping[str, Any], *, name_of: Callable[[config.Knob], str] = lambda knob: knob.option
+    arguments: Mapping[str, Any], *, origin_of: Callable[[config.Knob], str] = lambda knob: knob.option
 ) -> config.Settings:
-    """Return the settings for the arguments of knob_options; ``name_of`` names one in messages."""
+    """Return the settings for the arguments of knob_options; ``origin_of`` names one in messages."""
     given = {name: value for name, value in arguments.items() if name in config.BY_NAME and value != ()}
-    return config.load(given, config_file=arguments.get("config_file"), name_of=name_of)
+    return config.load(given, config_file=arguments.get("config_file"), origin_of=origin_of)

@@ -31,7 +31,7 @@ def complain(text: str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """JSON with one value on each line."""
+    """Return JSON with one value on each line."""
     return json.dumps(value, indent=2, ensure_ascii=True)
 
 
@@ -49,7 +49,7 @@ def clock_text(seconds: float) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for one line: "a, b, c, d, e and 7 more"."""
+    """Return names for one line: "a, b, c, d, e and 7 more"."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 

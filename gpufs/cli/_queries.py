@@ -69,7 +69,7 @@ def silent_statuses(reported: Sequence[dict[str, Any]], *, named: bool) -> list[
 
 
 def memory_cells(device: dict[str, Any]) -> list[str]:
-    """Cells of a table: size, used and free memory of a device."""
+    """Return cells of a table: size, used and free memory of a device."""
     return [bytes_text(device[f"{name}_bytes"]) for name in ("total", "held", "free")]
 
 

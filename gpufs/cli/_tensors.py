@@ -115,7 +115,7 @@ class Contents:
         return next_data(self._fd, offset)[0] if self.held_bytes < self.size else offset
 
     def read(self, offset: int, count: int) -> memoryview:
-        """Bytes of the file. OSError EIO if it has become shorter."""
+        """Read bytes of the file. OSError EIO if it has become shorter."""
         block = memoryview(bytearray(count))
         done = 0
         while done < count:
@@ -216,7 +216,7 @@ class Piece(NamedTuple):
 
 
 def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Piece]:
-    """Parts of a tensor in blocks of whole elements; a hole is one part.
+    """Yield parts of a tensor in blocks of whole elements; a hole is one part.
 
     ``next_data``: the first offset in the file, at or after another one, that is not in a hole.
     """
@@ -262,7 +262,7 @@ def given_type(dtype: str | None, shape: str | None) -> GivenType | None:
 
 @contextmanager
 def reported(path: str, code: int) -> Iterator[None]:
-    """Failures of looking into a file end the command with one line and this exit code."""
+    """End the command with one line and this exit code if reading a file fails."""
     try:
         yield
     except BrokenPipeError:

@@ -69,7 +69,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
-    """All checks."""
+    """Run all checks."""
     probed = [environment.driver(name) for name in DRIVERS]
     return [
         *mounting(environment),
@@ -82,7 +82,7 @@ def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
 
 
 def mounting(environment: Environment) -> Iterator[Finding]:
-    """FUSE itself, and whether this user may mount."""
+    """Check FUSE itself, and whether this user may mount."""
     group = "mounting"
     device = environment.root / "dev/fuse"
     if not device.exists():
@@ -102,7 +102,7 @@ def mounting(environment: Environment) -> Iterator[Finding]:
 
 
 def _mount_program(environment: Environment) -> Finding:
-    """Whether fusermount3 lets plain users mount. Root mounts without it."""
+    """Check whether fusermount3 lets plain users mount. Root mounts without it."""
     helper = environment.which("fusermount3")
     if helper is None:
         text, advice = "is not installed: only root can mount", "install the package fuse3"
@@ -117,7 +117,7 @@ def _mount_program(environment: Environment) -> Finding:
 
 
 def limits(environment: Environment) -> Iterator[Finding]:
-    """Limits of the system and of this process."""
+    """Check the limits of the system and of this process."""
     unlimited = resource.RLIM_INFINITY
     _, locked = environment.limit(resource.RLIMIT_MEMLOCK)
     _, descriptors = environment.limit(resource.RLIMIT_NOFILE)
@@ -138,7 +138,7 @@ def limits(environment: Environment) -> Iterator[Finding]:
 
 
 def speed(environment: Environment) -> Iterator[Finding]:
-    """Yield the settings of the kernel without which a mount is slower."""
+    """Check the settings of the kernel without which a mount is slower."""
     for entry in environment.mounts():
         knob = f"sys/class/bdi/{entry.device}/read_ahead_kb"
         ahead = environment.number(knob)
@@ -150,7 +150,7 @@ def speed(environment: Environment) -> Iterator[Finding]:
 
 
 def drivers(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
-    """Yield the devices of each driver. Host memory must always work."""
+    """Check the devices of each driver. Host memory must always work."""
     for driver in probed:
         what = DRIVERS[driver.name].devices
         if driver.devices:
@@ -168,7 +168,7 @@ def drivers(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
 
 
 def fastpath(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
-    """Whether copies between storage and devices can bypass host memory, and what is missing."""
+    """Check whether copies between storage and devices can bypass host memory, and what is missing."""
     for driver in probed:
         name = driver.name
         if driver.name == "host":
@@ -186,7 +186,7 @@ def fastpath(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
 
 
 def paths(environment: Environment, names: Sequence[str], probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
-    """Which way copies of each file take on each driver with devices, and why."""
+    """Check which way copies of each file take on each driver with devices, and why."""
     for name in names:
         try:
             said = environment.probe(["path", os.path.abspath(name)]) if name else {"error": "an empty name"}

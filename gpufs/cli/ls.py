@@ -26,7 +26,7 @@ _BLOCK = 512  # unit of st_blocks
 def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: float) -> None:
     """List files on mounts: device, size, memory held, leases, last use and owner.
 
-    Of the given PATHs, files or directories, or of the device directories of all mounts. HELD is what `du` counts: less
+    List the given PATHs, or every device directory if none is given. HELD is what `du` counts: less
     than the size if the file has holes, more while memory is preallocated. A directory shows the sums of all files
     below it. LAST USE is the later of the last read and the last write that the kernel has noted; with relatime it
     notes about one read a day. LEASES are those that you may see (`gpufs leases`).
@@ -75,7 +75,7 @@ def _mount_of(path: str) -> mounting.MountEntry:
 
 
 def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> list[str]:
-    """Those of the paths that can be listed. The others are complained about."""
+    """Return those of the paths that can be listed. The others are complained about."""
     mountpoints = {entry.mountpoint for entry in answering}
     listable = []
     for path in paths:

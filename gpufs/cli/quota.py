@@ -79,7 +79,7 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) ->
     elif quotas:
         print("\n".join(_queries.quota_lines(quotas)))
     elif not silent:
-        print("nobody holds memory, and there are no limits" if entries else "no gpufs is mounted")
+        print("no limits, and no memory in use" if entries else "no gpufs is mounted")
     _answers.finish(silent, len(statuses), named=bool(mountpoints))
 
 

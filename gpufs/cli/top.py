@@ -173,7 +173,7 @@ def _copy_key(copy: dict[str, Any]) -> Key:
 
 
 def _rate(now: Reading, before: Reading | None, key: Key) -> float | None:
-    """Bytes a second between two readings of a mount; None if one of them does not have the key."""
+    """Return bytes a second between two readings of a mount; None if one of them does not have the key."""
     if before is None or key not in before.moved or key not in now.moved:
         return None
     return max(now.moved[key] - before.moved[key], 0) / max(now.at - before.at, 1e-3)
@@ -257,7 +257,7 @@ def _copies(pairs: _Pairs) -> list[tuple[str, ...]]:
 
 
 def _files(pairs: _Pairs) -> list[tuple[str, ...]]:
-    """Those that have been read or written between the readings, the busiest first."""
+    """Return those that have been read or written between the readings, the busiest first."""
     rows: list[tuple[float, tuple[str, ...]]] = []
     for now, before in pairs:
         for file in now.activity["files"]:

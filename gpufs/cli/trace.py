@@ -271,7 +271,7 @@ class Converter:
         return process, track
 
     def _time(self, nanoseconds: int) -> float:
-        """Microseconds since the first span; negative for what began before it."""
+        """Return microseconds since the first span; negative for what began before it."""
         if self._epoch is None:
             self._epoch = nanoseconds
         return (nanoseconds - self._epoch) / 1000

@@ -54,7 +54,7 @@ def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, 
 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
-    """Unmounts one mountpoint. Raises Failure."""
+    """Unmount one mountpoint. Raise Failure."""
     try:
         entry = _mounts.mounted_at(path)
     except Failure as missing:
@@ -100,7 +100,7 @@ def _leases_of(entry: mounting.MountEntry, daemons: Sequence[_mounts.Process], t
 
 
 def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:
-    """End the daemon of a mount that is no longer visible. Raise ``missing`` if there is none."""
+    """End the daemon of a mount that is no longer visible. Raise ``missing`` if it has none."""
     with _daemons(_mounts.absolute(path)) as daemons:
         devices = {device for daemon in daemons for device in _mounts.devices_served(daemon.pid)}
         left = daemons if force else _wait_unless_copied(daemons, devices, min(_GRACE, timeout))
@@ -171,7 +171,7 @@ def _kill(processes: Sequence[_mounts.Process], timeout: float) -> list[_mounts.
 
 
 def _is_bound(entry: mounting.MountEntry) -> bool:
-    """Whether the mount is also at another place."""
+    """Return whether the mount is also at another place."""
     return any(other.device == entry.device and other.mountpoint != entry.mountpoint for other in mounting.mounts())
 
 

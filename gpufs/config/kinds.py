@@ -55,7 +55,7 @@ def size_text(size: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
+    """Return the bytes in "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if not match:
         raise ValueError(text)
@@ -66,7 +66,7 @@ def parse_size(text: str) -> int:
 
 
 def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False) -> Kind:
-    """Return a size in bytes within these bounds."""
+    """Return the kind of a size in bytes within these bounds."""
 
     def parse(text: str) -> int:
         value = parse_size(text)
@@ -88,7 +88,7 @@ def duration_text(seconds: float) -> str:
 
 
 def integer(least: int, most: int) -> Kind:
-    """Return a whole number within these bounds."""
+    """Return the kind of a whole number within these bounds."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"\d+", text.strip(), re.ASCII) or not least <= int(text) <= most:
@@ -99,7 +99,7 @@ def integer(least: int, most: int) -> Kind:
 
 
 def flags(bits: int) -> Kind:
-    """Return a number of so many bits."""
+    """Return the kind of a number of ``bits`` bits."""
 
     def parse(text: str) -> int:
         value = int(text, 0)
@@ -111,7 +111,7 @@ def flags(bits: int) -> Kind:
 
 
 def duration(least: float, most: float) -> Kind:
-    """Return a time in seconds within these bounds."""
+    """Return the kind of a time in seconds within these bounds."""
 
     factors = {"": 1.0, "us": 1e-6, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -125,7 +125,7 @@ def duration(least: float, most: float) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """One of these words."""
+    """Return the kind of one of these words."""
 
     def parse(text: str) -> str:
         if text not in choices:

@@ -77,15 +77,15 @@ def load(
     config_file: str | None = None,
     *,
     system_file: Path = SYSTEM_FILE,
-    name_of: Callable[[Knob], str] = lambda knob: knob.option,
+    origin_of: Callable[[Knob], str] = lambda knob: knob.option,
 ) -> Settings:
     """Load the settings from ``arguments`` of a command line or a program (None: not given), environment and files.
 
-    ``name_of`` is how messages name an argument, by default as the option of the command line.
+    ``origin_of`` is how messages name an argument, by default as the option of the command line.
     ConfigError for a value that is not allowed, in whatever place, and for a file that cannot be read.
     """
     layers: list[tuple[Callable[[Knob], str], Mapping[str, object]]] = []
-    layers.append((name_of, {name: value for name, value in arguments.items() if value is not None}))
+    layers.append((origin_of, {name: value for name, value in arguments.items() if value is not None}))
     layers.append((lambda knob: knob.variable, {k.name: environ[k.variable] for k in KNOBS if k.variable in environ}))
     named = config_file or environ.get(CONFIG_VARIABLE)
     files = [Path(named)] if named else [file for file in (user_file(environ), system_file) if file]
@@ -124,7 +124,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _check_together(settings: Settings) -> None:
-    """ConfigError for values that are allowed alone but not together."""
+    """Raise ConfigError for values that are allowed alone but not together."""
     origins = settings.origins
     chunk, pinned = settings["io_chunk_bytes"], settings["io_pinned_bytes"]
     if pinned < chunk:

@@ -33,7 +33,7 @@ def numbers(path: Path) -> dict[str, int]:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
+    """Return (limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
     limits = []
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
@@ -61,12 +61,12 @@ def memory_of_machine(root: Path = Path("/")) -> Memory:
 
 
 def metadata_memory(metadata: int | None) -> int:
-    """Bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
+    """Return bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
     return metadata or max(memory_of_machine().total_bytes // 16, _LEAST_METADATA)
 
 
 def host_devices(devices: int | Sequence[str]) -> int:
-    """How many devices the host driver simulates. ConfigError if particular GPUs are asked for."""
+    """Return how many devices the host driver simulates. ConfigError if particular GPUs are asked for."""
     if not isinstance(devices, int):
         raise ConfigError(
             f"devices: {','.join(devices)} names GPUs, but the host driver simulates devices: give their number"
@@ -75,13 +75,13 @@ def host_devices(devices: int | Sequence[str]) -> int:
 
 
 def check_host(values: Mapping[str, Any]) -> None:
-    """ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
+    """Raise ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
     if values["driver"] == HOST:
         host_memory(values["memory"], host_devices(values["devices"]))
 
 
 def host_memory(memory: int | None, count: int) -> int:
-    """Bytes for each of ``count`` simulated devices; ``memory`` is the user's choice, if any.
+    """Return bytes for each of ``count`` simulated devices; ``memory`` is the user's choice, if any.
 
     The default is half of the available memory divided by the devices, in whole granules. ConfigError if the sum is
     more than this machine or container has, or if too little is available for the default.

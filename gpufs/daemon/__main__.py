@@ -161,7 +161,7 @@ def _watch(process: int | None, parts: ExitStack) -> int:
 
 
 def _note_signals() -> list[int]:
-    """Blocks the signals that end the mount. The list gets those that arrive all the same.
+    """Block the signals that end the mount. The list gets those that arrive all the same.
 
     A vendor library's threads may receive them. And while the mount ends, another signal must not end the process
     before everything is taken apart.

@@ -80,7 +80,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
 
 
 def _with_present_names(leases: Sequence[dict[str, Any]], tree: Tree, mountpoint: str) -> list[dict[str, Any]]:
-    """Leases with the paths that their files have now, and "state".
+    """Return leases with the paths that their files have now, and "state".
 
     "present": a name leads to the file; "removed": none does, "path" is the former one; "replaced": that is another
     file's now.

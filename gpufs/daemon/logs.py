@@ -115,7 +115,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _copy_lines(queue: int, sink: int, path: str | None) -> None:
-    """Until the queue's other end is closed. What cannot be written (a full disk) is lost.
+    """Copy lines until the queue's other end is closed. What cannot be written (a full disk) is lost.
 
     If the file at ``path`` has been renamed or removed, as logrotate does, a new one gets the next lines.
     """

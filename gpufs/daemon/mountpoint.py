@@ -27,7 +27,7 @@ _READ_AHEAD_PIECE = 1 << 20
 
 
 def refuse_itself(path: str, mountpoint: str) -> None:
-    """StartFailure if a directory to show below backing/ will be inside the mount."""
+    """Raise StartFailure if a directory to show below backing/ will be inside the mount."""
     if os.path.commonpath((os.path.realpath(path), mountpoint)) == mountpoint:
         raise StartFailure(errno.EDEADLK, f"backing: {path} is the mountpoint or below it; a mount cannot show itself")
 
@@ -51,7 +51,7 @@ def _locked(mountpoint: str) -> Iterator[None]:
 
 @contextmanager
 def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tuple[int, mounting.MountEntry]]:
-    """Mounts; yields the descriptor of the connection and the mount's entry. Always unmounts at the end.
+    """Mount; yield the descriptor of the connection and the mount's entry. Always unmount at the end.
 
     ``has_ended``: whether the kernel has ended the connection. The mount is dead or gone then, and the kernel may have
     reused its numbers for another mount.
@@ -89,7 +89,7 @@ def present(entry: mounting.MountEntry) -> mounting.MountEntry | None:
 
 
 def set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozenset[str] = frozenset()) -> None:
-    """Follows the mount's flags for access times, which the kernel leaves to the daemon for FUSE."""
+    """Follow the mount's flags for access times, which the kernel leaves to the daemon for FUSE."""
     if "noatime" in shown or "ro" in shown:
         policy = engine.NOATIME
     elif "relatime" in shown and "strictatime" not in asked:
@@ -113,7 +113,7 @@ def set_read_ahead(mount: engine.Mount, entry: mounting.MountEntry, size: int) -
 
 
 async def unmount(entry: mounting.MountEntry) -> None:
-    """Unmounts, or detaches the mount if it stays in use. Other mounts at the same place stay."""
+    """Unmount, or detach the mount if it stays in use. Other mounts at the same place stay."""
     deadline = trio.current_time() + _BUSY_GRACE
     while (now := present(entry)) is not None:
         lazy = trio.current_time() >= deadline

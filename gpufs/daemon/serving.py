@@ -83,7 +83,7 @@ class Serving:
         self._flags = self.entry.flags
 
     async def run(self, connection: Connection, tree: Tree) -> None:
-        """Answers requests until the mount ends. StartFailure if it does not answer at first."""
+        """Answer requests until the mount ends. StartFailure if it does not answer at first."""
         self._connection = connection
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
@@ -224,7 +224,7 @@ class Serving:
         self._stop_serving()
 
     async def _watch_flags(self) -> None:
-        """Follows a remount, which may change which reads set access times. Returns at the next change of any mount."""
+        """Follow a remount, which may change which reads set access times. Return at the next change of any mount."""
         with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - never waits
             changes = select.poll()
             changes.register(mountinfo, select.POLLPRI)

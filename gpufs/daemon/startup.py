@@ -25,7 +25,7 @@ class StartFailure(Exception):
 
 
 def is_journal(fd: int) -> bool:
-    """Whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
+    """Return whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
     try:
         status = os.fstat(fd)
     except OSError:

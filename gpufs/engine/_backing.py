@@ -163,7 +163,7 @@ class BackingFile(HostFile):
         stream: Stream | StreamLike | None = None,
         **options: Any,
     ) -> OperationFuture:
-        """Queues a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
+        """Queue a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
 
         Numbers may be late, ``options`` are those of :class:`Operation`. Without a stream the read starts at once.
 
@@ -187,5 +187,5 @@ class BackingFile(HostFile):
         stream: Stream | StreamLike | None = None,
         **options: Any,
     ) -> OperationFuture:
-        """Queues a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
+        """Queue a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
         return start(Operation("store", self, memory, size, file_offset, buffer_offset, stream=stream, **options))

@@ -180,8 +180,8 @@ class Buffer(Handle):
         """What is known about the buffer now."""
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
-        room = None if info.room_bytes == _NO_LIMIT else info.room_bytes
-        return BufferInfo(info.size, info.held_bytes, room, info.device)
+        limit = None if info.room_bytes == _NO_LIMIT else info.room_bytes
+        return BufferInfo(info.size, info.held_bytes, limit, info.device)
 
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Copy into host memory. Holes read as zeros.

@@ -410,10 +410,10 @@ class Trace:
         """
         if not self._open:
             return b""
-        room = ffi.new("char[]", unsigned("size", size))
+        space = ffi.new("char[]", unsigned("size", size))
         count = ffi.new("uint64_t *")
-        check(lib.gpufs_trace_read(room, size, count))
-        data: bytes = ffi.buffer(room, count[0])[:]
+        check(lib.gpufs_trace_read(space, size, count))
+        data: bytes = ffi.buffer(space, count[0])[:]
         return data
 
     def close(self) -> None:

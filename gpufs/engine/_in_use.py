@@ -54,7 +54,7 @@ def keep_for_ever(held: object) -> None:
     new_reference(held)
 
 
-def close_or_leave(wait: Callable[[int], bool], used: InUse, handle: int) -> Any:
+def close_or_defer(wait: Callable[[int], bool], used: InUse, handle: int) -> Any:
     """Close a handle that has work in progress.
 
     Parameters

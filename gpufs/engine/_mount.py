@@ -180,7 +180,7 @@ class Mount(Handle):
         return json_of(lib.gpufs_mount_statistics, self._handle)
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
-        """(inode, bytes read, bytes written) of the files with the most bytes moved since the last call, these first.
+        """Return (inode, bytes read, bytes written) of the files that moved most bytes since the last call, these first.
 
         The bytes count from the creation of the file. Files whose bytes were never moved are left out.
         """
@@ -189,18 +189,18 @@ class Mount(Handle):
         return [(file.ino, file.bytes_read, file.bytes_written) for file in files[0 : count[0]]]
 
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
-        """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""
+        """Set which reads change access times: RELATIME, STRICTATIME, NOATIME; ``not_directories``: nodiratime too."""
         check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))
 
     def limit_user(self, device: int, uid: int, limit: int) -> None:
-        """Limits the memory of a user's files on a device, in bytes: more fails with EDQUOT.
+        """Limit the memory of a user's files on a device, in bytes: more fails with EDQUOT.
 
         NO_LIMIT: nothing fails. DEFAULT_LIMIT: ``user_bytes`` applies again.
         """
         check(lib.gpufs_quota_user(self._handle, device, uid, limit))
 
     def limit_directory(self, ino: int, limit: int) -> None:
-        """Limits the memory of what is created in a directory from now on; NO_LIMIT: not any more."""
+        """Limit the memory of what is created in a directory from now on; NO_LIMIT: not any more."""
         check(lib.gpufs_quota_directory(self._handle, ino, limit))
 
     def charge_to(self, ino: int, directory: int) -> None:
@@ -349,14 +349,14 @@ class Mount(Handle):
         )
         check(lib.gpufs_inode_register(self._handle, ino, memory))
 
-    def inode_revoke(self, ino: int, patience: float) -> None:
-        """Withdraws that memory: all calls on the file fail with ESTALE from now on.
+    def inode_revoke(self, ino: int, timeout: float) -> None:
+        """Withdraw that memory: all calls on the file fail with ESTALE from now on.
 
-        Returns when nothing uses the memory any more. EngineError ETIMEDOUT if something still does after ``patience``
+        Returns when nothing uses the memory any more. EngineError ETIMEDOUT if something still does after ``timeout``
         seconds; the memory is unmapped once that ends.
         """
-        check(lib.gpufs_inode_revoke(self._handle, ino, round(patience * 1000)))
+        check(lib.gpufs_inode_revoke(self._handle, ino, round(timeout * 1000)))
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Notifies the kernel that its cached entry of a name is stale. Queued; never blocks."""
+        """Notify the kernel that its cached entry of a name is stale. Queued; never blocks."""
         check(lib.gpufs_mount_invalidate_entry(self._handle, parent, name, len(name)))

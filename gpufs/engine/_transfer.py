@@ -11,7 +11,7 @@ from gpufs.engine._arrays import device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import SWITCHES, Engine, Switch, refusal_names
-from gpufs.engine._in_use import InUse, close_or_leave
+from gpufs.engine._in_use import InUse, close_or_defer
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Transfer(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_transfer_start(file.engine._handle, request, handle))
         file.engine._users.add(used)
-        self._own(handle[0], functools.partial(close_or_leave, _over_within_a_second, used))
+        self._own(handle[0], functools.partial(close_or_defer, _over_within_a_second, used))
 
     @property
     def event_fd(self) -> int:

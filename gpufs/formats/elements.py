@@ -65,7 +65,7 @@ _SMALL = {
 
 
 def is_numeric(dtype: str) -> bool:
-    """Whether the elements are numbers. Texts, dates and records are not."""
+    """Return whether the elements are numbers. Texts, dates and records are not."""
     try:
         return named(dtype) is not None or np.dtype(dtype).kind in "biufc"
     except (TypeError, ValueError, SyntaxError):

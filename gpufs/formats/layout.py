@@ -272,7 +272,7 @@ def recognize(prefix: bytes) -> Format | None:
 
 
 def check_safetensors(prefix: bytes) -> None:
-    """FormatError if a file that should be safetensors has another known format, which the text names."""
+    """Raise FormatError if a file that should be safetensors has another known format, which the text names."""
     kind = None if prefix[8:9] == b"{" else recognize(prefix)
     if kind is not None:
         raise FormatError(f"the format is {kind.name}, not safetensors: {kind.remedy}")

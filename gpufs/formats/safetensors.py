@@ -52,7 +52,7 @@ class Header:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switches Python's garbage collector off in this block.
+    """Switch Python's garbage collector off in this block.
 
     It searches for cycles whenever many objects are created. That is half of the time of a header with 100,000 tensors.
     """

@@ -79,7 +79,7 @@ class SharedWeights:
         return self.directory / self.folder / f"{label}-{_digest_of(_json(self.key))[:16]}.safetensors"
 
     def open(self, *, verify: bool = True) -> OpenWeights | None:
-        """Attaches the weights. None if there are none, or they are being written.
+        """Attach the weights. None if there are none, or they are being written.
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class SharedWeights:
         return checked
 
     def claim(self, seconds: float, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
-        """Claims the name for publishing, until the context ends. Others that claim it wait for that.
+        """Claim the name for publishing, until the context ends. Others that claim it wait for that.
 
         Parameters
         ----------
@@ -205,7 +205,7 @@ class SharedWeights:
     def publish(self, module: torch.nn.Module, attributes: Mapping[str, Any]) -> OpenWeights:
         """Write the parameters and buffers of a module, within a claim, and attach them.
 
-        A GPU that has no room for both copies gets the new one by way of host memory. Then the parameters are there
+        A GPU that has no space for both copies gets the new one by way of host memory. Then the parameters are there
         until :func:`use_in_place` is called.
 
         Raises
@@ -260,7 +260,7 @@ def _move_to_host(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, tor
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers, tied ones under each of their names."""
+    """Return all parameters and buffers, tied ones under each of their names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 

@@ -85,7 +85,7 @@ class Engine:
     ranks: Any
 
     def all_agree(self, answer: bool) -> bool:
-        """Whether all ranks say yes. Loading may need all of them, so they load together or map together."""
+        """Return whether all ranks say yes. Loading may need all of them, so they load together or map together."""
         if self.ranks.world_size == 1:
             return answer
         answers: list[Any] = [None] * self.ranks.world_size
@@ -136,7 +136,7 @@ def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
 def open_weights(
     shared: SharedWeights, logger: logging.Logger | None = None, *, verify: bool = True, claimed: bool = False
 ) -> OpenWeights | None:
-    """Attaches shared weights. None if there are none that can be used.
+    """Attach shared weights. None if there are none that can be used.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def open_weights(
 
 @contextmanager
 def _claim(engine: Engine, shared: SharedWeights) -> Iterator[bool]:
-    """Claims the names of the weights of all ranks, the first rank's before the others.
+    """Claim the names of the weights of all ranks, the first rank's before the others.
 
     So of two engines that start at the same time one has all names, and they never wait for each other.
     """
@@ -267,7 +267,7 @@ class NoDirectoryError(Exception):
 
 
 def is_on_mount(path: str | os.PathLike[str]) -> bool:
-    """Whether a file or directory, or what a link leads to, lies on a gpufs mount."""
+    """Return whether a file or directory, or what a link leads to, lies on a gpufs mount."""
     device = os.stat(path).st_dev
     return any(entry.st_dev == device for entry in mounting.mounts())
 
@@ -331,7 +331,7 @@ def _pci_of(device: torch.device) -> tuple[int, int, int]:
 
 
 def _pci_numbers(address: str) -> tuple[int, int, int]:
-    """Domain, bus and device of an address such as 0000:1b:00.0."""
+    """Return domain, bus and device of an address such as 0000:1b:00.0."""
     domain, bus, rest = address.split(":")
     return int(domain, 16), int(bus, 16), int(rest.split(".")[0], 16)
 

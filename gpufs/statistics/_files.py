@@ -108,7 +108,7 @@ def _open(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _is_locked(fd: int) -> bool:
-    """Whether a process holds the writer's lock on a file that is open for reading."""
+    """Return whether a process holds the writer's lock on a file that is open for reading."""
     wanted = struct.pack("hhlli", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     (kind,) = struct.unpack_from("h", fcntl.fcntl(fd, _F_OFD_GETLK, wanted))
     return bool(kind != fcntl.F_UNLCK)

@@ -63,7 +63,7 @@ def _is_up(counters: dict[str, Any]) -> bool:
 
 
 def _label(text: str | None) -> str:
-    """Names of files are bytes, the format is UTF-8."""
+    """Make a label of a name: names of files are bytes, and the format is UTF-8."""
     return (text or "").encode(errors="backslashreplace").decode()
 
 
@@ -129,7 +129,7 @@ def _of_backends(devices: Sequence[tuple[list[str], dict[str, Any]]]) -> Iterato
 
 
 def _cumulative(buckets: Sequence[Sequence[Any]], bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """For each bound, how many values are not above it."""
+    """Return for each bound how many values are not above it."""
     shown = [
         (str(limit), sum(number for bound, number in buckets if bound is not None and bound <= limit))
         for limit in bounds

@@ -106,7 +106,7 @@ class TensorFile:
         return record.entry or name
 
     def names(self) -> list[str]:
-        """All tensors, ordered by offset; those that lie in the bytes of others come last."""
+        """Return all tensors, ordered by offset; those that lie in the bytes of others come last."""
         renamed = {record.entry: name for name, record in self.records.items() if record.entry is not None}
         names = [renamed.get(entry, entry) for entry in self._entries if not entry.startswith(PADDING_NAME)]
         return names + [name for name, record in self.records.items() if record.same_as is not None]
@@ -214,7 +214,7 @@ class Checkpoint:
         return self.places[name].records.get(name, _NO_RECORD)
 
     def tensors(self, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All names and tensors, in the order of the files."""
+        """Return all names and tensors, in the order of the files."""
         return ((name, self.tensor(name, device)) for name in self.places)
 
 

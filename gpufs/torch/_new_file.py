@@ -53,7 +53,7 @@ class NewFile:
         return file
 
     def _check_place(self) -> None:
-        """OSError if the directory takes no files of a mount."""
+        """Raise OSError if the directory takes no files of a mount."""
         here = os.fstat(self._directory)
         entry = next((each for each in mounting.mounts() if each.st_dev == here.st_dev), None)
         if entry is None:
@@ -77,7 +77,7 @@ class NewFile:
                 pass  # locked by its writer, gone, or another user's
 
     def allocate(self, size: int) -> None:
-        """Allocates the file's memory."""
+        """Allocate the file's memory."""
         try:
             os.posix_fallocate(self._file, 0, size)
         except OSError as error:
@@ -96,8 +96,8 @@ class NewFile:
         mapped: torch.Tensor = from_dlpack(self.attach())
         return mapped
 
-    def could_be(self, path: Path) -> bool:
-        """Whether the file can take this name: whether both are in one directory of a device."""
+    def can_be_named(self, path: Path) -> bool:
+        """Return whether the file can take this name: whether both are in one directory of a device."""
         parent, own = os.stat(path.parent), os.fstat(self._directory)
         return (parent.st_dev, parent.st_ino) == (own.st_dev, own.st_ino)
 

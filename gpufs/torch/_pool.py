@@ -78,7 +78,7 @@ class PoolMemory:
         _pools.add(self)
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether all bytes of the tensor are here."""
+        """Return whether all bytes of the tensor are here."""
         if self.bytes is None or tensor.device != self.device or not tensor.is_contiguous():
             return False
         offset = tensor.data_ptr() - self.bytes.data_ptr()
@@ -140,7 +140,7 @@ def _allocator() -> Any:
 
 
 def release_unused() -> None:
-    """Releases the memory of pools that are gone and whose tensors are gone as well."""
+    """Release the memory of pools that are gone and whose tensors are gone as well."""
     if _released:
         torch.cuda.empty_cache()
     for memory in list(_released):
@@ -148,11 +148,11 @@ def release_unused() -> None:
             _released.remove(memory)
 
 
-def that_holds(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
+def find_pool(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
     """Return the pool in which all these tensors are, and whose file can be published under this name."""
     every = list(tensors)
     for memory in _pools:
-        if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.could_be(path):
+        if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.can_be_named(path):
             return memory
     return None
 

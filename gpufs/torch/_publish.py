@@ -109,7 +109,7 @@ def publish(
         records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
     notes = {METADATA_KEY: format_records(records)} if records else {}
     notes = {"format": "pt", **(metadata or {}), **notes}
-    pool = _pool.that_holds(parts.values(), Path(path))
+    pool = _pool.find_pool(parts.values(), Path(path))
     if pool is not None and _publish_in_place(pool, parts, notes, Path(path)):
         return Published(Path(path), tuple(tensors), pool.file_bytes, in_place=True)
     entries = _place(parts)
@@ -200,7 +200,7 @@ def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def is_json(value: object) -> bool:
-    """Whether the value survives being written as JSON and read again."""
+    """Return whether the value survives being written as JSON and read again."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError, RecursionError):

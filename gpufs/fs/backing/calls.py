@@ -74,7 +74,7 @@ class HostCalls:
         return await self.run(uid, node, run, *others)
 
     async def retry_past_leases(self, uid: int, flags: int, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Retries a non-blocking open until the file's lease is released; the kernel breaks it in the end.
+        """Retry a non-blocking open until the file's lease is released; the kernel breaks it in the end.
 
         With O_NONBLOCK in ``flags`` the caller gets EAGAIN at once.
         """
@@ -147,7 +147,7 @@ def acting_as(uid: int, gid: int, pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_daemons_rights() -> Iterator[None]:
-    """Inside of acting_as(): the daemon's own rights over files."""
+    """Give the thread the daemon's own rights over files, inside of acting_as()."""
     if os.geteuid() != 0:
         yield
         return

@@ -44,12 +44,12 @@ def close_quietly(fd: int) -> None:
 
 
 def changes(flags: int) -> bool:
-    """Whether an open with these flags may change the file."""
+    """Return whether an open with these flags may change the file."""
     return bool(flags & _CHANGES)
 
 
 def new_mode(parent: BackingNode, mode: int, umask: int) -> int:
-    """Permission bits for a new file. The directory's default access control list replaces the umask."""
+    """Return the permission bits for a new file. The directory's default access control list replaces the umask."""
     try:
         os.getxattr(parent.link, _DEFAULT_ACL)
     except OSError:
@@ -58,14 +58,14 @@ def new_mode(parent: BackingNode, mode: int, umask: int) -> int:
 
 
 def _passed_on(flags: int) -> int:
-    """Which of the caller's flags open(2) on the host gets."""
+    """Return which of the caller's flags open(2) on the host gets."""
     flags &= ~_NOT_PASSED_ON
     # Access mode 3 needs the rights to read and write but allows neither, which the kernel enforces.
     return flags & ~os.O_WRONLY if flags & os.O_ACCMODE == os.O_ACCMODE else flags
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Whether a file lives only in the page cache."""
+    """Return whether a file lives only in the page cache."""
     try:
         return file_system_type(fd) in _IN_MEMORY
     except OSError:
@@ -130,7 +130,7 @@ class OpenCount:
 
     @contextlib.contextmanager
     def entered(self, uid: int) -> Iterator[None]:
-        """One more, which the block opens. EMFILE beyond the share of a user other than root and the mount's owner."""
+        """Count a file that the block opens. EMFILE beyond the share of a user other than root and the mount's owner."""
         self._enter(uid)
         try:
             yield
@@ -146,7 +146,7 @@ class OpenCount:
             self._open[uid] += 1
 
     def leave(self, uid: int) -> None:
-        """One is closed."""
+        """Count a file that is closed."""
         with self._lock:
             self._open[uid] -= 1
             if not self._open[uid]:
@@ -208,7 +208,7 @@ class OpenFiles:
         return self._opened(node, uid, handle, kept)
 
     def create(self, parent: BackingNode, name: bytes, mode: int, flags: int, umask: int) -> tuple[int, Found]:
-        """As the caller, on a thread: a new file, open, and the same as look_up() gives it.
+        """Create a file as the caller, on a thread. Return it open, and as look_up() does.
 
         It never opens an existing file: that may be a FIFO or have a lease, and the kernel keeps the whole directory
         locked until this call returns.
@@ -243,7 +243,7 @@ class OpenFiles:
         return handle
 
     def _hand_over(self, fd: int) -> tuple[int, int | None]:
-        """On a thread: gives an open file to the engine. Returns the handle and the descriptor that is kept, if any.
+        """Give an open file to the engine, on a thread. Return the handle and the descriptor that is kept, if any.
 
         Takes the descriptor over unless it fails.
         """
@@ -254,7 +254,7 @@ class OpenFiles:
         return handle, None
 
     def _reopen_for_mapping(self, fd: int, status: os.stat_result, flags: int) -> int:
-        """As the caller: opens a write-only file in memory for reading too, if the caller may read it.
+        """Open, as the caller, a write-only file in memory for reading too, if the caller may read it.
 
         write(2) admits one writer at a time to such a file, but a mapping, which must be readable, admits any number.
         Programs like cp open their destination for writing only. The kernel still refuses reads by this handle. Takes
