@@ -17,7 +17,7 @@ _ZOMBIE_SECONDS: Final = 0.2
 
 
 def absolute(path: str) -> str:
-    """Make a path absolute, as :func:`gpufs.mounting.absolute`. Failure if it is empty or the current directory is gone."""
+    """Make a path absolute, as :func:`gpufs.mounting.absolute`. Failure if it is empty or that directory is gone."""
     if not path:
         raise Failure("an empty name is given where a directory belongs", 2)
     try:

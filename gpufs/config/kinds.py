@@ -55,7 +55,7 @@ def size_text(size: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
+    """Return the bytes in "4096", "512M", "1.5G", "4GiB"; K to T are powers of 1024. ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if not match:
         raise ValueError(text)

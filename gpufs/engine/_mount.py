@@ -180,7 +180,7 @@ class Mount(Handle):
         return json_of(lib.gpufs_mount_statistics, self._handle)
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
-        """Return (inode, bytes read, bytes written) of the files that moved most bytes since the last call, these first.
+        """Return (inode, bytes read, bytes written) of the files that moved most bytes since the last call, sorted.
 
         The bytes count from the creation of the file. Files whose bytes were never moved are left out.
         """

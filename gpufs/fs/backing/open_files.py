@@ -130,7 +130,7 @@ class OpenCount:
 
     @contextlib.contextmanager
     def entered(self, uid: int) -> Iterator[None]:
-        """Count a file that the block opens. EMFILE beyond the share of a user other than root and the mount's owner."""
+        """Count a file that the block opens. EMFILE beyond a user's share; root and the mount's owner have none."""
         self._enter(uid)
         try:
             yield
