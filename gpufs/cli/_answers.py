@@ -85,12 +85,12 @@ def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
         value = question()
         # As the output of the command: nested as deeply, and with characters that it cannot write.
         json.dumps([value, show(value)], indent=2, ensure_ascii=False).encode(errors="surrogateescape")
-        said = {"value": value}
+        report = {"value": value}
     except OSError as error:
-        said = {"errno": error.errno or ENOTCONN, "text": error.strerror or str(error)}
+        report = {"errno": error.errno or ENOTCONN, "text": error.strerror or str(error)}
     except Exception as error:  # noqa: BLE001 - a wrong answer can cause any
-        said = {"errno": EPROTO, "text": f"its answer is not understood: {type(error).__name__}: {error}"}
-    text = json.dumps(said).encode()
+        report = {"errno": EPROTO, "text": f"its answer is not understood: {type(error).__name__}: {error}"}
+    text = json.dumps(report).encode()
     while text:
         text = text[os.write(answer, text) :]
 
@@ -101,8 +101,8 @@ def _read(answer: int) -> Any:
         return OSError(EFBIG, os.strerror(EFBIG))
     if not size:
         return OSError(EPROTO, "the process that asked has crashed")
-    said = json.loads(os.pread(answer, size, 0))
-    return said["value"] if "value" in said else OSError(said["errno"], said["text"])
+    report = json.loads(os.pread(answer, size, 0))
+    return report["value"] if "value" in report else OSError(report["errno"], report["text"])
 
 
 def control_file(entry: MountEntry, name: str) -> dict[str, Any]:

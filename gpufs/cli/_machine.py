@@ -123,14 +123,14 @@ class Environment:
 
     def driver(self, name: str) -> ProbedDriver:
         """Return the devices of a driver, and why its fastpath refuses any file."""
-        said = self.probe(["driver", name])
-        refusals = said.get("refusals", [])
+        probe = self.probe(["driver", name])
+        refusals = probe.get("refusals", [])
         # If the kernel moves files for none of its GPUs, every call is refused, whatever memory it is given.
         if name == "hip" and self._moves_files() is False and "no_kernel_support" not in refusals:
             refusals = ["no_kernel_support", *(reason for reason in refusals if reason != "memory_kind")]
         cause = self._why_no_files_move() if name == "hip" else None
         causes = {"no_kernel_support": cause} if cause else {}
-        return ProbedDriver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
+        return ProbedDriver(name, probe.get("devices", []), probe.get("error", ""), refusals, causes)
 
     def _amd_gpus(self) -> Iterator[tuple[str, bool]]:
         """Yield the PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""

@@ -206,7 +206,7 @@ class TensorFiles:
         self._opened.close()
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """A part of a tensor. ``hole``: it has no memory, and reads as zeros."""
 
     number: int
@@ -215,7 +215,7 @@ class Piece(NamedTuple):
     hole: bool
 
 
-def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Piece]:
+def split(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Part]:
     """Yield parts of a tensor in blocks of whole elements; a hole is one part.
 
     ``next_data``: the first offset in the file, at or after another one, that is not in a hole.
@@ -225,18 +225,18 @@ def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> 
     while start < place.bytes:
         hole = (min(next_data(place.offset + start) - place.offset, place.bytes) - start) // unit * unit
         size = hole or min(step, place.bytes - start)
-        yield Piece(number, start, size, bool(hole))
+        yield Part(number, start, size, bool(hole))
         start += size
 
 
-def map_blocks(parts: Iterable[Piece], work: Callable[[Piece], Result]) -> Iterator[tuple[int, Result]]:
-    """Call ``work`` with pieces from several threads; the numbers of their tensors and the results, in order."""
+def map_blocks(parts: Iterable[Part], work: Callable[[Part], Result]) -> Iterator[tuple[int, Result]]:
+    """Call ``work`` with parts from several threads; the numbers of their tensors and the results, in order."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     pool = ThreadPoolExecutor(threads)
     running: deque[tuple[int, Future[Result]]] = deque()
     try:
-        for piece in parts:
-            running.append((piece.number, pool.submit(work, piece)))
+        for part in parts:
+            running.append((part.number, pool.submit(work, part)))
             if len(running) > 2 * threads:
                 number, future = running.popleft()
                 yield number, future.result()

@@ -13,14 +13,14 @@ from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, json_text, table
 from gpufs.cli._tensors import (
     READ_FORMATS,
-    Piece,
+    Part,
     Tensor,
     TensorFiles,
     finite,
     given_type,
     map_blocks,
-    pieces,
     reported,
+    split,
     type_options,
 )
 from gpufs.formats.elements import Difference, compare, is_numeric
@@ -95,17 +95,17 @@ def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, A
         shift = match.place.offset - tensor.place.offset
         return min(tensor.file.next_data(offset), match.file.next_data(offset + shift) - shift)
 
-    def work(piece: Piece) -> Difference:
-        if piece.hole:
+    def work(part: Part) -> Difference:
+        if part.hole:
             return Difference()
-        first, second = (file.read(place.offset + piece.start, piece.size) for file, place in pairs[piece.number])
-        place = pairs[piece.number][0].place
-        return compare(place.dtype, place.bits, first, second, start=8 * piece.start // max(place.bits, 1))
+        first, second = (file.read(place.offset + part.start, part.size) for file, place in pairs[part.number])
+        place = pairs[part.number][0].place
+        return compare(place.dtype, place.bits, first, second, start=8 * part.start // max(place.bits, 1))
 
     parts = (
-        piece
+        part
         for number, (tensor, _) in enumerate(pairs)
-        for piece in pieces(number, tensor.place, partial(next_data, number))
+        for part in split(number, tensor.place, partial(next_data, number))
     )
     for number, difference in map_blocks(parts, work):
         differences[number] += difference

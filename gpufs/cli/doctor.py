@@ -189,17 +189,17 @@ def paths(environment: Environment, names: Sequence[str], probed: Sequence[Probe
     """Check which way copies of each file take on each driver with devices, and why."""
     for name in names:
         try:
-            said = environment.probe(["path", os.path.abspath(name)]) if name else {"error": "an empty name"}
+            probe = environment.probe(["path", os.path.abspath(name)]) if name else {"error": "an empty name"}
         except FileNotFoundError:
-            said = {"error": "the current directory has been removed"}
-        if "error" in said:
-            yield Finding("paths", name, PROBLEM, said["error"], "give a regular file or a block device that exists")
+            probe = {"error": "the current directory has been removed"}
+        if "error" in probe:
+            yield Finding("paths", name, PROBLEM, probe["error"], "give a regular file or a block device that exists")
             continue
-        alignment = f"{said['file_system'] or 'unknown file system'}, alignment {said['offset_align']} in the file, "
-        alignment += f"{said['memory_align']} in memory"
-        device = said.get("device", "")
-        refusals = list(said["refusals"])
-        if said["file_system"] == "ext4" and "mount_options" not in refusals and environment.journals_data(device):
+        alignment = f"{probe['file_system'] or 'unknown file system'}, alignment {probe['offset_align']} in the file, "
+        alignment += f"{probe['memory_align']} in memory"
+        device = probe.get("device", "")
+        refusals = list(probe["refusals"])
+        if probe["file_system"] == "ext4" and "mount_options" not in refusals and environment.journals_data(device):
             refusals.append("mount_options")
         stack = list(environment.block_devices(device))
         for driver in probed:

@@ -10,14 +10,14 @@ from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, complain, json_text, printable, table
 from gpufs.cli._tensors import (
     READ_FORMATS,
-    Piece,
+    Part,
     TensorFiles,
     finite,
     given_type,
     map_blocks,
-    pieces,
     reported,
     shape_text,
+    split,
     type_options,
 )
 from gpufs.formats.elements import Summary, is_numeric, summarize, unit_bytes
@@ -91,18 +91,18 @@ def _summaries(files: TensorFiles) -> list[Summary | None]:
     tensors = files.tensors
     summaries: list[Summary | None] = [Summary() if is_numeric(place.dtype) else None for _, place in tensors]
 
-    def work(piece: Piece) -> Summary:
-        file, place = tensors[piece.number]
-        if not piece.hole:
-            return summarize(place.dtype, file.read(place.offset + piece.start, piece.size))
+    def work(part: Part) -> Summary:
+        file, place = tensors[part.number]
+        if not part.hole:
+            return summarize(place.dtype, file.read(place.offset + part.start, part.size))
         unit = unit_bytes(place.bits)
-        return summarize(place.dtype, bytes(unit)).times(piece.size // unit)
+        return summarize(place.dtype, bytes(unit)).times(part.size // unit)
 
     numeric = (
-        piece
+        part
         for number, (file, place) in enumerate(tensors)
         if summaries[number] is not None
-        for piece in pieces(number, place, file.next_data)
+        for part in split(number, place, file.next_data)
     )
     for number, summary in map_blocks(numeric, work):
         summaries[number] = (summaries[number] or Summary()) + summary

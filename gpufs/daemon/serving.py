@@ -138,9 +138,9 @@ class Serving:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
         # After INIT, which sets it too.
-        await threads.run(
-            functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
-        )
+        read_ahead = self.request.config["read_ahead"]
+        with suppress(threads.NoThreadError):  # the mount is useful without it
+            await threads.run(functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
         if not self.request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
