@@ -135,7 +135,7 @@ def test_a_path_exchanged_for_a_link_does_not_redirect_the_mount(tmp_path: Path,
         assert str(answers[0]["message"]).startswith(f"{mountpoint}: mount failed: ")
         assert "\n" not in str(answers[0]["message"])
     finally:
-        left = [path for path in mounting.mountpoints() if path.startswith(str(tmp_path))]
+        left = [entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(str(tmp_path))]
         for path in left:
             mounting.unmount(path, lazy=True)
     assert not left

@@ -20,7 +20,7 @@ def _one_line(text: str) -> str:
 
 
 def run_command_line(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line (the process's own by default) and returns its exit code.
+    """Run the command line (the process's own by default) and return its exit code.
 
     0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
     130 interrupted. No exception comes out, and no traceback unless GPUFS_LOG_LEVEL is debug.
@@ -85,7 +85,7 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null for each closed standard stream.
+    """Open /dev/null for each closed standard stream.
 
     Otherwise the next file that is opened gets its number and receives the output. Reading standard input and writing
     to standard output fail, as they should; messages are lost.
@@ -105,7 +105,7 @@ def _open_closed_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Redirects standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
+    """Redirect standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -115,7 +115,7 @@ def _discard_output() -> None:
 
 
 def _log_exception() -> None:
-    """Prints the traceback if GPUFS_LOG_LEVEL is debug."""
+    """Print the traceback if GPUFS_LOG_LEVEL is debug."""
     if os.environ.get("GPUFS_LOG_LEVEL") == "debug":
         import traceback
 
@@ -123,7 +123,7 @@ def _log_exception() -> None:
 
 
 def main() -> NoReturn:
-    """The entry point. Ctrl-C while modules are loaded, or after the command, ends the process without a message."""
+    """Run the command line and end. Ctrl-C while modules are loaded, or after the command, ends without a message."""
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as nohup has it
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

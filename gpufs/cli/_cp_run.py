@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
-from gpufs.cli._cp_walk import Item, Walk, check_space, targets
+from gpufs.cli._cp_walk import CpOptions, Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
@@ -31,41 +32,42 @@ _REFRESH: Final = 0.1
 _INTERRUPT_SECONDS: Final = 10.0
 
 
-def copy(names: list[str], directories: list[str], options: dict[str, Any]) -> int:
-    """Runs the command and returns its exit code. Raises Failure if no copy can start.
+def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
+    """Run the command and return its exit code. Raise Failure if no copy can start.
 
     ``directories``: where all names are copied to; without any, the last name is the destination.
     """
-    recursive = options["recursive"] or options["archive"]
-    preserve = options["preserve"] or options["archive"]
-    show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
     if STREAM in names:
         _check_stream(names, directories, options)
-    elif len(directories) > 1:
-        _check_several(directories, recursive=recursive)
-    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
-    with Copier(**chosen, preserve=preserve, notice=_complain) as copier:
-        run = Run(copier, options, recursive=recursive, preserve=preserve, show=show)
+    if options.archive:
+        options = replace(options, recursive=True, preserve=True)
+    if len(directories) > 1:
+        _check_several(directories, options)
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in ("fastpath", "fsync", "verify", "partial")}
+    with Copier(**chosen, preserve=options.preserve, notice=_complain) as copier:
+        run = Run(copier, options)
         if STREAM in names:
             run.copy_stream(*names)
         else:
             sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
             with ExitStack() as opened:
                 named = [
-                    opened.enter_context(targets(sources, end, follow=not recursive, directory=bool(directories)))
+                    opened.enter_context(
+                        targets(sources, end, follow=not options.recursive, directory=bool(directories))
+                    )
                     for end in ends
                 ]
-                many = recursive or len(sources) > 1 or len(ends) > 1
-                if many and not options["partial"]:
+                many = options.recursive or len(sources) > 1 or len(ends) > 1
+                if many and not options.partial:
                     for of_directory in named:
                         try:
-                            check_space(copier, of_directory, run.cancel, options, recursive=recursive)
+                            check_space(copier, of_directory, run.cancel, options)
                         except OSError as error:
                             place = os.path.dirname(of_directory[0][1].path) or "."
                             run.report("", place, error.errno or errno.EIO, text_of(error))
                 if not run.errors:
-                    run.copy(named, options["jobs"] if recursive or len(sources) > 1 else 1)
-    if options["json"]:
+                    run.copy(named, options.jobs if options.recursive or len(sources) > 1 else 1)
+    if options.json:
         print(json_text(run.summary()))
         sys.stdout.flush()
     if run.signal is not None:
@@ -77,22 +79,22 @@ def copy(names: list[str], directories: list[str], options: dict[str, Any]) -> i
     return 1 if run.errors else 0
 
 
-def _check_stream(names: list[str], directories: list[str], options: dict[str, Any]) -> None:
-    """Failure for names and options that a pipe does not allow."""
+def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
+    """Raise Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
     unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
     unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
-        if options[name]:
+        if getattr(options, name):
             raise Failure(f"cp: --{name.replace('_', '-')} cannot be used with a pipe", 2)
-    if options["fastpath"] == "require":
+    if options.fastpath == "require":
         raise Failure("cp: --fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
 
 
-def _check_several(directories: list[str], *, recursive: bool) -> None:
-    """Failure for what cannot be copied to several directories."""
-    if recursive:
+def _check_several(directories: list[str], options: CpOptions) -> None:
+    """Raise Failure for what cannot be copied to several directories."""
+    if options.recursive:
         text = "-r copies to one directory: copy its files to several (DIR/*), or copy the directory from GPU to GPU"
         raise Failure(f"cp: {text} afterwards", 2)
     paths = [os.path.realpath(directory) for directory in directories]
@@ -113,7 +115,7 @@ class ProgressLine:
         self._began = time.monotonic()
 
     def show(self, moved: int, total: int, name: str) -> None:
-        """Draws the line again."""
+        """Draw the line again."""
         import shutil  # most copies draw nothing
 
         rate = rate_text(moved / max(time.monotonic() - self._began, 1e-9))
@@ -121,13 +123,13 @@ class ProgressLine:
         self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
 
     def print(self, line: str, stream: Any) -> None:
-        """Prints a line above the progress."""
+        """Print a line above the progress."""
         self._write("\r\x1b[K")
         with self._lock:
             print(line, file=stream, flush=True)
 
     def end(self) -> None:
-        """Leaves the line as it is and starts the next one."""
+        """Leave the line as it is and start the next one."""
         self._write("\n")
 
     def _write(self, text: str) -> None:
@@ -144,7 +146,7 @@ def _is_mount_root(path: str) -> bool:
 
 
 def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult | CopyError]]:
-    """A copy whose outcome is a list, as that of a copy to several destinations."""
+    """Return a copy whose outcome is a list, as that of a copy to several destinations."""
 
     def work(**options: Any) -> list[CopyResult | CopyError]:
         try:
@@ -158,12 +160,13 @@ def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult 
 class Run:
     """One run of the command."""
 
-    def __init__(self, copier: Copier, options: dict[str, Any], *, recursive: bool, preserve: bool, show: bool) -> None:
+    def __init__(self, copier: Copier, options: CpOptions) -> None:
         self._copier = copier
-        self._verbose: bool = options["verbose"]
+        self._verbose = options.verbose
         self._streaming = False  # this thread copies, and may wait for a pipe
-        self._lines = sys.stderr if options["json"] else sys.stdout  # of --verbose: JSON is alone on standard output
-        self._bar = ProgressLine() if show else None
+        self._lines = sys.stderr if options.json else sys.stdout  # of --verbose: JSON is alone on standard output
+        show_progress = sys.stderr.isatty() if options.progress is None else options.progress
+        self._bar = ProgressLine() if show_progress else None
         self.cancel = Cancellation()
         self._queue: SimpleQueue[list[Item] | None] = SimpleQueue()  # items of one source
         self._items: list[Item] = []  # of the source that the walk is at
@@ -175,10 +178,7 @@ class Run:
         self._current = ""  # for the progress line
         self._walk = Walk(
             self.cancel,
-            recursive=recursive,
-            dereference=options["dereference"],
-            preserve=preserve,
-            keep_existing=options["no_clobber"],
+            options,
             found=self._found,
             warn=lambda text: self._print(f"gpufs cp: warning: {text}", sys.stderr),
             report=self.report,
@@ -191,7 +191,7 @@ class Run:
         self.output_error: OSError | None = None  # of standard output
 
     def copy(self, named: list[list[tuple[str, Entry]]], jobs: int) -> None:
-        """Copies everything. Errors are printed and collected. ``named``: the sources for each destination."""
+        """Copy everything. Errors are printed and collected. ``named``: the sources for each destination."""
         self._destinations = len(named)
         with self._running():
             workers = self._start(jobs)
@@ -210,7 +210,7 @@ class Run:
         self._warn_of_links()
 
     def _warn_of_links(self) -> None:
-        """Says which links were copied without the files that they lead to."""
+        """Report which links were copied without the files that they lead to."""
         links = [] if self.cancel.cancelled else self._walk.links_without_files()
         if links:
             others = f" and {len(links) - 1} others" if len(links) > 1 else ""
@@ -219,7 +219,7 @@ class Run:
             self._print(f"gpufs cp: warning: {text}", sys.stderr)
 
     def copy_stream(self, source: str, destination: str) -> None:
-        """Copies standard input to a file, or a file to standard output, on this thread."""
+        """Copy standard input to a file, or a file to standard output, on this thread."""
         self._streaming = True
         if source == STREAM:
             copy = partial(self._copier.copy_from_stream, 0, Entry.of(destination))
@@ -231,7 +231,7 @@ class Run:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Signals interrupt the copies, and the progress is shown."""
+        """Interrupt the copies on signals, and show the progress."""
         previous = {
             number: signal.signal(number, self._interrupt)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -339,7 +339,7 @@ class Run:
             self._done += done
 
     def _reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
-        """Takes the progress of a copy for the progress line."""
+        """Take the progress of a copy for the progress line."""
         if self._bar is None:
             return None
 
@@ -382,7 +382,7 @@ class Run:
         *,
         names_files: bool = False,
     ) -> None:
-        """Prints and collects one error. ``names_files``: its text already names the files."""
+        """Print and collect one error. ``names_files``: its text already names the files."""
         self.errors.append(
             {
                 "source": source,
@@ -412,7 +412,7 @@ class Run:
                 self.output_error = error  # reported after the copies
 
     def summary(self) -> dict[str, Any]:
-        """The output of --json. Sizes are in bytes, times in seconds."""
+        """Return the output of --json. Sizes are in bytes, times in seconds."""
         total = sum(result.bytes for result in self.results) + sum(error["bytes_done"] for error in self.errors)
         paths: Counter[str] = Counter()
         for result in self.results:

@@ -75,19 +75,18 @@ class ProbedDriver:
     causes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def explain(self, refusal: str) -> tuple[str, str]:
-        """What a refusal means here, and how to avoid it."""
+        """Return what a refusal means here, and how to avoid it."""
         return self.causes.get(refusal) or REFUSALS.get(refusal, ("", ""))
 
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
-    """Asks the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
-
+    """Ask the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
     (answer,) = _answers.ask([functools.partial(_answer, *what)], str, _PROBE_SECONDS)
     return {"error": answer.strerror} if isinstance(answer, OSError) else dict(answer)
 
 
 def _raises_rights(program: str) -> bool:
-    """Whether a program runs with more rights than its caller: set-user-id root, or file capabilities."""
+    """Return whether a program runs with more rights than its caller: set-user-id root, or file capabilities."""
     try:
         status = os.stat(program)
         if status.st_mode & stat.S_ISUID and status.st_uid == 0:
@@ -112,29 +111,29 @@ class Environment:
     probe: Callable[[Sequence[str]], dict[str, Any]] = _probe
 
     def text(self, path: str) -> str | None:
-        """The text of a file, None if it cannot be read."""
+        """Return the text of a file, None if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return None
 
     def number(self, path: str) -> int | None:
-        """The number in a file, None if it cannot be read."""
+        """Return the number in a file, None if it cannot be read."""
         return config.numbers(self.root / path).get("")
 
     def driver(self, name: str) -> ProbedDriver:
-        """The devices of a driver, and why its fastpath refuses any file."""
-        said = self.probe(["driver", name])
-        refusals = said.get("refusals", [])
+        """Return the devices of a driver, and why its fastpath refuses any file."""
+        probe = self.probe(["driver", name])
+        refusals = probe.get("refusals", [])
         # If the kernel moves files for none of its GPUs, every call is refused, whatever memory it is given.
         if name == "hip" and self._moves_files() is False and "no_kernel_support" not in refusals:
             refusals = ["no_kernel_support", *(reason for reason in refusals if reason != "memory_kind")]
         cause = self._why_no_files_move() if name == "hip" else None
         causes = {"no_kernel_support": cause} if cause else {}
-        return ProbedDriver(name, said.get("devices", []), said.get("error", ""), refusals, causes)
+        return ProbedDriver(name, probe.get("devices", []), probe.get("error", ""), refusals, causes)
 
     def _amd_gpus(self) -> Iterator[tuple[str, bool]]:
-        """The PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""
+        """Yield the PCI address of each GPU that amdgpu shows, and whether it is set up to move files for it."""
         for properties in self.root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
             facts = config.numbers(properties)
             if facts.get("simd_count", 0):  # 0 for a CPU
@@ -143,12 +142,12 @@ class Environment:
                 yield address, bool(facts.get("capability", 0) & _MOVES_FILES)
 
     def _moves_files(self) -> bool | None:
-        """Whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
-        found = [moves for _, moves in self._amd_gpus()]
-        return any(found) if found else None
+        """Return whether amdgpu is set up to move files for one of its GPUs; None if it shows no GPU."""
+        moving = [moves for _, moves in self._amd_gpus()]
+        return any(moving) if moving else None
 
     def _why_no_files_move(self) -> tuple[str, str] | None:
-        """Why amdgpu moves files for none of its GPUs, and the remedy, as far as the kernel shows it."""
+        """Return why amdgpu moves files for none of its GPUs, and the remedy, as far as the kernel shows it."""
         addresses = [address for address, moves in self._amd_gpus() if not moves]
         if not addresses or self._moves_files():
             return None
@@ -167,7 +166,7 @@ class Environment:
         return None
 
     def kernel_option(self, name: str) -> bool | None:
-        """Whether the kernel was built with an option; None if its configuration cannot be read."""
+        """Return whether the kernel was built with an option; None if its configuration cannot be read."""
         text = self.text(f"boot/config-{self.release}")
         if text is None:
             try:
@@ -177,7 +176,7 @@ class Environment:
         return f"{name}=y" in text.splitlines()
 
     def block_devices(self, number: str) -> Iterator[tuple[str, str]]:
-        """The block device of a number such as "8:1" and all below it: names, and what they are if not plain drives."""
+        """Yield the block device of a number such as "8:1" and all below it: names, and kinds unless plain drives."""
         place = (self.root / f"sys/dev/block/{number}").resolve()
         if (place / "partition").exists():
             place = place.parent
@@ -194,7 +193,7 @@ class Environment:
                 yield from self.block_devices(lower)
 
     def journals_data(self, number: str) -> bool:
-        """Whether ext4 on this block device writes data through its journal. mountinfo omits what is the default."""
+        """Return whether ext4 on this block device journals data. mountinfo omits what is the default."""
         name = (self.root / f"sys/dev/block/{number}").resolve().name
         return "data=journal" in (self.text(f"proc/fs/ext4/{name}/options") or "").splitlines()
 
@@ -203,7 +202,7 @@ class Environment:
 
 
 def _driver(name: str) -> dict[str, Any]:
-    """{"devices": [names], "refusals": [names]}."""
+    """Return {"devices": [names], "refusals": [names]}."""
     from gpufs import engine
 
     host = name == "host"
@@ -220,7 +219,7 @@ def _driver(name: str) -> dict[str, Any]:
 
 
 def _path(path: str) -> dict[str, Any]:
-    """{"file_system", "device", "offset_align", "memory_align", "refusals"}. "device": the block device's "8:1"."""
+    """Return {"file_system", "device" (such as "8:1"), "offset_align", "memory_align", "refusals"}."""
     from gpufs import engine
 
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -242,5 +241,5 @@ def _path(path: str) -> dict[str, Any]:
 
 
 def _answer(kind: str, name: str) -> dict[str, Any]:
-    """What the engine says of a "driver" by its name, or of a file by its "path". OSError if it fails."""
+    """Return what the engine says of a "driver" by its name, or of a file by its "path". OSError if it fails."""
     return _driver(name) if kind == "driver" else _path(name)

@@ -93,7 +93,7 @@ def program() -> None:
 
 
 def rewrite_for_mount(arguments: list[str]) -> list[str]:
-    """The arguments. A call by mount(8), `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), becomes one of mount-helper."""
+    """Make a call by mount(8), `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), one of mount-helper."""
     if len(arguments) >= 3 and "-o" in arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         return ["mount-helper", *arguments]
     return arguments
@@ -101,10 +101,10 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
 
 # Not click.Path, which calls stat(2): that never returns for a mount that hangs.
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of file names."""
+    """Complete file names for a shell."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of directory names."""
+    """Complete directory names for a shell."""
     return [CompletionItem(incomplete, type="dir")]

@@ -16,19 +16,19 @@ Function = Callable[..., Any]
 
 
 def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuses nan as an option's seconds."""
+    """Refuse nan as an option's seconds."""
     if value is not None and math.isnan(value):  # which is in every range
         raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
     return value
 
 
 def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The mountpoints of this machine, for a shell."""
-    return [CompletionItem(one.mountpoint) for one in mounting.mounts() if one.mountpoint.startswith(incomplete)]
+    """Return the mountpoints of this machine, for a shell."""
+    return [CompletionItem(entry.mountpoint) for entry in mounting.mounts() if entry.mountpoint.startswith(incomplete)]
 
 
 def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """What a shell offers for a value of this kind: its choices, files, or nothing."""
+    """Return what a shell offers for a value of this kind: its choices, files, or nothing."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if kind is kinds.PATH:
@@ -43,13 +43,15 @@ class KnobCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         hidden = {knob.name for knob in config.KNOBS if not knob.everyday} if _ALL not in ctx.meta else set()
-        shown = [one for one in self.get_params(ctx) if isinstance(one, click.Option) and one.name not in hidden]
+        shown = [
+            option for option in self.get_params(ctx) if isinstance(option, click.Option) and option.name not in hidden
+        ]
         with formatter.section("Options"):
-            formatter.write_dl([record for one in shown if (record := one.get_help_record(ctx)) is not None])
+            formatter.write_dl([record for option in shown if (record := option.get_help_record(ctx)) is not None])
 
 
 def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """The callback of the option --help-all of a KnobCommand."""
+    """Print the help with all options: the callback of --help-all of a KnobCommand."""
     if value:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
@@ -57,7 +59,7 @@ def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool
 
 
 def timeout_option(knob: config.Knob) -> Callable[[Function], Function]:
-    """Adds the option of config.STATUS_TIMEOUT or config.UMOUNT_TIMEOUT; the argument ``timeout`` is in seconds."""
+    """Add the option of config.STATUS_TIMEOUT or config.UMOUNT_TIMEOUT; the argument ``timeout`` is in seconds."""
     return click.option(
         knob.option,
         "timeout",
@@ -70,7 +72,7 @@ def timeout_option(knob: config.Knob) -> Callable[[Function], Function]:
 
 
 def knob_options(function: Function) -> Function:
-    """Adds the options of all knobs, and --config; each argument is the text given or None."""
+    """Add the options of all knobs, and --config; each argument is the text given or None."""
     function = click.option(
         "--config",
         "config_file",
@@ -100,8 +102,8 @@ def knob_options(function: Function) -> Function:
 
 
 def settings(
-    arguments: Mapping[str, Any], *, name_of: Callable[[config.Knob], str] = lambda knob: knob.option
+    arguments: Mapping[str, Any], *, origin_of: Callable[[config.Knob], str] = lambda knob: knob.option
 ) -> config.Settings:
-    """The settings for the arguments of knob_options; ``name_of`` names one in messages."""
+    """Return the settings for the arguments of knob_options; ``origin_of`` names one in messages."""
     given = {name: value for name, value in arguments.items() if name in config.BY_NAME and value != ()}
-    return config.load(given, config_file=arguments.get("config_file"), name_of=name_of)
+    return config.load(given, config_file=arguments.get("config_file"), origin_of=origin_of)

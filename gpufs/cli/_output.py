@@ -23,7 +23,7 @@ class Failure(Exception):
 
 
 def complain(text: str) -> None:
-    """Prints a line on standard error. It is lost if that cannot be written; the exit code remains."""
+    """Print a line on standard error. It is lost if that cannot be written; the exit code remains."""
     try:
         print(f"gpufs: {printable(text)}", file=sys.stderr)
     except OSError:
@@ -31,12 +31,12 @@ def complain(text: str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """JSON with one value on each line."""
+    """Return JSON with one value on each line."""
     return json.dumps(value, indent=2, ensure_ascii=True)
 
 
 def age_text(seconds: float) -> str:
-    """A time for people: "12s", "5m", "3h", "2d"."""
+    """Return a time for people: "12s", "5m", "3h", "2d"."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
@@ -44,18 +44,18 @@ def age_text(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """A time in seconds since 1970 for people."""
+    """Return a time in seconds since 1970 for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for one line: "a, b, c, d, e and 7 more"."""
+    """Return names for one line: "a, b, c, d, e and 7 more"."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number."""
+    """Return the name of a user, or the number."""
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):  # the number may be a mount's
@@ -63,7 +63,7 @@ def user_name(uid: int) -> str:
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
-    """The lines of a table, that of the headers first. `right` are the columns that are aligned to the right."""
+    """Return the lines of a table, that of the headers first. `right` are the columns that are aligned to the right."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     return [
@@ -76,5 +76,5 @@ def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: fr
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
-    """Prints a table, as table_lines() makes it."""
+    """Print a table, as table_lines() makes it."""
     print("\n".join(table_lines(headers, rows, right)))

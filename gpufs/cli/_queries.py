@@ -19,17 +19,17 @@ _STATES: Final = {ENOTCONN: "dead", ECONNABORTED: "dead", ETIMEDOUT: "no answer"
 
 
 def statuses(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
-    """The status of each mount, at most ``timeout`` seconds later. ``show`` makes what the command prints of one.
+    """Return the status of each mount, at most ``timeout`` seconds later. ``show`` makes what is printed of one.
 
     Every one has mountpoint, source, state ("ok", "private", "dead", "no answer" or "error"), error (text or None),
     pid, driver and devices, None or an empty list where they are not known; one whose state is "ok"
     has all that its `.gpufs/status` says.
     """
     questions = [functools.partial(_status_of, entry) for entry in entries]
-    found = _answers.ask(questions, show, timeout)
+    answers = _answers.ask(questions, show, timeout)
     return [
         _unknown(entry, answer) if isinstance(answer, OSError) else answer
-        for entry, answer in zip(entries, found, strict=True)
+        for entry, answer in zip(entries, answers, strict=True)
     ]
 
 
@@ -62,19 +62,19 @@ def _unknown(entry: mounting.MountEntry, failure: OSError) -> dict[str, Any]:
     return {**_basics(entry, state, text), "pid": pid}
 
 
-def silent_statuses(found: Sequence[dict[str, Any]], *, named: bool) -> list[tuple[str, object]]:
-    """The mounts that did not answer, and why. Those that other users keep to themselves only if they are named."""
+def silent_statuses(reported: Sequence[dict[str, Any]], *, named: bool) -> list[tuple[str, object]]:
+    """Return the mounts that did not answer, and why; other users' private ones only if they are named."""
     fine = ("ok",) if named else ("ok", "private")
-    return [(status["mountpoint"], status["error"]) for status in found if status["state"] not in fine]
+    return [(status["mountpoint"], status["error"]) for status in reported if status["state"] not in fine]
 
 
 def memory_cells(device: dict[str, Any]) -> list[str]:
-    """Cells of a table: size, used and free memory of a device."""
+    """Return cells of a table: size, used and free memory of a device."""
     return [bytes_text(device[f"{name}_bytes"]) for name in ("total", "held", "free")]
 
 
 def cell(value: object) -> str:
-    """A cell of a table."""
+    """Return a cell of a table."""
     return "-" if value is None or value == "" else str(value)
 
 
@@ -82,10 +82,12 @@ def cell(value: object) -> str:
 
 
 def leases_of(entries: Sequence[mounting.MountEntry], timeout: float) -> list[list[dict[str, Any]] | OSError]:
-    """The leases of each mount, at most ``timeout`` seconds later; OSError for one that does not answer."""
+    """Return the leases of each mount, at most ``timeout`` seconds later; OSError for one that does not answer."""
     questions = [functools.partial(_leases_of, entry) for entry in entries]
     return _answers.ask(
-        questions, lambda leases: [(lease_row(one), by_program([one]), {one["inode"]: one}) for one in leases], timeout
+        questions,
+        lambda leases: [(lease_row(lease), by_program([lease]), {lease["inode"]: lease}) for lease in leases],
+        timeout,
     )
 
 
@@ -97,24 +99,24 @@ def _leases_of(entry: mounting.MountEntry) -> list[dict[str, Any]]:
     ]
 
 
-def program_text(one: dict[str, Any]) -> str:
-    """The program of a lease or a copy, for people: "python3 (1234)"."""
-    return f"{one['program'] or 'a program'} ({one['pid']})"
+def program_text(holder: dict[str, Any]) -> str:
+    """Return the program of a lease or a copy, for people: "python3 (1234)"."""
+    return f"{holder['program'] or 'a program'} ({holder['pid']})"
 
 
 def mode_text(lease: dict[str, Any]) -> str:
-    """The mode, and whether the program has a copy of its own."""
+    """Return the mode, and whether the program has a copy of its own."""
     return f"{lease['mode']}{' copy' if lease['private'] else ''}"
 
 
 def path_text(lease: dict[str, Any]) -> str:
-    """The path of a lease's file, for people: "/mnt/gpu0/file (removed)"."""
+    """Return the path of a lease's file, for people: "/mnt/gpu0/file (removed)"."""
     state = lease.get("state", "present")
     return f"{lease['path']}{'' if state == 'present' else f' ({state})'}"
 
 
 def by_program(leases: Sequence[dict[str, Any]]) -> list[str]:
-    """What each program has, for people: "python3 (1234), 1.5 GiB of /mnt/gpu0/file" or "..., 2 GiB of 400 files".
+    """Describe what each program has: "python3 (1234), 1.5 GiB of /mnt/gpu0/file" or "..., 2 GiB of 400 files".
 
     Of many programs those with most memory, and then how many there are besides.
     """
@@ -137,7 +139,7 @@ def by_program(leases: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def lease_row(lease: dict[str, Any]) -> tuple[str, ...]:
-    """The cells of a table: path, process, user, program, mode, size, age."""
+    """Return the cells of a table: path, process, user, program, mode, size, age."""
     return (
         path_text(lease),
         str(lease["pid"]),
@@ -153,7 +155,7 @@ def lease_row(lease: dict[str, Any]) -> tuple[str, ...]:
 
 
 def quotas_of(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """The limits of one mount that this user may see, and what is used.
+    """Return the limits of one mount that this user may see, and what is used.
 
     For each: mountpoint, path (of the device or directory), uid and user (None for a directory), used_bytes,
     limit_bytes (None without a limit).
@@ -173,7 +175,7 @@ def quotas_of(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def quota_lines(quotas: Sequence[dict[str, Any]]) -> list[str]:
-    """The lines of a table."""
+    """Return the lines of a table."""
     rows = []
     for quota in quotas:
         used, limit = quota["used_bytes"], quota["limit_bytes"]
@@ -184,7 +186,7 @@ def quota_lines(quotas: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def limit_lines(statuses: Sequence[dict[str, Any]]) -> list[str]:
-    """An empty line and the table of those that have a limit; nothing if none has one."""
+    """Return an empty line and the table of those that have a limit; nothing if none has one."""
     limited = [quota for status in statuses for quota in quotas_of(status) if quota["limit_bytes"] is not None]
     return ["", *quota_lines(limited)] if limited else []
 
@@ -193,7 +195,7 @@ def limit_lines(statuses: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def counters(mountpoints: Sequence[str], show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
-    """The counters of the mounts at these paths, or of all, at most ``timeout`` seconds later.
+    """Return the counters of the mounts at these paths, or of all, at most ``timeout`` seconds later.
 
     ``show`` makes what the command prints of one. Without paths, private mounts of other users are left out. Those that
     cannot be read have "error" and no devices. Other processes read them: a mount, or a folder of counters that another
@@ -202,7 +204,7 @@ def counters(mountpoints: Sequence[str], show: _answers.Show, timeout: float) ->
     """
     if not mountpoints:
         return _counters_of_mounts(_mounts.chosen(), show, timeout, private=False)
-    return [found for path in mountpoints for found in _counters_at(path, show, timeout)]
+    return [counted for path in mountpoints for counted in _counters_at(path, show, timeout)]
 
 
 def _counters_at(path: str, show: _answers.Show, timeout: float) -> list[dict[str, Any]]:
@@ -219,7 +221,7 @@ def _counters_at(path: str, show: _answers.Show, timeout: float) -> list[dict[st
 def _counters_of_mounts(
     entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float, *, private: bool = True
 ) -> list[dict[str, Any]]:
-    """The counters of mounts, without those that other users keep to themselves unless ``private``."""
+    """Return the counters of mounts, without those that other users keep to themselves unless ``private``."""
     answers = _answers.ask([functools.partial(counters_of, entry) for entry in entries], show, timeout)
     return [
         _answered(entry, answer)
@@ -229,7 +231,7 @@ def _counters_of_mounts(
 
 
 def _left_behind(mountpoint: str) -> dict[str, Any]:
-    """The last counters of a mount of ours that is gone. OSError ENOENT without them."""
+    """Return the last counters of a mount of ours that is gone. OSError ENOENT without them."""
     left = statistics.read_left_behind(mountpoint, os.getuid())
     if left is None:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
@@ -237,22 +239,22 @@ def _left_behind(mountpoint: str) -> dict[str, Any]:
 
 
 def counters_of(entry: mounting.MountEntry) -> dict[str, Any]:
-    """The counters: from their file if that can be read, otherwise from the mount, which may hang. OSError."""
+    """Return the counters: from their file if that can be read, otherwise from the mount, which may hang. OSError."""
     try:
-        found = statistics.read_mount(entry.device, entry.uid, entry.mountpoint)
+        counted = statistics.read_mount(entry.device, entry.uid, entry.mountpoint)
     except FileNotFoundError:
-        found = _answers.control_file(entry, "stats")
-        if found.get("format") != statistics.VERSION:
+        counted = _answers.control_file(entry, "stats")
+        if counted.get("format") != statistics.VERSION:
             raise ValueError("it has another format: another version of gpufs serves the mount") from None
-        found.pop("error", None)
-    return {**found, "mountpoint": entry.mountpoint}
+        counted.pop("error", None)
+    return {**counted, "mountpoint": entry.mountpoint}
 
 
 def _answered(entry: mounting.MountEntry, answer: Any) -> dict[str, Any]:
-    """The counters of a mount, or the reason why they are missing."""
+    """Return the counters of a mount, or the reason why they are missing."""
     if not isinstance(answer, OSError):
-        found: dict[str, Any] = answer
-        return found
+        counted: dict[str, Any] = answer
+        return counted
     owner = "" if _mounts.is_trusted(entry) else f" (it is user {entry.uid}'s)"
     problem = f"its statistics cannot be read: {answer.strerror}{owner}"
     return {"mountpoint": entry.mountpoint, "error": problem, "devices": [], "alive": None, "pid": None}

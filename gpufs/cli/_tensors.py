@@ -43,14 +43,14 @@ Result = TypeVar("Result")
 
 
 def type_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that give the type of files without a header."""
+    """Return the options that give the type of files without a header."""
     shape = click.option("--shape", metavar="NxM", help="Shape of the elements, with --dtype, for example 256x128.")
     dtype = click.option("--dtype", metavar="TYPE", help="The file is elements of this type alone, such as float32.")
     return dtype(shape(command))
 
 
 def shape_text(place: TensorPlace) -> str:
-    """The shape as a user reads it."""
+    """Return the shape as a user reads it."""
     return ("x".join(map(str, place.shape)) or "scalar") + (" fortran" if place.fortran_order else "")
 
 
@@ -66,7 +66,7 @@ class Contents:
     """
 
     def __init__(self, path: str) -> None:
-        """Raises OSError if the file cannot be read, or is not a regular file."""
+        """Open the file. OSError if it cannot be read, or is not a regular file."""
         try:
             named = open_path(Entry.of(path))  # opening a FIFO or a device in another way has effects
         except OSError as failure:
@@ -94,28 +94,28 @@ class Contents:
         os.close(self._fd)
 
     def layout(self) -> Layout | None:
-        """The tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
+        """Return the tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
         return read_layout(self.path, self.size, lambda offset, count: bytes(self.read(offset, count)))
 
     def kind(self) -> Format | None:
-        """The format of a file without tensors that gpufs reads."""
+        """Return the format of a file without tensors that gpufs reads."""
         return recognize(bytes(self.read(0, min(PREFIX_BYTES, self.size))))
 
     def registered_type(self) -> GivenType | None:
-        """The type of its elements, if the program that registered it gave one that fits."""
+        """Return the type of its elements, if the program that registered it gave one that fits."""
         try:
-            found = GivenType.parse(os.getxattr(self._fd, TYPE_ATTRIBUTE).decode("ascii"))
-            found.layout(self.size)
+            given = GivenType.parse(os.getxattr(self._fd, TYPE_ATTRIBUTE).decode("ascii"))
+            given.layout(self.size)
         except (OSError, UnicodeDecodeError, FormatError):
             return None
-        return found
+        return given
 
     def next_data(self, offset: int) -> int:
-        """The first offset at or after another one that is not in a hole."""
+        """Return the first offset at or after another one that is not in a hole."""
         return next_data(self._fd, offset)[0] if self.held_bytes < self.size else offset
 
     def read(self, offset: int, count: int) -> memoryview:
-        """Bytes of the file. OSError EIO if it has become shorter."""
+        """Read bytes of the file. OSError EIO if it has become shorter."""
         block = memoryview(bytearray(count))
         done = 0
         while done < count:
@@ -126,7 +126,7 @@ class Contents:
         return block
 
     def sha256(self) -> str:
-        """The SHA-256 of the file, in hexadecimal."""
+        """Return the SHA-256 of the file, in hexadecimal."""
         import hashlib
 
         with os.fdopen(os.dup(self._fd), "rb") as file:
@@ -157,7 +157,7 @@ class TensorFiles:
     """
 
     def __init__(self, path: str, given: GivenType | None = None) -> None:
-        """Raises OSError, and FormatError if a header or an index is damaged, or ``given`` does not fit."""
+        """Open the files. FormatError if a header or an index is damaged, or ``given`` does not fit; OSError."""
         self.path = path
         self.kind: Format | None = None
         self.format: str | None = None
@@ -165,14 +165,14 @@ class TensorFiles:
         self.tensors: list[Tensor] = []
         self.registered = False
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
-        found = find_files(path) if is_checkpoint else CheckpointFiles((path,))
+        checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))
         self._opened = ExitStack()
         with self._opened:
-            self.files = [self._opened.enter_context(Contents(name)) for name in found.files]
+            self.files = [self._opened.enter_context(Contents(name)) for name in checkpoint.files]
             for file in self.files:
-                self._read(file, given, found.places)
-            if found.places is not None and len(self.tensors) < len(found.places):
-                missing = found.places.keys() - {one.place.name for one in self.tensors}
+                self._read(file, given, checkpoint.places)
+            if checkpoint.places is not None and len(self.tensors) < len(checkpoint.places):
+                missing = checkpoint.places.keys() - {tensor.place.name for tensor in self.tensors}
                 raise FormatError(f"the index says where tensor {min(missing)!r} is, and it is not there")
             self._opened = self._opened.pop_all()
 
@@ -192,11 +192,11 @@ class TensorFiles:
             self.format = layout.format
             self.metadata = self.metadata or layout.metadata
             self.tensors += [
-                Tensor(file, one) for one in layout.tensors if places is None or places.get(one.name) == file.path
+                Tensor(file, place) for place in layout.tensors if places is None or places.get(place.name) == file.path
             ]
 
     def places(self) -> str:
-        """What holds the files: "gpu0", or "gpu0 and gpu1"."""
+        """Return what holds the files: "gpu0", or "gpu0 and gpu1"."""
         return " and ".join(dict.fromkeys(filter(None, (file.place for file in self.files))))
 
     def __enter__(self) -> Self:
@@ -206,7 +206,7 @@ class TensorFiles:
         self._opened.close()
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """A part of a tensor. ``hole``: it has no memory, and reads as zeros."""
 
     number: int
@@ -215,8 +215,8 @@ class Piece(NamedTuple):
     hole: bool
 
 
-def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Piece]:
-    """Parts of a tensor in blocks of whole elements; a hole is one part.
+def split(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Part]:
+    """Yield parts of a tensor in blocks of whole elements; a hole is one part.
 
     ``next_data``: the first offset in the file, at or after another one, that is not in a hole.
     """
@@ -225,18 +225,18 @@ def pieces(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> 
     while start < place.bytes:
         hole = (min(next_data(place.offset + start) - place.offset, place.bytes) - start) // unit * unit
         size = hole or min(step, place.bytes - start)
-        yield Piece(number, start, size, bool(hole))
+        yield Part(number, start, size, bool(hole))
         start += size
 
 
-def map_blocks(found: Iterable[Piece], work: Callable[[Piece], Result]) -> Iterator[tuple[int, Result]]:
-    """Calls ``work`` with pieces from several threads; the numbers of their tensors and the results, in order."""
+def map_blocks(parts: Iterable[Part], work: Callable[[Part], Result]) -> Iterator[tuple[int, Result]]:
+    """Call ``work`` with parts from several threads; the numbers of their tensors and the results, in order."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     pool = ThreadPoolExecutor(threads)
     running: deque[tuple[int, Future[Result]]] = deque()
     try:
-        for piece in found:
-            running.append((piece.number, pool.submit(work, piece)))
+        for part in parts:
+            running.append((part.number, pool.submit(work, part)))
             if len(running) > 2 * threads:
                 number, future = running.popleft()
                 yield number, future.result()
@@ -248,7 +248,7 @@ def map_blocks(found: Iterable[Piece], work: Callable[[Piece], Result]) -> Itera
 
 
 def given_type(dtype: str | None, shape: str | None) -> GivenType | None:
-    """The type that the options --dtype and --shape give. Failure if they are wrong."""
+    """Return the type that the options --dtype and --shape give. Failure if they are wrong."""
     if dtype is None:
         if shape is not None:
             raise Failure("--shape needs --dtype", 2)
@@ -262,7 +262,7 @@ def given_type(dtype: str | None, shape: str | None) -> GivenType | None:
 
 @contextmanager
 def reported(path: str, code: int) -> Iterator[None]:
-    """Failures of looking into a file end the command with one line and this exit code."""
+    """End the command with one line and this exit code if reading a file fails."""
     try:
         yield
     except BrokenPipeError:
@@ -276,5 +276,5 @@ def reported(path: str, code: int) -> Iterator[None]:
 
 
 def finite(value: float | int | None) -> float | int | None:
-    """A number that JSON has; None for others."""
+    """Return a number that JSON has; None for others."""
     return value if value is None or math.isfinite(value) else None

@@ -20,14 +20,14 @@ def command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) -> None
 
     Of all mounts, or of the given MOUNTPOINTs.
     """
-    found = _queries.statuses(_mounts.chosen(mountpoints), lambda status: _lines([status]), timeout)
+    statuses = _queries.statuses(_mounts.chosen(mountpoints), lambda status: _lines([status]), timeout)
     if as_json:
-        print(json_text([device for status in found for device in _devices(status)]))
-    elif lines := _lines(found):
+        print(json_text([device for status in statuses for device in _devices(status)]))
+    elif lines := _lines(statuses):
         print("\n".join(lines))
-    elif not found:
+    elif not statuses:
         print("no gpufs is mounted")
-    _answers.finish(_queries.silent_statuses(found, named=bool(mountpoints)), len(found), named=bool(mountpoints))
+    _answers.finish(_queries.silent_statuses(statuses, named=bool(mountpoints)), len(statuses), named=bool(mountpoints))
 
 
 def _devices(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def _devices(status: dict[str, Any]) -> list[dict[str, Any]]:
             "used_bytes": device["held_bytes"],
             "free_bytes": device["free_bytes"],
             "files": device.get("files"),
-            "quotas": [one for one in quotas if f"{one['path']}/".startswith(f"{root}/{device['name']}/")],
+            "quotas": [quota for quota in quotas if f"{quota['path']}/".startswith(f"{root}/{device['name']}/")],
         }
         for device in status["devices"]
     ]

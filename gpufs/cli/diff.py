@@ -13,14 +13,14 @@ from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, json_text, table
 from gpufs.cli._tensors import (
     READ_FORMATS,
-    Piece,
+    Part,
     Tensor,
     TensorFiles,
     finite,
     given_type,
     map_blocks,
-    pieces,
     reported,
+    split,
     type_options,
 )
 from gpufs.formats.elements import Difference, compare, is_numeric
@@ -69,52 +69,56 @@ def _opened(name: str, given: GivenType | None) -> TensorFiles:
 
 
 def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, Any]]:
-    """What differs, by the names of the tensors."""
+    """Return what differs, by the names of the tensors."""
 
-    there = {one.place.name: one for one in theirs.tensors if not one.place.name.startswith(PADDING_NAME)}
-    found: dict[str, dict[str, Any]] = {}
+    unmatched = {
+        tensor.place.name: tensor for tensor in theirs.tensors if not tensor.place.name.startswith(PADDING_NAME)
+    }
+    differing: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[Tensor, Tensor]] = []
     for tensor in ours.tensors:
         name = tensor.place.name
         if name.startswith(PADDING_NAME):
             continue
-        match = there.pop(name, None)
+        match = unmatched.pop(name, None)
         if match is None:
-            found[name] = {"difference": "missing", "in": "A"}
+            differing[name] = {"difference": "missing", "in": "A"}
         elif _kind(tensor.place) != _kind(match.place):
-            found[name] = {"difference": "type", "a": _kind(tensor.place), "b": _kind(match.place)}
+            differing[name] = {"difference": "type", "a": _kind(tensor.place), "b": _kind(match.place)}
         else:
             pairs.append((tensor, match))
     differences = [Difference() for _ in pairs]
 
     def next_data(number: int, offset: int) -> int:
-        """The next byte of A that is not in a hole of both."""
+        """Return the next byte of A that is not in a hole of both."""
         tensor, match = pairs[number]
         shift = match.place.offset - tensor.place.offset
         return min(tensor.file.next_data(offset), match.file.next_data(offset + shift) - shift)
 
-    def work(piece: Piece) -> Difference:
-        if piece.hole:
+    def work(part: Part) -> Difference:
+        if part.hole:
             return Difference()
-        one, other = (file.read(place.offset + piece.start, piece.size) for file, place in pairs[piece.number])
-        place = pairs[piece.number][0].place
-        return compare(place.dtype, place.bits, one, other, start=8 * piece.start // max(place.bits, 1))
+        first, second = (file.read(place.offset + part.start, part.size) for file, place in pairs[part.number])
+        place = pairs[part.number][0].place
+        return compare(place.dtype, place.bits, first, second, start=8 * part.start // max(place.bits, 1))
 
     parts = (
-        piece
+        part
         for number, (tensor, _) in enumerate(pairs)
-        for piece in pieces(number, tensor.place, partial(next_data, number))
+        for part in split(number, tensor.place, partial(next_data, number))
     )
     for number, difference in map_blocks(parts, work):
         differences[number] += difference
     for (tensor, _), difference in zip(pairs, differences, strict=True):
         if difference.elements:
             place = tensor.place
-            found[place.name] = _described(place, difference)
-            found[place.name]["max_abs_difference"] = finite(difference.largest if is_numeric(place.dtype) else None)
-    for name in there:
-        found[name] = {"difference": "missing", "in": "B"}
-    return [{"name": name, **what} for name, what in found.items()]
+            differing[place.name] = _described(place, difference)
+            differing[place.name]["max_abs_difference"] = finite(
+                difference.largest if is_numeric(place.dtype) else None
+            )
+    for name in unmatched:
+        differing[name] = {"difference": "missing", "in": "B"}
+    return [{"name": name, **what} for name, what in differing.items()]
 
 
 def _kind(place: TensorPlace) -> dict[str, Any]:

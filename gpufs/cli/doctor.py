@@ -48,7 +48,7 @@ def command(paths: tuple[str, ...], as_json: bool) -> int:
     findings = examine(Environment(), paths)
     problems = any(finding.state == PROBLEM for finding in findings)
     if as_json:
-        print(json_text({"version": __version__, "ok": not problems, "findings": [asdict(one) for one in findings]}))
+        print(json_text({"version": __version__, "ok": not problems, "findings": list(map(asdict, findings))}))
     else:
         _print(findings)
     return 1 if problems else 0
@@ -69,20 +69,20 @@ def _print(findings: list[Finding]) -> None:
 
 
 def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
-    """All checks."""
-    found = [environment.driver(name) for name in DRIVERS]
+    """Run all checks."""
+    probed = [environment.driver(name) for name in DRIVERS]
     return [
         *mounting(environment),
         *limits(environment),
         *speed(environment),
-        *drivers(found),
-        *fastpath(found),
-        *paths(environment, names, found),
+        *drivers(probed),
+        *fastpath(probed),
+        *paths(environment, names, probed),
     ]
 
 
 def mounting(environment: Environment) -> Iterator[Finding]:
-    """FUSE itself, and whether this user may mount."""
+    """Check FUSE itself, and whether this user may mount."""
     group = "mounting"
     device = environment.root / "dev/fuse"
     if not device.exists():
@@ -102,7 +102,7 @@ def mounting(environment: Environment) -> Iterator[Finding]:
 
 
 def _mount_program(environment: Environment) -> Finding:
-    """Whether fusermount3 lets plain users mount. Root mounts without it."""
+    """Check whether fusermount3 lets plain users mount. Root mounts without it."""
     helper = environment.which("fusermount3")
     if helper is None:
         text, advice = "is not installed: only root can mount", "install the package fuse3"
@@ -117,7 +117,7 @@ def _mount_program(environment: Environment) -> Finding:
 
 
 def limits(environment: Environment) -> Iterator[Finding]:
-    """Limits of the system and of this process."""
+    """Check the limits of the system and of this process."""
     unlimited = resource.RLIM_INFINITY
     _, locked = environment.limit(resource.RLIMIT_MEMLOCK)
     _, descriptors = environment.limit(resource.RLIMIT_NOFILE)
@@ -128,9 +128,9 @@ def limits(environment: Environment) -> Iterator[Finding]:
         ("descriptors", descriptors, _LEAST_DESCRIPTORS, "each file takes some", "nofile in /etc/security/limits.conf"),
         ("memory mappings", environment.number("proc/sys/vm/max_map_count"), _LEAST_MAPPINGS, "", "vm.max_map_count"),
     )
-    for name, found, least, effect, knob in checks:
-        shown = "unlimited" if found in (unlimited, -1) else "unknown" if found is None else str(found)
-        if found is None or found in (unlimited, -1) or found >= least:
+    for name, value, least, effect, knob in checks:
+        shown = "unlimited" if value in (unlimited, -1) else "unknown" if value is None else str(value)
+        if value is None or value in (unlimited, -1) or value >= least:
             yield Finding("limits", name, OK, shown)
         else:
             text = f"{shown} is little" + (f": {effect}" if effect else "")
@@ -138,7 +138,7 @@ def limits(environment: Environment) -> Iterator[Finding]:
 
 
 def speed(environment: Environment) -> Iterator[Finding]:
-    """Settings of the kernel without which a mount is slower."""
+    """Check the settings of the kernel without which a mount is slower."""
     for entry in environment.mounts():
         knob = f"sys/class/bdi/{entry.device}/read_ahead_kb"
         ahead = environment.number(knob)
@@ -149,9 +149,9 @@ def speed(environment: Environment) -> Iterator[Finding]:
             yield Finding("speed", entry.mountpoint, OK, f"the kernel reads {ahead} KiB ahead")
 
 
-def drivers(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
-    """The devices of each driver. Host memory must always work."""
-    for driver in found:
+def drivers(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
+    """Check the devices of each driver. Host memory must always work."""
+    for driver in probed:
         what = DRIVERS[driver.name].devices
         if driver.devices:
             text = ", ".join(f"{number} = {device}" for number, device in enumerate(driver.devices))
@@ -167,9 +167,9 @@ def drivers(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
             yield Finding("drivers", driver.name, NOTE, f"no {what}: {driver.reason}", advice)
 
 
-def fastpath(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
-    """Whether copies between storage and devices can bypass host memory, and what is missing."""
-    for driver in found:
+def fastpath(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
+    """Check whether copies between storage and devices can bypass host memory, and what is missing."""
+    for driver in probed:
         name = driver.name
         if driver.name == "host":
             yield Finding("fastpath", name, OK, "O_DIRECT into the device's memory")
@@ -185,24 +185,24 @@ def fastpath(found: Sequence[ProbedDriver]) -> Iterator[Finding]:
             yield Finding("fastpath", name, NOTE, f"{refusal}: {text}; copies use pinned host memory", advice)
 
 
-def paths(environment: Environment, names: Sequence[str], found: Sequence[ProbedDriver]) -> Iterator[Finding]:
-    """Which way copies of each file take on each driver with devices, and why."""
+def paths(environment: Environment, names: Sequence[str], probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
+    """Check which way copies of each file take on each driver with devices, and why."""
     for name in names:
         try:
-            said = environment.probe(["path", os.path.abspath(name)]) if name else {"error": "an empty name"}
+            probe = environment.probe(["path", os.path.abspath(name)]) if name else {"error": "an empty name"}
         except FileNotFoundError:
-            said = {"error": "the current directory has been removed"}
-        if "error" in said:
-            yield Finding("paths", name, PROBLEM, said["error"], "give a regular file or a block device that exists")
+            probe = {"error": "the current directory has been removed"}
+        if "error" in probe:
+            yield Finding("paths", name, PROBLEM, probe["error"], "give a regular file or a block device that exists")
             continue
-        alignment = f"{said['file_system'] or 'unknown file system'}, alignment {said['offset_align']} in the file, "
-        alignment += f"{said['memory_align']} in memory"
-        device = said.get("device", "")
-        refusals = list(said["refusals"])
-        if said["file_system"] == "ext4" and "mount_options" not in refusals and environment.journals_data(device):
+        alignment = f"{probe['file_system'] or 'unknown file system'}, alignment {probe['offset_align']} in the file, "
+        alignment += f"{probe['memory_align']} in memory"
+        device = probe.get("device", "")
+        refusals = list(probe["refusals"])
+        if probe["file_system"] == "ext4" and "mount_options" not in refusals and environment.journals_data(device):
             refusals.append("mount_options")
         stack = list(environment.block_devices(device))
-        for driver in found:
+        for driver in probed:
             if not driver.devices:
                 continue
             reasons = [*refusals, *(reason for reason in driver.refusals if reason not in refusals)]

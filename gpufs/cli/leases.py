@@ -37,9 +37,9 @@ def command(mountpoints: tuple[str, ...], as_json: bool, revoke: tuple[str, ...]
             _revoke(path)
         return
     entries = _mounts.chosen(mountpoints)
-    found = _queries.leases_of(entries, timeout)
-    rows = [lease for leases in found if not isinstance(leases, OSError) for lease in leases]
-    silent = _mounts.silent(entries, found, named=bool(mountpoints))
+    answers = _queries.leases_of(entries, timeout)
+    rows = [lease for leases in answers if not isinstance(leases, OSError) for lease in leases]
+    silent = _mounts.silent(entries, answers, named=bool(mountpoints))
     if as_json:
         print(json_text(rows))
     elif rows:

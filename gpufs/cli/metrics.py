@@ -27,23 +27,23 @@ def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) ->
     from gpufs.statistics import prometheus
 
     def read() -> list[dict[str, Any]]:
-        """The counters of each mount. Where nothing is mounted, "error" says so."""
-        found = []
+        """Return the counters of each mount. Where nothing is mounted, "error" says so."""
+        counted = []
         for path in mountpoints:
             try:
-                found += _queries.counters([path], show, timeout)
+                counted += _queries.counters([path], show, timeout)
             except Failure as failure:
-                found.append({"mountpoint": _mounts.absolute(path), "error": str(failure)})
-        return found if mountpoints else _queries.counters([], show, timeout)
+                counted.append({"mountpoint": _mounts.absolute(path), "error": str(failure)})
+        return counted if mountpoints else _queries.counters([], show, timeout)
 
-    def show(one: dict[str, Any]) -> str:
-        return prometheus.metrics([one]).decode()
+    def show(mount: dict[str, Any]) -> str:
+        return prometheus.metrics([mount]).decode()
 
     if listen is None:
-        found = read()
-        sys.stdout.write(prometheus.metrics(found).decode())
-        silent = [(one["mountpoint"], one["error"]) for one in found if one.get("error")]
-        _answers.finish(silent, len(found), named=bool(mountpoints))
+        counted = read()
+        sys.stdout.write(prometheus.metrics(counted).decode())
+        silent = [(mount["mountpoint"], mount["error"]) for mount in counted if mount.get("error")]
+        _answers.finish(silent, len(counted), named=bool(mountpoints))
         return
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:

@@ -82,7 +82,7 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
         if name in named:
             raise Failure(f"{name} is given twice, by an option of its own and by -o", 2)
         arguments[name] = text
-    chosen = settings(arguments, name_of=lambda knob: origin(knob) if knob.name in given.knobs else knob.option)
+    chosen = settings(arguments, origin_of=lambda knob: origin(knob) if knob.name in given.knobs else knob.option)
     mount(mountpoint, chosen, flags=given.flags)
 
 
@@ -94,7 +94,7 @@ def mount(
     *,
     non_empty: bool | None = None,
 ) -> None:
-    """Mounts at a path. Raises Failure or ConfigError, with one line each.
+    """Mount at a path. Raise Failure or ConfigError, with one line each.
 
     ``non_empty``: whether the directory may have files; by default as ``chosen`` says.
     """
@@ -136,12 +136,12 @@ class Options:
 
 
 def origin(knob: config.Knob) -> str:
-    """How messages name the place of a knob's value."""
+    """Return how messages name the place of a knob's value."""
     return f"mount option {knob.name}="
 
 
 def parse(text: str, *, sloppy: bool = False) -> Options:
-    """Parses options separated by commas. If options contradict each other, the last one applies.
+    """Parse options separated by commas. If options contradict each other, the last one applies.
 
     Raises Failure with exit code 2 for an unknown or wrong option.
     """

@@ -71,16 +71,16 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) ->
     Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own.
     """
     entries = _mounts.chosen(mountpoints)
-    found = _queries.statuses(entries, lambda status: _queries.quota_lines(_queries.quotas_of(status)), timeout)
-    quotas = [quota for status in found for quota in _queries.quotas_of(status)]
-    silent = _queries.silent_statuses(found, named=bool(mountpoints))
+    statuses = _queries.statuses(entries, lambda status: _queries.quota_lines(_queries.quotas_of(status)), timeout)
+    quotas = [quota for status in statuses for quota in _queries.quotas_of(status)]
+    silent = _queries.silent_statuses(statuses, named=bool(mountpoints))
     if as_json:
         print(json_text(quotas))
     elif quotas:
         print("\n".join(_queries.quota_lines(quotas)))
     elif not silent:
-        print("nobody holds memory, and there are no limits" if entries else "no gpufs is mounted")
-    _answers.finish(silent, len(found), named=bool(mountpoints))
+        print("no limits, and no memory in use" if entries else "no gpufs is mounted")
+    _answers.finish(silent, len(statuses), named=bool(mountpoints))
 
 
 def _change(directory: str, user: str | None, limit: int) -> None:

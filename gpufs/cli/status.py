@@ -31,40 +31,40 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
     if check and as_json:
         raise Failure("--check prints one line: --json does not go with it", 2)
     entries = _mounts.chosen([] if mountpoint is None else [mountpoint])
-    found = _queries.statuses(entries, lambda status: (_row(status), _details(status)), timeout)
+    statuses = _queries.statuses(entries, lambda status: (_row(status), _details(status)), timeout)
     if check:
-        print(_verdict(found))
+        print(_verdict(statuses))
         return
     if mountpoint is None:
         if as_json:
-            print(json_text(found))
+            print(json_text(statuses))
             return
-        if found:
+        if statuses:
             headers = ("MOUNTPOINT", "STATE", "PID", "DRIVER", "DEVICES", "USED", "SIZE")
-            table(headers, [_row(status) for status in found], right=frozenset({2, 4, 5, 6}))
+            table(headers, [_row(status) for status in statuses], right=frozenset({2, 4, 5, 6}))
         else:
             print("no gpufs is mounted")
-        for status in found:
+        for status in statuses:
             if status["state"] == "error":
                 complain(f"{status['mountpoint']}: {status['error']}")
         return
-    (status,) = found
+    (status,) = statuses
     print(json_text(status) if as_json else "\n".join(_details(status)))
     if status["state"] != "ok":
         raise Failure(f"{status['mountpoint']}: {status['error']}")
 
 
-def _verdict(found: list[dict[str, Any]]) -> str:
-    """What --check prints. Failure if a mount does not work, if a device is out of service, or if there is no mount."""
-    if not found:
+def _verdict(statuses: list[dict[str, Any]]) -> str:
+    """Return what --check prints. Failure if a mount does not work, a device is out of service, or nothing mounted."""
+    if not statuses:
         raise Failure("no gpufs is mounted")
-    for status in found:
+    for status in statuses:
         if status["state"] not in ("ok", "private"):
             raise Failure(f"{status['mountpoint']}: {status['error']}")
         for device in status["devices"]:
             if device.get("health") not in ("good", None):
                 raise Failure(f"{status['mountpoint']}: {device['name']}: {device['health']}")
-    return ", ".join(printable(f"{status['mountpoint']} {_state(status)}") for status in found)
+    return ", ".join(printable(f"{status['mountpoint']} {_state(status)}") for status in statuses)
 
 
 def _state(status: dict[str, Any]) -> str:

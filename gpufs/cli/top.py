@@ -131,7 +131,7 @@ def _show(window: curses.window, lines: Sequence[str]) -> None:
 
 
 def _readings(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float) -> list[Reading]:
-    """A reading of each mount, at most ``timeout`` seconds later. ``show`` draws one."""
+    """Return a reading of each mount, at most ``timeout`` seconds later. ``show`` draws one."""
     questions = [functools.partial(_activity_of, entry) for entry in entries]
     answers = _answers.ask(questions, lambda answer: show(_reading("", answer)), timeout)
     return [_reading(entry.mountpoint, answer) for entry, answer in zip(entries, answers, strict=True)]
@@ -163,17 +163,17 @@ def _reading(mountpoint: str, answer: Any) -> Reading:
 
 
 def _file_key(file: dict[str, Any], flow: str) -> Key:
-    """The key in Reading.moved of a file's bytes in one direction."""
+    """Return the key in Reading.moved of a file's bytes in one direction."""
     return ("file", file["inode"], flow)
 
 
 def _copy_key(copy: dict[str, Any]) -> Key:
-    """The key in Reading.moved of a copy."""
+    """Return the key in Reading.moved of a copy."""
     return ("copy", copy["pid"], copy["since"], copy["source"], copy["destination"])
 
 
 def _rate(now: Reading, before: Reading | None, key: Key) -> float | None:
-    """Bytes a second between two readings of a mount; None if one of them does not have the key."""
+    """Return bytes a second between two readings of a mount; None if one of them does not have the key."""
     if before is None or key not in before.moved or key not in now.moved:
         return None
     return max(now.moved[key] - before.moved[key], 0) / max(now.at - before.at, 1e-3)
@@ -185,7 +185,7 @@ _Pairs = Sequence[tuple[Reading, Reading | None]]
 
 
 def _picture(now: Sequence[Reading], before: Sequence[Reading]) -> list[str]:
-    """The lines of the picture of the mounts; rates are between the two readings."""
+    """Return the lines of the picture of the mounts; rates are between the two readings."""
     earlier = {reading.mountpoint: reading for reading in before}
     pairs = [(reading, earlier.get(reading.mountpoint)) for reading in now]
     sections = [
@@ -257,7 +257,7 @@ def _copies(pairs: _Pairs) -> list[tuple[str, ...]]:
 
 
 def _files(pairs: _Pairs) -> list[tuple[str, ...]]:
-    """Those that have been read or written between the readings, the busiest first."""
+    """Return those that have been read or written between the readings, the busiest first."""
     rows: list[tuple[float, tuple[str, ...]]] = []
     for now, before in pairs:
         for file in now.activity["files"]:

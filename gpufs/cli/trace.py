@@ -115,7 +115,7 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
 
 @contextlib.contextmanager
 def _opened(output: str) -> Iterator[IO[str]]:
-    """The output file. Failure, which names it, if it cannot be written."""
+    """Open the output file. Failure, which names it, if it cannot be written."""
     if output == "-":
         yield sys.stdout
         return
@@ -149,7 +149,7 @@ def _refused(mountpoint: str, error: OSError) -> Failure:
 
 
 def _record(source: int, records: IO[bytes], duration: float | None, interrupted: threading.Event) -> OSError | None:
-    """Records until the time is over or the user interrupts; returns the error if the mount ended first."""
+    """Record until the time is over or the user interrupts; return the error if the mount ended first."""
     end = math.inf if duration is None else time.monotonic() + duration
     last_reads = _LAST_READS
     while last_reads > 0:
@@ -201,7 +201,7 @@ class Converter:
         sink.write(json.dumps({"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": "gpufs"}}))
 
     def feed(self, data: bytes) -> None:
-        """Converts the next part of the stream, which may be cut anywhere."""
+        """Convert the next part of the stream, which may be cut anywhere."""
         data = self._rest + data
         place = 0
         while len(data) - place >= _RECORD.size:
@@ -216,7 +216,7 @@ class Converter:
         self._rest = data[place:]
 
     def end(self) -> None:
-        """Writes the tail of the file."""
+        """Write the tail of the file."""
         facts = {**self._facts, "lost_records": self.lost}
         self._sink.write(f'\n],\n"otherData": {json.dumps(facts)}}}\n')
 
@@ -259,7 +259,7 @@ class Converter:
             self.spans += 1
 
     def _lane(self, device: int, thread: int, lane: int) -> tuple[int, int]:
-        """The track for what a device does for one slot of a thread."""
+        """Return the track for what a device does for one slot of a thread."""
         process = _PROCESS + 1 + device
         track = thread * _LANES + lane
         if (process, 0) not in self._tracks:
@@ -271,7 +271,7 @@ class Converter:
         return process, track
 
     def _time(self, nanoseconds: int) -> float:
-        """Microseconds since the first span; negative for what began before it."""
+        """Return microseconds since the first span; negative for what began before it."""
         if self._epoch is None:
             self._epoch = nanoseconds
         return (nanoseconds - self._epoch) / 1000

@@ -33,11 +33,11 @@ __all__ = [
 
 
 def io_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs of transfers by the names that :func:`gpufs.engine.io_configure` has for them."""
+    """Return the knobs of transfers by the names that :func:`gpufs.engine.io_configure` has for them."""
     return {name.removeprefix("io_"): values[name] for name in BY_NAME if name.startswith("io_")}
 
 
 def hip_memory(values: Mapping[str, Any]) -> Any:
-    """The engine's ``hip_memory``. If it is auto, ``io_fastpath`` decides before the kernel's abilities do."""
+    """Return the engine's ``hip_memory``. If it is auto, ``io_fastpath`` decides before the kernel's abilities do."""
     wanted = {"off": "virtual", "require": "plain"}.get(values["io_fastpath"], "auto")
     return wanted if values["hip_memory"] == "auto" else values["hip_memory"]

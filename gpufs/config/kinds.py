@@ -24,11 +24,11 @@ class Kind:
     join: Callable[[Sequence[str]], str] | None = None  # makes one text of a list, where lists are allowed
 
     def coerce(self, value: object) -> Any:
-        """The value for a text, or for what a program or a TOML file gives instead. ValueError if it is not allowed."""
+        """Return the value for a text, or what a program or a TOML file gives. ValueError if it is not allowed."""
         return self.parse(self.text_of(value))
 
     def text_of(self, value: object) -> str:
-        """The text for a value of Python's types. ValueError for types that no kind has."""
+        """Return the text for a value of Python's types. ValueError for types that no kind has."""
         if isinstance(value, (str, os.PathLike)):
             return os.fsdecode(value)
         if isinstance(value, bool):
@@ -47,7 +47,7 @@ def _is_word(value: object) -> bool:
 
 
 def size_text(size: int) -> str:
-    """A size in bytes as the shortest exact text that a size knob reads, for example "512M"."""
+    """Return a size in bytes as the shortest exact text that a size knob reads, for example "512M"."""
     for unit in ("T", "G", "M", "K"):
         if size and size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"
@@ -55,7 +55,7 @@ def size_text(size: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
+    """Return the bytes in "4096", "512M", "1.5G", "4GiB"; K to T are powers of 1024. ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if not match:
         raise ValueError(text)
@@ -66,7 +66,7 @@ def parse_size(text: str) -> int:
 
 
 def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False) -> Kind:
-    """A size in bytes within these bounds."""
+    """Return the kind of a size in bytes within these bounds."""
 
     def parse(text: str) -> int:
         value = parse_size(text)
@@ -83,12 +83,12 @@ def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False
 
 
 def duration_text(seconds: float) -> str:
-    """A time as the text that a duration knob reads, for example "100us"."""
+    """Return a time as the text that a duration knob reads, for example "100us"."""
     return f"{seconds * 1e6:g}us" if 0 < seconds < 1e-3 else f"{seconds:g}s"
 
 
 def integer(least: int, most: int) -> Kind:
-    """A whole number within these bounds."""
+    """Return the kind of a whole number within these bounds."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"\d+", text.strip(), re.ASCII) or not least <= int(text) <= most:
@@ -99,7 +99,7 @@ def integer(least: int, most: int) -> Kind:
 
 
 def flags(bits: int) -> Kind:
-    """A number of so many bits."""
+    """Return the kind of a number of ``bits`` bits."""
 
     def parse(text: str) -> int:
         value = int(text, 0)
@@ -111,7 +111,7 @@ def flags(bits: int) -> Kind:
 
 
 def duration(least: float, most: float) -> Kind:
-    """A time in seconds within these bounds."""
+    """Return the kind of a time in seconds within these bounds."""
 
     factors = {"": 1.0, "us": 1e-6, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -125,7 +125,7 @@ def duration(least: float, most: float) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """One of these words."""
+    """Return the kind of one of these words."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -153,7 +153,7 @@ def _parse_path(text: str) -> str:
 
 
 def join_backings(words: Sequence[str]) -> str:
-    """Joins several directories to show, each NAME=DIR or NAME=DIR:ro, to one setting; DIR may contain anything."""
+    """Join several directories to show, each NAME=DIR or NAME=DIR:ro, to one setting; DIR may contain anything."""
     return ",".join(word.replace("\\", "\\\\").replace(",", "\\,") for word in words)
 
 

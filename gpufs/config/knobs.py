@@ -43,7 +43,7 @@ class Knob:
         return "GPUFS_" + self.name.upper()
 
     def coerce(self, value: object, origin: str) -> Any:
-        """The value for a text or what a program or a file gives instead.
+        """Return the value for a text or what a program or a file gives instead.
 
         ConfigError names the knob, the origin and what is allowed.
         """
@@ -58,7 +58,7 @@ class Knob:
             raise ConfigError(f"{self.name}: {shown} ({origin}) is not allowed: {self.kind.allowed}") from None
 
     def describe_default(self) -> str:
-        """The default, for people."""
+        """Return the default, for people."""
         if self.default_text:
             return self.default_text
         if self.kind.metavar == "SIZE":

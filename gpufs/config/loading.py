@@ -33,7 +33,7 @@ class Settings:
 
 
 def user_file(environ: Mapping[str, str]) -> Path | None:
-    """The calling user's configuration file; None if there is none, or if it or that directory is another user's.
+    """Return the calling user's configuration file; None if it is missing, or it or its directory is another user's.
 
     With sudo, HOME may be another user's: files there must not configure what root does.
     """
@@ -49,7 +49,7 @@ def user_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def _read_file(path: Path, required: bool) -> dict[str, Any]:
-    """The values by knob in a TOML file, unchecked; empty if a file that is not required does not exist."""
+    """Return the values by knob in a TOML file, unchecked; empty if a file that is not required does not exist."""
     import tomllib  # most starts have no file to read
 
     try:
@@ -77,15 +77,15 @@ def load(
     config_file: str | None = None,
     *,
     system_file: Path = SYSTEM_FILE,
-    name_of: Callable[[Knob], str] = lambda knob: knob.option,
+    origin_of: Callable[[Knob], str] = lambda knob: knob.option,
 ) -> Settings:
-    """The settings from the ``arguments`` of a command line or a program (None: not given), the environment and files.
+    """Load the settings from ``arguments`` of a command line or a program (None: not given), environment and files.
 
-    ``name_of`` is how messages name an argument, by default as the option of the command line.
+    ``origin_of`` is how messages name an argument, by default as the option of the command line.
     ConfigError for a value that is not allowed, in whatever place, and for a file that cannot be read.
     """
     layers: list[tuple[Callable[[Knob], str], Mapping[str, object]]] = []
-    layers.append((name_of, {name: value for name, value in arguments.items() if value is not None}))
+    layers.append((origin_of, {name: value for name, value in arguments.items() if value is not None}))
     layers.append((lambda knob: knob.variable, {k.name: environ[k.variable] for k in KNOBS if k.variable in environ}))
     named = config_file or environ.get(CONFIG_VARIABLE)
     files = [Path(named)] if named else [file for file in (user_file(environ), system_file) if file]
@@ -106,7 +106,7 @@ def load(
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each variable of the environment that looks like a knob's and is none, with what was perhaps meant."""
+    """Return a line for each unknown variable of the environment that begins as a knob's does, with a suggestion."""
     known = [CONFIG_VARIABLE, *(knob.variable for knob in (*KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT))]
     return [
         f"the environment variable {name} is unknown and has no effect{suggestion(name, known)}"
@@ -116,7 +116,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a wrong word: which of the known ones is meant, if one is close."""
+    """Return the end of a message about a wrong word: which of the known ones is meant, if one is close."""
     import difflib  # for messages alone
 
     near = difflib.get_close_matches(word, known, 1)
@@ -124,7 +124,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _check_together(settings: Settings) -> None:
-    """ConfigError for values that are allowed alone but not together."""
+    """Raise ConfigError for values that are allowed alone but not together."""
     origins = settings.origins
     chunk, pinned = settings["io_chunk_bytes"], settings["io_pinned_bytes"]
     if pinned < chunk:

@@ -24,7 +24,7 @@ class Memory:
 
 
 def numbers(path: Path) -> dict[str, int]:
-    """The numbers in a file of the kernel by the word before them, "" where a number is alone."""
+    """Return the numbers in a file of the kernel by the word before them, "" where a number is alone."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -64,7 +64,7 @@ def is_memory_limited(root: Path = Path("/")) -> bool:
 
 
 def memory_of_machine(root: Path = Path("/")) -> Memory:
-    """This machine's memory. ``root`` contains /proc and /sys."""
+    """Return this machine's memory. ``root`` contains /proc and /sys."""
     fields = numbers(root / "proc/meminfo")
     total, available = fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024
     for limit, left in _cgroup_limits(root):
@@ -74,12 +74,12 @@ def memory_of_machine(root: Path = Path("/")) -> Memory:
 
 
 def metadata_memory(metadata: int | None) -> int:
-    """Bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
+    """Return bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
     return metadata or max(memory_of_machine().total_bytes // 16, _LEAST_METADATA)
 
 
 def host_devices(devices: int | Sequence[str]) -> int:
-    """How many devices the host driver simulates. ConfigError if particular GPUs are asked for."""
+    """Return how many devices the host driver simulates. ConfigError if particular GPUs are asked for."""
     if not isinstance(devices, int):
         raise ConfigError(
             f"devices: {','.join(devices)} names GPUs, but the host driver simulates devices: give their number"
@@ -88,13 +88,13 @@ def host_devices(devices: int | Sequence[str]) -> int:
 
 
 def check_host(values: Mapping[str, Any]) -> None:
-    """ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
+    """Raise ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
     if values["driver"] == HOST:
         host_memory(values["memory"], host_devices(values["devices"]))
 
 
 def host_memory(memory: int | None, count: int) -> int:
-    """Bytes for each of ``count`` simulated devices; ``memory`` is the user's choice, if any.
+    """Return bytes for each of ``count`` simulated devices; ``memory`` is the user's choice, if any.
 
     The default is half of the available memory divided by the devices, in whole granules. ConfigError if the sum is
     more than this machine or container has, or if too little is available for the default.

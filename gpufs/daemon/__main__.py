@@ -46,14 +46,14 @@ def _is_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _raise_plainly(failures: BaseExceptionGroup[BaseException]) -> None:
-    """Raises what the user gets one line about, if that is among the failures: no start, or no memory."""
+def _reraise_simplified(failures: BaseExceptionGroup[BaseException]) -> None:
+    """Raise the one failure that the user gets a line about, if it is among these: no start, or no memory."""
     if failures.split(StartFailure)[0] is not None:
-        found: BaseException = failures
-        while isinstance(found, BaseExceptionGroup):
-            found = next(iter((found.subgroup(StartFailure) or found).exceptions))
-        raise found from None
-    if failures.subgroup(lambda one: isinstance(one, MemoryError) or getattr(one, "errno", 0) == errno.ENOMEM):
+        failure: BaseException = failures
+        while isinstance(failure, BaseExceptionGroup):
+            failure = next(iter((failure.subgroup(StartFailure) or failure).exceptions))
+        raise failure from None
+    if failures.subgroup(lambda each: isinstance(each, MemoryError) or getattr(each, "errno", 0) == errno.ENOMEM):
         raise MemoryError from None
 
 
@@ -141,7 +141,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             if survives and serving.answers and mount.obstacle() is None:
                 log.critical("the daemon has failed: another one takes over", exc_info=True)
                 _die()
-            _raise_plainly(failures)
+            _reraise_simplified(failures)
             raise
         finally:
             if _is_readable(mount.ended_fd):
@@ -199,7 +199,7 @@ def _guard(request: MountRequest, identity: str) -> list[str]:
 
 
 def _watch(process: int | None, parts: ExitStack) -> int:
-    """A descriptor that becomes readable when the process ends; -1 without one."""
+    """Return a descriptor that becomes readable when the process ends; -1 without one."""
     if process is None:
         return -1
     try:
@@ -211,7 +211,7 @@ def _watch(process: int | None, parts: ExitStack) -> int:
 
 
 def _note_signals() -> list[int]:
-    """Blocks the signals that end the mount. The list gets those that arrive all the same.
+    """Block the signals that end the mount. The list gets those that arrive all the same.
 
     A vendor library's threads may receive them. And while the mount ends, another signal must not end the process
     before everything is taken apart.
@@ -225,7 +225,7 @@ def _note_signals() -> list[int]:
 
 @contextmanager
 def _start_failures() -> Iterator[None]:
-    """Turns an engine's failure into one line for the user."""
+    """Turn an engine's failure into one line for the user."""
     try:
         yield
     except engine.EngineError as failure:
@@ -233,7 +233,7 @@ def _start_failures() -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The entry point; returns the exit code."""
+    """Serve the mount of the command line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="gpufs.daemon")
     parser.add_argument("--answer-fd", type=int)
     parser.add_argument("--journal-fd", type=int, default=-1)
@@ -282,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(answer: Answer, code: int, message: str) -> None:
-    """Reports to the launcher, or to the user if it runs in the foreground, why there is no mount."""
+    """Report to the launcher, or to the user if it runs in the foreground, why there is no mount."""
     try:
         if not answer.give({"error": code, "message": message}):
             print(f"gpufs: {message}", file=sys.stderr)

@@ -88,13 +88,13 @@ def _with_present_names(leases: Sequence[dict[str, Any]], mount: engine.Mount, m
     former = {path: mount.find(os.fsencode(path.removeprefix(prefix))) for path in paths if path.startswith(prefix)}
     moved = {lease["inode"] for lease in leases if former.get(lease["path"]) != lease["inode"]}
     names = {ino: path for ino in moved if (path := mount.path(ino)) is not None}
-    found = []
+    named = []
     for lease in leases:
         ino = lease["inode"]
         if ino not in moved:
-            found.append({**lease, "state": "present"})
+            named.append({**lease, "state": "present"})
         elif ino in names:
-            found.append({**lease, "path": prefix + os.fsdecode(names[ino]), "state": "present"})
+            named.append({**lease, "path": prefix + os.fsdecode(names[ino]), "state": "present"})
         else:
-            found.append({**lease, "state": "replaced" if former.get(lease["path"]) else "removed"})
-    return found
+            named.append({**lease, "state": "replaced" if former.get(lease["path"]) else "removed"})
+    return named

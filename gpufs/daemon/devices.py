@@ -14,7 +14,7 @@ _GIB: Final = float(1 << 30)
 
 
 def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, list[str]]:
-    """The engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
+    """Return the engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
 
     The driver ``auto`` takes host memory only if the machine has no GPU and none is asked for by name.
     """
@@ -63,7 +63,7 @@ def _open(driver: str, values: dict[str, Any], statistics_path: str) -> engine.E
 
 
 def _refuse_host_memory(devices: int | list[str], reasons: dict[str, engine.EngineError]) -> None:
-    """StartFailure if the user has a GPU or asks for one, and so does not expect host memory."""
+    """Raise StartFailure if the user has a GPU or asks for one, and so does not expect host memory."""
     if wrong := [reason for reason in reasons.values() if reason.errno == errno.ENXIO]:
         raise StartFailure(errno.ENXIO, "; ".join(map(_text, wrong)))
     paths = {name: driver.kernel_device for name, driver in DRIVERS.items() if driver.kernel_device}
@@ -71,7 +71,7 @@ def _refuse_host_memory(devices: int | list[str], reasons: dict[str, engine.Engi
     if present:
         what = f"this machine has a GPU ({', '.join(present.values())}) that cannot be used: "
     elif not isinstance(devices, int):
-        what = f"the GPUs {','.join(devices)} are asked for, but there is none: "
+        what = f"the GPUs {','.join(devices)} are asked for, but this machine has no GPU: "
     else:
         return
     texts = [_text(reason) for driver, reason in reasons.items() if driver in present or not present]

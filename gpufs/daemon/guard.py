@@ -10,7 +10,7 @@ import sys
 
 
 def _log(log_file: str, text: str) -> None:
-    """Writes a line to the mount's log, or to the system's log if the mount has none."""
+    """Write a line to the mount's log, or to the system's log if the mount has none."""
     import time
 
     from gpufs.daemon.log_file import open_log_file

@@ -140,7 +140,7 @@ class Serving:
             self.service = None
 
     def started(self, value: Service | None = None) -> None:
-        """The service calls it when clients can connect."""
+        """Take the service, once clients can connect; trio calls it for ``task_status``."""
         self.service = value
 
     async def _answer_launcher(self) -> None:
@@ -152,9 +152,9 @@ class Serving:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
         # After INIT, which sets it too.
-        await threads.run(
-            functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
-        )
+        read_ahead = self.request.config["read_ahead"]
+        with suppress(threads.NoThreadError):  # the mount is useful without it
+            await threads.run(functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
         if not self.request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -216,7 +216,7 @@ class Serving:
             await threads.run(self.mount.hold_again)
 
     async def _publish_statistics(self) -> None:
-        """Writes the gauges to the counters' file."""
+        """Write the gauges to the counters' file."""
         self.mount.engine.statistics_publish()
 
     def _heap_trimmer(self, operations: Operations) -> Callable[[], Awaitable[None]]:
@@ -234,7 +234,7 @@ class Serving:
         return trim
 
     async def _feed_watchdog(self) -> None:
-        """Reports to the service manager that the control plane runs."""
+        """Report to the service manager that the control plane runs."""
         await self._manager.notify("WATCHDOG=1")
 
     async def _watch_signals(self) -> None:
@@ -252,7 +252,7 @@ class Serving:
         await self._end("the program that mounted has ended")
 
     async def _end(self, why: str) -> None:
-        """Cancels running copies, unmounts, and ends the loop that answers requests."""
+        """Cancel running copies, unmount, and end the loop that answers requests."""
         log.info("%s: the mount ends", why)
         await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {printable(self.request.mountpoint)}")
         self._copies.cancel()
@@ -263,7 +263,7 @@ class Serving:
         self._stop_serving()
 
     async def _watch_flags(self) -> None:
-        """Follows a remount, which may change which reads set access times. Returns at the next change of any mount."""
+        """Follow a remount, which may change which reads set access times. Return at the next change of any mount."""
         with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - never waits
             changes = select.poll()
             changes.register(mountinfo, select.POLLPRI)
@@ -281,13 +281,13 @@ class Serving:
         self._stop_serving()
 
     def _stop_serving(self) -> None:
-        """Ends the loop that answers requests once those in progress are answered, or soon."""
+        """End the loop that answers requests once those in progress are answered, or soon."""
         self._connection.stop()
         self._requests.deadline = min(self._requests.deadline, trio.current_time() + _REQUESTS_GRACE)
 
 
 def _print_notes(notes: list[str]) -> None:
-    """Runs on a thread, because standard error may block; uses write(2), so that no lock delays the exit."""
+    """Print the notes: on a thread because standard error may block, by write(2) so that no lock delays the exit."""
     with suppress(OSError):
         os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
 

@@ -26,17 +26,17 @@ class StartFailure(Exception):
 
     @classmethod
     def of(cls, failure: OSError, prefix: str = "") -> "StartFailure":
-        """The failure that an OSError describes."""
+        """Return the failure that an OSError describes."""
         return cls(failure.errno or errno.EIO, prefix + (failure.strerror or str(failure)))
 
 
 def is_journal(fd: int) -> bool:
-    """Whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
+    """Return whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
     try:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
     except OSError:
         return False
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class MountRequest:
         return bool(self.config["foreground"])
 
     def encode(self) -> bytes:
-        """The JSON object."""
+        """Return the JSON object."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -77,7 +77,7 @@ class Answer:
         self._fd = fd
 
     def give(self, fields: dict[str, Any]) -> bool:
-        """Returns False if no launcher waits for it (any more). OSError if the launcher has gone."""
+        """Return False if no launcher waits for it (any more). OSError if the launcher has gone."""
         if self._fd is None:
             return False
         fd, self._fd = self._fd, None

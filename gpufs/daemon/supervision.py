@@ -25,7 +25,7 @@ class ServiceManager:
         self.watchdog_seconds = int(interval) / 1e6 if interval.isdecimal() and for_us else 0.0
 
     async def notify(self, text: str) -> None:
-        """Sends assignments, one a line: "READY=1", "STOPPING=1"; "WATCHDOG=1" every ``watchdog_seconds`` if not 0.
+        """Send assignments, one a line: "READY=1", "STOPPING=1"; "WATCHDOG=1" every ``watchdog_seconds`` if not 0.
 
         Raises nothing: a failure is logged.
         """

@@ -82,7 +82,7 @@ class BackingFile(HostFile):
         path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
         mode: Literal["r", "r+", "w"] = "r",
     ) -> Self:
-        """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
+        """Open a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
 
         Raises OSError like os.open(), and EngineError like the constructor.
         """
@@ -113,7 +113,7 @@ class BackingFile(HostFile):
     def read(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> int:
-        """Reads from the file into device memory and waits for the end.
+        """Read from the file into device memory and wait for the end.
 
         An exception that arrives during the wait (KeyboardInterrupt) cancels the read.
 
@@ -146,7 +146,7 @@ class BackingFile(HostFile):
     def write(
         self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
     ) -> int:
-        """Writes device memory to the file and waits; returns the bytes written. Otherwise like :meth:`read`.
+        """Write device memory to the file and wait; return the bytes written. Otherwise like :meth:`read`.
 
         The bytes are durable only with ``sync="data"`` or ``sync="full"``.
         """
@@ -163,7 +163,7 @@ class BackingFile(HostFile):
         stream: Stream | StreamLike | None = None,
         **options: Any,
     ) -> OperationFuture:
-        """Queues a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
+        """Queue a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
 
         Numbers may be late, ``options`` are those of :class:`Operation`. Without a stream the read starts at once.
 
@@ -187,5 +187,5 @@ class BackingFile(HostFile):
         stream: Stream | StreamLike | None = None,
         **options: Any,
     ) -> OperationFuture:
-        """Queues a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
+        """Queue a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
         return start(Operation("store", self, memory, size, file_offset, buffer_offset, stream=stream, **options))

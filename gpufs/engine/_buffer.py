@@ -180,8 +180,8 @@ class Buffer(Handle):
         """What is known about the buffer now."""
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
-        room = None if info.room_bytes == _NO_LIMIT else info.room_bytes
-        return BufferInfo(info.size, info.held_bytes, room, info.device)
+        limit = None if info.room_bytes == _NO_LIMIT else info.room_bytes
+        return BufferInfo(info.size, info.held_bytes, limit, info.device)
 
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Copy into host memory. Holes read as zeros.
@@ -313,9 +313,9 @@ class Buffer(Handle):
         EngineError
             ENXIO if ``offset`` is past the end, or no data follows it.
         """
-        found = ffi.new("uint64_t *")
-        check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
-        return int(found[0])
+        position = ffi.new("uint64_t *")
+        check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), position))
+        return int(position[0])
 
 
 class Lease(Handle):
@@ -403,11 +403,11 @@ class Lease(Handle):
             while True:
                 capacity = _AT_ONCE if most is None else min(_AT_ONCE, unsigned("most", most) - len(pieces))
                 check(lib.gpufs_lease_pieces(self._handle, unsigned("start", start), memory, capacity, count))
-                found = [SharedPiece(piece.offset, piece.bytes, piece.fd) for piece in memory[0 : count[0]]]
-                pieces += found
-                if len(found) < capacity or len(pieces) == most:
+                part = [SharedPiece(piece.offset, piece.bytes, piece.fd) for piece in memory[0 : count[0]]]
+                pieces += part
+                if len(part) < capacity or len(pieces) == most:
                     return pieces
-                start = found[-1].offset + found[-1].bytes
+                start = part[-1].offset + part[-1].bytes
         except BaseException:
             for piece in pieces:
                 os.close(piece.fd)

@@ -264,12 +264,12 @@ class Engine(Handle):
 
     def io_statistics(self) -> dict[str, Any]:
         """Return the counters of transfers: which path moved how much, and what the fastpath refused."""
-        found = statistics.parse(self.statistics_read())
-        gauges = found["gauges"]
+        counters = statistics.parse(self.statistics_read())
+        gauges = counters["gauges"]
         return {
             "active": gauges["transfers_active"],
             "devices": [
-                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in found["devices"]
+                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in counters["devices"]
             ],
             "bounce_pool": {
                 name.removeprefix("bounce_"): value for name, value in gauges.items() if name.startswith("bounce_")
@@ -278,7 +278,7 @@ class Engine(Handle):
 
 
 def _transfers(device: dict[str, Any], flow: str) -> dict[str, Any]:
-    """The transfers of a device in one direction."""
+    """Return the transfers of a device in one direction."""
     backends = {name: counts[flow] for name, counts in device["backends"].items()}
     details = device["transfers"][flow]
     moved = {path: {name: backends[path][name] for name in ("bytes", "operations", "errors")} for path in _PATHS}
@@ -304,7 +304,7 @@ def io_configure(
     file_systems: str = "",
     fastpath_min_bytes: int = 0,
 ) -> None:
-    """Sets the options of an engine's transfers, before its first transfer, mount or statistics.
+    """Set the options of an engine's transfers, before its first transfer, mount or statistics.
 
     Parameters
     ----------
@@ -410,10 +410,10 @@ class Trace:
         """
         if not self._open:
             return b""
-        room = ffi.new("char[]", unsigned("size", size))
+        space = ffi.new("char[]", unsigned("size", size))
         count = ffi.new("uint64_t *")
-        check(lib.gpufs_trace_read(room, size, count))
-        data: bytes = ffi.buffer(room, count[0])[:]
+        check(lib.gpufs_trace_read(space, size, count))
+        data: bytes = ffi.buffer(space, count[0])[:]
         return data
 
     def close(self) -> None:

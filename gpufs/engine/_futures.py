@@ -19,9 +19,9 @@ from gpufs.engine._operations import Operation, OperationQueue
 from gpufs.engine._transfer import error_of
 
 _THREAD_STAYS: Final = 1.0  # seconds, when there is nothing to collect
-_EXIT_PATIENCE: Final = 1.0  # seconds that the exit waits for a callback
+_EXIT_SECONDS: Final = 1.0  # seconds that the exit waits for a callback
 # How long a task that was cancelled waits until its memory is no longer in use: seconds.
-_MEMORY_PATIENCE: Final = 10.0
+_MEMORY_SECONDS: Final = 10.0
 
 
 class OperationFuture(Future[int]):
@@ -88,14 +88,14 @@ class OperationFuture(Future[int]):
             await over.wait()
         except (trio.Cancelled, KeyboardInterrupt) as stopped:
             self.cancel()
-            with trio.CancelScope(deadline=trio.current_time() + _MEMORY_PATIENCE, shield=True):
+            with trio.CancelScope(deadline=trio.current_time() + _MEMORY_SECONDS, shield=True):
                 await over.wait()  # until the memory is free
             if isinstance(stopped, KeyboardInterrupt) or not self.done() or self.cancelled():
                 raise
         return self.result()
 
     def _over(self, outcome: int | Exception | None) -> None:
-        """The operation has ended with this; None: it was cancelled."""
+        """Set the outcome with which the operation has ended; None: it was cancelled."""
         try:
             if outcome is None:
                 super().cancel()
@@ -128,7 +128,7 @@ def watch_the_exit() -> None:
 
 def _end() -> None:
     _ending.set()
-    if _calling[0].acquire(timeout=_EXIT_PATIENCE):
+    if _calling[0].acquire(timeout=_EXIT_SECONDS):
         _calling[0].release()
 
 

@@ -66,9 +66,9 @@ class HostLock(Handle):
         elif size is not None:
             raise TypeError("only an address has a size")
         else:
-            found = host_memory(memory, writable=read_only is False)
-            readable_only = found.read_only if read_only is None else read_only
-            host = ArrayMemory(found.address, found.bytes, readable_only, found.keep)
+            array = host_memory(memory, writable=read_only is False)
+            readable_only = array.read_only if read_only is None else read_only
+            host = ArrayMemory(array.address, array.bytes, readable_only, array.keep)
         try:
             check(lib.gpufs_host_lock(engine._handle, ffi.cast("void *", host.address), host.bytes, host.read_only))
         except BaseException:
@@ -123,7 +123,7 @@ class HostLock(Handle):
         return info
 
     def unlock(self) -> None:
-        """Unlocks it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
+        """Unlock it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
         # Of several threads one alone gets it: the range may be locked by others, whose lock must not be undone.
         if self._finalizer.detach() is None:
             raise EngineError(
@@ -139,7 +139,7 @@ class HostLock(Handle):
         check(status)
 
     def close(self) -> None:
-        """Unlocks it. A second call does nothing, nor does one after the engine was closed or in a forked child."""
+        """Unlock it. A second call does nothing, nor does one after the engine was closed or in a forked child."""
         try:
             self.unlock()
         except EngineError as error:

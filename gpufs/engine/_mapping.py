@@ -184,7 +184,7 @@ class AddressPool(Handle):
         check(lib.gpufs_pool_enter(outer))
 
     def usage(self) -> tuple[int, int]:
-        """The bytes that are allocated, and those of the largest free range."""
+        """Return the bytes that are allocated, and those of the largest free range."""
         used, largest = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.gpufs_pool_usage(self._handle, used, largest))
         return int(used[0]), int(largest[0])

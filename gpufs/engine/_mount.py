@@ -189,11 +189,11 @@ class Mount(Handle):
         return None
 
     def start(self) -> None:
-        """Starts the threads; after the descriptor is mounted and before requests are answered."""
+        """Start the threads; after the descriptor is mounted and before requests are answered."""
         check(lib.gpufs_mount_start(self._handle))
 
     def read_ahead(self, directory: str, piece: int) -> None:
-        """Reads ahead of programs that go through mappings from front to back; once.
+        """Read ahead of programs that go through mappings from front to back; once.
 
         ``directory`` is where the mount is, which must answer already. ``piece``: bytes to ask the kernel for at a
         time, at most what it reads ahead on this mount. PermissionError without the right to open files by their
@@ -209,17 +209,17 @@ class Mount(Handle):
         return int(fd[0])
 
     def statistics(self) -> dict[str, Any]:
-        """The data plane's counters."""
+        """Return the data plane's counters."""
         return json_of(lib.gpufs_mount_statistics, self._handle)
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
-        """(inode, bytes read, bytes written) of the files with the most bytes moved since the last call, these first.
+        """Return (inode, bytes read, bytes written) of the files that moved most bytes since the last call, sorted.
 
         The bytes count from the creation of the file. Files whose bytes were never moved are left out.
         """
         files, count = ffi.new("gpufs_file_activity[]", most), ffi.new("uint64_t *", most)
         check(lib.gpufs_mount_busiest(self._handle, files, count))
-        return [(one.ino, one.bytes_read, one.bytes_written) for one in files[0 : count[0]]]
+        return [(file.ino, file.bytes_read, file.bytes_written) for file in files[0 : count[0]]]
 
     def files(self, device: int) -> int:
         """Return how many regular files a device has, those without a name included."""
@@ -228,11 +228,11 @@ class Mount(Handle):
         return int(count[0])
 
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
-        """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""
+        """Set which reads change access times: RELATIME, STRICTATIME, NOATIME; ``not_directories``: nodiratime too."""
         check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))
 
     def limit_user(self, device: int, uid: int, limit: int) -> None:
-        """Limits the memory of a user's files on a device, in bytes: more fails with EDQUOT.
+        """Limit the memory of a user's files on a device, in bytes: more fails with EDQUOT.
 
         NO_LIMIT: nothing fails. DEFAULT_LIMIT: ``user_bytes`` applies again.
         """
@@ -246,11 +246,11 @@ class Mount(Handle):
         check(lib.gpufs_quota_directory(self._handle, ino, limit))
 
     def charge_buffer(self, buffer: Buffer, uid: int) -> None:
-        """Counts the memory of a buffer without a file as memory of a user's files on its device."""
+        """Count the memory of a buffer without a file as memory of a user's files on its device."""
         check(lib.gpufs_quota_buffer(self._handle, buffer._handle, uid))
 
     def quotas(self) -> dict[str, dict[str, dict[str, int]]]:
-        """What is used and allowed: "users" by "device:uid" and "directories" by inode.
+        """Return what is used and allowed: "users" by "device:uid" and "directories" by inode.
 
         Each has ``used_bytes``, and ``limit_bytes`` if there is a limit. Users who use nothing and have no limit are
         left out.
@@ -311,20 +311,20 @@ class Mount(Handle):
         check(lib.gpufs_inode_release(self._handle, ino))
 
     def inode_get(self, ino: int) -> Attributes:
-        """The attributes of an inode as they are now. EngineError ENOENT if unknown."""
+        """Return the attributes of an inode as they are now. EngineError ENOENT if unknown."""
         attributes = ffi.new(_ATTRIBUTES)
         check(lib.gpufs_inode_get(self._handle, ino, attributes))
         return Attributes(*_VALUES(attributes))
 
     def inode_written(self, ino: int) -> None:
-        """Sets the times and clears set-id bits after a change by other means, for example by a transfer.
+        """Set the times and clear set-id bits after a change by other means, for example by a transfer.
 
         Queues a notification of the kernel. EngineError ENOENT if unknown.
         """
         check(lib.gpufs_inode_written(self._handle, ino))
 
     def backing_file_open(self, fd: int) -> int:
-        """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
+        """Open a file of the host below backing/ by a descriptor, which the caller keeps.
 
         The result is the reply's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
@@ -334,11 +334,11 @@ class Mount(Handle):
         return int(fh[0])
 
     def file_release(self, fh: int) -> None:
-        """The answer to RELEASE. EngineError EBADF for an unknown file handle."""
+        """Close a file for RELEASE. EngineError EBADF for an unknown file handle."""
         check(lib.gpufs_file_release(self._handle, fh))
 
     def buffer(self, ino: int) -> Buffer:
-        """The buffer of a regular file, which lives at least as long as the result is open.
+        """Return the buffer of a regular file, which lives at least as long as the result is open.
 
         EngineError ENOENT if unknown, EISDIR or EINVAL without a buffer.
         """
@@ -358,7 +358,7 @@ class Mount(Handle):
         handle: bytes = b"",
         pieces: Sequence[SharedPiece] = (),
     ) -> None:
-        """Makes memory of another program the contents of a file, whose size is fixed then.
+        """Make memory of another program the contents of a file, whose size is fixed then.
 
         ``fd``: of the memory for "file", -1 otherwise; ``handle``: for "ipc"; ``pieces``: all the physical memory, for
         "descriptor". Descriptors stay the caller's. ``offset`` and ``size`` in bytes. On return the kernel knows the
@@ -381,10 +381,10 @@ class Mount(Handle):
         )
         check(lib.gpufs_inode_register(self._handle, ino, memory))
 
-    def inode_revoke(self, ino: int, patience: float) -> None:
-        """Withdraws that memory: all calls on the file fail with ESTALE from now on.
+    def inode_revoke(self, ino: int, timeout: float) -> None:
+        """Withdraw that memory: all calls on the file fail with ESTALE from now on.
 
-        Returns when nothing uses the memory any more. EngineError ETIMEDOUT if something still does after ``patience``
+        Returns when nothing uses the memory any more. EngineError ETIMEDOUT if something still does after ``timeout``
         seconds; the memory is unmapped once that ends.
         """
-        check(lib.gpufs_inode_revoke(self._handle, ino, round(patience * 1000)))
+        check(lib.gpufs_inode_revoke(self._handle, ino, round(timeout * 1000)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpufs.engine._arguments import instance, seconds, unsigned
 from gpufs.engine._binding import EngineError, Handle, check, failure
 from gpufs.engine._engine import Engine, refusal_names
-from gpufs.engine._in_use import InUse, close_or_leave
+from gpufs.engine._in_use import InUse, close_or_defer
 from gpufs.engine._native import ffi, lib
 from gpufs.engine._streams import Stream, StreamLike, native_handle, number_address
 from gpufs.engine._transfer import Request, TransferError, error_of
@@ -65,7 +65,7 @@ class Operation(Request):
         keep: list[object] = [self.stream]
 
         def number(name: str, cell: str, value: Any) -> Any:
-            """The number, or 0 where it is late."""
+            """Return the number, or 0 where it is late."""
             if value is None or isinstance(value, numbers.Integral):
                 return value
             address, kept = number_address(name, value, writable=False)
@@ -137,15 +137,15 @@ class OperationQueue(InUse):
 
     def collect(self, fewest: int, seconds: float, most: int = MOST_AT_ONCE) -> int:
         """Add at most so many results to ``ended``: wait so long for ``fewest``. Returns how many operations ended."""
-        found = ffi.new("gpufs_completion[]", most)
+        completions = ffi.new("gpufs_completion[]", most)
         count = ffi.new("uint64_t *")
-        check(lib.gpufs_queue_collect(self.handle, found, most, fewest, math.ceil(seconds * 1000), count))
+        check(lib.gpufs_queue_collect(self.handle, completions, most, fewest, math.ceil(seconds * 1000), count))
         with self.lock:
             for index in range(count[0]):
                 # One that was cancelled while it was refused was never submitted.
-                kept = self.under_way.pop(found[index].cookie, None)
+                kept = self.under_way.pop(completions[index].cookie, None)
                 if kept is not None:
-                    self.ended.append(self._end(kept[0], found[index]))
+                    self.ended.append(self._end(kept[0], completions[index]))
         return int(count[0])
 
     def wait(self, handle: int) -> bool:
@@ -234,7 +234,7 @@ class Batch(Handle):
         queue = OperationQueue(engine, capacity, _result)
         self.engine = engine
         self._queue = queue
-        self._own(queue.handle, functools.partial(close_or_leave, queue.wait, queue))
+        self._own(queue.handle, functools.partial(close_or_defer, queue.wait, queue))
 
     def submit(self, operations: Iterable[Operation]) -> None:
         """Submit all of them, or none.
@@ -267,11 +267,11 @@ class Batch(Handle):
         while True:
             with queue.lock:
                 missing = fewest - len(queue.ended) if queue.under_way else 0
-                room = min(most - len(queue.ended), MOST_AT_ONCE)
+                space = min(most - len(queue.ended), MOST_AT_ONCE)
             left = deadline - time.monotonic()
             # In parts, so that the interpreter can handle signals.
             part = min(max(left, 0.0), _PART_SECONDS) if missing > 0 else 0.0
-            count = queue.collect(max(missing, 0), part, room) if room > 0 else 0
+            count = queue.collect(max(missing, 0), part, space) if space > 0 else 0
             with queue.lock:
                 enough = len(queue.ended) >= fewest or left <= 0 or not queue.under_way
                 if (enough and count < MOST_AT_ONCE) or (not count and not self.under_way):

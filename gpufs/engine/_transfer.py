@@ -11,7 +11,7 @@ from gpufs.engine._arrays import device_range
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import SWITCHES, Engine, Switch, refusal_names
-from gpufs.engine._in_use import InUse, close_or_leave
+from gpufs.engine._in_use import InUse, close_or_defer
 from gpufs.engine._native import ffi, lib
 
 if TYPE_CHECKING:
@@ -136,10 +136,10 @@ class Request:
         if isinstance(self.memory, Buffer):
             request.buffer = self.memory._handle
         else:
-            found, keep = device_range(self.file.engine, self.memory, writable=self.direction == "load")
-            request.device = signed("device", found.device)
-            request.address = unsigned("address", found.address)
-            request.address_bytes = unsigned("bytes", found.bytes)
+            memory, keep = device_range(self.file.engine, self.memory, writable=self.direction == "load")
+            request.device = signed("device", memory.device)
+            request.address = unsigned("address", memory.address)
+            request.address_bytes = unsigned("bytes", memory.bytes)
         request.file_offset = unsigned("file_offset", file_offset)
         request.buffer_offset = unsigned("buffer_offset", buffer_offset)
         request.bytes = _TO_THE_END if size is None else unsigned("size", size)
@@ -205,7 +205,7 @@ class Transfer(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_transfer_start(file.engine._handle, request, handle))
         file.engine._users.add(used)
-        self._own(handle[0], functools.partial(close_or_leave, _over_within_a_second, used))
+        self._own(handle[0], functools.partial(close_or_defer, _over_within_a_second, used))
 
     @property
     def event_fd(self) -> int:
@@ -220,7 +220,7 @@ class Transfer(Handle):
         return now
 
     def progress(self) -> TransferProgress:
-        """The transfer's progress."""
+        """Return the transfer's progress."""
         now = self._now()
         return TransferProgress(
             state=_STATES[now.state],
@@ -237,11 +237,11 @@ class Transfer(Handle):
         )
 
     def failure(self) -> TransferError | None:
-        """What went wrong, once it is done."""
+        """Return what went wrong, once it is done."""
         return error_of(self._now())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is done, up to ``timeout`` seconds (None: without limit). Returns whether it is done."""
+        """Wait until it is done, up to ``timeout`` seconds (None: without limit). Return whether it is done."""
         done = ffi.new("int32_t *")
         left = seconds("timeout", timeout)
         deadline = time.monotonic() + left
@@ -252,11 +252,11 @@ class Transfer(Handle):
                 return bool(done[0])
 
     def cancel(self) -> None:
-        """Stops it at its next chunk; never blocks."""
+        """Stop it at its next chunk; never blocks."""
         check(lib.gpufs_transfer_cancel(self._handle))
 
     def finish(self) -> int:
-        """Waits until it is done and returns the bytes moved. Raises TransferError if it failed, also after progress.
+        """Wait until it is done and return the bytes moved. Raise TransferError if it failed, also after progress.
 
         An exception that arrives during the wait (KeyboardInterrupt) cancels the transfer, and is raised once it ended.
         """

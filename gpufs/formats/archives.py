@@ -131,7 +131,7 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
             )
         members[member.name] = member
     end = 0
-    for member in sorted(members.values(), key=lambda one: one.offset):
+    for member in sorted(members.values(), key=lambda each: each.offset):
         if member.offset < end:
             raise FormatError(f"member {member.name!r} overlaps the one before it")
         end = member.offset + member.bytes
@@ -162,7 +162,7 @@ class StoredTensor:
     is_parameter: bool = False
 
     def place(self, itemsize: int) -> tuple[int, int]:
-        """The offset in the file and the number of the bytes that it lies in. FormatError if it has not all of them."""
+        """Return the offset in the file and the number of its bytes. FormatError if the file does not have them all."""
         member = self.storage.member
         if len(self.shape) != len(self.strides):
             raise FormatError(
@@ -206,8 +206,8 @@ def _tensor_of_dtype(
     """As torch._utils._rebuild_tensor_v3, for dtypes whose storage is untyped."""
     if type(dtype) is not _Dtype:
         raise FormatError("a tensor of the pickle has no dtype")
-    found = _tensor(storage, offset, shape, strides, requires_grad)
-    return StoredTensor(found.storage, dtype.name, found.offset, found.shape, found.strides, found.requires_grad)
+    tensor = _tensor(storage, offset, shape, strides, requires_grad)
+    return StoredTensor(tensor.storage, dtype.name, tensor.offset, tensor.shape, tensor.strides, tensor.requires_grad)
 
 
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
@@ -242,16 +242,16 @@ class _Unpickler(pickle.Unpickler):
         self._members = members
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None:
+        allowed = _ALLOWED.get((module, name))
+        if allowed is None:
             raise FormatError(
                 f"the pickle needs {module}.{name}, which is neither a tensor nor a container: use torch.load(), if "
                 "you trust the file's author"
             )
-        return found
+        return allowed
 
     def persistent_load(self, identifier: Any) -> Storage:
-        """A storage: ("storage", type, key, location, number of elements)."""
+        """Return a storage: ("storage", type, key, location, number of elements)."""
         if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
             raise FormatError("the pickle refers to something that is not a storage")
         kind, key = identifier[1:3]
@@ -262,7 +262,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickle_name(names: Mapping[str, Member]) -> str | None:
-    """The member with the pickle, if this is an archive of torch.save()."""
+    """Return the member with the pickle, if this is an archive of torch.save()."""
     return next((name for name in names if name.endswith(f"/{_PICKLE}")), None)
 
 
@@ -306,7 +306,7 @@ def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
 
 
 def named(value: Any, name: str = "") -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them."""
+    """Yield the tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them."""
     if isinstance(value, StoredTensor):
         yield name, value
     elif isinstance(value, (dict, list, tuple)):

@@ -65,7 +65,7 @@ _SMALL = {
 
 
 def is_numeric(dtype: str) -> bool:
-    """Whether the elements are numbers. Texts, dates and records are not."""
+    """Return whether the elements are numbers. Texts, dates and records are not."""
     try:
         return named(dtype) is not None or np.dtype(dtype).kind in "biufc"
     except (TypeError, ValueError, SyntaxError):
@@ -73,7 +73,7 @@ def is_numeric(dtype: str) -> bool:
 
 
 def element_bits(dtype: str) -> int:
-    """The size of an element of a number's type. FormatError if the type is unknown."""
+    """Return the size of an element of a number's type. FormatError if the type is unknown."""
     known = named(dtype)
     if known is not None:
         return known.bits
@@ -83,18 +83,18 @@ def element_bits(dtype: str) -> int:
 
 
 def unit_bytes(bits: int) -> int:
-    """The least size that contains whole elements."""
+    """Return the least size that contains whole elements."""
     return bits // gcd(bits, 8) if bits < 8 else bits // 8
 
 
 def block_bytes(bits: int) -> int:
-    """The size of a block that is converted at once. It contains whole elements."""
+    """Return the size of a block that is converted at once. It contains whole elements."""
     element = max(bits // 8, 1)
     return max(_BLOCK_BYTES // element, 1) * element
 
 
 def codes(bits: int, block: Block) -> NDArray[Any]:
-    """The bits of each element of ``bits`` bits. Elements are the same where these are equal."""
+    """Return the bits of each element of ``bits`` bits. Elements are the same where these are equal."""
     if bits < 8:
         packed = np.frombuffer(block, np.uint8)
         each = np.unpackbits(packed, bitorder="little").reshape(-1, bits)
@@ -106,7 +106,7 @@ def codes(bits: int, block: Block) -> NDArray[Any]:
 
 
 def numbers(dtype: str, block: Block) -> NDArray[Any]:
-    """The elements as numpy's integers or floats. Complex numbers become their magnitudes."""
+    """Return the elements as numpy's integers or floats. Complex numbers become their magnitudes."""
     known = named(dtype)
     if known is not None and known.name in _SMALL:
         small = _SMALL[known.name]
@@ -151,14 +151,14 @@ class Summary:
         return self.total / self.finite if self.finite else None
 
     def times(self, count: int) -> Summary:
-        """The summary of a tensor that repeats this one."""
+        """Return the summary of a tensor that repeats this one."""
         counts = (count * number for number in (self.finite, self.nan, self.inf))
         return Summary(self.minimum, self.maximum, count * self.total, *counts)
 
     def __add__(self, other: Summary) -> Summary:
-        """The summary of both parts of a tensor."""
-        low = [one for one in (self.minimum, other.minimum) if one is not None]
-        high = [one for one in (self.maximum, other.maximum) if one is not None]
+        """Return the summary of both parts of a tensor."""
+        low = [value for value in (self.minimum, other.minimum) if value is not None]
+        high = [value for value in (self.maximum, other.maximum) if value is not None]
         return Summary(
             min(low, default=None),
             max(high, default=None),
@@ -170,7 +170,7 @@ class Summary:
 
 
 def summarize(dtype: str, block: Block) -> Summary:
-    """The summary of a block of numbers."""
+    """Return the summary of a block of numbers."""
     values = numbers(dtype, block)
     nan = inf = 0
     if values.dtype.kind == "f":
@@ -206,30 +206,30 @@ class Difference:
     first: int | None = None
 
     def __add__(self, other: Difference) -> Difference:
-        """The difference of both parts of two tensors."""
+        """Return the difference of both parts of two tensors."""
         pair = (self.largest, other.largest)
-        largest = max(pair) if all(one == one for one in pair) else float("nan")
-        first = [one for one in (self.first, other.first) if one is not None]
+        largest = max(pair) if all(value == value for value in pair) else float("nan")
+        first = [value for value in (self.first, other.first) if value is not None]
         return Difference(self.elements + other.elements, largest, min(first, default=None))
 
 
-def compare(dtype: str, bits: int, one: Block, other: Block, start: int = 0) -> Difference:
-    """The difference of two blocks of equal size. ``start``: the number of the first element."""
-    different = codes(bits, one) != codes(bits, other)
+def compare(dtype: str, bits: int, ours: Block, theirs: Block, start: int = 0) -> Difference:
+    """Return the difference of two blocks of equal size. ``start``: the number of the first element."""
+    different = codes(bits, ours) != codes(bits, theirs)
     count = int(np.count_nonzero(different))
     if not count:
         return Difference()
     first = start + int(np.argmax(different))
     if not is_numeric(dtype):
         return Difference(count, 0, first)
-    return Difference(count, _largest(numbers(dtype, one)[different], numbers(dtype, other)[different]), first)
+    return Difference(count, _largest(numbers(dtype, ours)[different], numbers(dtype, theirs)[different]), first)
 
 
-def _largest(one: NDArray[Any], other: NDArray[Any]) -> float | int:
-    if one.dtype.kind == "f":
-        wide = np.promote_types(one.dtype, np.float64)
+def _largest(ours: NDArray[Any], theirs: NDArray[Any]) -> float | int:
+    if ours.dtype.kind == "f":
+        wide = np.promote_types(ours.dtype, np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            return float(np.abs(one.astype(wide) - other.astype(wide)).max())
+            return float(np.abs(ours.astype(wide) - theirs.astype(wide)).max())
     # Of integers exactly: the difference of unsigned numbers, with wrap-around.
     wide = np.dtype(np.uint64)
-    return int((np.maximum(one, other).astype(wide) - np.minimum(one, other).astype(wide)).max())
+    return int((np.maximum(ours, theirs).astype(wide) - np.minimum(ours, theirs).astype(wide)).max())

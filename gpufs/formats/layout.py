@@ -120,8 +120,10 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
 def _gguf_layout(size: int, read: Callable[[int, int], bytes]) -> Layout:
     tensors, metadata = gguf.read_gguf(size, read)
     places = (
-        TensorPlace(one.name, one.type, safetensors.BITS.get(one.type, 8), one.shape, one.offset, one.bytes)
-        for one in tensors
+        TensorPlace(
+            tensor.name, tensor.type, safetensors.BITS.get(tensor.type, 8), tensor.shape, tensor.offset, tensor.bytes
+        )
+        for tensor in tensors
     )
     return Layout("GGUF", tuple(places), metadata)
 
@@ -157,7 +159,7 @@ def _place_of_stored(name: str, tensor: archives.StoredTensor) -> TensorPlace:
 
 
 def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
-    """The array of an npy file."""
+    """Return the array of an npy file."""
     from numpy.lib import format as npy
 
     prefix = read(0, min(size, _NPY_PREFIX_BYTES))
@@ -252,7 +254,7 @@ _MAGIC: Final = (
 
 
 def recognize(prefix: bytes) -> Format | None:
-    """The format of a file that begins with these bytes, of which PREFIX_BYTES are enough; None if it is unknown."""
+    """Return the format of a file by its first bytes, of which PREFIX_BYTES are enough; None if it is unknown."""
     for magic, kind in _MAGIC:
         if prefix.startswith(magic):
             return kind
@@ -270,7 +272,7 @@ def recognize(prefix: bytes) -> Format | None:
 
 
 def check_safetensors(prefix: bytes) -> None:
-    """FormatError if a file that should be safetensors has another known format, which the text names."""
+    """Raise FormatError if a file that should be safetensors has another known format, which the text names."""
     kind = None if prefix[8:9] == b"{" else recognize(prefix)
     if kind is not None:
         raise FormatError(f"the format is {kind.name}, not safetensors: {kind.remedy}")
@@ -312,7 +314,7 @@ class GivenType:
 
     @classmethod
     def of_array(cls, array: Any) -> Self | None:
-        """The type of an array; None if it has none, as an address."""
+        """Return the type of an array; None if it has none, as an address."""
         dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
         if dtype is None or shape is None:
             return None
@@ -320,7 +322,7 @@ class GivenType:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the text that str() gives. FormatError if it is not one."""
+        """Read the text that str() gives. FormatError if it is not one."""
         dtype, _, shape = text.partition(" ")
         return cls(dtype, parse_shape(shape))
 
@@ -328,7 +330,7 @@ class GivenType:
         return self.dtype if self.shape is None else f"{self.dtype} {'x'.join(map(str, self.shape)) or _SCALAR}"
 
     def layout(self, size: int) -> Layout:
-        """The one tensor of a file of ``size`` bytes. FormatError if they do not fit."""
+        """Return the one tensor of a file of ``size`` bytes. FormatError if they do not fit."""
         from gpufs.formats.elements import element_bits
 
         bits = element_bits(self.dtype)
@@ -345,14 +347,14 @@ class GivenType:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Reads a shape as `gpufs inspect` prints it: "256x128" or "scalar". FormatError if it is not one."""
+    """Read a shape as `gpufs inspect` prints it: "256x128" or "scalar". FormatError if it is not one."""
     if text == _SCALAR:
         return ()
     extents = text.split("x")
     if (
         len(text) > _MAX_TEXT
         or len(extents) > _MAX_DIMENSIONS
-        or not all(re.fullmatch("[0-9]{1,19}", one) for one in extents)
+        or not all(re.fullmatch("[0-9]{1,19}", extent) for extent in extents)
     ):
         raise FormatError(f"{text[:40]!r} is not a shape like 256x128")
     return tuple(map(int, extents))

@@ -81,7 +81,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return loaded.model
 
     def _find_shared(self, model_config: Any, device_config: Any) -> SharedWeights | None:
-        """Where the weights of this engine are to be shared; None if they are not."""
+        """Return where the weights of this engine are to be shared; None if they are not."""
         try:
             reason = pieces.obstacle(self.load_config, model_config)
             if reason is None:

@@ -77,7 +77,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return loaded.model
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Returns the bytes of the weights that this engine will map, and that are in the GPU's memory already."""
+        """Return the bytes of the weights that this engine will map, and that are in the GPU's memory already."""
         configs = [vllm_config.model_config]
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.draft_model_config is not None:
@@ -91,7 +91,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return total
 
     def _find_shared(self, vllm_config: Any, model_config: Any) -> SharedWeights | None:
-        """Where the weights of this engine are to be shared; None if they are not."""
+        """Return where the weights of this engine are to be shared; None if they are not."""
         if not self._settings.share or pieces is None:
             return None
         reason = pieces.obstacle(vllm_config)
@@ -115,7 +115,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         super().load_weights(model, model_config)
 
     def _emptied(self, model: torch.nn.Module) -> str | None:
-        """Says which parameter vLLM has emptied: its bytes are where no other engine finds them. None if none is."""
+        """Report which parameter vLLM has emptied: its bytes are where no other engine finds them. None if none is."""
         for name, tensor in named_tensors(model).items():
             if not tensor.numel() and self._elements.get(name):
                 return f"vLLM keeps {name} in a form of its own (on CPUs oneDNN's)"

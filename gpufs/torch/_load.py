@@ -43,13 +43,13 @@ class _File:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """The tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
+        """Return the tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
         data = self._bytes[offset : offset + count]
         if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
             data = data.clone()
         typed = data.view(dtype)
-        found = typed.view(shape) if strides is None else typed.as_strided(shape, strides)
-        return found if self._device is None else found.to(self._device)
+        shaped = typed.view(shape) if strides is None else typed.as_strided(shape, strides)
+        return shaped if self._device is None else shaped.to(self._device)
 
 
 @named_in("gpufs.torch")
@@ -115,17 +115,17 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
 
 
 def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for entry in gguf.read_gguf(file.size, file.read)[0]:
         dtype = TORCH_DTYPES[entry.type] if entry.block == 1 else torch.uint8
         tensor = file.tensor(dtype, entry.offset, entry.bytes, entry.stored_shape)
         vars(tensor).update(ggml_type=entry.type, ggml_shape=entry.shape)
-        found[entry.name] = tensor
-    return found
+        tensors[entry.name] = tensor
+    return tensors
 
 
 def _load_npz(file: _File, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for name, member in members.items():
         if not name.endswith(".npy"):
             raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {name!r}")
@@ -133,8 +133,8 @@ def _load_npz(file: _File, members: dict[str, archives.Member]) -> dict[str, tor
         def read(offset: int, count: int, start: int = member.offset) -> bytes:
             return file.read(start + offset, count)
 
-        found[name.removesuffix(".npy")] = _array(file, layout.read_npy(member.bytes, read), member.offset)
-    return found
+        tensors[name.removesuffix(".npy")] = _array(file, layout.read_npy(member.bytes, read), member.offset)
+    return tensors
 
 
 def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
 
 
 def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
-    """The saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
+    """Return the saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
     if isinstance(value, archives.StoredTensor):
         if id(value) not in known:
             known[id(value)] = _stored(value, file)

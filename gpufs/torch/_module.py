@@ -49,7 +49,7 @@ def attach_module(
     device: Device = None,
     mode: Mode = "r",
 ) -> Module:
-    """Gives a module the parameters of a file, in place.
+    """Give a module the parameters of a file, in place.
 
     Each parameter becomes a view of the file's memory, which all processes share that attach it. Buffers become private
     copies, since modules write to them. Parameters that were tied when the file was published, or that are tied in the
@@ -108,7 +108,7 @@ def load_model(
     *,
     backend: str | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Loads a file into a module, as the function of this name in safetensors does.
+    """Load a file into a module, as the function of this name in safetensors does.
 
     Parameters that have memory get the values by a copy. Those on the meta device become read-only views of the file,
     as with :func:`attach_module`; buffers there become private copies.
@@ -155,7 +155,7 @@ def _shortened(lines: list[str]) -> list[str]:
 def _fill(
     module: torch.nn.Module, checkpoint: Checkpoint, strict: bool, device: Device, *, writable: bool, copy: bool
 ) -> tuple[list[str], list[str]]:
-    """Sets parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
+    """Set parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
     slots = list(_slots(module))
     # Tied in the module: one of their names in the file is enough.
     tied: dict[int, list[_Slot]] = {}
@@ -174,9 +174,9 @@ def _fill(
     missing = [name for name in missing if name not in {lost[place].name for place in computed}]
     unexpected = sorted(checkpoint.places.keys() - {slot.name for slot in slots})
     wrong = [
-        f"{name}: shape {list(found)} in the file, {list(group[0].value.shape)} in the module"
+        f"{name}: shape {list(shape)} in the file, {list(group[0].value.shape)} in the module"
         for name, group in chosen
-        if (found := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
+        if (shape := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
     ]
     if wrong or (strict and (missing or unexpected)):
         lines = [f"{type(module).__name__} does not fit {checkpoint.path}:", *_shortened(wrong)]
@@ -244,7 +244,7 @@ def _compute_buffers(
     names: dict[torch.nn.Module, list[str]] = {}
     for owner, name in wanted:
         names.setdefault(owner, []).append(name)
-    found = {}
+    computed = {}
     for owner, listed in names.items():
         # It would also initialize the module's own parameters.
         if initialize is None or next(owner.parameters(recurse=False), None) is not None:
@@ -256,15 +256,17 @@ def _compute_buffers(
                 setattr(owner, name, value)
             with torch.no_grad():
                 initialize(owner)
-            found.update({(owner, name): owner.get_buffer(name) for name in listed if _is_set(owner.get_buffer(name))})
+            computed.update(
+                {(owner, name): owner.get_buffer(name) for name in listed if _is_set(owner.get_buffer(name))}
+            )
         finally:
             for name, value in before.items():
                 setattr(owner, name, value)
-    return found
+    return computed
 
 
 def _unset(buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer in host memory with a value that no computed buffer has."""
+    """Return a buffer in host memory with a value that no computed buffer has."""
     return torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
 
 

@@ -45,9 +45,9 @@ def _truncate(node: BackingNode, size: int) -> None:
 
 def _file_system_status(fd: int) -> bytes:
     """statfs(2) of a file's file system in FUSE's form (struct fuse_kstatfs)."""
-    found = os.fstatvfs(fd)
-    blocks = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
-    return struct.pack("=5Q4I24x", *blocks, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+    status = os.fstatvfs(fd)
+    blocks = (status.f_blocks, status.f_bfree, status.f_bavail, status.f_files, status.f_ffree)
+    return struct.pack("=5Q4I24x", *blocks, status.f_bsize, status.f_namemax, status.f_frsize, 0)
 
 
 def _change_mode(node: BackingNode, wanted: int) -> None:
@@ -66,7 +66,7 @@ def _change_mode(node: BackingNode, wanted: int) -> None:
 
 
 def _read_link(node: BackingNode, share: BackingNode) -> bytes:
-    """The target of a symbolic link. ELOOP if it is absolute or leads out of the share from where the link is now."""
+    """Return the target of a symbolic link. ELOOP if it is absolute, or leads out of the share from its place."""
     target = os.readlink(b"", dir_fd=node.fd)
     parts = target.split(b"/")
     if target.startswith(b"/"):
@@ -143,7 +143,7 @@ class BackingHandler:
             raise
 
     def close(self) -> None:
-        """Closes the inodes' descriptors."""
+        """Close the inodes' descriptors."""
         self._inodes.close()
 
     @property
@@ -165,16 +165,16 @@ class BackingHandler:
             raise error(EROFS)
         return node
 
-    def _adopt(self, found: Found, parent: BackingNode, name: bytes) -> Entry:
-        """The reply that gives the kernel one more reference; takes the descriptor over."""
-        node = self._inodes.meet(found, parent.share, None if name == UNNAMED else (parent.ino, name))
+    def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> Entry:
+        """Return the reply that gives the kernel one more reference; takes the descriptor over."""
+        node = self._inodes.meet(opened, parent.share, None if name == UNNAMED else (parent.ino, name))
         node.lookups += 1
-        return self.replies.host_entry(node.ino, found[1])
+        return self.replies.host_entry(node.ino, opened[1])
 
     def share_reply(self, name: bytes) -> Entry:
-        """The reply for a shown directory. Does not ask its server: the kernel asks for attributes if it needs them."""
-        node, found = self.shares[name]
-        return self.replies.host_entry(node.ino, found, lasts=False)
+        """Return the reply for a shown directory, without asking its server: the kernel asks for attributes itself."""
+        node, status = self.shares[name]
+        return self.replies.host_entry(node.ino, status, lasts=False)
 
     async def _find(self, uid: int, parent: BackingNode, name: bytes) -> Entry:
         return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
@@ -205,7 +205,7 @@ class BackingHandler:
             return self.replies.no_entry
 
     def forget(self, inode: int, count: int) -> None:
-        """The kernel drops references."""
+        """Drop references of the kernel."""
         node = self._inodes.get(inode)
         if node is not None:
             self._inodes.forget(node, count)
@@ -218,11 +218,11 @@ class BackingHandler:
         self, parent: BackingNode, name: bytes, mode: int, flags: int, caller: Caller
     ) -> tuple[int, Entry]:
         umask = caller.umask
-        fd, found = await self._calls.run_as_caller(
+        fd, opened = await self._calls.run_as_caller(
             caller, parent, lambda: self._files.create(parent, name, mode, flags, umask)
         )
         try:
-            reply = self._adopt(found, parent, name)
+            reply = self._adopt(opened, parent, name)
             node = self._node(reply.ino)
         except BaseException:
             os.close(fd)
@@ -296,8 +296,8 @@ class BackingHandler:
 
     async def getattr(self, inode: int, caller: Caller) -> Entry:
         node = self._node(inode)
-        found = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
-        return self.replies.host_entry(inode, found)
+        status = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
+        return self.replies.host_entry(inode, status)
 
     async def setattr(
         self,

@@ -73,7 +73,7 @@ def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0) -> int:
 
 
 def look_up(directory: int, path: bytes) -> Found:
-    """What a name leads to. The caller owns the descriptor."""
+    """Return what a name leads to. The caller owns the descriptor."""
     fd = open_beneath(directory, path, os.O_PATH | os.O_NOFOLLOW)
     try:
         return fd, os.fstat(fd)
@@ -97,7 +97,7 @@ class HostInodes:
         self._open: OrderedDict[int, BackingNode] = OrderedDict()
 
     def close(self) -> None:
-        """Closes the descriptors."""
+        """Close the descriptors."""
         for node in self._open.values():
             os.close(node.fd)
         self._known.clear()
@@ -110,9 +110,9 @@ class HostInodes:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def meet(self, found: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
-        """The node that was found by a name; takes the descriptor over. EDEADLK for an inode of this mount."""
-        fd, status = found
+    def meet(self, opened: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
+        """Return the node that was found by a name; takes the descriptor over. EDEADLK for an inode of this mount."""
+        fd, status = opened
         if status.st_dev == self._device:
             os.close(fd)
             raise error(EDEADLK)
@@ -128,7 +128,7 @@ class HostInodes:
         return node
 
     async def wake(self, node: BackingNode, find: Callable[[BackingNode, bytes], Awaitable[Found]]) -> None:
-        """Makes sure that an inode has a descriptor. ESTALE if its name leads elsewhere now.
+        """Make sure that an inode has a descriptor. ESTALE if its name leads elsewhere now.
 
         ``find`` looks a name up in a directory.
         """
@@ -145,7 +145,7 @@ class HostInodes:
         self._give_descriptor(node, fd)
 
     def forget(self, node: BackingNode, count: int) -> None:
-        """The kernel drops references; the node goes with the last one."""
+        """Drop references of the kernel; the last one removes the node."""
         node.lookups = max(0, node.lookups - count)
         if node.lookups == 0 and not node.shown:
             del self._nodes[node.ino]
@@ -156,7 +156,7 @@ class HostInodes:
                 os.close(node.fd)
 
     def _give_descriptor(self, node: BackingNode, fd: int) -> None:
-        """Takes a descriptor over for an inode, and closes one that has not been used for long if there are many."""
+        """Take a descriptor over for an inode, and close one that has not been used for long if there are many."""
         if node.fd >= 0:
             os.close(fd)
         else:
