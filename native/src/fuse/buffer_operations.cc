@@ -266,7 +266,8 @@ std::size_t BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t offs
 
 void BufferOperations::report_lost_stores(Inode& inode, int error) const {
   if (!inode.first_loss() || !log_enabled(LogLevel::kWarning) || !log_permitted(inode.attributes().uid)) return;
-  log_warning("file \"", names_.path_of(inode).value_or("(removed)"), "\" (inode ", inode.ino(),
+  const std::string path = names_.path_of(inode).value_or("(removed)");
+  log_warning("file \"", path.substr(path.rfind('/') + 1), "\" (inode ", inode.ino(),
               "): stores through a mapping were lost: ", std::strerror(error));
 }
 
