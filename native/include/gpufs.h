@@ -139,6 +139,9 @@ typedef struct {
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer);
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info);
+/* Before a growth by so many bytes: waits while there is less free memory and memory of removed files is coming back.
+ * Success also if the time is over. */
+gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint32_t timeout_ms);
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size);
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes);
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* found);

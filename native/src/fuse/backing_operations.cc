@@ -335,7 +335,7 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
   wanted.client = client_of(facts, request.header.uid);
   const Caller caller = Caller::of(request.header);
   const SetIdLoss loss = load ? inode.bare_set_gid_loss_by(caller) : SetIdLoss::kNone;
-  long_requests_.run_with_space(
+  long_requests_.retry_until_memory(
       {Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr, std::move(responder),
       [this, file, buffer, load, wanted, loss, wide = copy.wide, caller](Cancellation& cancellation, Responder& reply) {
         const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, loss, cancellation);

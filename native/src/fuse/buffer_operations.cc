@@ -156,13 +156,13 @@ void BufferOperations::read_later(const File& file, const fuse_read_in& in, std:
 }
 
 void BufferOperations::fill_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder) {
-  long_requests_.run_with_space(*file->inode, std::move(responder),
-                                [this, file, in, bytes](Cancellation&, Responder& reply) {
-                                  const Status filled = file->inode->buffer()->pin_for_write(in.offset, bytes).status();
-                                  if (!filled.ok()) return client_error(filled, "a page of a mapping");
-                                  std::vector<std::byte> memory(static_cast<std::size_t>(bytes));
-                                  return reply_from_copy(*file->inode, in, memory, reply);
-                                });
+  long_requests_.retry_until_memory(
+      *file->inode, std::move(responder), [this, file, in, bytes](Cancellation&, Responder& reply) {
+        const Status filled = file->inode->buffer()->pin_for_write(in.offset, bytes).status();
+        if (!filled.ok()) return client_error(filled, "a page of a mapping");
+        std::vector<std::byte> memory(static_cast<std::size_t>(bytes));
+        return reply_from_copy(*file->inode, in, memory, reply);
+      });
 }
 
 void BufferOperations::note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes) {
@@ -228,7 +228,7 @@ void BufferOperations::write_later(const File& file, const fuse_write_in& in, Se
                                                       observe::Backend::kMount, observe::Flow::kIn);
   // Pages that a mapping changed: the kernel does not look at the count, so a part is a failure.
   const bool pages = (in.write_flags & FUSE_WRITE_CACHE) != 0;
-  long_requests_.run_with_space(
+  long_requests_.retry_until_memory(
       *file->inode, std::move(responder),
       [this, file, in, loss, pages, data = std::move(data), measured = std::move(measured)](Cancellation&,
                                                                                             Responder& reply) {
@@ -290,7 +290,7 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
   if (!valid_range(in.offset, in.length)) return responder.error(EFBIG);
   const SetIdLoss loss = file->inode->bare_set_gid_loss_by(Caller::of(request.header));
   const uid_t user = request.header.uid;
-  long_requests_.run_with_space(
+  long_requests_.retry_until_memory(
       *file->inode, std::move(responder), [this, file, in, loss, user](Cancellation& cancellation, Responder& reply) {
         const Status status = allocate(*file->inode, in, cancellation);
         if (status.error() == EBUSY) {
@@ -350,7 +350,7 @@ void BufferOperations::copy(const File& from, const File& to, const Request& req
       return responder.error(client_error(copied.status(), "copy_file_range"));
     }
   }
-  long_requests_.run_with_space(
+  long_requests_.retry_until_memory(
       *to->inode, std::move(responder), [this, from, to, copy, loss](Cancellation& cancellation, Responder& reply) {
         const Result<std::uint64_t> copied = to->inode->buffer()->copy_from(
             *from->inode->buffer(), copy.in.off_in, copy.in.off_out, copy.in.len, cancellation.flag());

@@ -149,10 +149,10 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
   return Cancelled::kEnded;
 }
 
-void Executor::memory_freed(std::int32_t device) {
+void Executor::resume(std::int32_t device) {
   State& state = *state_;
   const std::lock_guard lock(state.mutex);
-  ++state.freed;
+  ++state.resumes;
   for (auto entry = state.parked.begin(); entry != state.parked.end();) {
     const auto next = std::next(entry);
     if (entry->lane.device == device) {
@@ -161,11 +161,6 @@ void Executor::memory_freed(std::int32_t device) {
     }
     entry = next;
   }
-}
-
-std::uint64_t Executor::freed_count() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->freed;
 }
 
 std::size_t Executor::stop(std::chrono::milliseconds patience) {
@@ -272,8 +267,8 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
 void Executor::State::park(QueuedJobs::iterator entry, TimePoint deadline) {
   if (stopping) entry->refusal = EINTR;
   entry->deadline = entry->refusal == 0 ? deadline : TimePoint::min();  // cancelled since: it runs with that at once
-  // Memory that was freed during the attempt may have come too late for it.
-  const bool again = entry->refusal == 0 && entry->freed != freed && entry->lane.kind != Lane::Kind::kTimers;
+  // What was released during the attempt may have come too late for it.
+  const bool again = entry->refusal == 0 && entry->resumes != resumes && entry->lane.kind != Lane::Kind::kTimers;
   QueuedJobs& to = again ? queue : parked;
   to.splice(to.end(), active, entry);
 }
@@ -284,7 +279,7 @@ void Executor::work_loop(const std::shared_ptr<State>& shared) {
   --state.starting;
   for (auto entry = state.next(lock); entry != state.active.end(); entry = state.next(lock)) {
     wake_for_parked(shared);  // another thread has to watch the deadlines now
-    entry->freed = state.freed;
+    entry->resumes = state.resumes;
     const int refusal = entry->refusal;
     const Job& job = entry->job;
     std::optional<TimePoint> deadline;

@@ -4,7 +4,7 @@
 //
 // Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs on the same subject (a file)
 // have a smaller limit, so a file that makes no progress does not fill its lane. A job that finds the device full holds
-// no thread: it is parked until memory is freed or its deadline passes.
+// no thread: it is parked until memory is released (device/reclaim.h) or its deadline passes.
 #pragma once
 
 #include <atomic>
@@ -69,7 +69,7 @@ class Executor {
 
   // A job is a function body(int refusal, Cancellation&). It runs with 0 on a thread of the executor. Or it runs once,
   // on any thread, with the errno that it ends with instead: EINTR after cancel() and stop(), ENOSPC at its deadline.
-  // It returns nothing, or a std::optional<TimePoint>: the deadline until which it is parked and waits for memory of
+  // It returns nothing, or a std::optional<TimePoint>: the deadline until which it is parked and waits for resume() of
   // its lane's device; it runs again then.
 
   explicit Executor(const Limits& limits) : state_(std::make_shared<State>(limits)) {}
@@ -97,10 +97,8 @@ class Executor {
   enum class Cancelled : std::uint8_t { kEnded, kRunning, kRemembered };
   Cancelled cancel(std::uint64_t id);
 
-  // Runs the parked jobs of a device again.
-  void memory_freed(std::int32_t device);
-  // How often memory_freed() was called.
-  [[nodiscard]] std::uint64_t freed_count() const;
+  // Runs the parked jobs of a device again, and those that are about to be parked.
+  void resume(std::int32_t device);
 
   // Ends what is queued or parked, cancels what runs and waits for it, for jobs of files up to `patience`; returns how
   // many of these are left behind. They must use nothing that goes away with the executor's owner. May be called twice.
@@ -138,9 +136,9 @@ class Executor {
     std::uint64_t id = 0;
     Job job;
     std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
-    TimePoint deadline;       // of a parked job
-    std::uint64_t freed = 0;  // State::freed when it was last started
-    int refusal = 0;          // what it runs with next
+    TimePoint deadline;         // of a parked job
+    std::uint64_t resumes = 0;  // State::resumes when it was last started
+    int refusal = 0;            // what it runs with next
   };
   using QueuedJobs = std::list<QueuedJob>;
 
@@ -160,7 +158,7 @@ class Executor {
     std::size_t threads = 0;
     std::size_t idle = 0;      // of these, those that wait
     std::size_t starting = 0;  // and those that have been started and look at the queue next
-    std::uint64_t freed = 0;
+    std::uint64_t resumes = 0;
     std::uint64_t submitted = 0;
     bool stopping = false;
     bool start_failed = false;  // logged once, until a thread could be started again

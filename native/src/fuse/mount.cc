@@ -110,7 +110,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
       transport_(std::move(device), transport_options(options), statistics_),
-      long_requests_(table_, executor_, statistics_, options.space_patience),
+      long_requests_(table_.devices(), executor_, statistics_, options.space_patience),
       read_ahead_(statistics_),
       notifier_(transport_, executor_, statistics_),
       backing_(table_, options.transfers, long_requests_, statistics_),
@@ -347,7 +347,7 @@ std::string Mount::statistics() const {
   json.number("orphans", counts.orphans);
   json.number("metadata_bytes", counts.metadata_bytes);
   json.number("metadata_limit", table_.metadata_limit());
-  json.number("orphan_bytes", table_.orphan_bytes(-1));
+  json.number("orphan_bytes", counts.orphan_bytes);
   json.close();
   write_statistics(statistics_, json);
   return json.finish();

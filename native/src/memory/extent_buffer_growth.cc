@@ -40,7 +40,7 @@ constexpr int kMostAttempts = 4;  // others that grow may be faster to take what
 
 Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt) {
   for (int number = 1;; ++number) {
-    const std::uint64_t releases = context_->trim_count();
+    const std::uint64_t releases = context_->reclaim().release_count();
     Status status = attempt();
     if (!lacks_memory(status.error()) || number == kMostAttempts || !this_thread_may_wait()) return status;
     if (!reclaim(releases, status.error() == EDQUOT)) return status;
@@ -52,17 +52,17 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
   const auto deadline = std::chrono::steady_clock::now() + kReclaimPatience;
   for (;;) {
     bool busy = false;
-    for (const std::weak_ptr<Buffer>& listed : context_->trimmable()) {
+    for (const std::weak_ptr<Buffer>& listed : context_->reclaim().trimmable()) {
       const std::shared_ptr<Buffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // One that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimPatience)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
     }
-    if (context_->trim_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
+    if (context_->reclaim().release_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
       context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimPatience);
     }
-    if (context_->trim_count() != releases_before) return true;
+    if (context_->reclaim().release_count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -89,11 +89,13 @@ void ExtentBuffer::account() {
   const SlabPool::Slot* const slot = now->slot.get();
   const std::uint64_t own = total_bytes(preallocated_) + (slot != nullptr ? 0 : total_bytes(now->extents));
   context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
+  const bool released = own < own_held_;
   own_held_ = own;
   // The slot's slab is counted by its pool.
   const std::uint64_t held = slot != nullptr ? slot->bytes : own;
   held_.store(held, std::memory_order_release);
   charge().settle(held);
+  if (released) context_->reclaim().released();
 }
 
 Status ExtentBuffer::take(const Extents& missing, std::uint64_t replaced) {
@@ -178,7 +180,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   if (!status.ok()) {
     drop_empty_memory();
   } else if (memory_ != nullptr) {
-    context_->add_trimmable(this, weak_from_this());
+    context_->reclaim().add_trimmable(this, weak_from_this());
   }
   return status;
 }

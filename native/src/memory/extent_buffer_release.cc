@@ -94,7 +94,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     moves = !removed.empty() && exclusion.close_gate_locked(removed);
   }
   if (removed.empty()) {
-    if (!writing) context_->remove_trimmable(this, false);
+    if (!writing) context_->reclaim().remove_trimmable(this);
     return true;
   }
   if (moves) {
@@ -104,8 +104,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
   }
   release(removed);
   // Not before: whoever finds the device full must wait for this.
-  context_->remove_trimmable(this, true);
-  if (writing) context_->add_trimmable(this, weak_from_this());
+  if (!writing) context_->reclaim().remove_trimmable(this);
   return true;
 }
 

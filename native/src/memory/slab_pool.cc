@@ -130,7 +130,7 @@ void SlabPool::put_back(std::uint64_t offset, std::size_t index) {
   slabs_.erase(offset);
   memory_->release(offset, granule_);
   context_.account(-static_cast<std::int64_t>(granule_));
-  context_.note_release();
+  context_.reclaim().released();
 }
 
 // ---- a full device ----
