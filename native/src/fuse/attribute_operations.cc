@@ -139,8 +139,8 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
 
   if (size && !inode->buffer()) return responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
   const uid_t user = request.header.uid;
-  const auto apply = [this, inode, wanted, user](Responder& reply) {
-    const Status status = table_.set(*inode, wanted);
+  const auto apply = [this, inode, wanted, user](Responder& reply, Wait wait) {
+    const Status status = table_.set(*inode, wanted, wait);
     if (status.error() == EAGAIN) return false;
     if (status.error() == EBUSY) {
       log_user_warning(user, "truncating inode ", inode->ino(), " failed: ", status.message());
@@ -152,8 +152,9 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
     }
     return true;
   };
-  if (!apply(responder)) {
-    long_requests_.run(*inode, std::move(responder), [apply](Cancellation&, Responder& reply) { apply(reply); });
+  if (!apply(responder, Wait::kForbidden)) {
+    long_requests_.run(*inode, std::move(responder),
+                       [apply](Cancellation&, Responder& reply) { apply(reply, Wait::kAllowed); });
   }
 }
 

@@ -220,10 +220,10 @@ std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
   return found == inodes_.end() ? nullptr : found->second;
 }
 
-Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
+Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait) {
   // The part that can fail comes first: the size, which takes the buffer's locks and none of ours.
   if (changes.size) {
-    if (Status status = inode.buffer()->resize(*changes.size); !status.ok()) return status;
+    if (Status status = inode.buffer()->resize(*changes.size, wait); !status.ok()) return status;
   }
   const bool pays = changes.uid && inode.buffer_;
   std::shared_ptr<Account> payer = pays ? quotas_.user(inode.device_, *changes.uid) : nullptr;

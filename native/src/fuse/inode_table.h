@@ -194,7 +194,7 @@ class InodeTable {
   // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
   // All or nothing. The change time becomes now, and an access control list follows the mode.
-  Status set(Inode& inode, const AttributeChanges& changes);
+  Status set(Inode& inode, const AttributeChanges& changes, Wait wait);
   // The change time becomes now. ENOSPC: a new name exceeds the limit for metadata.
   Status set_links(std::shared_ptr<Inode> inode, std::uint32_t links);
 

@@ -110,10 +110,10 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
 
 // ---- shrinking and punching ----
 
-Status ExtentBuffer::resize(std::uint64_t size) {
+Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
   std::unique_lock mutation(mutation_mutex_, std::defer_lock);
-  if (this_thread_may_wait()) {
+  if (wait == Wait::kAllowed) {
     mutation.lock();
   } else if (!mutation.try_lock()) {
     return would_wait();
@@ -131,7 +131,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
       return {};
     }
     if (Status leases = check_leases_locked("made smaller", size); !leases.ok()) return leases;
-    if (!this_thread_may_wait()) return would_wait();
+    if (wait == Wait::kForbidden) return would_wait();
     // Writes in progress count as done before: what they put above the size goes with the rest, and the end that they
     // publish is ignored. Later ones that end above it wait for this.
     highest = highest_locked();

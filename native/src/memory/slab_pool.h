@@ -45,7 +45,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // The smallest slot for `bytes` (1..largest()). owner: moves out of it when gather() asks. ENOSPC when a new slab is
   // needed and the device is full, or none may be added.
   Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner = {},
-                                           bool may_add_slab = true);
+                                           bool may_add_slab = true, Wait wait = Wait::kAllowed);
 
   // Moves files out of slabs with few of them, until no slab can be freed or the deadline has passed. Waits for no file
   // that is in use. The caller holds no lock of a buffer.
@@ -63,7 +63,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
 
   SlabPool(DeviceContext& context, std::uint64_t largest);
   // Needs mutex_.
-  Status add_slab(std::size_t size_class);
+  Status add_slab(std::size_t size_class, Wait wait);
   void put_back(std::uint64_t slab, std::size_t index);
   // The rest needs mutex_, too.
   [[nodiscard]] std::size_t slots(const Slab& slab) const;
