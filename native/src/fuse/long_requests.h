@@ -60,7 +60,7 @@ class LongRequests {
                          int refusal, Cancellation& cancellation) mutable -> std::optional<Executor::TimePoint> {
                        if (refusal == 0 && cancellation.requested()) refusal = EINTR;
                        try {
-                         if (refusal != 0 && refusal != ENOSPC) {  // that comes at the deadline of a parked job
+                         if (refusal != 0) {
                            reply.error(refusal);
                          } else if constexpr (std::is_void_v<decltype(body(cancellation, reply))>) {
                            body(cancellation, reply);

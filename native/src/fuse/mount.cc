@@ -21,6 +21,8 @@ constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kLargestWorkers = 256;
 constexpr std::size_t kReadAheadThreads = 2;
+// Before the kernel is asked to repeat an INTERRUPT.
+constexpr std::chrono::milliseconds kInterruptPause{5};
 // How long close() waits for threads in files of the host.
 constexpr std::chrono::milliseconds kStopPatience{200};
 
@@ -313,8 +315,14 @@ void Mount::interrupt(const Request& request) {
   if (relay_.interrupt(in.unique)) return;
   const Executor::Cancelled outcome = executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
-  const bool remembered = outcome == Executor::Cancelled::kRemembered;
-  count(remembered ? statistics_.interrupts_remembered : statistics_.interrupts_cancelled);
+  if (outcome != Executor::Cancelled::kUnknown) return count(statistics_.interrupts_cancelled);
+  // Another thread may be about to submit it: on EAGAIN the kernel sends the INTERRUPT again, unless the request has
+  // ended.
+  count(statistics_.interrupts_early);
+  executor_.submit_at(std::chrono::steady_clock::now() + kInterruptPause,
+                      [this, unique = request.header.unique](int refusal, Cancellation&) {
+                        if (refusal == 0) static_cast<void>(transport_.send(unique, EAGAIN, {}));
+                      });
 }
 
 std::string Mount::statistics() const {
