@@ -351,7 +351,7 @@ typedef struct {
  * target: of a symbolic link, else null. Users can change nothing where device is -1. */
 gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char* name,
                               const gpufs_attributes* attributes, const char* target, uint64_t* ino);
-/* The inode at a path below the root, without following symbolic links. ENOENT if there is none. */
+/* The inode at a path below the root, without following symbolic links. ENOENT if it does not exist. */
 gpufs_status gpufs_name_find(gpufs_handle mount, const char* path, uint64_t* ino);
 /* The path of an inode below the root: one of them if it has several. As gpufs_mount_statistics(); paths may hold any
  * bytes but 0. ENOENT without a name. */

@@ -153,7 +153,7 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
   if (name->front().size() > NAME_MAX) return responder.error(ENAMETOOLONG);
   const InodePointer found = names_.look_up(inode, name->front());
   if (found && found->hold()) return responder.body(entry_of(*found));
-  fuse_entry_out none{};  // without an inode: the kernel may remember that there is no such name
+  fuse_entry_out none{};  // without an inode: the kernel may remember that the name does not exist
   none.entry_valid = entry_validity_.seconds;
   none.entry_valid_nsec = entry_validity_.nanoseconds;
   responder.body(none);

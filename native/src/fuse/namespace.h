@@ -41,7 +41,8 @@ class Namespace {
   Namespace(const Namespace&) = delete;
   Namespace& operator=(const Namespace&) = delete;
 
-  // An inode of the mount's own, with exactly these attributes but for links and times. Without a directory: the root.
+  // Creates an inode of the mount's own, with these attributes; links and times are counted and set here. Directory 0:
+  // the root.
   Result<InodePointer> place(std::uint64_t directory, std::string_view name, gpufs_attributes attributes,
                              std::string_view target);
 
@@ -70,9 +71,9 @@ class Namespace {
 
   // ---- questions ----
 
-  // What a name leads to, "." and ".." as well; null: there is no such name.
+  // The inode of a name, also of "." and ".."; null if the name does not exist.
   [[nodiscard]] InodePointer look_up(const InodePointer& directory, std::string_view name) const;
-  // The inode at a path below the root, without following symbolic links; null: there is none.
+  // The inode at a path below the root, without following symbolic links; null if it does not exist.
   [[nodiscard]] InodePointer find(std::string_view path) const;
   // The directory above an inode; the root is above itself.
   [[nodiscard]] InodePointer parent_of(const InodePointer& inode) const;
