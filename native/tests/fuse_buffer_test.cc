@@ -11,9 +11,9 @@ namespace {
 class BufferOperationsTest : public MountTest {
  protected:
   void SetUp() override { start(kPatience); }
-  void start(std::chrono::milliseconds space_patience) {
+  void start(std::chrono::milliseconds space_timeout) {
     MountOptions options;
-    options.space_patience = space_patience;
+    options.space_timeout = space_timeout;
     open_and_initialize(options);
   }
 

@@ -14,12 +14,12 @@ constexpr std::uint64_t kSmallPart = 64;
 
 }  // namespace
 
-void Reclaim::add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
+void Reclaim::list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
   const std::lock_guard lock(mutex_);
   trimmable_[key] = std::move(buffer);
 }
 
-void Reclaim::remove_trimmable(const Buffer* key) {
+void Reclaim::unlist_trimmable(const Buffer* key) {
   const std::lock_guard lock(mutex_);
   trimmable_.erase(key);
 }

@@ -34,8 +34,8 @@ class Reclaim {
 
   // ---- buffers that may hold memory which Buffer::trim() releases ----
 
-  void add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
-  void remove_trimmable(const Buffer* key);
+  void list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
+  void unlist_trimmable(const Buffer* key);
   [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
 
   // ---- memory of removed files that nothing has open: the kernel forgets the file, then it is released ----

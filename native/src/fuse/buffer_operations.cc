@@ -190,9 +190,9 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   const Caller caller = Caller::of(request.header);
   SetIdLoss loss = SetIdLoss::kNone;
   if ((in.write_flags & kWriteKillSetId) != 0) {
-    loss = inode.loss_by(caller);
+    loss = inode.set_id_bits_to_clear(caller);
   } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
-    loss = inode.bare_set_gid_loss_by(caller);
+    loss = inode.bare_set_gid_to_clear(caller);
   }
   observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kIn);
   const observe::Span span(observe::TraceKind::kMountWrite, inode.device(), in.offset, in.size, inode.ino());
@@ -289,7 +289,7 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
   const auto in = request.arguments<fuse_fallocate_in>();
   if (in.length == 0) return responder.error(EINVAL);
   if (!valid_range(in.offset, in.length)) return responder.error(EFBIG);
-  const SetIdLoss loss = file->inode->bare_set_gid_loss_by(Caller::of(request.header));
+  const SetIdLoss loss = file->inode->bare_set_gid_to_clear(Caller::of(request.header));
   const uid_t user = request.header.uid;
   long_requests_.retry_until_memory(
       *file->inode, std::move(responder), [this, file, in, loss, user](Cancellation& cancellation, Responder& reply) {
@@ -338,7 +338,7 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
 void BufferOperations::copy(const File& from, const File& to, const Request& request, const CopyRequest& copy,
                             Responder responder) {
   const fuse_copy_file_range_in& in = copy.in;
-  const SetIdLoss loss = to->inode->bare_set_gid_loss_by(Caller::of(request.header));
+  const SetIdLoss loss = to->inode->bare_set_gid_to_clear(Caller::of(request.header));
   Buffer& target = *to->inode->buffer();
   if (target.copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
     const Result<std::uint64_t> copied =

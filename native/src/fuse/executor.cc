@@ -157,7 +157,7 @@ void Executor::resume(std::int32_t device) {
   }
 }
 
-std::size_t Executor::stop(std::chrono::milliseconds patience) {
+std::size_t Executor::stop(std::chrono::milliseconds timeout) {
   State& state = *state_;
   QueuedJobs mine;
   std::vector<std::shared_ptr<Cancellation>> running;
@@ -180,7 +180,7 @@ std::size_t Executor::stop(std::chrono::milliseconds patience) {
     return std::ranges::all_of(state.active,
                                [](const QueuedJob& entry) { return entry.lane.kind == Lane::Kind::kFiles; });
   });
-  state.ended.wait_for(lock, patience, [&state] { return state.active.empty(); });
+  state.ended.wait_for(lock, timeout, [&state] { return state.active.empty(); });
   if (state.active.empty()) state.ended.wait(lock, [&state] { return state.threads == 0; });
   return state.active.size();
 }

@@ -97,9 +97,9 @@ class Executor {
   // Runs the parked jobs of a device again, and those that are about to be parked.
   void resume(std::int32_t device);
 
-  // Ends what is queued or parked, cancels what runs and waits for it, for jobs of files up to `patience`; returns how
+  // Ends what is queued or parked, cancels what runs and waits for it, for jobs of files up to `timeout`; returns how
   // many of these are left behind. They must use nothing that goes away with the executor's owner. May be called twice.
-  std::size_t stop(std::chrono::milliseconds patience);
+  std::size_t stop(std::chrono::milliseconds timeout);
 
   struct JobCounts {
     std::size_t threads = 0;

@@ -73,15 +73,15 @@ bool Inode::has_writers() const {
   return open_writers_ > 0;
 }
 
-SetIdLoss Inode::loss_by(const Caller& caller) const {
-  return marks_group_without(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
+SetIdLoss Inode::set_id_bits_to_clear(const Caller& caller) const {
+  return has_bare_set_gid_foreign_to(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
 }
 
-SetIdLoss Inode::bare_set_gid_loss_by(const Caller& caller) const {
-  return marks_group_without(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
+SetIdLoss Inode::bare_set_gid_to_clear(const Caller& caller) const {
+  return has_bare_set_gid_foreign_to(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
 }
 
-bool Inode::marks_group_without(const Caller& caller) const {
+bool Inode::has_bare_set_gid_foreign_to(const Caller& caller) const {
   std::uint32_t mode = 0;
   std::uint32_t gid = 0;
   {
@@ -182,20 +182,20 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
 }
 
 void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
-  bool doomed = false;
+  bool must_be_freed = false;
   {
     const std::lock_guard lock(inode->mutex_);
     if (inode->removed_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
     inode->removed_ = true;
     metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
-    doomed = update_expected_locked(*inode);
+    must_be_freed = update_expected_locked(*inode);
   }
   {
     const std::unique_lock lock(inodes_mutex_);
     inodes_.erase(inode->ino_);
     if (inode->buffer_) --file_counts_[inode->device_];
   }
-  if (doomed) free_later(std::move(inode));
+  if (must_be_freed) free_later(std::move(inode));
 }
 
 Status InodeTable::hold(std::uint64_t ino) {
@@ -251,17 +251,17 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
 Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
   const std::uint32_t before = inode->attributes().nlink;
   const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
-  bool doomed = false;
+  bool must_be_freed = false;
   const auto change = [&](gpufs_attributes& ours, const auto&) {
     ours.nlink = links;
     set_ctime(ours, Timestamp::now());
-    doomed = update_expected_locked(*inode);  // removed at the same time
+    must_be_freed = update_expected_locked(*inode);  // removed at the same time
     return 0;
   };
   if (change_metadata(*inode, more * kNameBytes, change) != 0) {
     return Status(ENOSPC, "the limit for metadata");
   }
-  if (doomed) free_later(std::move(inode));
+  if (must_be_freed) free_later(std::move(inode));
   return {};
 }
 
@@ -325,7 +325,7 @@ Status InodeTable::release(std::uint64_t fh) {
   std::shared_ptr<Inode> inode = file->inode;
   const bool writes = file->writes;
   file.reset();
-  bool doomed = false;
+  bool must_be_freed = false;
   bool trims = false;
   {
     const std::lock_guard lock(inode->mutex_);
@@ -333,9 +333,9 @@ Status InodeTable::release(std::uint64_t fh) {
     if (writes) --inode->open_writers_;
     // At each close without a writer: the last try may have found the buffer in use.
     trims = inode->open_writers_ == 0 && inode->attributes_.nlink != 0 && inode->buffer_->may_trim();
-    doomed = update_expected_locked(*inode);
+    must_be_freed = update_expected_locked(*inode);
   }
-  if (doomed) {
+  if (must_be_freed) {
     free_later(std::move(inode));
   } else if (trims) {
     trim_later(inode);

@@ -91,9 +91,9 @@ class Inode : public std::enable_shared_from_this<Inode> {
   // Modification and change time, set-id bits, the capability.
   void was_written(SetIdLoss loss);
   // What a change of contents takes away if its caller may not keep set-id bits, as the kernel has found.
-  [[nodiscard]] SetIdLoss loss_by(const Caller& caller) const;
+  [[nodiscard]] SetIdLoss set_id_bits_to_clear(const Caller& caller) const;
   // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
-  [[nodiscard]] SetIdLoss bare_set_gid_loss_by(const Caller& caller) const;
+  [[nodiscard]] SetIdLoss bare_set_gid_to_clear(const Caller& caller) const;
 
   // Adds a reference; false if the inode has been removed.
   [[nodiscard]] bool hold();
@@ -117,7 +117,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   [[nodiscard]] std::uint64_t metadata_locked() const;
 
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
-  [[nodiscard]] bool marks_group_without(const Caller& caller) const;
+  [[nodiscard]] bool has_bare_set_gid_foreign_to(const Caller& caller) const;
   // Applies what a directory passes on to a new entry; before the inode is visible.
   void inherit(Inode& directory, std::uint32_t umask);
 

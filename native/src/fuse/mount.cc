@@ -24,7 +24,7 @@ constexpr std::size_t kReadAheadThreads = 2;
 // Before the kernel is asked to repeat an INTERRUPT.
 constexpr std::chrono::milliseconds kInterruptPause{5};
 // How long close() waits for threads in files of the host.
-constexpr std::chrono::milliseconds kStopPatience{200};
+constexpr std::chrono::milliseconds kStopTimeout{200};
 
 void close_on_exec(int fd) {
   const int flags = ::fcntl(fd, F_GETFD);
@@ -112,7 +112,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
       transport_(std::move(device), transport_options(options), statistics_),
-      long_requests_(table_.devices(), executor_, statistics_, options.space_patience),
+      long_requests_(table_.devices(), executor_, statistics_, options.space_timeout),
       read_ahead_(statistics_),
       notifier_(transport_, executor_, statistics_),
       backing_(table_, options.transfers, long_requests_, statistics_),
@@ -170,7 +170,7 @@ void Mount::close() {
   // is not. The control plane's requests are answered first, because a notification may wait for one of them.
   relay_.stop();
   read_ahead_.stop();
-  backing_.left_behind(executor_.stop(kStopPatience));
+  backing_.left_behind(executor_.stop(kStopTimeout));
   transport_.stop();
   transport_.close();
   connection_ended();

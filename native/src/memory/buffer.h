@@ -55,8 +55,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // size, and every call that finds the device full.
   virtual void preallocate_on_growth() {}
   // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
-  // longer than `patience`.
-  virtual bool trim(std::chrono::milliseconds /*patience*/) { return true; }
+  // longer than `timeout`.
+  virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
   // For a load that publishes its size at its end: keeps the buffer, too. May be null.

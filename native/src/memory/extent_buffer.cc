@@ -45,7 +45,7 @@ ExtentBuffer::~ExtentBuffer() {
   range_.reset();
   memory_.reset();
   context_->account(-static_cast<std::int64_t>(own_held_));
-  context_->reclaim().remove_trimmable(this);
+  context_->reclaim().unlist_trimmable(this);
   if (own_held_ > 0) context_->reclaim().released();
 }
 

@@ -45,7 +45,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
   void preallocate_on_growth() override;
   [[nodiscard]] bool may_trim() const override;
-  bool trim(std::chrono::milliseconds patience) override;
+  bool trim(std::chrono::milliseconds timeout) override;
   [[nodiscard]] std::shared_ptr<void> keep_unpublished() override;
   void expect(std::uint64_t end) override;
 

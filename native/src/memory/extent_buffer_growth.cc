@@ -30,8 +30,8 @@ constexpr std::uint64_t kMostPreallocated = std::uint64_t{64} << 20;
 constexpr std::uint64_t kFreeParts = 16;
 // A full device: how long a caller waits altogether for memory that others are using or releasing, and for each of
 // them.
-constexpr std::chrono::milliseconds kReclaimPatience{100};
-constexpr std::chrono::milliseconds kTrimPatience{10};
+constexpr std::chrono::milliseconds kReclaimTimeout{100};
+constexpr std::chrono::milliseconds kTrimTimeout{10};
 constexpr int kMostAttempts = 4;  // others that grow may be faster to take what was released
 
 }  // namespace
@@ -49,18 +49,18 @@ Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt, Wai
 
 // True once some buffer has released memory since that many had.
 bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) {
-  const auto deadline = std::chrono::steady_clock::now() + kReclaimPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
   for (;;) {
     bool busy = false;
     for (const std::weak_ptr<Buffer>& listed : context_->reclaim().trimmable()) {
       const std::shared_ptr<Buffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // One that is gone is releasing all it has.
-      if (buffer == nullptr || !buffer->trim(kTrimPatience)) busy = true;
+      if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
     }
     if (context_->reclaim().release_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
-      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimPatience);
+      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimTimeout);
     }
     if (context_->reclaim().release_count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
@@ -180,7 +180,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   if (!status.ok()) {
     drop_empty_memory();
   } else if (memory_ != nullptr) {
-    context_->reclaim().add_trimmable(this, weak_from_this());
+    context_->reclaim().list_trimmable(this, weak_from_this());
   }
   return status;
 }

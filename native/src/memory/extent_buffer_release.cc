@@ -52,9 +52,9 @@ bool ExtentBuffer::may_trim() const {
   return bytes_held() > total_bytes(inside(snapshot_->extents, 0, end));
 }
 
-bool ExtentBuffer::trim(std::chrono::milliseconds patience) {
+bool ExtentBuffer::trim(std::chrono::milliseconds timeout) {
   const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
-  return mutation && release_unused(std::chrono::steady_clock::now() + patience);
+  return mutation && release_unused(std::chrono::steady_clock::now() + timeout);
 }
 
 std::shared_ptr<void> ExtentBuffer::keep_unpublished() {
@@ -94,7 +94,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     moves = !removed.empty() && exclusion.close_gate_locked(removed);
   }
   if (removed.empty()) {
-    if (!writing) context_->reclaim().remove_trimmable(this);
+    if (!writing) context_->reclaim().unlist_trimmable(this);
     return true;
   }
   if (moves) {
@@ -104,7 +104,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
   }
   release(removed);
   // Not before: whoever finds the device full must wait for this.
-  if (!writing) context_->reclaim().remove_trimmable(this);
+  if (!writing) context_->reclaim().unlist_trimmable(this);
   return true;
 }
 

@@ -65,7 +65,7 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(std::shared_ptr<
   return buffer;
 }
 
-bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
+bool RegisteredBuffer::revoke(std::chrono::milliseconds timeout) {
   std::unique_ptr<ForeignMapping> unmapped;
   {
     const std::lock_guard lock(mutex_);
@@ -74,7 +74,7 @@ bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
   }
   if (unmapped) unmap(std::move(unmapped));
   std::unique_lock lock(mutex_);
-  return unused_.wait_for(lock, patience, [this] { return gone_; });
+  return unused_.wait_for(lock, timeout, [this] { return gone_; });
 }
 
 void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {

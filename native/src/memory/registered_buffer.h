@@ -31,8 +31,8 @@ class RegisteredBuffer : public Buffer {
   RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory, std::uint64_t bytes,
                    bool writable);
 
-  // Calls fail from now on. Waits until nobody uses the memory any more: true; false after `patience`.
-  bool revoke(std::chrono::milliseconds patience);
+  // Calls fail from now on. Waits until nobody uses the memory any more: true; false after `timeout`.
+  bool revoke(std::chrono::milliseconds timeout);
 
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
   [[nodiscard]] std::uint64_t size() const override { return bytes_; }
