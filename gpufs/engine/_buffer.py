@@ -275,6 +275,13 @@ class Buffer(Handle):
         check(lib.gpufs_buffer_copy(source._handle, *place, count, done))
         return int(done[0])
 
+    def await_memory(self, size: int, seconds: float) -> None:
+        """Before a growth by ``size`` bytes: wait while they are missing and memory of removed files is coming back.
+
+        Waits at most ``seconds``, and does not report whether the memory is free now.
+        """
+        check(lib.gpufs_buffer_await_memory(self._handle, size, round(seconds * 1000)))
+
     def resize(self, size: int) -> None:
         """Set the size: growing makes a hole, shrinking releases memory."""
         check(lib.gpufs_buffer_resize(self._handle, unsigned("size", size)))

@@ -281,7 +281,7 @@ class Mount(Handle):
         return int(ino[0])
 
     def find(self, path: bytes) -> int | None:
-        """Return the inode at a path below the root, without following symbolic links; None if there is none."""
+        """Return the inode at a path below the root, without following symbolic links; None if absent."""
         ino = ffi.new(_NUMBER)
         status = lib.gpufs_name_find(self._handle, path, ino)
         if status.error == ENOENT:

@@ -21,7 +21,7 @@ from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
 from gpufs.service._holdings import Descriptor, Holdings
-from gpufs.service._mount import ServedMount
+from gpufs.service._mount import SPACE_SECONDS, ServedMount
 
 # Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
@@ -233,7 +233,8 @@ class ClientCopies:
         if copy.direction == LOAD:
             served.mount.inode_written(on_mount.ino)
             wanted = found.st_size - copy.host_offset
-            served.await_space(buffer, wanted if copy.size is None else min(wanted, copy.size))
+            wanted = max(0, wanted if copy.size is None else min(wanted, copy.size))
+            buffer.await_memory(wanted, SPACE_SECONDS)
         else:
             _drop_set_id(host.fd)
             size = found.st_size if stat.S_ISREG(found.st_mode) else None

@@ -1,7 +1,6 @@
 """What the service needs of a mount: its buffers, leases on them, and memory that programs register."""
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from errno import EINVAL, EISDIR, ENODATA, ENOENT, EXDEV
@@ -15,8 +14,7 @@ from gpufs.service._holders import Holder, HolderTable
 from gpufs.service._limits import Limits
 
 # A write through the mount waits as long for the memory of files that have just been removed.
-_SPACE_SECONDS: Final = 3.0
-_SPACE_RETRY_SECONDS: Final = 0.002
+SPACE_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -78,27 +76,11 @@ class ServedMount:
         device = buffer.engine.devices[buffer.info.device]
         granules = -(-size // device.info.granule)
         self.holders.charge(holder, device.index, granules * device.info.granule, device.memory().total_bytes)
-        self.await_space(buffer, size)
+        buffer.await_memory(size, SPACE_SECONDS)
         with Buffer(buffer.engine, device.index) as copy:  # afterwards the lease keeps the memory
             self.mount.charge_buffer(copy, holder.peer.uid)
             copy.copy_from(buffer, size=size)
             return Lease(copy, label=label)
-
-    def await_space(self, buffer: Buffer, size: int) -> None:
-        """Before a load of so many bytes: waits a little for the memory of files that have just been removed."""
-        deadline = time.monotonic() + _SPACE_SECONDS
-        # In this order: what is no longer pending has become free.
-        while (
-            self.mount.statistics()["table"]["orphan_bytes"]
-            and self._free_bytes(buffer) < size
-            and time.monotonic() < deadline
-        ):
-            time.sleep(_SPACE_RETRY_SECONDS)
-
-    def _free_bytes(self, buffer: Buffer) -> int:
-        info = buffer.info
-        free = buffer.engine.devices[info.device].memory().free_bytes
-        return free if info.room_bytes is None else min(free, info.room_bytes)
 
     def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> None:
         """Makes a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.

@@ -139,6 +139,9 @@ typedef struct {
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer);
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info);
+/* Before a growth by so many bytes: waits while there is less free memory and memory of removed files is coming back.
+ * Success also if the time is over. */
+gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint32_t timeout_ms);
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size);
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes);
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* found);
@@ -367,7 +370,7 @@ typedef struct {
  * target: of a symbolic link, else null. Users can change nothing where device is -1. */
 gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char* name,
                               const gpufs_attributes* attributes, const char* target, uint64_t* ino);
-/* The inode at a path below the root, without following symbolic links. ENOENT if there is none. */
+/* The inode at a path below the root, without following symbolic links. ENOENT if it does not exist. */
 gpufs_status gpufs_name_find(gpufs_handle mount, const char* path, uint64_t* ino);
 /* The path of an inode below the root: one of them if it has several. As gpufs_mount_statistics(); paths may hold any
  * bytes but 0. ENOENT without a name. */

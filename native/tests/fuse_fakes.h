@@ -191,16 +191,28 @@ class FakeKernel {
     return unique;
   }
 
-  // The next message of any kind; nothing when none comes.
+  // The next message of any kind; nothing when none comes. INTERRUPTs that the mount asks for again are repeated, as
+  // long as their requests have no reply.
   std::optional<Reply> receive(std::chrono::milliseconds patience = kPatience) {
-    if (!readable(fd_.get(), patience)) return std::nullopt;
-    const Bytes buffer = receive_message(fd_.get());
-    if (buffer.empty()) return std::nullopt;
-    Reply reply;
-    EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &reply.header));
-    EXPECT_EQ(reply.header.len, buffer.size());
-    reply.body.assign(buffer.begin() + sizeof(reply.header), buffer.end());
-    return reply;
+    const auto end = std::chrono::steady_clock::now() + patience;
+    for (;;) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+      if (!readable(fd_.get(), std::max(left, 0ms))) return std::nullopt;
+      const Bytes buffer = receive_message(fd_.get());
+      if (buffer.empty()) return std::nullopt;
+      Reply reply;
+      EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &reply.header));
+      EXPECT_EQ(reply.header.len, buffer.size());
+      if (reply.header.unique != 0 && (reply.header.unique & kUniqueInterruptBit) != 0) {
+        EXPECT_EQ(reply.error(), EAGAIN);
+        const std::uint64_t unique = reply.header.unique & ~kUniqueInterruptBit;
+        if (interrupted_.contains(unique)) interrupt(unique);
+        continue;
+      }
+      interrupted_.erase(reply.header.unique);
+      reply.body.assign(buffer.begin() + sizeof(reply.header), buffer.end());
+      return reply;
+    }
   }
   // The reply to this request; others that come before it are kept.
   Reply wait(std::uint64_t unique) {
@@ -222,6 +234,7 @@ class FakeKernel {
   }
   Reply call(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) { return wait(send(opcode, nodeid, body)); }
   void interrupt(std::uint64_t unique) {
+    interrupted_.insert(unique);
     send_raw(message(FUSE_INTERRUPT, unique | kUniqueInterruptBit, 0, bytes_of(fuse_interrupt_in{unique})));
   }
 
@@ -256,6 +269,7 @@ class FakeKernel {
   UniqueFd fd_;
   std::uint64_t unique_ = 0;
   std::map<std::uint64_t, Reply> kept_;
+  std::set<std::uint64_t> interrupted_;  // requests without a reply
 };
 
 struct RelayedRequest {

@@ -25,27 +25,28 @@ class InodeTableTest : public DevicesTest {
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   ASSERT_TRUE(table.add(file_attributes(2), nullptr, 0, 1).ok());
   write(2, 3 * kGranule);
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
   (void)table.set_links(table.find(2), 0);  // the kernel may still hold it
-  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
-  EXPECT_EQ(table.orphan_bytes(1), 0U);
-  EXPECT_EQ(table.orphan_bytes(-1), 3 * kGranule);
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
+  EXPECT_EQ(contexts[1]->reclaim().expected_bytes(), 0U);
+  EXPECT_EQ(table.counts().orphan_bytes, 3 * kGranule);
   const std::uint64_t fh = table.open(table.find(2), O_RDONLY).take();  // through /proc/self/fd
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
   ASSERT_TRUE(table.release(fh).ok());
-  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
   (void)table.set_links(table.find(2), 1);  // linked again
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
   (void)table.set_links(table.find(2), 0);
 
   frees.close();
   ASSERT_TRUE(table.forget(2, 1));  // returns although freeing takes long
   EXPECT_TRUE(frees.wait_for_visitors(1));
-  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
-  const std::uint64_t noted = executor.freed_count();
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
+  const std::uint64_t seen = contexts[0]->reclaim().release_count();
   frees.open();
-  EXPECT_TRUE(eventually([&] { return executor.freed_count() == noted + 1; }));
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  contexts[0]->reclaim().wait_for_release(seen, std::chrono::steady_clock::now() + kPatience);
+  EXPECT_TRUE(eventually([&] { return table.counts().orphans == 0; }));
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
 }
 
@@ -66,7 +67,7 @@ TEST_F(InodeTableTest, ManyThreads) {
           file->inode->was_read(AccessTimes::kRelative);
         }
         static_cast<void>(table.set_links(inode, i % 2 == 0 ? 0 : 1));
-        static_cast<void>(table.orphan_bytes(-1));
+        static_cast<void>(table.counts().orphan_bytes);
         if (i % 3 == 0) table.remove_if_unused(inode);
         if (fh.ok()) {
           EXPECT_TRUE(table.release(fh.value()).ok());
@@ -81,7 +82,7 @@ TEST_F(InodeTableTest, ManyThreads) {
   }
   EXPECT_TRUE(eventually([&] { return held() == 0; }));
   EXPECT_EQ(table.counts().files, 0U);
-  EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
+  EXPECT_TRUE(eventually([&] { return table.counts().orphan_bytes == 0; }));
 }
 
 }  // namespace

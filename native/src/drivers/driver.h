@@ -19,6 +19,7 @@
 
 #include "base/math.h"
 #include "base/status.h"
+#include "base/thread.h"
 #include "base/unique_fd.h"
 #include "drivers/blocked_streams.h"
 
@@ -107,11 +108,11 @@ class DeviceMemory {
 
   // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
   // All or nothing: a failure moves no other memory. ENOSPC: the device is full, or its cap is reached. Zeroing is
-  // complete on return.
-  virtual Status populate(std::span<const MemorySpan> spans) = 0;
-  Status populate(std::uint64_t offset, std::uint64_t bytes) {
+  // complete on return. Without waiting, ENOSPC may be premature: cached memory is not released.
+  virtual Status populate(std::span<const MemorySpan> spans, Wait wait) = 0;
+  Status populate(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) {
     const MemorySpan one{offset, bytes};
-    return populate(std::span(&one, 1));
+    return populate(std::span(&one, 1), wait);
   }
 
   // Releases the spans; others can take their memory once no earlier range shows it. Memory that the device does not
@@ -279,7 +280,9 @@ class Device {
   virtual ~Device() = default;
 
   [[nodiscard]] virtual const DeviceInfo& info() const = 0;
-  virtual Result<MemoryInfo> memory() = 0;
+  // Without waiting, memory that is being released may be missing.
+  virtual Result<MemoryInfo> memory(Wait wait) = 0;
+  Result<MemoryInfo> memory() { return memory(Wait::kAllowed); }
 
   // Makes the device current on the calling thread, which is one of ours, until another one is bound there: calls are
   // cheaper then, and the vendors' calls for files need it. Cheap if the device is current already.

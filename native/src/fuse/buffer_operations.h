@@ -45,7 +45,8 @@ class BufferOperations {
   // Host memory: the reply is made of pieces of the buffer itself. False if another thread has to serve the request.
   bool reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes, Responder& responder);
   // Device memory, through host memory. An error if nothing was read; EAGAIN: another thread has to serve the request.
-  int reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
+  int reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Wait wait,
+                      Responder& responder);
   void read_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder);
   // Once there is memory for the holes.
   void fill_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <string>
@@ -19,12 +20,6 @@ namespace gpufs::fuse {
 namespace {
 
 constexpr std::uint32_t kPermissions = 07777;
-
-// How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
-// file that still exists then is kept by somebody.
-constexpr std::chrono::milliseconds kForgetTime{300};
-// Less than one part in so many of a device's memory is worth no waiting.
-constexpr std::uint64_t kSmallPart = 64;
 
 std::uint64_t user_key(std::int32_t device, std::uint32_t uid) {
   return std::uint64_t{static_cast<std::uint32_t>(device)} << 32 | uid;
@@ -88,15 +83,15 @@ bool Inode::has_writers() const {
   return open_writers_ > 0;
 }
 
-SetIdLoss Inode::loss_by(const Caller& caller) const {
-  return marks_group_without(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
+SetIdLoss Inode::set_id_bits_to_clear(const Caller& caller) const {
+  return has_bare_set_gid_foreign_to(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
 }
 
-SetIdLoss Inode::bare_set_gid_loss_by(const Caller& caller) const {
-  return marks_group_without(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
+SetIdLoss Inode::bare_set_gid_to_clear(const Caller& caller) const {
+  return has_bare_set_gid_foreign_to(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
 }
 
-bool Inode::marks_group_without(const Caller& caller) const {
+bool Inode::has_bare_set_gid_foreign_to(const Caller& caller) const {
   std::uint32_t mode = 0;
   std::uint32_t gid = 0;
   {
@@ -214,21 +209,21 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
 }
 
 void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
-  bool doomed = false;
+  bool must_be_freed = false;
   {
     const std::lock_guard lock(inode->mutex_);
     if (inode->removed_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
     inode->removed_ = true;
     records_.remove_inode(inode->ino_);
     metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
-    doomed = update_orphan_locked(inode);
+    must_be_freed = update_expected_locked(*inode);
   }
   {
     const std::unique_lock lock(inodes_mutex_);
     inodes_.erase(inode->ino_);
     if (inode->buffer_) --file_counts_[inode->device_];
   }
-  if (doomed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
+  if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
 }
 
 Status InodeTable::hold(std::uint64_t ino) {
@@ -254,10 +249,10 @@ std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
   return found == inodes_.end() ? nullptr : found->second;
 }
 
-Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
+Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait) {
   // The part that can fail comes first: the size, which takes the buffer's locks and none of ours.
   if (changes.size) {
-    if (Status status = inode.buffer()->resize(*changes.size); !status.ok()) return status;
+    if (Status status = inode.buffer()->resize(*changes.size, wait); !status.ok()) return status;
   }
   const bool pays = changes.uid && inode.buffer_;
   std::shared_ptr<Account> payer = pays ? quotas_.user(inode.device_, *changes.uid) : nullptr;
@@ -286,17 +281,17 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
 Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
   const std::uint32_t before = inode->attributes().nlink;
   const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
-  bool doomed = false;
+  bool must_be_freed = false;
   const auto change = [&](gpufs_attributes& ours, const auto&) {
     ours.nlink = links;
     set_ctime(ours, Timestamp::now());
-    doomed = update_orphan_locked(inode);  // removed at the same time
+    must_be_freed = update_expected_locked(*inode);  // removed at the same time
     return 0;
   };
   if (change_metadata(*inode, more * kNameBytes, change) != 0) {
     return Status(ENOSPC, "the limit for metadata");
   }
-  if (doomed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
+  if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
   return {};
 }
 
@@ -356,7 +351,7 @@ Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int 
   records_.put_file(fh, {inode->ino_, writes});
   inode->record_locked();
   records_.done({inode->ino_, fh});
-  static_cast<void>(update_orphan_locked(inode));  // in use now
+  static_cast<void>(update_expected_locked(*inode));  // in use now
   return fh;
 }
 
@@ -366,7 +361,7 @@ Status InodeTable::release(std::uint64_t fh) {
   std::shared_ptr<Inode> inode = file->inode;
   const bool writes = file->writes;
   file.reset();
-  bool doomed = false;
+  bool must_be_freed = false;
   bool trims = false;
   {
     const std::lock_guard lock(inode->mutex_);
@@ -375,9 +370,9 @@ Status InodeTable::release(std::uint64_t fh) {
     if (writes) --inode->open_writers_;
     // At each close without a writer: the last try may have found the buffer in use.
     trims = inode->open_writers_ == 0 && inode->attributes_.nlink != 0 && inode->buffer_->may_trim();
-    doomed = update_orphan_locked(inode);
+    must_be_freed = update_expected_locked(*inode);
   }
-  if (doomed) {
+  if (must_be_freed) {
     free_later(std::move(inode));
   } else if (trims) {
     trim_later(inode);
@@ -385,46 +380,47 @@ Status InodeTable::release(std::uint64_t fh) {
   return {};
 }
 
-bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
-  if (!inode->buffer_) return false;
-  const bool unused = inode->open_files_ == 0;
-  const std::lock_guard lock(orphan_mutex_);
-  if (!unused || (!inode->removed_ && inode->attributes_.nlink != 0)) {
-    orphans_.erase(inode.get());  // the caller's pointer keeps it alive
+bool InodeTable::update_expected_locked(Inode& inode) {
+  if (!inode.buffer_) return false;
+  if (inode.open_files_ != 0 || inode.attributes_.nlink != 0) {
+    inode.expected_.reset();
     return false;
   }
-  orphans_.emplace(inode.get(), Orphan{inode, std::chrono::steady_clock::now(), false});
-  return inode->removed_;
+  if (!inode.expected_) {
+    inode.expected_ = std::make_unique<Reclaim::Expected>(
+        inode.buffer_->device()->reclaim(), [buffer = inode.buffer_.get()] { return buffer->bytes_held(); });
+  }
+  if (inode.removed_) inode.expected_->confirm();
+  return inode.removed_;
 }
 
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
   const std::int32_t device = inode->device_;
   {
-    const std::lock_guard lock(orphan_mutex_);
-    if (const auto orphan = orphans_.find(inode.get()); orphan != orphans_.end()) orphan->second.doomed = true;
-    Doomed& doomed = doomed_[device];
-    doomed.inodes.push_back(std::move(inode));
-    if (std::exchange(doomed.has_job, true)) return;
+    const std::lock_guard lock(unlinked_mutex_);
+    UnlinkedFiles& files = to_be_freed_[device];
+    files.inodes.push_back(std::move(inode));
+    if (std::exchange(files.has_job, true)) return;
   }
   try {
     executor_.submit({Executor::Lane::Kind::kReclaim, device, 0}, nullptr, 0,
-                     [this, device](int, Cancellation&) { free_doomed(device); });
+                     [this, device](int, Cancellation&) { free_unlinked_files(device); });
   } catch (const std::exception&) {
-    const std::lock_guard lock(orphan_mutex_);
-    doomed_[device].has_job = false;  // the next one frees these as well
+    const std::lock_guard lock(unlinked_mutex_);
+    to_be_freed_[device].has_job = false;  // the next one frees these as well
     throw;
   }
 }
 
-void InodeTable::free_doomed(std::int32_t device) {
+void InodeTable::free_unlinked_files(std::int32_t device) {
   for (;;) {
     std::vector<std::shared_ptr<Inode>> inodes;
     {
-      const std::lock_guard lock(orphan_mutex_);
-      Doomed& doomed = doomed_[device];
-      inodes.swap(doomed.inodes);
-      doomed.has_job = !inodes.empty();
+      const std::lock_guard lock(unlinked_mutex_);
+      UnlinkedFiles& files = to_be_freed_[device];
+      inodes.swap(files.inodes);
+      files.has_job = !inodes.empty();
     }
     if (inodes.empty()) return;
     for (std::shared_ptr<Inode>& inode : inodes) free(std::move(inode));
@@ -432,34 +428,26 @@ void InodeTable::free_doomed(std::int32_t device) {
 }
 
 void InodeTable::free(std::shared_ptr<Inode> inode) {
-  const std::int32_t device = inode->device_;
-  std::uint64_t bytes = 0;
+  std::unique_ptr<Reclaim::Expected> expected;
   {
-    const std::lock_guard lock(orphan_mutex_);
-    // Not there: it was opened again at the last moment, and comes back when that file is released.
-    if (const auto orphan = orphans_.extract(inode.get())) {
-      bytes = inode->buffer_->bytes_held();
-      freeing_[device] = {bytes, orphan.mapped().since};
-    }
+    const std::lock_guard lock(inode->mutex_);
+    // Null: it was opened again at the last moment, and comes back when that file is released.
+    expected = std::move(inode->expected_);
   }
-  inode.reset();  // frees the memory, unless a request or a view still uses it
-  {
-    const std::lock_guard lock(orphan_mutex_);
-    freeing_.erase(device);
-  }
-  executor_.memory_freed(device);
+  if (expected) expected->begin_release();
+  inode.reset();  // frees the memory, unless a request or a view still uses it; `expected` reports that
 }
 
 void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
   // Weak: once free() has reported an inode, its memory must be free.
   executor_.submit({Executor::Lane::Kind::kReclaim, inode->device_, 0}, nullptr, 0,
-                   [this, closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
+                   [closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
                      std::shared_ptr<Inode> found = refusal == 0 ? closed.lock() : nullptr;
                      if (!found) return;
-                     const std::int32_t device = found->device_;
+                     const std::shared_ptr<DeviceContext> device = found->buffer_->device();
                      (void)found->buffer_->trim(std::chrono::milliseconds(0));
                      found.reset();  // perhaps the last reference
-                     executor_.memory_freed(device);
+                     device->reclaim().released();
                    });
 }
 
@@ -538,13 +526,12 @@ Status InodeTable::restore() {
 }
 
 std::vector<std::uint64_t> InodeTable::doubtful() const {
-  const auto now = std::chrono::steady_clock::now();
+  const auto expects = [](const std::shared_ptr<DeviceContext>& device) { return device->reclaim().expected_files() > 0; };
   std::vector<std::uint64_t> found;
-  const std::lock_guard lock(orphan_mutex_);
-  for (const auto& [key, orphan] : orphans_) {
-    if (!orphan.doomed && orphan.inode->restored_ && now - orphan.since > kForgetTime) {
-      found.push_back(orphan.inode->ino_);
-    }
+  if (std::ranges::none_of(devices_, expects)) return found;
+  for (const std::shared_ptr<Inode>& inode : all()) {
+    const std::lock_guard lock(inode->mutex_);
+    if (inode->restored_ && inode->expected_ && !inode->removed_) found.push_back(inode->ino_);
   }
   return found;
 }
@@ -553,43 +540,9 @@ void InodeTable::restore_links(std::shared_ptr<Inode> inode, std::uint32_t links
   {
     const std::lock_guard lock(inode->mutex_);
     inode->attributes_.nlink = links;
-    static_cast<void>(update_orphan_locked(inode));
+    static_cast<void>(update_expected_locked(*inode));
   }
   if (links == 0) remove_if_unused(std::move(inode));
-}
-
-std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
-  const std::lock_guard lock(orphan_mutex_);
-  std::uint64_t bytes = 0;
-  for (const auto& [of, freeing] : freeing_) {
-    if (device < 0 || of == device) bytes += freeing.bytes;
-  }
-  for (const auto& [key, orphan] : orphans_) {
-    if (device < 0 || orphan.inode->device_ == device) bytes += orphan.inode->buffer_->bytes_held();
-  }
-  return bytes;
-}
-
-std::optional<std::int32_t> InodeTable::returning(std::int32_t device, TimePoint before) const {
-  const auto now = std::chrono::steady_clock::now();
-  std::uint64_t bytes = 0;
-  std::int32_t found = 0;
-  const auto add = [&](std::int32_t of, TimePoint since, std::uint64_t held) {
-    if ((device >= 0 && of != device) || since > before || held == 0) return;
-    bytes += held;
-    found = of;
-  };
-  {
-    const std::lock_guard lock(orphan_mutex_);
-    for (const auto& [of, freeing] : freeing_) add(of, freeing.since, freeing.bytes);
-    for (const auto& [key, orphan] : orphans_) {
-      if (!orphan.doomed && now - orphan.since > kForgetTime) continue;
-      add(orphan.inode->device_, orphan.since, orphan.inode->buffer_->bytes_held());
-    }
-  }
-  const std::uint64_t total = devices_.empty() ? 0 : devices_[static_cast<std::size_t>(found)]->info().total_bytes;
-  if (bytes == 0 || bytes < total / kSmallPart) return std::nullopt;
-  return found;
 }
 
 InodeTable::Counts InodeTable::counts() const {
@@ -599,8 +552,10 @@ InodeTable::Counts InodeTable::counts() const {
     counts.inodes = inodes_.size();
   }
   counts.files = files_.size();
-  const std::lock_guard lock(orphan_mutex_);
-  counts.orphans = orphans_.size();
+  for (const std::shared_ptr<DeviceContext>& device : devices_) {
+    counts.orphans += device->reclaim().expected_files();
+    counts.orphan_bytes += device->reclaim().expected_bytes();
+  }
   counts.metadata_bytes = metadata_.used();
   return counts;
 }

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -21,6 +20,7 @@
 
 #include "base/status.h"
 #include "device/device_context.h"
+#include "device/reclaim.h"
 #include "fuse/attributes.h"
 #include "fuse/caller.h"
 #include "fuse/executor.h"
@@ -94,9 +94,9 @@ class Inode : public std::enable_shared_from_this<Inode> {
   // Modification and change time, set-id bits, the capability.
   void was_written(SetIdLoss loss);
   // What a change of contents takes away if its caller may not keep set-id bits, as the kernel has found.
-  [[nodiscard]] SetIdLoss loss_by(const Caller& caller) const;
+  [[nodiscard]] SetIdLoss set_id_bits_to_clear(const Caller& caller) const;
   // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
-  [[nodiscard]] SetIdLoss bare_set_gid_loss_by(const Caller& caller) const;
+  [[nodiscard]] SetIdLoss bare_set_gid_to_clear(const Caller& caller) const;
 
   // Adds a reference; false if the inode has been removed.
   [[nodiscard]] bool hold();
@@ -122,7 +122,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   void record_locked() const;
 
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
-  [[nodiscard]] bool marks_group_without(const Caller& caller) const;
+  [[nodiscard]] bool has_bare_set_gid_foreign_to(const Caller& caller) const;
   // Applies what a directory passes on to a new entry; before the inode is visible.
   void inherit(Inode& directory, std::uint32_t umask);
 
@@ -137,8 +137,8 @@ class Inode : public std::enable_shared_from_this<Inode> {
   std::atomic<bool> replaced_{false};
   std::atomic<bool> lost_stores_{false};
 
-  // Guards all below. InodeTable::orphan_mutex_, the mutexes of a Charge and of Metadata, and
-  // ExtentBuffer::state_mutex_ may be taken under it, nothing else.
+  // Guards all below. The mutexes of a Reclaim, a Charge and of Metadata, and ExtentBuffer::state_mutex_ may be taken
+  // under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
@@ -148,10 +148,11 @@ class Inode : public std::enable_shared_from_this<Inode> {
   std::uint64_t charged_ = 0;              // of the table's metadata
   Metadata::Share* charged_to_ = nullptr;  // the share of its owner
   std::uint32_t open_files_ = 0;
-  std::uint32_t open_writers_ = 0;  // of them, those open for writing
-  std::uint32_t writers_ever_ = 0;  // how often it was opened for writing
-  bool created_open_ = false;       // by O_CREAT | O_EXCL, which was the first time
-  bool removed_ = false;            // from the table
+  std::uint32_t open_writers_ = 0;               // of them, those open for writing
+  std::uint32_t writers_ever_ = 0;               // how often it was opened for writing
+  bool created_open_ = false;                    // by O_CREAT | O_EXCL, which was the first time
+  bool removed_ = false;                         // from the table
+  std::unique_ptr<Reclaim::Expected> expected_;  // while it has neither names nor open files; its memory is coming back
 
   InodeNames names_;  // guarded by Namespace::mutex_
 };
@@ -213,7 +214,7 @@ class InodeTable {
   // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
   // All or nothing. The change time becomes now, and an access control list follows the mode.
-  Status set(Inode& inode, const AttributeChanges& changes);
+  Status set(Inode& inode, const AttributeChanges& changes, Wait wait);
   // The change time becomes now. ENOSPC: a new name exceeds the limit for metadata.
   Status set_links(std::shared_ptr<Inode> inode, std::uint32_t links);
 
@@ -258,19 +259,11 @@ class InodeTable {
 
   [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
 
-  // Memory of a device that removed files still hold and will release soon: nothing can open them again in the ordinary
-  // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
-  [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
-
-  // A device with memory of files that were removed before a time, which is likely to be free soon. device < 0: any.
-  // nullopt: there is none, or little; removed files that somebody keeps do not count.
-  using TimePoint = std::chrono::steady_clock::time_point;
-  [[nodiscard]] std::optional<std::int32_t> returning(std::int32_t device, TimePoint before) const;
-
   struct Counts {
     std::size_t inodes = 0;
     std::size_t files = 0;
-    std::size_t orphans = 0;
+    std::size_t orphans = 0;  // removed files that are not freed yet, and have no open file
+    std::uint64_t orphan_bytes = 0;
     std::uint64_t metadata_bytes = 0;
   };
   [[nodiscard]] Counts counts() const;
@@ -285,10 +278,10 @@ class InodeTable {
   // Makes an inode known whose attributes are complete.
   Status insert(const std::shared_ptr<Inode>& inode);
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
-  [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
-  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all that are doomed at a time.
+  [[nodiscard]] bool update_expected_locked(Inode& inode);
+  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all of a device at a time.
   void free_later(std::shared_ptr<Inode> inode);
-  void free_doomed(std::int32_t device);
+  void free_unlinked_files(std::int32_t device);
   void free(std::shared_ptr<Inode> inode);
   void trim_later(const std::shared_ptr<Inode>& inode);
 
@@ -308,24 +301,12 @@ class InodeTable {
 
   OpenFiles<OpenFile, kBufferHandle> files_;
 
-  // Guards all below; innermost. Nothing is freed under it.
-  mutable std::mutex orphan_mutex_;
-  struct Orphan {
-    std::shared_ptr<Inode> inode;
-    TimePoint since;
-    bool doomed;  // in doomed_, too
-  };
-  std::unordered_map<const Inode*, Orphan> orphans_;
-  struct Doomed {
+  struct UnlinkedFiles {
     std::vector<std::shared_ptr<Inode>> inodes;
     bool has_job = false;  // that frees them
   };
-  std::map<std::int32_t, Doomed> doomed_;  // by device
-  struct Freeing {
-    std::uint64_t bytes;
-    TimePoint since;  // the removal
-  };
-  std::map<std::int32_t, Freeing> freeing_;  // what the executor is freeing, by device
+  std::mutex unlinked_mutex_;                          // guards what is below; nothing is freed under it
+  std::map<std::int32_t, UnlinkedFiles> to_be_freed_;  // by device
 };
 
 }  // namespace gpufs::fuse

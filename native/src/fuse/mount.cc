@@ -23,8 +23,10 @@ constexpr std::size_t kLargestWorkers = 256;
 constexpr std::size_t kReadAheadThreads = 2;
 // The kernel has sent everything again after so long.
 constexpr std::chrono::seconds kResendTime{60};
+// Before the kernel is asked to repeat an INTERRUPT.
+constexpr std::chrono::milliseconds kInterruptPause{5};
 // How long close() waits for threads in files of the host.
-constexpr std::chrono::milliseconds kStopPatience{200};
+constexpr std::chrono::milliseconds kStopTimeout{200};
 
 void close_on_exec(int fd) {
   const int flags = ::fcntl(fd, F_GETFD);
@@ -114,7 +116,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
       transport_(std::move(device), transport_options(options), statistics_),
-      long_requests_(table_, executor_, statistics_, options.space_patience),
+      long_requests_(table_.devices(), executor_, statistics_, options.space_timeout),
       read_ahead_(statistics_),
       notifier_(transport_, executor_, statistics_),
       backing_(table_, options.transfers, long_requests_, statistics_),
@@ -214,7 +216,7 @@ void Mount::close() {
   // is not. The control plane's requests are answered first, because a notification may wait for one of them.
   relay_.stop();
   read_ahead_.stop();
-  backing_.left_behind(executor_.stop(kStopPatience));
+  backing_.left_behind(executor_.stop(kStopTimeout));
   transport_.stop();
   transport_.close();
   connection_ended();
@@ -360,8 +362,14 @@ void Mount::interrupt(const Request& request) {
   if (relay_.interrupt(in.unique)) return;
   const Executor::Cancelled outcome = executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
-  const bool remembered = outcome == Executor::Cancelled::kRemembered;
-  count(remembered ? statistics_.interrupts_remembered : statistics_.interrupts_cancelled);
+  if (outcome != Executor::Cancelled::kUnknown) return count(statistics_.interrupts_cancelled);
+  // Another thread may be about to submit it: on EAGAIN the kernel sends the INTERRUPT again, unless the request has
+  // ended.
+  count(statistics_.interrupts_early);
+  executor_.submit_at(std::chrono::steady_clock::now() + kInterruptPause,
+                      [this, unique = request.header.unique](int refusal, Cancellation&) {
+                        if (refusal == 0) static_cast<void>(transport_.send(unique, EAGAIN, {}));
+                      });
 }
 
 std::string Mount::statistics() const {
@@ -394,7 +402,7 @@ std::string Mount::statistics() const {
   json.number("orphans", counts.orphans);
   json.number("metadata_bytes", counts.metadata_bytes);
   json.number("metadata_limit", table_.metadata_limit());
-  json.number("orphan_bytes", table_.orphan_bytes(-1));
+  json.number("orphan_bytes", counts.orphan_bytes);
   json.close();
   write_statistics(statistics_, json);
   return json.finish();

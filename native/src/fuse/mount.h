@@ -45,7 +45,7 @@ struct MountOptions {
   std::uint64_t metadata_bytes = 0;  // memory for names and attributes; 0: no limit
   std::uint64_t user_bytes = 0;      // device memory for each plain user on each device; 0: no limit
   // How long a write that finds the device full waits for memory of removed files to come back.
-  std::chrono::milliseconds space_patience{3000};
+  std::chrono::milliseconds space_timeout{3000};
   std::shared_ptr<HostLocks> locks;           // of the memory of requests; null: no device copies from and to it
   // Where the mount's state is kept; one that Journal::restore() returned has the state of a mount that this one
   // continues. Null: it dies with the process.

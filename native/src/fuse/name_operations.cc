@@ -170,7 +170,7 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
     if (held) table_.records().done({found->ino(), 0});
   }
   if (held) return responder.body(entry_of(*found));
-  fuse_entry_out none{};  // without an inode: the kernel may remember that there is no such name
+  fuse_entry_out none{};  // without an inode: the kernel may remember that the name does not exist
   none.entry_valid = entry_validity_.seconds;
   none.entry_valid_nsec = entry_validity_.nanoseconds;
   responder.body(none);

@@ -44,8 +44,8 @@ class Namespace {
   // Gives the inodes that InodeTable::restore() has added their names, as the records have them.
   Status restore();
 
-  // An inode of the mount's own, with exactly these attributes but for links and times. Without a directory: the root.
-  // What the last process placed there keeps its number.
+  // Creates an inode of the mount's own, with these attributes; links and times are counted and set here. Directory 0:
+  // the root. What the last process created there keeps its number.
   Result<InodePointer> place(std::uint64_t directory, std::string_view name, gpufs_attributes attributes,
                              std::string_view target);
 
@@ -74,9 +74,9 @@ class Namespace {
 
   // ---- questions ----
 
-  // What a name leads to, "." and ".." as well; null: there is no such name.
+  // The inode of a name, also of "." and ".."; null if the name does not exist.
   [[nodiscard]] InodePointer look_up(const InodePointer& directory, std::string_view name) const;
-  // The inode at a path below the root, without following symbolic links; null: there is none.
+  // The inode at a path below the root, without following symbolic links; null if it does not exist.
   [[nodiscard]] InodePointer find(std::string_view path) const;
   // The directory above an inode; the root is above itself.
   [[nodiscard]] InodePointer parent_of(const InodePointer& inode) const;

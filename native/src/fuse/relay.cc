@@ -322,11 +322,11 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   const std::uint32_t opcode = responder.opcode();
   if (answered) {
     if (header.error != 0 || truncated) return;
-    const HandedOver handed = handed_over_by(opcode, message);
-    forget(handed.references);
-    if (!handed.release.empty()) {
+    const KernelReferences granted = references_in(opcode, message);
+    forget(granted.references);
+    if (!granted.release.empty()) {
       unread_replies_.fetch_add(1);
-      forward_one_way(handed.release);
+      forward_one_way(granted.release);
     }
     return;
   }

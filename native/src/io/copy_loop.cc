@@ -313,10 +313,7 @@ Status CopyLoop::copy_to_host(InFlight& slot, bool* queued) {
 // The device memory of the slot's bytes; pinned until end().
 Status CopyLoop::pin(InFlight& slot) {
   const std::uint64_t offset = slot.chunk.offset + slot.chunk.done;
-  Result<Buffer::Pin> pinned = [&] {
-    const NoWaiting only_now;
-    return memory_.pin(offset, slot.bytes);
-  }();
+  Result<Buffer::Pin> pinned = memory_.pin(offset, slot.bytes, Wait::kForbidden);
   if (!pinned.ok()) {
     drain();  // it may have to wait for pins that this thread holds
     pinned = memory_.pin(offset, slot.bytes);

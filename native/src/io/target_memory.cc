@@ -91,14 +91,14 @@ void TargetMemory::allocate_ahead() {
   --uses_;
 }
 
-Status TargetMemory::allocate_to(std::uint64_t end) {
+Status TargetMemory::allocate_to(std::uint64_t end, Wait wait) {
   std::unique_lock lock(mutex_);
   while (allocated_end_ < end) {
     if (!allocating_) {
       allocating_ = true;
       Status status = allocate_on(lock, end);
       if (!status.ok()) return status;
-    } else if (this_thread_may_wait()) {
+    } else if (wait == Wait::kAllowed) {
       allocated_.wait(lock);
     } else {
       return Status(EAGAIN, "another thread allocates the load's memory");
@@ -135,13 +135,13 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   return {};
 }
 
-Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
-  if (!load_) return buffer_->pin_for_read(offset_ + offset, bytes);
+Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
+  if (!load_) return buffer_->pin_for_read(offset_ + offset, bytes, wait);
   if (grows_) {
-    Status allocated = allocate_to(offset + bytes);
+    Status allocated = allocate_to(offset + bytes, wait);
     if (!allocated.ok()) return allocated;
   }
-  Result<Buffer::Pin> pinned = buffer_->pin_for_write(offset_ + offset, bytes);
+  Result<Buffer::Pin> pinned = buffer_->pin_for_write(offset_ + offset, bytes, wait);
   if (!pinned.ok()) return pinned;
   for (const Buffer::Piece& piece : pinned.value().pieces) {
     if (piece.address == 0) return Status(EIO, "the buffer has no memory where the load writes");

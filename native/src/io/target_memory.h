@@ -59,8 +59,8 @@ class TargetMemory {
   void expect(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
-  // The memory of one chunk. May wait for other threads' pins, unless the calling thread must not wait.
-  Result<Buffer::Pin> pin(std::uint64_t offset, std::uint64_t bytes);
+  // The memory of one chunk. May wait for other threads' pins; EAGAIN if that is forbidden.
+  Result<Buffer::Pin> pin(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed);
 
   // How much there is to move. Before the first chunk.
   void set_total(std::uint64_t total) { total_ = total; }
@@ -84,7 +84,7 @@ class TargetMemory {
 
  private:
   // In the order of the offsets: what a full device still has then goes to the chunks that come first.
-  Status allocate_to(std::uint64_t end);
+  Status allocate_to(std::uint64_t end, Wait wait);
   Status allocate_on(std::unique_lock<std::mutex>& lock, std::uint64_t end);
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;

@@ -3,9 +3,9 @@
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
 // Any thread may call any function, except a driver's own threads. Readers wait only
 // while the driver moves a piece of memory that they want. Writers wait for growth, and for calls that take memory
-// away, which wait until nobody uses that memory any more. On a thread that must not wait (forbid_waiting()), read(),
-// write(), gather(), copy_from() and resize() change nothing and return EAGAIN where they would have to wait for others
-// who use the buffer. They do not reclaim memory from other buffers there either, so ENOSPC may be premature. EDQUOT:
+// away, which wait until nobody uses that memory any more. With Wait::kForbidden read(),
+// write(), gather(), copy_from(), resize() and pins change nothing and return EAGAIN where they would have to wait for
+// others who use the buffer. They do not reclaim memory from other buffers either, so ENOSPC may be premature. EDQUOT:
 // an account to which the memory is charged is at its limit. What is said of ENOSPC below holds for it, too.
 #pragma once
 
@@ -65,8 +65,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // size, and every call that finds the device full.
   virtual void preallocate_on_growth() {}
   // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
-  // longer than `patience`.
-  virtual bool trim(std::chrono::milliseconds /*patience*/) { return true; }
+  // longer than `timeout`.
+  virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
   // For a load that publishes its size at its end: keeps the buffer, too. May be null.
@@ -90,14 +90,14 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   virtual Status check_pinned() { return {}; }
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
-  virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
   // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
   // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
   // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not
   // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
   // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
   // writers.
-  virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
   // The same in advance, without a pin.
   virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
   virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
@@ -110,8 +110,10 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   // Synchronous copies by the calling thread. read: the count, short only at the end of the file; holes are zeros.
   // write: all or an error; with ENOSPC nothing is written and the size is unchanged.
-  virtual Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) = 0;
-  virtual Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) = 0;
+  virtual Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination,
+                                   Wait wait = Wait::kAllowed) = 0;
+  virtual Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source,
+                                    Wait wait = Wait::kAllowed) = 0;
 
   // Where the device is cpu_addressable: the file's bytes as iovecs (holes point at a page of zeros), valid while
   // `keep` lives. EOPNOTSUPP on other devices.
@@ -120,11 +122,11 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     std::size_t bytes = 0;
     std::shared_ptr<void> keep;
   };
-  virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
 
   // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules, also those that
   // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum.
-  virtual Status resize(std::uint64_t size) = 0;
+  virtual Status resize(std::uint64_t size, Wait wait = Wait::kAllowed) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
   // Whether ranges of it can have no memory: otherwise zeros must be written there, and punch() fails.
@@ -140,7 +142,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Holes in the source become zeros. Clipped at the source's end; returns the count, which is short when `cancelled`
   // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
   Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes, const std::atomic<bool>* cancelled);
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait = Wait::kAllowed);
   // Whether that takes less time than handing it to another thread would.
   [[nodiscard]] virtual bool copies_briefly(const Buffer& /*source*/, std::uint64_t /*source_offset*/,
                                             std::uint64_t /*bytes*/) const {
@@ -185,7 +187,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // What copy_from() does once its arguments are checked. *done: the bytes copied, also after a failure. Calls
   // advanced() after each chunk.
   virtual Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                             const std::atomic<bool>* cancelled, std::uint64_t* done,
+                             const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                              const std::function<void()>& advanced) = 0;
 
   Charge charge_;

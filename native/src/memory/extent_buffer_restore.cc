@@ -39,7 +39,7 @@ Status ExtentBuffer::restore(const KeptContents& contents) {
     replace(make_snapshot(contents.extents));
     // Memory above the size was asked for by fallocate(), or was left by a write that did not end.
     if (const std::uint64_t end = end_of(contents.extents); end > contents.size) add_fallocated(contents.size, end);
-    context_->add_trimmable(this, weak_from_this());
+    context_->reclaim().list_trimmable(this, weak_from_this());
   }
   account();
   return zero_existing(contents.size, UINT64_MAX);

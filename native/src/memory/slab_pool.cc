@@ -52,7 +52,7 @@ void SlabPool::count_free(std::size_t size_class, std::ptrdiff_t change) {
 }
 
 Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner,
-                                                             bool may_add_slab) {
+                                                             bool may_add_slab, Wait wait) {
   if (bytes == 0 || bytes > largest_) return Status(EINVAL, "no slot of that size");
   const std::size_t size_class = class_for(bytes);
   std::shared_ptr<const Slot> slot;
@@ -62,7 +62,7 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
     std::set<std::uint64_t>& candidates = free_slabs_[size_class];
     if (candidates.empty()) {
       if (!may_add_slab) return Status(ENOSPC, "no slot of that size is free");
-      if (Status added = add_slab(size_class); !added.ok()) return added;
+      if (Status added = add_slab(size_class, wait); !added.ok()) return added;
     }
     const std::uint64_t offset = *candidates.begin();
     Slab& slab = slabs_.at(offset);
@@ -143,7 +143,7 @@ std::uint64_t SlabPool::address_bytes() const {
   return std::bit_ceil(std::max(context_.info().total_bytes, granule_));
 }
 
-Status SlabPool::add_slab(std::size_t size_class) {
+Status SlabPool::add_slab(std::size_t size_class, Wait wait) {
   Device& device = context_.device();
   if (memory_ == nullptr) {
     Result<std::unique_ptr<DeviceMemory>> created = device.create_memory();
@@ -156,7 +156,7 @@ Status SlabPool::add_slab(std::size_t size_class) {
   std::uint64_t offset = 0;  // the lowest granule that is not a slab
   for (auto slab = slabs_.begin(); slab != slabs_.end() && slab->first == offset; ++slab) offset += granule_;
   if (offset + granule_ > range_->bytes()) return Status(ENOSPC, "the device has no memory for another slab");
-  if (Status populated = memory_->populate(offset, granule_); !populated.ok()) return populated;
+  if (Status populated = memory_->populate(offset, granule_, wait); !populated.ok()) return populated;
   context_.account(static_cast<std::int64_t>(granule_));
   const Slab& added = slabs_.emplace(offset, Slab{size_class, 0, {}, {}}).first->second;
   free_slabs_[size_class].insert(offset);
@@ -182,7 +182,7 @@ void SlabPool::put_back(std::uint64_t offset, std::size_t index) {
   slabs_.erase(offset);
   memory_->release(offset, granule_);
   context_.account(-static_cast<std::int64_t>(granule_));
-  context_.note_release();
+  context_.reclaim().released();
 }
 
 // ---- a full device ----

@@ -49,7 +49,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // The smallest slot for `bytes` (1..largest()). owner: moves out of it when gather() asks. ENOSPC when a new slab is
   // needed and the device is full, or none may be added.
   Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner = {},
-                                           bool may_add_slab = true);
+                                           bool may_add_slab = true, Wait wait = Wait::kAllowed);
 
   // The slabs of the last process, in the memory with this number, with these slots in use. Before anything else. Each of
   // the slots is then taken once.
@@ -75,7 +75,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // Addresses for all of the device's memory, so that slots never move.
   [[nodiscard]] std::uint64_t address_bytes() const;
   // Needs mutex_.
-  Status add_slab(std::size_t size_class);
+  Status add_slab(std::size_t size_class, Wait wait);
   void put_back(std::uint64_t slab, std::size_t index);
   // The rest needs mutex_, too.
   [[nodiscard]] std::size_t slots(const Slab& slab) const;

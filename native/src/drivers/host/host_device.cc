@@ -53,7 +53,7 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
   info_.cpu_addressable = true;
 }
 
-Result<MemoryInfo> HostDevice::memory() {
+Result<MemoryInfo> HostDevice::memory(Wait /*wait*/) {
   shared_files_->release_foreign();
   return MemoryInfo{limit_->limit(), limit_->room()};
 }

@@ -37,7 +37,8 @@ class HostDevice : public Device {
   HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins);
 
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
-  Result<MemoryInfo> memory() override;
+  using Device::memory;
+  Result<MemoryInfo> memory(Wait wait) override;
   Status bind_thread() override { return {}; }
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;

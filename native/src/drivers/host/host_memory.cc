@@ -80,7 +80,7 @@ Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes,
   return std::shared_ptr<AddressRange>(range_);
 }
 
-Status HostMemory::populate(std::span<const MemorySpan> spans) {
+Status HostMemory::populate(std::span<const MemorySpan> spans, Wait /*wait*/) {
   for (std::size_t i = 0; i < spans.size(); ++i) {
     Status status = populate_one(spans[i]);
     if (status.ok()) continue;

@@ -28,7 +28,7 @@ class HostMemory : public DeviceMemory {
   using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans) override;
+  Status populate(std::span<const MemorySpan> spans, Wait wait) override;
   using DeviceMemory::release;
   void release(std::span<const MemorySpan> spans) override;
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
