@@ -21,9 +21,10 @@ pytestmark = [pytest.mark.complains]
 
 
 def guards(mounted: GpufsMount) -> list[int]:
-    """The guards of a mount, whoever their parent is now."""
+    """The keeper of a mount, or the guard that it has become, whoever their parent is now."""
     found = session_processes(mounted.session.name)
-    return [
+    programs = ("gpufs-keeper", "guard.py")
+    return [pid for pid, line in found.items() if str(mounted.path) in line and any(x in line for x in programs)]
         pid
         for pid, line in found.items()
         if str(mounted.path) in line and ("gpufs-keeper" in line or "guard.py" in line)

@@ -106,6 +106,10 @@ class Keeper:
         """The present process."""
         return self._child.pid if self._child is not None else syscalls.peer_of(self._socket)[0]
 
+    def fileno(self) -> int:
+        """The socket's descriptor, for messages that native code sends."""
+        return self._socket.fileno()
+
     def hold(self, descriptors: Mapping[int, int]) -> None:
         """Make the keeper hold descriptors, each under its key, in place of what it holds there.
 
