@@ -159,8 +159,11 @@ def test_descriptors_come_back_after_any_death(daemons: Daemons, how: str) -> No
 def test_a_new_daemon_begins_as_the_first_one(daemons: Daemons) -> None:
     """Its own session, no signal blocked or ignored, the environment, and no descriptor but the socket."""
     successor = (
+        "def link(number):\n"
+        "    try: return [os.readlink(f'/proc/self/fd/{number}').split(':')[0]]\n"
+        "    except FileNotFoundError: return []\n"
         "report(session=os.getsid(0) == os.getpid(), arguments=sys.argv[2:], variable=os.environ['VARIABLE'],\n"
-        "    links=sorted(os.readlink(f'/proc/self/fd/{n}').split(':')[0] for n in range(9) if os.path.exists(f'/proc/self/fd/{n}')),\n"
+        "    links=[one for number in range(20) for one in link(number)],\n"
         "    signals=[line for line in open('/proc/self/status') if line.startswith(('SigBlk', 'SigIgn'))])\n"
         "before = time.monotonic_ns(); held, died = take_over(); report(pause=before - died); send(END)"
     )
@@ -191,7 +194,8 @@ def test_thousands_of_descriptors(daemons: Daemons) -> None:
         "send(END)"
     )
     daemons.start(
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, 2 * resource.getrlimit(resource.RLIMIT_NOFILE)[1:])\n"
+        "import resource; _, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
         f"start(os.environ['NAME']); command(RESTART, {successor!r})\n"
         f"for first in range(0, {count}, 200):\n"
         "    keys = range(first, first + 200)\n"
@@ -413,8 +417,7 @@ async def test_a_keeper_that_dies_is_replaced(daemons: Daemons) -> None:
             assert keeper.pid != before
             assert has_ended(before)
             assert keeper.fileno() == number
-            pid = keeper.pid
-            wait_until(lambda pid=pid: memfds(pid) == 2, 5, "the descriptors in the new keeper")
+            wait_until(lambda: memfds(keeper.pid) == 2, 5, "the descriptors in the new keeper")
         os.kill(keeper.pid, signal.SIGKILL)
         wait_until(lambda: has_ended(keeper.pid), 5, "the death of the keeper")
         keeper.hold({4: other})  # nothing happens: the next keeper would get it
@@ -441,7 +444,8 @@ async def test_a_daemon_that_took_over_replaces_its_keeper(daemons: Daemons) -> 
         "import trio; from gpufs.daemon import keeper as side\n"
         "held, died = side.receive_held(3); kept = side.Keeper(os.environ['NAME'], held, 3)\n"
         "first = kept.pid; assert first == os.getppid(); os.kill(first, 9); trio.run(kept.replace)\n"
-        "report(held={key: read(fd) for key, fd in held.items()}, other=kept.pid != first); kept.end(); report(end=True)"
+        "report(held={key: read(fd) for key, fd in held.items()}, other=kept.pid != first)\n"
+        "kept.end(); report(end=True)"
     )
     daemons.start(
         f"start(os.environ['NAME']); command(RESTART, {successor!r})\n"
