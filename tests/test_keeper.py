@@ -378,6 +378,21 @@ def test_a_stalled_daemon_is_not_replaced(daemons: Daemons) -> None:
     daemons.wait_ended()
 
 
+def test_a_daemon_that_waits_for_its_successor_is_replaced(daemons: Daemons) -> None:
+    """As one that was killed while a thread of it reads its own mount: only the next daemon can end that wait."""
+    daemon = daemons.start(
+        "import ctypes, threading; libc = ctypes.CDLL(None)\n"
+        "def wait():\n"
+        "    libc.unshare(0x400); os.closerange(3, 100); ready.set(); time.sleep(1000)\n"
+        f"start(os.environ['NAME']); command(RESTART, {SUCCESSOR!r}); send(HOLD, [1], [memfd(b'one')])\n"
+        "ready = threading.Event(); threading.Thread(target=wait).start(); ready.wait()\n"
+        "libc.syscall(60, 0)"  # ends this thread alone
+    )
+    assert daemons.wait_for(1) == [{"held": {"1": "one"}}]
+    assert daemon.poll() is None
+    daemons.wait_ended()
+
+
 def test_a_daemon_that_dies_at_once_leaves_no_keeper(daemons: Daemons) -> None:
     for _ in range(10):
         daemons.start("start(os.environ['NAME']); die('SIGKILL')").wait(PATIENCE)

@@ -45,6 +45,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,7 @@ constexpr std::size_t kBatch = 200;       // numbers in a message; the kernel pa
 constexpr std::size_t kDeaths = 3;        // within this time: the keeper gives up
 constexpr auto kDeathsTime = std::chrono::seconds(60);
 constexpr int kPauseMilliseconds = 1000;  // after a start that the system has refused
+constexpr int kLookMilliseconds = 20;     // between looks at a daemon that has closed its socket
 
 enum class Kind : std::uint32_t {
   kHold = 1,
@@ -102,16 +104,33 @@ sigset_t set_of(std::initializer_list<int> signals) {
 // Blocks these signals alone.
 void block(const sigset_t& signals) { ::sigprocmask(SIG_SETMASK, &signals, nullptr); }
 
-// Returns a descriptor that becomes readable when the daemon ends that has started this process and made the socket
-// pair.
-UniqueFd watch_starter(int socket) {
-  ucred starter{};
-  socklen_t bytes = sizeof starter;
-  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &starter, &bytes) < 0) fail("standard input is not a socket");
-  UniqueFd process(open_process(starter.pid));
+// The process that made a socket pair.
+pid_t maker_of(int socket) {
+  ucred maker{};
+  socklen_t bytes = sizeof maker;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &maker, &bytes) < 0) fail("standard input is not a socket");
+  return maker.pid;
+}
+
+// Returns a descriptor that becomes readable when the parent ends.
+UniqueFd watch_parent(pid_t parent) {
+  UniqueFd process(open_process(parent));
   // While it is the parent, the number is certainly its own.
-  if (process.valid() && ::getppid() == starter.pid) return process;
+  if (process.valid() && ::getppid() == parent) return process;
   return checked(::eventfd(1, EFD_CLOEXEC), "eventfd");  // readable at once: it has died already
+}
+
+// Whether the main thread of a process has ended. Others may wait in the kernel for a reply of this very mount, which
+// only the next daemon can give: those that read ahead, whose descriptors are their own
+// (native/src/fuse/read_ahead.cc).
+bool is_zombie(pid_t process) {
+  char text[512];
+  const UniqueFd file(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+  const ssize_t bytes = ::read(file.get(), text, sizeof text);
+  if (bytes <= 0) return false;
+  const std::string_view line(text, static_cast<std::size_t>(bytes));
+  const std::size_t name_end = line.rfind(')');
+  return name_end != line.npos && line.substr(name_end).starts_with(") Z");
 }
 
 // A program with its arguments and environment.
@@ -150,7 +169,10 @@ class Program {
 class Keeper {
  public:
   Keeper(UniqueFd socket, UniqueFd signals)
-      : socket_(std::move(socket)), daemon_(watch_starter(socket_.get())), signals_(std::move(signals)) {}
+      : socket_(std::move(socket)),
+        process_(maker_of(socket_.get())),
+        daemon_(watch_parent(process_)),
+        signals_(std::move(signals)) {}
 
   // Returns the exit status, once there is nothing left to keep.
   int run() {
@@ -160,11 +182,12 @@ class Keeper {
                          {signals_.get(), POLLIN, 0},
                          {daemon_.valid() ? -1 : connection(), 0, 0}};
       const auto& [socket, daemon, signals, mount] = polled;
-      if (::poll(polled, std::size(polled), -1) < 0) fail("poll");
+      const bool ends_soon = daemon_.valid() && !socket_.valid();
+      if (::poll(polled, std::size(polled), ends_soon ? kLookMilliseconds : -1) < 0) fail("poll");
       // Messages first: those that a dead daemon has sent still count.
       if (socket.revents != 0) {
         if (!receive()) return EXIT_SUCCESS;
-      } else if (daemon.revents != 0) {
+      } else if (daemon.revents != 0 || (ends_soon && is_zombie(process_))) {
         if (!replace_daemon()) return EXIT_FAILURE;
       }
       if (signals.revents != 0) {
@@ -193,7 +216,7 @@ class Keeper {
     if (bytes < 0 && errno == ECONNRESET) return true;
     if (bytes < 0) fail("the daemon's socket");
     if (bytes == 0) {
-      socket_.reset();  // it ends soon
+      socket_.reset();
       return true;
     }
     std::vector<UniqueFd> descriptors;
@@ -240,17 +263,14 @@ class Keeper {
   // This and the next two return false if there is nothing left to keep.
   bool replace_daemon() {
     noticed_ = Clock::now();
-    int status = 0;
-    if (child_ < 0 || ::waitpid(child_, &status, 0) != child_) {
-      ::syslog(LOG_NOTICE, "the daemon has ended");
-    } else if (WIFSIGNALED(status)) {
-      ::syslog(LOG_NOTICE, "the daemon %d was killed by signal %d", child_, WTERMSIG(status));
-    } else {
-      ::syslog(LOG_NOTICE, "the daemon %d has ended with status %d", child_, WEXITSTATUS(status));
+    ::syslog(LOG_NOTICE, "the daemon %d has died", process_);
+    int status = 0;  // of each daemon that this process has started
+    for (pid_t ended = 0; (ended = ::waitpid(-1, &status, WNOHANG)) > 0;) {
+      if (WIFSIGNALED(status)) ::syslog(LOG_NOTICE, "process %d was killed by signal %d", ended, WTERMSIG(status));
+      if (WIFEXITED(status)) ::syslog(LOG_NOTICE, "process %d has exited with %d", ended, WEXITSTATUS(status));
     }
     daemon_.reset();
     socket_.reset();
-    child_ = -1;
     if (is_unmounted()) return false;
     std::erase_if(deaths_, [this](Clock::time_point death) { return noticed_ - death >= kDeathsTime; });
     if (!std::exchange(handing_over_, false)) deaths_.push_back(noticed_);
@@ -294,7 +314,7 @@ class Keeper {
       restart_.run();
     }
     daemon_ = checked(open_process(child), "pidfd_open");
-    child_ = child;
+    process_ = child;
     socket_ = std::move(ours);
     return true;
   }
@@ -352,8 +372,8 @@ class Keeper {
   }
 
   UniqueFd socket_;
-  UniqueFd daemon_;   // readable once it has ended; none if no daemon runs
-  pid_t child_ = -1;  // the daemon, if this process has started it
+  pid_t process_;    // the present daemon, or the last one
+  UniqueFd daemon_;  // readable once it has ended; none if no daemon runs
   UniqueFd signals_;
   std::map<std::uint64_t, UniqueFd> held_;
   Program restart_;
