@@ -107,7 +107,7 @@ class Keeper:
         return self._child.pid if self._child is not None else syscalls.peer_of(self._socket)[0]
 
     def fileno(self) -> int:
-        """The socket's descriptor, for messages that native code sends."""
+        """Return the socket's descriptor, for messages that native code sends."""
         return self._socket.fileno()
 
     def hold(self, descriptors: Mapping[int, int]) -> None:
@@ -213,7 +213,7 @@ class Keeper:
 
 
 def receive_held(fd: int) -> tuple[dict[int, int], int]:
-    """What the keeper holds, for a daemon that takes over: descriptors by their keys, which the caller owns.
+    """Return what the keeper holds, for a daemon that takes over: descriptors by their keys, which the caller owns.
 
     Also returns when the daemon before this one had ended, in nanoseconds of CLOCK_MONOTONIC. OSError if the keeper
     cannot pass on everything.
@@ -236,7 +236,7 @@ def receive_held(fd: int) -> tuple[dict[int, int], int]:
 
 
 def new_memfd(name: str, contents: bytes) -> int:
-    """A descriptor of memory with these contents."""
+    """Return a descriptor of memory with these contents."""
     memfd = os.memfd_create(name)
     with open(memfd, "wb", closefd=False) as file:
         file.write(contents)

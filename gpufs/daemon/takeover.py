@@ -12,7 +12,7 @@ _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
 
 
 def obstacle(values: dict[str, Any]) -> str | None:
-    """The reason why a mount with these values of the knobs does not survive its daemon. None if it does."""
+    """Return the reason why a mount with these values of the knobs does not survive its daemon. None if it does."""
     if values["backing"]:
         return "it shows directories of the host (backing)"
     return "this version cannot restore a mount"
