@@ -471,6 +471,18 @@ async def test_a_daemon_that_took_over_replaces_its_keeper(daemons: Daemons) -> 
     daemons.wait_ended()
 
 
+def test_a_real_daemon_gives_up_what_it_cannot_take_over(daemons: Daemons) -> None:
+    """The keeper does not hold what a takeover needs: each attempt fails, and nothing is left."""
+    daemons.start(
+        "from gpufs.daemon import keeper as side; from gpufs.daemon.startup import DAEMON\n"
+        "kept = side.Keeper(os.environ['NAME']); kept.hold({1: memfd(b'no connection')})\n"
+        "kept.restart_with([*DAEMON, '--takeover-fd', '3', os.environ['NAME']])\n"
+        "kept.give_up_with([sys.executable, '-c', TEXT, 'report(gave_up=True)', '']); die('SIGKILL')"
+    )
+    assert daemons.wait_for(1) == [{"gave_up": True}]
+    daemons.wait_ended()
+
+
 def test_a_keeper_started_by_hand_explains_itself() -> None:
     done = subprocess.run([PROGRAM], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
