@@ -420,7 +420,7 @@ async def test_a_keeper_that_dies_is_replaced(daemons: Daemons) -> None:
     """The next one gets everything: descriptors, and the programs to start."""
     memfd, other = new_memfd("held", b"one"), new_memfd("held", b"two")
     with Keeper("/mnt/replaced") as keeper:
-        number = keeper.fileno()
+        number = keeper.socket_fd
         keeper.hold({1: memfd, 2: memfd, 3: other})
         keeper.give_up_with(["/bin/false"])
         for _ in range(3):
@@ -431,7 +431,7 @@ async def test_a_keeper_that_dies_is_replaced(daemons: Daemons) -> None:
                 await keeper.replace()
             assert keeper.pid != before
             assert has_ended(before)
-            assert keeper.fileno() == number
+            assert keeper.socket_fd == number
             wait_until(lambda: memfds(keeper.pid) == 2, 5, "the descriptors in the new keeper")
         os.kill(keeper.pid, signal.SIGKILL)
         wait_until(lambda: has_ended(keeper.pid), 5, "the death of the keeper")
