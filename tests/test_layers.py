@@ -139,6 +139,13 @@ def test_drivers_do_not_know_each_other() -> None:
     assert not bad
 
 
+def test_the_keeper_uses_nothing_of_the_engine() -> None:
+    """It must not die of what the daemon dies of. Headers of base alone have no other part behind them."""
+    sources = native_sources("native/keeper")
+    assert sources
+    assert not [name for path in sources for name in includes(path) if not name.startswith("base/")]
+
+
 def test_headers_say_what_they_are() -> None:
     """Each header opens with what it is for."""
     headers = [path for path in native_sources() if path.suffix == ".h"]

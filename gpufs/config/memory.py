@@ -34,7 +34,7 @@ def numbers(path: Path) -> dict[str, int]:
 
 
 def _cgroups(root: Path, controller: str, base: str) -> Iterator[Path]:
-    """The folder of our own cgroup, and those of the cgroups above it up to ``base``."""
+    """Yield the folder of our own cgroup, and those of the cgroups above it up to ``base``."""
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
@@ -57,7 +57,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def is_memory_limited(root: Path = Path("/")) -> bool:
-    """Whether a cgroup, of either version, limits the memory of this process."""
+    """Return whether a cgroup, of either version, limits the memory of this process."""
     groups = _cgroups(root, "memory", "sys/fs/cgroup/memory")
     bounds = [numbers(group / "memory.limit_in_bytes").get("", 0) for group in groups]
     return bool(_cgroup_limits(root)) or any(0 < bound < _UNLIMITED for bound in bounds)

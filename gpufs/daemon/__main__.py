@@ -175,7 +175,7 @@ def _start_of(taken: takeover.Takeover | None) -> Iterator[Callable[[], None]]:
 
 
 def _start_keeper(request: MountRequest, parts: ExitStack) -> Keeper | None:
-    """The keeper, which ends with the ``parts``. None if nothing is to be done after the daemon's death.
+    """Start the keeper, which ends with the ``parts``. None if nothing is to be done after the daemon's death.
 
     The mount is useful without it, so a keeper that cannot be started is only logged.
     """
@@ -193,7 +193,7 @@ def _start_keeper(request: MountRequest, parts: ExitStack) -> Keeper | None:
 
 
 def _guard(request: MountRequest, identity: str) -> list[str]:
-    """The command that unmounts if this daemon has died."""
+    """Return the command that unmounts if this daemon has died."""
     words = [str(os.getpid()), request.mountpoint, request.config["log_file"] or "", identity]
     return [sys.executable, "-I", "-S", guard.__file__, *words]
 
@@ -252,13 +252,13 @@ def main(arguments: list[str] | None = None) -> int:
             taken = takeover.begin(chosen.takeover_fd, chosen.mountpoint)
         request = taken.request if taken is not None else MountRequest.decode(sys.stdin.buffer.read())
         limits.set_limits(core_dumps=bool(request.config["core_dumps"]))
-        limits.spare_from_oom_killer()
         logs = Log(
             request.config["log_file"],
             request.config["log_level"],
             foreground=request.foreground and taken is None,
             journal=chosen.journal_fd if taken is None else taken.held.get(Key.LOG, -1),
         )
+        limits.spare_from_oom_killer()
         os.umask(0)
         _serve(request, answer, logs, taken)
     except StartFailure as failure:

@@ -33,7 +33,7 @@ def _log(log_file: str, text: str) -> None:
 
 
 def main(pid: str, mountpoint: str, log_file: str, identity: str) -> None:
-    """The entry point."""
+    """Unmount, if the mount is still there."""
     sys.path.insert(0, os.path.abspath(__file__).rsplit(os.sep, 3)[0])
     from gpufs import mounting
 

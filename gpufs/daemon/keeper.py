@@ -74,7 +74,7 @@ class Keeper:
         self._mountpoint = mountpoint
         self._environment = dict(os.environb)
         self._held = dict(held or {})
-        self._programs: dict[Kind, tuple[int, int]] = {}  # a memfd, and how many of its words are arguments
+        self._programs: dict[Kind, Sequence[str]] = {}
         self._lock = threading.Lock()  # guards what is above and what is sent
         self._child: subprocess.Popen[bytes] | None = None
         if fd is None:
@@ -156,8 +156,6 @@ class Keeper:
             if self._child is not None:
                 self._child.wait()
             self._socket.close()
-            for memfd, _ in self._programs.values():
-                os.close(memfd)
 
     async def replace(self) -> None:
         """Wait until the keeper has died, and start another one that holds the same. OSError if that is impossible."""
@@ -172,19 +170,22 @@ class Keeper:
                 os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
             code = former.wait() if former is not None else "unknown"
             log.warning("the keeper has ended (exit code %s): another one takes its place", code)
-            for kind, (memfd, arguments) in self._programs.items():
-                self._send(kind, [arguments], [memfd])
+            for kind, command in self._programs.items():
+                self._send_program(kind, command)
             self._send_held(self._held)
 
     def _set_program(self, kind: Kind, command: Sequence[str]) -> None:
-        words = [*map(os.fsencode, command), *(name + b"=" + value for name, value in self._environment.items())]
-        memfd = new_memfd(f"gpufs-{kind.name.lower()}", b"".join(word + b"\0" for word in words))
         with self._lock:
-            former = self._programs.get(kind)
-            self._programs[kind] = (memfd, len(command))
+            self._programs[kind] = command
+            self._send_program(kind, command)
+
+    def _send_program(self, kind: Kind, command: Sequence[str]) -> None:
+        words = [*map(os.fsencode, command), *(name + b"=" + value for name, value in self._environment.items())]
+        memfd = new_memfd("gpufs-program", b"".join(word + b"\0" for word in words))
+        try:
             self._send(kind, [len(command)], [memfd])
-            if former is not None:
-                os.close(former[0])
+        finally:
+            os.close(memfd)
 
     def _send_held(self, descriptors: Mapping[int, int]) -> None:
         keys = list(descriptors)
@@ -214,7 +215,7 @@ class Keeper:
 
 
 def receive_held(fd: int) -> tuple[dict[int, int], int]:
-    """What the keeper holds, for a daemon that takes over: descriptors by their keys, which the caller owns.
+    """Return what the keeper holds, for a daemon that takes over: descriptors by their keys, which the caller owns.
 
     Also returns when the daemon before this one had ended, in nanoseconds of CLOCK_MONOTONIC. OSError if the keeper
     cannot pass on everything.
@@ -237,7 +238,7 @@ def receive_held(fd: int) -> tuple[dict[int, int], int]:
 
 
 def new_memfd(name: str, contents: bytes) -> int:
-    """A descriptor of memory with these contents."""
+    """Return a descriptor of memory with these contents."""
     memfd = os.memfd_create(name)
     with open(memfd, "wb", closefd=False) as file:
         file.write(contents)

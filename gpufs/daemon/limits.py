@@ -37,15 +37,15 @@ def set_limits(*, core_dumps: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (most if core_dumps else 0, most))
 
 
-def spare_from_oom_killer() -> None:
+def spare_from_oom_killer(root: Path = Path("/")) -> None:
     """Make the kernel kill other processes first when memory is short, and so for processes that are started later.
 
     For root's mounts alone: many programs depend on them. In a cgroup with a limit the order of its processes is left
-    to whoever has set the limit.
+    to whoever has set the limit. ``root`` contains /proc and /sys.
     """
-    if os.geteuid() != 0 or config.is_memory_limited():
+    if os.geteuid() != 0 or config.is_memory_limited(root):
         return
-    score = Path("/proc/self/oom_score_adj")
+    score = root / "proc/self/oom_score_adj"
     try:
         if int(score.read_text()) > _OOM_SCORE:
             score.write_text(str(_OOM_SCORE))

@@ -15,7 +15,7 @@ _FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
 
 
 def obstacle(values: dict[str, Any]) -> str | None:
-    """The reason why a mount with these values of the knobs does not survive its daemon. None if it does."""
+    """Return the reason why a mount with these values of the knobs does not survive its daemon. None if it does."""
     if values["backing"]:
         return "it shows directories of the host (backing)"
     return None

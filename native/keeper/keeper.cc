@@ -45,6 +45,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,7 @@ constexpr std::size_t kBatch = 200;       // numbers in a message; the kernel pa
 constexpr std::size_t kDeaths = 3;        // within this time: the keeper gives up
 constexpr auto kDeathsTime = std::chrono::seconds(60);
 constexpr int kPauseMilliseconds = 1000;  // after a start that the system has refused
+constexpr int kLookMilliseconds = 20;     // between looks at a daemon that has closed its socket
 
 enum class Kind : std::uint32_t {
   kHold = 1,
@@ -102,15 +104,33 @@ sigset_t set_of(std::initializer_list<int> signals) {
 // Blocks these signals alone.
 void block(const sigset_t& signals) { ::sigprocmask(SIG_SETMASK, &signals, nullptr); }
 
-// A descriptor that is readable once the process has ended that made the socket pair, and that started this one.
-UniqueFd watch_starter(int socket) {
-  ucred starter{};
-  socklen_t bytes = sizeof starter;
-  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &starter, &bytes) < 0) fail("standard input is not a socket");
-  UniqueFd process(open_process(starter.pid));
-  // Only while it is the parent, the number is certainly its own.
-  if (process.valid() && ::getppid() == starter.pid) return process;
-  return checked(::eventfd(1, EFD_CLOEXEC), "eventfd");
+// The process that made a socket pair.
+pid_t maker_of(int socket) {
+  ucred maker{};
+  socklen_t bytes = sizeof maker;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &maker, &bytes) < 0) fail("standard input is not a socket");
+  return maker.pid;
+}
+
+// Returns a descriptor that becomes readable when the parent ends.
+UniqueFd watch_parent(pid_t parent) {
+  UniqueFd process(open_process(parent));
+  // While it is the parent, the number is certainly its own.
+  if (process.valid() && ::getppid() == parent) return process;
+  return checked(::eventfd(1, EFD_CLOEXEC), "eventfd");  // readable at once: it has died already
+}
+
+// Whether the main thread of a process has ended. Others may wait in the kernel for a reply of this very mount, which
+// only the next daemon can give: those that read ahead, whose descriptors are their own
+// (native/src/fuse/read_ahead.cc).
+bool is_zombie(pid_t process) {
+  char text[512];
+  const UniqueFd file(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+  const ssize_t bytes = ::read(file.get(), text, sizeof text);
+  if (bytes <= 0) return false;
+  const std::string_view line(text, static_cast<std::size_t>(bytes));
+  const std::size_t name_end = line.rfind(')');
+  return name_end != line.npos && line.substr(name_end).starts_with(") Z");
 }
 
 // A program with its arguments and environment.
@@ -149,30 +169,211 @@ class Program {
 class Keeper {
  public:
   Keeper(UniqueFd socket, UniqueFd signals)
-      : socket_(std::move(socket)), daemon_(watch_starter(socket_.get())), signals_(std::move(signals)) {}
+      : socket_(std::move(socket)),
+        process_(maker_of(socket_.get())),
+        daemon_(watch_parent(process_)),
+        signals_(std::move(signals)) {}
 
   // Returns the exit status, once there is nothing left to keep.
-  int run();
+  int run() {
+    for (;;) {
+      pollfd polled[] = {{socket_.get(), POLLIN, 0},
+                         {daemon_.get(), POLLIN, 0},
+                         {signals_.get(), POLLIN, 0},
+                         {daemon_.valid() ? -1 : connection(), 0, 0}};
+      const auto& [socket, daemon, signals, mount] = polled;
+      const bool ends_soon = daemon_.valid() && !socket_.valid();
+      if (::poll(polled, std::size(polled), ends_soon ? kLookMilliseconds : -1) < 0) fail("poll");
+      // Messages first: those that a dead daemon has sent still count.
+      if (socket.revents != 0) {
+        if (!receive()) return EXIT_SUCCESS;
+      } else if (daemon.revents != 0 || (ends_soon && is_zombie(process_))) {
+        if (!replace_daemon()) return EXIT_FAILURE;
+      }
+      if (signals.revents != 0) {
+        signalfd_siginfo unused;
+        if (::read(signals_.get(), &unused, sizeof unused) < 0) fail("signalfd");
+        deaths_.clear();
+        if (!daemon_.valid() && !start_daemon()) return EXIT_FAILURE;
+      }
+      if (mount.revents != 0) return EXIT_FAILURE;  // unmounted
+    }
+  }
 
  private:
   // Handles one message. False at the end of the mount.
-  bool receive();
-  void hold(const Message& message, std::vector<UniqueFd> descriptors);
+  bool receive() {
+    Message message{};
+    alignas(cmsghdr) char control[CMSG_SPACE(kBatch * sizeof(int))];
+    iovec part{&message, sizeof message};
+    msghdr header{};
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+    const ssize_t bytes = ::recvmsg(socket_.get(), &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    // The daemon has died before it had read everything. What it has sent is read next.
+    if (bytes < 0 && errno == ECONNRESET) return true;
+    if (bytes < 0) fail("the daemon's socket");
+    if (bytes == 0) {
+      socket_.reset();
+      return true;
+    }
+    std::vector<UniqueFd> descriptors;
+    for (cmsghdr* one = CMSG_FIRSTHDR(&header); one != nullptr; one = CMSG_NXTHDR(&header, one)) {
+      if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS) continue;
+      for (std::size_t at = CMSG_LEN(0); at < one->cmsg_len; at += sizeof(int)) {
+        int fd = -1;
+        std::memcpy(&fd, reinterpret_cast<const char*>(one) + at, sizeof fd);
+        descriptors.emplace_back(fd);
+      }
+    }
+    errno = EMFILE;
+    if ((header.msg_flags & MSG_CTRUNC) != 0) fail("no descriptor is free");
+    errno = EBADMSG;
+    if (message.count > kBatch ||
+        static_cast<std::size_t>(bytes) != kHeaderBytes + message.count * sizeof(std::uint64_t))
+      fail("a message of the daemon");
+    switch (message.kind) {
+      case Kind::kHold:
+        if (descriptors.size() != message.count) fail("a message of the daemon");
+        for (std::size_t i = 0; i < message.count; ++i) held_[message.numbers[i]] = std::move(descriptors[i]);
+        break;
+      case Kind::kDrop:
+        for (std::size_t i = 0; i < message.count; ++i) held_.erase(message.numbers[i]);
+        break;
+      case Kind::kRestart:
+      case Kind::kGiveUp: {
+        Program program;
+        if (message.count == 1 && descriptors.size() == 1) program = Program(descriptors[0].get(), message.numbers[0]);
+        (message.kind == Kind::kRestart ? restart_ : give_up_) = std::move(program);
+        break;
+      }
+      case Kind::kHandOver:
+        handing_over_ = true;
+        break;
+      case Kind::kEnd:
+        return false;
+      default:  // of a newer daemon
+        ::syslog(LOG_WARNING, "a message of an unknown kind: %u", static_cast<unsigned>(message.kind));
+    }
+    return true;
+  }
 
-  // Each of them returns false if there is nothing left to keep.
-  bool replace_daemon();
-  bool start_daemon();
-  bool give_up();
+  // This and the next two return false if there is nothing left to keep.
+  bool replace_daemon() {
+    noticed_ = Clock::now();
+    ::syslog(LOG_NOTICE, "the daemon %d has died", process_);
+    int status = 0;  // of each daemon that this process has started
+    for (pid_t ended = 0; (ended = ::waitpid(-1, &status, WNOHANG)) > 0;) {
+      if (WIFSIGNALED(status)) ::syslog(LOG_NOTICE, "process %d was killed by signal %d", ended, WTERMSIG(status));
+      if (WIFEXITED(status)) ::syslog(LOG_NOTICE, "process %d has exited with %d", ended, WEXITSTATUS(status));
+    }
+    daemon_.reset();
+    socket_.reset();
+    if (is_unmounted()) return false;
+    std::erase_if(deaths_, [this](Clock::time_point death) { return noticed_ - death >= kDeathsTime; });
+    if (!std::exchange(handing_over_, false)) deaths_.push_back(noticed_);
+    return start_daemon();
+  }
 
-  bool fork_daemon();
-  void send_held();
-  bool send(Kind kind, std::span<const std::uint64_t> numbers, std::span<const int> descriptors);
-  [[nodiscard]] int connection() const;
-  [[nodiscard]] bool is_unmounted() const;
+  bool start_daemon() {
+    while (!restart_.empty() && deaths_.size() < kDeaths) {
+      if (fork_daemon()) {
+        send_held();
+        return true;
+      }
+      ::syslog(LOG_ERR, "cannot start the daemon: %s", std::strerror(errno));
+      deaths_.push_back(Clock::now());
+      ::poll(nullptr, 0, kPauseMilliseconds);
+    }
+    return give_up();
+  }
+
+  bool give_up() {
+    if (!restart_.empty())
+      ::syslog(LOG_ERR, "the daemon has died %zu times within a minute: giving up", deaths_.size());
+    if (!give_up_.empty()) {
+      block(set_of({SIGTERM, SIGINT, SIGHUP}));  // it is brief
+      give_up_.run();                            // which closes everything that is held
+    }
+    return connection() >= 0;
+  }
+
+  bool fork_daemon() {
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) return false;
+    UniqueFd ours(ends[0]);
+    const UniqueFd theirs(ends[1]);
+    const pid_t child = ::fork();
+    if (child < 0) return false;
+    if (child == 0) {
+      ::setsid();
+      block(set_of({}));
+      if (::dup2(theirs.get(), kDaemonSocket) < 0 || ::fcntl(kDaemonSocket, F_SETFD, 0) < 0) ::_exit(127);
+      restart_.run();
+    }
+    daemon_ = checked(open_process(child), "pidfd_open");
+    process_ = child;
+    socket_ = std::move(ours);
+    return true;
+  }
+
+  // Blocks until the daemon has read almost everything, or has died.
+  void send_held() {
+    std::vector<std::uint64_t> keys;
+    std::vector<int> descriptors;
+    for (auto one = held_.begin(); one != held_.end();) {
+      keys.push_back(one->first);
+      descriptors.push_back(one->second.get());
+      if (++one != held_.end() && keys.size() < kBatch) continue;
+      if (!send(Kind::kHeld, keys, descriptors)) return;
+      keys.clear();
+      descriptors.clear();
+    }
+    const auto time = std::chrono::nanoseconds(noticed_.time_since_epoch()).count();
+    const std::uint64_t numbers[] = {static_cast<std::uint64_t>(time)};
+    send(Kind::kReady, numbers, {});
+  }
+
+  // A daemon whose message cannot be sent sees the end of the socket in its place.
+  bool send(Kind kind, std::span<const std::uint64_t> numbers, std::span<const int> descriptors) {
+    Message message{kind, static_cast<std::uint32_t>(numbers.size()), {}};
+    std::memcpy(message.numbers, numbers.data(), numbers.size_bytes());
+    iovec part{&message, kHeaderBytes + numbers.size_bytes()};
+    alignas(cmsghdr) char control[CMSG_SPACE(kBatch * sizeof(int))] = {};
+    msghdr header{};
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    if (!descriptors.empty()) {
+      header.msg_control = control;
+      header.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+      cmsghdr* const rights = CMSG_FIRSTHDR(&header);
+      rights->cmsg_level = SOL_SOCKET;
+      rights->cmsg_type = SCM_RIGHTS;
+      rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+      std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
+    }
+    if (::sendmsg(socket_.get(), &header, MSG_NOSIGNAL) >= 0) return true;
+    if (errno != EPIPE && errno != ECONNRESET)
+      ::syslog(LOG_ERR, "cannot pass on what is held: %s", std::strerror(errno));
+    socket_.reset();
+    return false;
+  }
+
+  [[nodiscard]] int connection() const {
+    const auto found = held_.find(kConnection);
+    return found == held_.end() ? -1 : found->second.get();
+  }
+
+  [[nodiscard]] bool is_unmounted() const {
+    pollfd mount{connection(), 0, 0};
+    return ::poll(&mount, 1, 0) > 0 && (mount.revents & POLLERR) != 0;
+  }
 
   UniqueFd socket_;
-  UniqueFd daemon_;   // readable once it has ended; none if no daemon runs
-  pid_t child_ = -1;  // the daemon, if this process has started it
+  pid_t process_;    // the present daemon, or the last one
+  UniqueFd daemon_;  // readable once it has ended; none if no daemon runs
   UniqueFd signals_;
   std::map<std::uint64_t, UniqueFd> held_;
   Program restart_;
@@ -181,202 +382,6 @@ class Keeper {
   std::vector<Clock::time_point> deaths_;  // those that count
   Clock::time_point noticed_;              // when the last daemon had ended
 };
-
-int Keeper::run() {
-  for (;;) {
-    pollfd polled[] = {{socket_.get(), POLLIN, 0},
-                       {daemon_.get(), POLLIN, 0},
-                       {signals_.get(), POLLIN, 0},
-                       {daemon_.valid() ? -1 : connection(), 0, 0}};
-    const auto& [socket, daemon, signals, mount] = polled;
-    if (::poll(polled, std::size(polled), -1) < 0) fail("poll");
-    // Messages first: those that a dead daemon has sent still count.
-    if (socket.revents != 0) {
-      if (!receive()) return EXIT_SUCCESS;
-    } else if (daemon.revents != 0) {
-      if (!replace_daemon()) return EXIT_FAILURE;
-    }
-    if (signals.revents != 0) {
-      signalfd_siginfo unused;
-      if (::read(signals_.get(), &unused, sizeof unused) < 0) fail("signalfd");
-      deaths_.clear();
-      if (!daemon_.valid() && !start_daemon()) return EXIT_FAILURE;
-    }
-    if (mount.revents != 0) return EXIT_FAILURE;  // unmounted
-  }
-}
-
-bool Keeper::receive() {
-  Message message{};
-  alignas(cmsghdr) char control[CMSG_SPACE(kBatch * sizeof(int))];
-  iovec part{&message, sizeof message};
-  msghdr header{};
-  header.msg_iov = &part;
-  header.msg_iovlen = 1;
-  header.msg_control = control;
-  header.msg_controllen = sizeof control;
-  const ssize_t bytes = ::recvmsg(socket_.get(), &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  // A daemon that has died before it had read everything. What it has sent is read next.
-  if (bytes < 0 && errno == ECONNRESET) return true;
-  if (bytes < 0) fail("the daemon's socket");
-  if (bytes == 0) {
-    socket_.reset();  // it ends soon
-    return true;
-  }
-  std::vector<UniqueFd> descriptors;
-  for (cmsghdr* one = CMSG_FIRSTHDR(&header); one != nullptr; one = CMSG_NXTHDR(&header, one)) {
-    if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS) continue;
-    for (std::size_t at = CMSG_LEN(0); at < one->cmsg_len; at += sizeof(int)) {
-      int fd = -1;
-      std::memcpy(&fd, reinterpret_cast<const char*>(one) + at, sizeof fd);
-      descriptors.emplace_back(fd);
-    }
-  }
-  errno = EMFILE;
-  if ((header.msg_flags & MSG_CTRUNC) != 0) fail("no descriptor is free");
-  errno = EBADMSG;
-  if (message.count > kBatch || static_cast<std::size_t>(bytes) != kHeaderBytes + message.count * sizeof(std::uint64_t))
-    fail("a message of the daemon");
-  switch (message.kind) {
-    case Kind::kHold:
-      hold(message, std::move(descriptors));
-      break;
-    case Kind::kDrop:
-      for (std::size_t i = 0; i < message.count; ++i) held_.erase(message.numbers[i]);
-      break;
-    case Kind::kRestart:
-    case Kind::kGiveUp: {
-      Program program;
-      if (message.count == 1 && descriptors.size() == 1) program = Program(descriptors[0].get(), message.numbers[0]);
-      (message.kind == Kind::kRestart ? restart_ : give_up_) = std::move(program);
-      break;
-    }
-    case Kind::kHandOver:
-      handing_over_ = true;
-      break;
-    case Kind::kEnd:
-      return false;
-    default:  // of a newer daemon
-      ::syslog(LOG_WARNING, "a message of an unknown kind: %u", static_cast<unsigned>(message.kind));
-  }
-  return true;
-}
-
-void Keeper::hold(const Message& message, std::vector<UniqueFd> descriptors) {
-  if (descriptors.size() != message.count) fail("a message without its descriptors");
-  for (std::size_t i = 0; i < message.count; ++i) held_[message.numbers[i]] = std::move(descriptors[i]);
-}
-
-bool Keeper::replace_daemon() {
-  noticed_ = Clock::now();
-  int status = 0;
-  if (child_ < 0 || ::waitpid(child_, &status, 0) != child_) {
-    ::syslog(LOG_NOTICE, "the daemon has ended");
-  } else if (WIFSIGNALED(status)) {
-    ::syslog(LOG_NOTICE, "the daemon %d was killed by signal %d", child_, WTERMSIG(status));
-  } else {
-    ::syslog(LOG_NOTICE, "the daemon %d has ended with status %d", child_, WEXITSTATUS(status));
-  }
-  daemon_.reset();
-  socket_.reset();
-  child_ = -1;
-  if (is_unmounted()) return false;
-  std::erase_if(deaths_, [this](Clock::time_point death) { return noticed_ - death >= kDeathsTime; });
-  if (!std::exchange(handing_over_, false)) deaths_.push_back(noticed_);
-  return start_daemon();
-}
-
-bool Keeper::start_daemon() {
-  while (!restart_.empty() && deaths_.size() < kDeaths) {
-    if (fork_daemon()) {
-      send_held();
-      return true;
-    }
-    ::syslog(LOG_ERR, "cannot start the daemon: %s", std::strerror(errno));
-    deaths_.push_back(Clock::now());
-    ::poll(nullptr, 0, kPauseMilliseconds);
-  }
-  return give_up();
-}
-
-bool Keeper::give_up() {
-  if (!restart_.empty()) ::syslog(LOG_ERR, "the daemon has died %zu times within a minute: giving up", deaths_.size());
-  if (!give_up_.empty()) {
-    block(set_of({SIGTERM, SIGINT, SIGHUP}));  // it is brief
-    give_up_.run();                            // which closes everything that is held
-  }
-  return connection() >= 0;
-}
-
-bool Keeper::fork_daemon() {
-  int ends[2];
-  if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) return false;
-  UniqueFd ours(ends[0]);
-  const UniqueFd theirs(ends[1]);
-  const pid_t child = ::fork();
-  if (child < 0) return false;
-  if (child == 0) {
-    ::setsid();
-    block(set_of({}));
-    if (::dup2(theirs.get(), kDaemonSocket) < 0 || ::fcntl(kDaemonSocket, F_SETFD, 0) < 0) ::_exit(127);
-    restart_.run();
-  }
-  daemon_ = checked(open_process(child), "pidfd_open");
-  child_ = child;
-  socket_ = std::move(ours);
-  return true;
-}
-
-// Blocks until the daemon has read almost everything, or has died.
-void Keeper::send_held() {
-  std::vector<std::uint64_t> keys;
-  std::vector<int> descriptors;
-  for (auto one = held_.begin(); one != held_.end();) {
-    keys.push_back(one->first);
-    descriptors.push_back(one->second.get());
-    if (++one != held_.end() && keys.size() < kBatch) continue;
-    if (!send(Kind::kHeld, keys, descriptors)) return;
-    keys.clear();
-    descriptors.clear();
-  }
-  const auto time = std::chrono::nanoseconds(noticed_.time_since_epoch()).count();
-  const std::uint64_t numbers[] = {static_cast<std::uint64_t>(time)};
-  send(Kind::kReady, numbers, {});
-}
-
-// A daemon whose message cannot be sent sees the end of the socket in its place.
-bool Keeper::send(Kind kind, std::span<const std::uint64_t> numbers, std::span<const int> descriptors) {
-  Message message{kind, static_cast<std::uint32_t>(numbers.size()), {}};
-  std::memcpy(message.numbers, numbers.data(), numbers.size_bytes());
-  iovec part{&message, kHeaderBytes + numbers.size_bytes()};
-  alignas(cmsghdr) char control[CMSG_SPACE(kBatch * sizeof(int))] = {};
-  msghdr header{};
-  header.msg_iov = &part;
-  header.msg_iovlen = 1;
-  if (!descriptors.empty()) {
-    header.msg_control = control;
-    header.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
-    cmsghdr* const rights = CMSG_FIRSTHDR(&header);
-    rights->cmsg_level = SOL_SOCKET;
-    rights->cmsg_type = SCM_RIGHTS;
-    rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
-    std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
-  }
-  if (::sendmsg(socket_.get(), &header, MSG_NOSIGNAL) >= 0) return true;
-  if (errno != EPIPE && errno != ECONNRESET) ::syslog(LOG_ERR, "cannot pass on what is held: %s", std::strerror(errno));
-  socket_.reset();
-  return false;
-}
-
-int Keeper::connection() const {
-  const auto found = held_.find(kConnection);
-  return found == held_.end() ? -1 : found->second.get();
-}
-
-bool Keeper::is_unmounted() const {
-  pollfd mount{connection(), 0, 0};
-  return ::poll(&mount, 1, 0) > 0 && (mount.revents & POLLERR) != 0;
-}
 
 }  // namespace
 
