@@ -78,7 +78,8 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             relay_fd, control_fd = engine.relay_pair()
         control = parts.enter_context(socket.socket(fileno=control_fd))
         early = _note_signals()
-        keeper = _start_keeper(request, parts) if taken is None else parts.enter_context(taken.keeper)
+        obstacle = takeover.obstacle(values, opened.driver)
+        keeper = _start_keeper(request, obstacle, parts) if taken is None else parts.enter_context(taken.keeper)
         ended = threading.Event()  # the kernel has ended the connection
         if taken is None:
             try:
@@ -91,7 +92,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             parts.enter_context(mountpoint.unmounted_at_the_end(entry, ended.is_set))
         if keeper is not None and values["auto_unmount"]:
             keeper.give_up_with(_guard(request, entry.identity))
-        survives = keeper is not None and takeover.obstacle(values) is None
+        survives = keeper is not None and obstacle is None
         counters.belongs_to(entry.device)
         with _start_failures():
             mount = engine.Mount(
@@ -174,13 +175,13 @@ def _start_of(taken: takeover.Takeover | None) -> Iterator[Callable[[], None]]:
         raise
 
 
-def _start_keeper(request: MountRequest, parts: ExitStack) -> Keeper | None:
+def _start_keeper(request: MountRequest, obstacle: str | None, parts: ExitStack) -> Keeper | None:
     """Start the keeper, which ends with the ``parts``. None if nothing is to be done after the daemon's death.
 
     The mount is useful without it, so a keeper that cannot be started is only logged.
     """
     unmounts = request.config["auto_unmount"]
-    if not unmounts and takeover.obstacle(request.config) is not None:
+    if not unmounts and obstacle is not None:
         return None
     try:
         keeper = parts.enter_context(Keeper(request.mountpoint))

@@ -212,7 +212,7 @@ class Serving:
     async def _replace_keeper(self) -> None:
         assert self.keeper is not None
         await self.keeper.replace()
-        if takeover.obstacle(self.request.config) is None:
+        if takeover.obstacle(self.request.config, self.mount.engine.driver) is None:
             await threads.run(self.mount.hold_again)
 
     async def _publish_statistics(self) -> None:

@@ -11,13 +11,18 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
 
 _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
+_KEPT_DRIVERS: Final = frozenset({"host"})
 _FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
 
 
-def obstacle(values: dict[str, Any]) -> str | None:
-    """Return the reason why a mount with these values of the knobs does not survive its daemon. None if it does."""
+def obstacle(values: dict[str, Any], driver: str) -> str | None:
+    """Return the reason why a mount with these values of the knobs does not survive its daemon; None if it does."""
     if values["backing"]:
         return "it shows directories of the host (backing)"
+    if values["foreground"]:
+        return "it runs in the foreground, where something else watches its process"
+    if driver not in _KEPT_DRIVERS:
+        return f"memory of the driver {driver} ends with its process"
     return None
 
 
