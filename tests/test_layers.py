@@ -31,7 +31,7 @@ PYTHON_MAY_USE = {
     "gpufs.config": {"units"},
     "gpufs.mounting": {"syscalls"},
     "gpufs.engine": {"statistics"},
-    "gpufs.protocol": {"modes"},
+    "gpufs.protocol": {"modes", "syscalls"},
     # engine: lazily, to map memory
     "gpufs.client": {"_naming", "_version", "engine", "formats", "modes", "mounting", "protocol", "syscalls", "units"},
     "gpufs.formats": set(),

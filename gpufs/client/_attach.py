@@ -16,6 +16,7 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection
 from gpufs.client._outcome import text_of
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
+from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.engine import Mapping, SharedPiece
@@ -179,7 +180,7 @@ def attach(
     finally:
         os.close(fd)
     if answer.private and copy is False:
-        protocol.close_all([piece.fd for piece in pieces])
+        close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
         raise _copy_ruled_out(name, mode)
     return DeviceArray.of(_map(name, mode, connection, answer, pieces, reserve))
@@ -212,7 +213,7 @@ def _map(
             except OSError as error:
                 raise _failure(error, path) from None
         except BaseException:
-            protocol.close_all([piece.fd for piece in pieces])
+            close_all([piece.fd for piece in pieces])
             raise
         try:
             _add(mapping, pieces, answer.size, path)

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Final, Self, TypeAlias
 from gpufs import protocol, syscalls
 from gpufs._naming import named_in
 from gpufs._version import __version__
+from gpufs.modes import Mode
 from gpufs.protocol import (
     Attach,
     Attached,
     ClientMessage,
     Copy,
     Detach,
+    Direction,
     Done,
+    Fastpath,
     Goodbye,
     Hello,
     Pieces,
@@ -36,9 +39,11 @@ from gpufs.protocol import (
     Revoke,
     ServerMessage,
     SetQuota,
+    Sync,
     Unregister,
     Welcome,
 )
+from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.client._shared_memory import Share
@@ -113,7 +118,7 @@ class _Answer:
     def drop(self) -> None:
         """The caller does not wait any more."""
         self.wanted = False
-        protocol.close_all([piece.fd for piece in self.pieces])
+        close_all([piece.fd for piece in self.pieces])
         self.pieces = []
 
 
@@ -142,7 +147,6 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes over a connected socket, and greets the daemon. OSError if the daemon does not answer, or refuses."""
-        self.driver = ""  # of the mount, once a caller has asked for it
         self.last: Result | None = None  # of the copy that was asked for last
         self.lost = False  # whether the daemon or the socket has failed
         self._sock = sock
@@ -156,10 +160,11 @@ class Connection:
             sock.settimeout(_HELLO_SECONDS)
             self._send(Hello([protocol.VERSION], f"gpufs {__version__}"))
             welcome, descriptors = self._next_message()
-            protocol.close_all(descriptors)
+            close_all(descriptors)
             if not isinstance(welcome, Welcome):
                 raise ProtocolError("the daemon sent no welcome")
             self._most = max(welcome.requests, 2)
+            self.driver = welcome.driver
             sock.settimeout(None)
         except BaseException:
             sock.close()
@@ -203,15 +208,15 @@ class Connection:
 
     def copy(
         self,
-        direction: str,
+        direction: Direction,
         host_fd: int,
         mount_fd: int,
         *,
         host_offset: int = 0,
         offset: int = 0,
         size: int | None = None,
-        fastpath: str | None = None,
-        sync: str = "none",
+        fastpath: Fastpath | None = None,
+        sync: Sync = "none",
         interval: float = 0.0,
         progress: Callable[[Progress], None] | None = None,
         cancel: Cancellation | None = None,
@@ -252,7 +257,7 @@ class Connection:
         assert self.last is not None
         return self.last
 
-    def attach(self, fd: int, mode: str) -> Memory:
+    def attach(self, fd: int, mode: Mode) -> Memory:
         """Ask for the memory of an open file, which stays the caller's. OSError if the daemon refuses."""
         number = next(self._numbers)
         with self._exclusive():
@@ -439,7 +444,7 @@ class Connection:
         if isinstance(message, Pieces):
             self._add_pieces(message, descriptors)
             return
-        protocol.close_all(descriptors)
+        close_all(descriptors)
         if isinstance(message, Progress):
             copying = self._owed.get((Result, message.id))
             if copying is not None and copying.progress is not None:
@@ -460,12 +465,12 @@ class Connection:
         from gpufs.engine import SharedPiece
 
         if not len(message.offsets) == len(message.sizes) == len(descriptors) > 0:
-            protocol.close_all(descriptors)
+            close_all(descriptors)
             self.lost = True
             raise ProtocolError("the daemon sent pieces without their descriptors")
         answer = self._owed.get((Attached, message.id))
         if answer is None or not isinstance(answer.message, Attached):
-            protocol.close_all(descriptors)
+            close_all(descriptors)
             return
         answer.pieces += map(SharedPiece, message.offsets, message.sizes, descriptors)
         if len(answer.pieces) >= answer.message.pieces:
@@ -505,7 +510,7 @@ class Connection:
                 self.lost = True
                 raise OSError(message.error or errno.ECONNRESET, message.message)
         except OSError:
-            protocol.close_all(descriptors)
+            close_all(descriptors)
             raise
         return message, descriptors
 

@@ -16,7 +16,7 @@ from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._job import CopyJob, Fastpath, Settings
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
-from gpufs.protocol import close_all
+from gpufs.syscalls import close_all
 
 # The name of a pipe, in messages.
 STREAM: Final = "-"

@@ -16,7 +16,7 @@ from gpufs.client import _daemons, _ends
 from gpufs.client._connection import Cancellation
 from gpufs.client._job import CopyJob, Settings
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
-from gpufs.protocol import close_all
+from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.client._ends import Entry

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from gpufs.client._shared_memory import Share
-from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, close_all, send_pieces
+from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, send_pieces
+from gpufs.syscalls import close_all
 
 # Attributes of a pointer; HIP has CUDA's numbers.
 _CONTEXT: Final = 1

@@ -23,7 +23,8 @@ from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
-from gpufs.protocol import LOAD, STORE, Progress, close_all
+from gpufs.protocol import LOAD, STORE, Direction, Progress
+from gpufs.syscalls import close_all
 from gpufs.units import bytes_text
 
 Fastpath = Literal["auto", "off", "require"]
@@ -329,9 +330,11 @@ class CopyJob:
 
     def by_daemon(self) -> bool:
         """False if nothing was moved: the daemon cannot be reached, or has no buffer for these files."""
-        device, direction, host, mount = self.after.st_dev, LOAD, self.source_fd, self.destination_fd
+        device, host, mount = self.after.st_dev, self.source_fd, self.destination_fd
+        direction: Direction = LOAD
         if device not in self.mounts:
-            device, direction, host, mount = self.before.st_dev, STORE, mount, host
+            device, host, mount = self.before.st_dev, mount, host
+            direction = STORE
         fastpath, fsync, connections = self.settings.fastpath, self.settings.fsync, self.settings.connections
         connection = connections.take(device, self.mounts[device])
         if connection is None:

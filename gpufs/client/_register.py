@@ -134,8 +134,6 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
         raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
         connection = _daemons.shared_connection(device)
-        if not connection.driver:
-            connection.driver = _daemons.status_of(device)["driver"]
         share = _share(memory, connection.driver)
         try:
             return _create(connection, share, name, mode, memory, kind)

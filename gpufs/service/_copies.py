@@ -1,6 +1,5 @@
 """The copies of one client, from their checks to their results."""
 
-import dataclasses
 import errno
 import functools
 import logging
@@ -11,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import trio
+from msgspec.structs import replace
 
 from gpufs import protocol
 from gpufs.engine import BackingFile, Transfer
@@ -93,7 +93,7 @@ class _CopyTask:
         text = failure.strerror or os.strerror(error) if failure else ""
         code = getattr(failure, "device_code", 0)
         result = Result(self.copy.id, error, code, protocol.shorten(text), 0, {}, [], time.monotonic() - self.began)
-        return dataclasses.replace(result, **changes)
+        return replace(result, **changes)
 
 
 def _paths(transfer: Transfer) -> dict[str, int]:
@@ -241,14 +241,14 @@ class ClientCopies:
         task.ends = _Ends(on_mount.ino, size)
         task.start(
             lambda: Transfer(
-                cast(Any, copy.direction),
+                copy.direction,
                 file,
                 buffer,
                 file_offset=copy.host_offset,
                 buffer_offset=copy.offset,
                 size=copy.size,
                 fastpath=_FASTPATH[copy.fastpath],
-                sync=cast(Any, copy.sync),
+                sync=copy.sync,
                 sparse=True,
                 client=client,
             )

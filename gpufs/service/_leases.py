@@ -19,6 +19,7 @@ from gpufs.service._holders import Holder
 from gpufs.service._holdings import Descriptor, Holdings
 from gpufs.service._mount import ServedMount
 from gpufs.service._user import trusted
+from gpufs.syscalls import close_all
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class _Attachment:
 
 
 def _close_pieces(pieces: list[SharedPiece]) -> None:
-    protocol.close_all([piece.fd for piece in pieces])
+    close_all([piece.fd for piece in pieces])
 
 
 def _end_of(pieces: list[SharedPiece]) -> int:
@@ -70,7 +71,7 @@ class ClientLeases:
         limits = self._served.limits
         attachment = self._attachments.get(message.id)
         if len(descriptors) != isinstance(message, Attach):
-            raise ProtocolError(f"a message of type {message.TYPE} with {len(descriptors)} descriptors")
+            raise ProtocolError(f"a message {type(message).__name__} with {len(descriptors)} descriptors")
         # An interrupted client may end what it has just asked for.
         if attachment is not None and attachment.busy and not isinstance(message, Detach):
             raise ProtocolError("a request for an attachment whose last request has not been answered")
@@ -142,7 +143,7 @@ class ClientLeases:
         with trio.move_on_after(seconds):
             await last.holdings.closed(start)
 
-    async def revoke(self, descriptors: list[int]) -> None:
+    async def revoke(self, descriptors: list[Descriptor]) -> None:
         """Ends all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
         served, peer, user = self._served, self._channel.peer, self._channel.user
         ino = _checks.check_revocable(descriptors, served.device)

@@ -14,8 +14,8 @@ from typing import Final, Protocol
 import trio
 
 from gpufs import threads
-from gpufs.protocol import close_all
 from gpufs.service._limits import Limits
+from gpufs.syscalls import close_all
 
 _PRIVILEGED_SHARES: Final = 4  # of root and the mount's owner, where another user has one
 
