@@ -81,6 +81,7 @@ PYTHON_MAY_USE = {
         "launching",
         "modes",
         "mounting",
+        "protocol",
         "statistics",
         "units",
     },

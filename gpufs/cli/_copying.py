@@ -16,13 +16,13 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from gpufs import mounting
 from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
-from gpufs.client._daemons import mounts_by_device
+from gpufs.client._copy_types import text_of
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import text_of
 from gpufs.units import bytes_text, rate_text
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _complain(text: str) -> None:
 
 def _is_mount_root(path: str) -> bool:
     path = os.path.realpath(path)
-    return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
+    return any(entry.mountpoint == path for entries in mounting.by_device().values() for entry in entries)
 
 
 def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult | CopyError]]:

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
+from gpufs import mounting
 from gpufs.cli._errors import Failure
-from gpufs.client import Cancellation, _daemons
+from gpufs.client import Cancellation
+from gpufs.client._copy_types import text_of
 from gpufs.client._ends import Entry, open_path, path_of, preserve
-from gpufs.client._outcome import text_of
 
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -169,7 +170,7 @@ class Walk:
 
         Call it when everything is copied.
         """
-        mounts = _daemons.mounts_by_device()
+        mounts = mounting.by_device()
         found = []
         for path in self._links:
             try:
@@ -360,7 +361,7 @@ def _leads_to_file(link: Entry) -> bool:
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:
-    mounts = _daemons.mounts_by_device()
+    mounts = mounting.by_device()
     if device in mounts:
         return True
     try:

@@ -9,13 +9,14 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Final, Literal
 
-from gpufs import protocol
+from gpufs import mounting, protocol
 from gpufs._naming import named_in
 from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection
-from gpufs.client._outcome import text_of
+from gpufs.client._copy_types import text_of
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
+from gpufs.mounting import MountEntry
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
@@ -93,12 +94,13 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> N
         raise OSError(errno.EPROTO, text, path)
 
 
-def _open_file(path: str, mode: Mode) -> int:
-    """Opens the file with as many rights as there are. OSError if it is not a regular file on a gpufs mount."""
+def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
+    """Open the file with as many rights as there are; returns its mounts, too. OSError if no memory is behind it."""
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
     try:
         status = os.fstat(named)
-        if status.st_dev not in _daemons.mounts_by_device():
+        mounts = mounting.by_device().get(status.st_dev)
+        if mounts is None:
             raise OSError(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -106,11 +108,11 @@ def _open_file(path: str, mode: Mode) -> int:
             raise OSError(errno.EINVAL, "not a regular file", path)
         try:
             if mode != COPY_ON_WRITE:
-                return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC)
+                return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC), mounts
         except OSError as error:
             if mode == READ_WRITE or error.errno not in _READ_ONLY:
                 raise
-        return os.open(_ends.path_of(named), os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(_ends.path_of(named), os.O_RDONLY | os.O_CLOEXEC), mounts
     finally:
         os.close(named)
 
@@ -166,11 +168,11 @@ def attach(
         raise ValueError(f"copy: {copy!r} is neither None nor False: copy the elements of the array instead")
     name = os.fsdecode(path)
     try:
-        fd = _open_file(name, mode)
+        fd, mounts = _open_file(name, mode)
     except OSError as error:
         raise _failure(error, name) from None
     try:
-        connection = _daemons.shared_connection(os.fstat(fd).st_dev)
+        connection = _daemons.shared_connection(os.fstat(fd).st_dev, mounts)
         answer, pieces = connection.attach(fd, mode)
     except OSError as error:
         # With these modes only a copy takes memory.

@@ -12,11 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client import _daemons, _room
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach
-from gpufs.client._outcome import text_of
+from gpufs.client._copy_types import text_of
 from gpufs.modes import READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
 
@@ -94,11 +95,11 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: Mode = READ) -> l
     if mode == READ_WRITE:
         return [attach(name, mode) for name in names]
     arrays: list[DeviceArray | None] = [None] * len(names)
-    mounts = _daemons.mounts_by_device()
+    mounts = mounting.by_device()
     waiting: dict[_Place, list[_Small]] = {}
     sizes: Counter[_Place] = Counter()  # of what waits
     directories: dict[str, bool] = {}
-    with _Devices() as devices:
+    with _Devices(mounts) as devices:
         # On one thread: several wait for the interpreter's lock, and are no faster.
         for number, name in enumerate(names):
             small = _read(number, name, mounts, directories)
@@ -166,7 +167,8 @@ def _is_small(status: os.stat_result, mounts: _Mounts) -> bool:
 class _Devices:
     """The devices of copies, each opened once for a call of attach_many()."""
 
-    def __init__(self) -> None:
+    def __init__(self, mounts: _Mounts) -> None:
+        self._mounts = mounts
         self._stack = ExitStack()
         self._found: dict[_Place, tuple[Engine, int]] = {}
         self._reports: dict[int, dict[str, Any]] = {}
@@ -188,7 +190,7 @@ class _Devices:
 
         device, directory = place
         if device not in self._reports:
-            self._reports[device] = _daemons.status_of(device)
+            self._reports[device] = _daemons.status_of(self._mounts[device])
         report = self._reports[device]
         wanted = next((one for one in report["devices"] if one["name"] == directory), None)
         if wanted is None:

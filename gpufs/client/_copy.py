@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from gpufs._naming import named_in
-from gpufs.client import _daemons, _ends
-from gpufs.client._connection import Cancellation
+from gpufs.client import _ends
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
 from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._job import CopyJob, Fastpath, Settings
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
+from gpufs.mounting import MountTable
 from gpufs.syscalls import close_all
 
 # The name of a pipe, in messages.
@@ -60,12 +60,14 @@ class Copier:
     ) -> None:
         if fastpath not in ("auto", "off", "require"):
             raise ValueError(f"fastpath: {fastpath!r} is not one of auto, off, require")
+        self._mounts = MountTable()
         connections = IdleConnections(required=fastpath == "require", notice=notice)
         self._settings = Settings(fastpath, fsync, verify, preserve, partial, connections)
 
     def close(self) -> None:
         """Ends the connections."""
         self._settings.connections.close()
+        self._mounts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +130,7 @@ class Copier:
         """
         from gpufs.client._fan_out import FanOut
 
-        return FanOut(self._settings, source, destinations, progress, cancel).run()
+        return FanOut(self._settings, self._mounts.by_device(), source, destinations, progress, cancel).run()
 
     def copy_from_stream(
         self,
@@ -156,7 +158,7 @@ class Copier:
         *,
         stream: bool = False,
     ) -> CopyResult:
-        mounts = _daemons.mounts_by_device()
+        mounts = self._mounts.by_device()
         try:
             with destination.located() as located:
                 job = CopyJob.open(self._settings, source, located, source_fd, before, mounts, stream=stream)
@@ -178,7 +180,7 @@ class Copier:
         """Copies a file into a pipe, or another open file, whose descriptor stays the caller's."""
         source_fd, before = _ends.open_source(source)
         try:
-            mounts = _daemons.mounts_by_device()
+            mounts = self._mounts.by_device()
             if before.st_dev not in mounts:
                 raise CopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
             after = os.fstat(destination_fd)
@@ -200,7 +202,7 @@ class Copier:
 
         Waits for the memory of files on a mount that have just been removed.
         """
-        self._settings.check_room(fd, needed, _daemons.mounts_by_device(), cancel)
+        self._settings.check_room(fd, needed, self._mounts.by_device(), cancel)
 
 
 @named_in("gpufs")

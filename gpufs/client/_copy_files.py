@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from errno import ENOTDIR
 from typing import Any
 
 from gpufs._naming import named_in
-from gpufs.client._connection import Cancellation
 from gpufs.client._copy import Copier, warning_here
-from gpufs.client._outcome import CopyError, CopyResult
+from gpufs.client._copy_types import Cancellation, CopyError, CopyResult
 
 
 @named_in("gpufs")
@@ -56,6 +54,8 @@ def copy_files(
     --------
     >>> gpufs.copy_files(Path("Qwen3-8B").iterdir(), "/mnt/gpufs/gpu0/Qwen3-8B")  # doctest: +SKIP
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     target = os.fspath(directory)
     if not os.path.isdir(target):
         raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), target)

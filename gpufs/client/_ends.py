@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from gpufs import syscalls
-from gpufs.client._outcome import CopyError, text_of
+from gpufs.client._copy_types import CopyError, text_of
 
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 

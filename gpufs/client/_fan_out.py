@@ -12,10 +12,9 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from gpufs.client import _daemons, _ends
-from gpufs.client._connection import Cancellation
-from gpufs.client._job import CopyJob, Settings
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
+from gpufs.client import _ends
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult, text_of
+from gpufs.client._job import CopyJob, Mounts, Settings
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
@@ -41,12 +40,14 @@ class FanOut:
     def __init__(
         self,
         settings: Settings,
+        mounts: Mounts,
         source: Entry,
         destinations: Sequence[Entry],
         progress: Callable[[CopyProgress], None] | None,
         cancel: Cancellation | None,
     ) -> None:
         self._settings = settings
+        self._mounts = mounts
         self._source = source
         self._destinations = destinations
         self._progress = progress
@@ -67,13 +68,14 @@ class FanOut:
             opened.callback(close_all, (source_fd,))
             # A failure cancels these copies, but not others of the caller's that have the same object.
             self._cancel = opened.enter_context(self._cancel.follower())
-            mounts = _daemons.mounts_by_device()
             groups: dict[int, list[tuple[int, CopyJob]]] = defaultdict(list)
             seen: set[tuple[int, int]] = set()
             for place, destination in enumerate(self._destinations):
                 try:
                     located = opened.enter_context(destination.located())
-                    job = CopyJob.open(self._settings, self._source, located, source_fd, before, mounts, readable=True)
+                    job = CopyJob.open(
+                        self._settings, self._source, located, source_fd, before, self._mounts, readable=True
+                    )
                 except CopyError as error:
                     self._outcomes[place] = error
                     continue
@@ -91,8 +93,8 @@ class FanOut:
                     job.progress = partial(self._report, place)
                 groups[job.after.st_dev].append((place, job))
             for device, jobs in groups.items():
-                copies = [_Copy(self._source, source_fd)] if device in mounts and device == before.st_dev else []
-                self._copy_group(jobs, copies, shares=device in mounts)
+                copies = [_Copy(self._source, source_fd)] if device in self._mounts and device == before.st_dev else []
+                self._copy_group(jobs, copies, shares=device in self._mounts)
         return [self._outcomes[place] for place in range(len(self._destinations))]
 
     def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[_Copy], *, shares: bool) -> None:

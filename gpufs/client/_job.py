@@ -14,18 +14,19 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from gpufs import syscalls
 from gpufs.client import _ends, _room
-from gpufs.client._connection import Cancellation
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult, text_of
 from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
 from gpufs.mounting import MountEntry
-from gpufs.protocol import LOAD, STORE, Direction, Progress
 from gpufs.syscalls import close_all
 from gpufs.units import bytes_text
+
+if TYPE_CHECKING:
+    from gpufs.protocol import Direction, Progress
 
 Fastpath = Literal["auto", "off", "require"]
 Mounts = dict[int, list[MountEntry]]  # by st_dev
@@ -330,6 +331,8 @@ class CopyJob:
 
     def by_daemon(self) -> bool:
         """False if nothing was moved: the daemon cannot be reached, or has no buffer for these files."""
+        from gpufs.protocol import LOAD, STORE  # which the copy of a small file does not need
+
         device, host, mount = self.after.st_dev, self.source_fd, self.destination_fd
         direction: Direction = LOAD
         if device not in self.mounts:

@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 from typing import Any, Self
 
+from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client import _daemons
 from gpufs.client._array_memory import ArrayMemory, memory_of
@@ -130,10 +131,11 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     device = os.stat(directory).st_dev
-    if device not in _daemons.mounts_by_device():
+    mounts = mounting.by_device().get(device)
+    if mounts is None:
         raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
-        connection = _daemons.shared_connection(device)
+        connection = _daemons.shared_connection(device, mounts)
         share = _share(memory, connection.driver)
         try:
             return _create(connection, share, name, mode, memory, kind)

@@ -70,8 +70,20 @@ class ClientMessage(Message):
     """A message of a client."""
 
 
+class Request(ClientMessage):
+    """What a client asks for. It chooses the ``id`` of a copy, a lease or a registration; later requests name it."""
+
+    id: Id
+
+
 class ServerMessage(Message):
     """A message of the daemon."""
+
+
+class Answer(ServerMessage):
+    """A message about the request with this ``id``."""
+
+    id: Id
 
 
 # ---- messages of a client ----
@@ -84,14 +96,13 @@ class Hello(ClientMessage, tag="hello"):
     program: Text
 
 
-class Copy(ClientMessage, tag="copy"):
+class Copy(Request, tag="copy"):
     """Asks for a copy between the two descriptors that come with it: the host's file, then the file on the mount.
 
     Offsets and size in bytes; size None: up to the end of the source. ``fastpath`` None: as the mount is configured.
     ``sync`` is for the host's file, after a store. ``progress``: seconds between two progress messages, 0 for none.
     """
 
-    id: Id
     direction: Direction
     host_offset: Offset = 0
     offset: Offset = 0
@@ -101,43 +112,35 @@ class Copy(ClientMessage, tag="copy"):
     progress: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
-class Cancel(ClientMessage, tag="cancel"):
+class Cancel(Request, tag="cancel"):
     """Ends a copy, whose result still comes. One that is not in progress is not an error: it may just have ended."""
 
-    id: Id
 
-
-class Attach(ClientMessage, tag="attach"):
+class Attach(Request, tag="attach"):
     """Asks for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
 
     ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
     memory of a GPU is then always a copy, and the client maps memory of the host privately.
     """
 
-    id: Id
     mode: Mode
 
 
-class Refresh(ClientMessage, tag="refresh"):
+class Refresh(Request, tag="refresh"):
     """Asks for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
 
-    id: Id
     start: Offset
 
 
-class Detach(ClientMessage, tag="detach"):
+class Detach(Request, tag="detach"):
     """Ends a lease. The end of the connection ends all of them."""
 
-    id: Id
 
-
-class Revoke(ClientMessage, tag="revoke"):
+class Revoke(Request, tag="revoke"):
     """Ends all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
 
-    id: Id
 
-
-class Register(ClientMessage, tag="register"):
+class Register(Request, tag="register"):
     """Makes memory of the client the contents of a file that it has just created.
 
     Its descriptor comes with it, open for writing. Then comes for "file" that of the memory, and for "descriptor" a
@@ -145,7 +148,6 @@ class Register(ClientMessage, tag="register"):
     begins ``offset`` bytes into what these stand for. ``pci_address``: of the GPU, "" for memory of the host.
     """
 
-    id: Id
     kind: ShareKind
     offset: Offset
     size: Annotated[int, Meta(ge=1, le=MAX_OFFSET)]
@@ -158,20 +160,17 @@ class Register(ClientMessage, tag="register"):
             raise ValueError(f"Expected `bytes` of length 0 or {HANDLE_BYTES} - at `$.handle`")
 
 
-class Unregister(ClientMessage, tag="unregister"):
+class Unregister(Request, tag="unregister"):
     """Ends a registration: the file loses its names, and its contents are gone."""
 
-    id: Id
 
-
-class SetQuota(ClientMessage, tag="set_quota"):
+class SetQuota(Request, tag="set_quota"):
     """Sets a limit, in bytes, NO_LIMIT or DEFAULT_LIMIT. The descriptor of a directory comes with it.
 
     ``uid``: a user's limit on the device of that directory, or with the root of the mount on every device. None: a
     limit for all files below the directory.
     """
 
-    id: Id
     uid: Annotated[int, Meta(ge=0, le=(1 << 32) - 2)] | None
     limit: Annotated[int, Meta(ge=DEFAULT_LIMIT, le=MAX_OFFSET)]
 
@@ -191,19 +190,17 @@ class Welcome(ServerMessage, tag="welcome"):
     driver: Text
 
 
-class Progress(ServerMessage, tag="progress"):
+class Progress(Answer, tag="progress"):
     """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
 
-    id: Id
     total: Count
     moved: Count
     paths: Counts
 
 
-class Result(ServerMessage, tag="result"):
+class Result(Answer, tag="result"):
     """The end of a copy, exactly one for each. ``done``: bytes from the start without a gap, also after a failure."""
 
-    id: Id
     error: Errno
     device_code: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
     message: Text
@@ -213,14 +210,13 @@ class Result(ServerMessage, tag="result"):
     seconds: Annotated[float, Meta(ge=0)]
 
 
-class Attached(ServerMessage, tag="attached"):
+class Attached(Answer, tag="attached"):
     """The answer to Attach and Refresh; ``pieces`` pieces of memory follow in Pieces messages unless ``error`` is set.
 
     ``size``: of the file in bytes. ``driver``, ``pci_address``: the device; ``device``: its number in the mount.
     ``private``: the memory is a copy of the file's contents, for this client alone.
     """
 
-    id: Id
     error: Errno = 0
     message: Text = ""
     driver: Text = ""
@@ -231,18 +227,16 @@ class Attached(ServerMessage, tag="attached"):
     pieces: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
 
 
-class Pieces(ServerMessage, tag="pieces"):
+class Pieces(Answer, tag="pieces"):
     """Pieces of memory, in the file's order, each with a descriptor. Offsets and sizes in bytes of the file."""
 
-    id: Id
     offsets: Sizes
     sizes: Sizes
 
 
-class Done(ServerMessage, tag="done"):
+class Done(Answer, tag="done"):
     """The answer to the other requests about leases, memory and limits: ``error`` is 0, or ``message`` says why not."""
 
-    id: Id
     error: Errno = 0
     message: Text = ""
 
@@ -256,8 +250,14 @@ class Goodbye(ServerMessage, tag="goodbye"):
 
 # ---- packets ----
 
-_CLIENT: Final = msgspec.msgpack.Decoder(Union[tuple(ClientMessage.__subclasses__())])  # noqa: UP007
-_SERVER: Final = msgspec.msgpack.Decoder(Union[tuple(ServerMessage.__subclasses__())])  # noqa: UP007
+
+def kinds(base: type[Message]) -> list[type[Message]]:
+    """The kinds of messages below ``base``."""
+    return [kind for below in base.__subclasses__() for kind in kinds(below) or [below]]
+
+
+_CLIENT: Final = msgspec.msgpack.Decoder(Union[tuple(kinds(ClientMessage))])  # noqa: UP007
+_SERVER: Final = msgspec.msgpack.Decoder(Union[tuple(kinds(ServerMessage))])  # noqa: UP007
 _MAP: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
