@@ -19,10 +19,11 @@ NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async",
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
     # All but the first: lazily.
-    "gpufs": {"_version", "client", "config", "engine", "owned_mount", "reports", "statistics", "torch"},
+    "gpufs": {"_version", "client", "config", "engine", "exceptions", "owned_mount", "reports", "statistics", "torch"},
     "gpufs.__main__": {"cli"},
     "gpufs._naming": set(),
     "gpufs._printable": set(),
+    "gpufs.exceptions": {"_naming"},
     "gpufs.modes": set(),
     "gpufs.syscalls": set(),
     "gpufs._version": set(),
@@ -33,7 +34,18 @@ PYTHON_MAY_USE = {
     "gpufs.engine": {"statistics"},
     "gpufs.protocol": {"modes", "syscalls"},
     # engine: lazily, to map memory
-    "gpufs.client": {"_naming", "_version", "engine", "formats", "modes", "mounting", "protocol", "syscalls", "units"},
+    "gpufs.client": {
+        "_naming",
+        "_version",
+        "engine",
+        "exceptions",
+        "formats",
+        "modes",
+        "mounting",
+        "protocol",
+        "syscalls",
+        "units",
+    },
     "gpufs.formats": set(),
     "gpufs.reports": {"_naming"},
     # torch: lazily, when the program opens a file on a mount
@@ -43,6 +55,7 @@ PYTHON_MAY_USE = {
         "gpufs",
         "config.kinds",
         "engine",
+        "exceptions",
         "formats",
         "in_place",
         "modes",
@@ -76,6 +89,7 @@ PYTHON_MAY_USE = {
         "config",
         "client",
         "daemon.startup",
+        "exceptions",
         "formats",
         "in_place",
         "launching",

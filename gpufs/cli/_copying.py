@@ -21,8 +21,8 @@ from gpufs.cli._cp_walk import Item, Walk, targets
 from gpufs.cli._errors import Failure, complain, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
-from gpufs.client._copy_types import text_of
 from gpufs.client._ends import Entry
+from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import Final, NamedTuple, TypeAlias
 from gpufs import mounting
 from gpufs.cli._errors import Failure
 from gpufs.client import Cancellation
-from gpufs.client._copy_types import text_of
 from gpufs.client._ends import Entry, open_path, path_of, preserve
+from gpufs.exceptions import text_of
 
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -14,7 +14,7 @@ from gpufs._naming import named_in
 from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection
-from gpufs.client._copy_types import text_of
+from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import close_all
@@ -75,7 +75,7 @@ def _end(process: int, mapping: Mapping, connection: Connection, number: int) ->
 def _failure(error: OSError, path: str) -> OSError:
     if error.errno in _DEAD_DAEMON:
         error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-    return OSError(error.errno or errno.EIO, text_of(error), path)
+    return failure_of_mount(error, path)
 
 
 def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
@@ -101,7 +101,7 @@ def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
         status = os.fstat(named)
         mounts = mounting.by_device().get(status.st_dev)
         if mounts is None:
-            raise OSError(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
+            raise NotOnMount(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(status.st_mode):
@@ -150,10 +150,15 @@ def attach(
 
     Raises
     ------
+    NotOnMount
+        The file is not on a gpufs mount.
+    DeviceFull, QuotaExceeded
+        There is no memory for holes or a private copy, or the user may not have more.
+    DaemonDied
+        The mount's daemon has died.
     OSError
-        As of open(2); EXDEV if the file is not on a gpufs mount, EINVAL if it has no device memory (a file below
-        ``backing`` or ``.gpufs``), ENODATA for holes with mode "r", ENOSPC if there is no memory for holes or a copy,
-        ENOTCONN if the mount's daemon has died.
+        As of open(2); EINVAL if the file has no device memory (it is below ``backing`` or ``.gpufs``), ENODATA for
+        holes with mode "r".
     ValueError
         ``mode`` is none of "r", "r+" and "c", ``reserve`` is less than the file's size, or only a copy is possible and
         ``copy`` is False.
@@ -169,6 +174,8 @@ def attach(
     name = os.fsdecode(path)
     try:
         fd, mounts = _open_file(name, mode)
+    except NotOnMount:
+        raise
     except OSError as error:
         raise _failure(error, name) from None
     try:

@@ -17,7 +17,7 @@ from gpufs._naming import named_in
 from gpufs.client import _daemons, _room
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach
-from gpufs.client._copy_types import text_of
+from gpufs.exceptions import failure_of_mount
 from gpufs.modes import READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
 
@@ -135,7 +135,7 @@ def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool])
         finally:
             os.close(fd)
     except OSError as error:
-        raise OSError(error.errno or errno.EIO, text_of(error), name) from None
+        raise failure_of_mount(error, name) from None
     return _Small(number, name, (status.st_dev, place), content)
 
 
@@ -217,7 +217,7 @@ def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[Dev
         engine, index = devices.find(files[0].place)
         mapping = _copy(contents, engine, index, mode)
     except OSError as error:
-        raise OSError(error.errno or errno.EIO, text_of(error), files[0].path) from None
+        raise failure_of_mount(error, files[0].path) from None
     for one, offset in zip(files, offsets, strict=False):
         copy = GatheredFile(one.path, mode, engine.driver, len(one.content), mapping)
         arrays[one.number] = DeviceArray.of(copy, offset)

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from gpufs._naming import named_in
 from gpufs.client import _ends
-from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult, NotOnMountCopyError
 from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
 from gpufs.client._job import CopyJob, Fastpath, Settings
@@ -182,7 +182,7 @@ class Copier:
         try:
             mounts = self._mounts.by_device()
             if before.st_dev not in mounts:
-                raise CopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
+                raise NotOnMountCopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
             after = os.fstat(destination_fd)
             if stat.S_ISREG(before.st_mode) and os.path.samestat(before, after):
                 raise CopyError(errno.EINVAL, "is the same file as the output", source.path)

@@ -7,19 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpufs._naming import named_in
-
-# What the kernel answers for a mount whose connection has ended.
-_DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
-
-
-def text_of(error: OSError) -> str:
-    """A failure in words."""
-    if error.errno in _DEAD:
-        return "the daemon of the gpufs mount has died (gpufs umount cleans up)"
-    return error.strerror or str(error)
+from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
 
 
 @named_in("gpufs.client")
@@ -65,6 +56,9 @@ class Cancellation:
 class CopyError(OSError):
     """A copy that failed or was cancelled (ECANCELED).
 
+    It is also a :class:`NotOnMount`, :class:`DeviceFull`, :class:`QuotaExceeded` or :class:`DaemonDied` if that is the
+    reason.
+
     Attributes
     ----------
     errno, strerror
@@ -102,13 +96,41 @@ class CopyError(OSError):
 
     def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
         counts = {name: getattr(self, name) for name in ("bytes_done", "bytes_total", "device_code", "left")}
-        return partial(CopyError, **counts), (self.errno, self.strerror, self.filename, self.filename2)
+        return partial(type(self), **counts), (self.errno, self.strerror, self.filename, self.filename2)
 
     def __str__(self) -> str:
         where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
         code = f" (device code {self.device_code})" if self.device_code else ""
         left = f" ({self.left})" if self.left else ""
         return f"{where}: {self.strerror}{code}{left}"
+
+
+class NotOnMountCopyError(CopyError, NotOnMount):
+    """A copy of which neither end is on a mount."""
+
+
+class DeviceFullCopyError(CopyError, DeviceFull):
+    """A copy that does not fit on its device."""
+
+
+class QuotaExceededCopyError(CopyError, QuotaExceeded):
+    """A copy that does not fit into its user's or directory's limit."""
+
+
+class DaemonDiedCopyError(CopyError, DaemonDied):
+    """A copy whose mount is dead."""
+
+
+_CLASSES: Final = {
+    errno.ENOSPC: DeviceFullCopyError,
+    errno.EDQUOT: QuotaExceededCopyError,
+    errno.ENOTCONN: DaemonDiedCopyError,
+}
+
+
+def error_class(number: int) -> type[CopyError]:
+    """The class of the error when a mount has failed a copy with this errno."""
+    return _CLASSES.get(number, CopyError)
 
 
 @named_in("gpufs")

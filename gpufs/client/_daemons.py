@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs import mounting
+from gpufs.exceptions import NotOnMount
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import identity
 
@@ -81,7 +82,7 @@ def set_quota(directory: str, uid: int | None, limit: int) -> None:
     """Limit what is below a directory, or with ``uid`` a user on its device; the mountpoint stands for all devices.
 
     ``limit``: bytes, or NO_LIMIT (for users) or DEFAULT_LIMIT of gpufs.protocol. OSError with the daemon's reason if it
-    refuses, EXDEV outside of mounts.
+    refuses, NotOnMount outside of mounts.
     """
     _with_daemon(directory, os.O_DIRECTORY, lambda daemon, fd: daemon.set_quota(fd, uid, limit))
 
@@ -90,7 +91,7 @@ def revoke(path: str) -> None:
     """End all leases on a file of a mount, so that it can be made smaller and replaced.
 
     The programs keep their mappings: docs/contract.md says what these show. OSError with the daemon's reason if it
-    refuses, EXDEV outside of mounts.
+    refuses, NotOnMount outside of mounts.
     """
     _with_daemon(path, 0, lambda daemon, fd: daemon.revoke(fd))
 
@@ -101,7 +102,7 @@ def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) 
         device = identity(fd).device
         mounts = mounting.by_device().get(device)
         if mounts is None:
-            raise OSError(errno.EXDEV, "is not on a gpufs mount", path)
+            raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
         # It gets the descriptor of its own file and nothing else.
         with connect(device, mounts, trusting=True) as daemon:
             ask(daemon, fd)

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from gpufs import syscalls
-from gpufs.client._copy_types import CopyError, text_of
+from gpufs.client._copy_types import CopyError, DaemonDiedCopyError
+from gpufs.exceptions import text_of
 
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
@@ -62,7 +63,9 @@ def path_of(fd: int) -> str:
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
-    return CopyError(error.errno or errno.EIO, text_of(error), path)
+    return (DaemonDiedCopyError if error.errno == errno.ENOTCONN else CopyError)(
+        error.errno or errno.EIO, text_of(error), path
+    )
 
 
 def open_path(entry: Entry) -> int:

@@ -13,8 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from gpufs.client import _ends
-from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult, text_of
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
 from gpufs.client._job import CopyJob, Mounts, Settings
+from gpufs.exceptions import text_of
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:

@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpufs import syscalls
 from gpufs.client import _ends, _room
-from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult, text_of
+from gpufs.client._copy_types import (
+    Cancellation,
+    CopyError,
+    CopyProgress,
+    CopyResult,
+    NotOnMountCopyError,
+    error_class,
+)
 from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry
+from gpufs.exceptions import text_of
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import close_all
 from gpufs.units import bytes_text
@@ -155,7 +163,7 @@ class CopyJob:
 
         def check_device(device: int) -> None:
             if before.st_dev not in mounts and device not in mounts:
-                raise CopyError(errno.EXDEV, _NEITHER, source.path, destination.path)
+                raise NotOnMountCopyError(errno.EXDEV, _NEITHER, source.path, destination.path)
 
         # With its final mode only once it has its final owner.
         mode = 0o666 if stream else stat.S_IMODE(before.st_mode) & (0o700 if settings.preserve else 0o777)
@@ -296,7 +304,8 @@ class CopyJob:
             lack = _room.shortage(self.destination_fd, needed, self.mounts.get(self.after.st_dev, []))
             text = f"{text}: {lack}" if lack else text
         names = (self.destination.path, None) if code in _DESTINATIONS else (self.source.path, self.destination.path)
-        return CopyError(
+        of_disk = code in _DESTINATIONS and self.after.st_dev not in self.mounts
+        return (CopyError if of_disk else error_class(code))(
             code,
             text,
             *names,

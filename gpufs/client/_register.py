@@ -15,6 +15,7 @@ from gpufs.client._array_memory import ArrayMemory, memory_of
 from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import Share, share_host_memory
+from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType
 
 # Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
@@ -114,9 +115,11 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
 
     Raises
     ------
+    NotOnMount
+        ``path`` is not on a gpufs mount.
     OSError
-        EEXIST: the file exists. EXDEV: ``path`` is not on a gpufs mount, or below the directory of another GPU.
-        EINVAL: the memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
+        EEXIST: the file exists. EXDEV: ``path`` is below the directory of another GPU than the memory's. EINVAL: the
+        memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
     TypeError, ValueError
         ``array`` is not an array, is empty, or is not contiguous.
 
@@ -133,7 +136,7 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     device = os.stat(directory).st_dev
     mounts = mounting.by_device().get(device)
     if mounts is None:
-        raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
+        raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
         connection = _daemons.shared_connection(device, mounts)
         share = _share(memory, connection.driver)
@@ -143,7 +146,7 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
             share.close()
     except OSError as error:
         if error.filename is None:
-            raise OSError(error.errno, error.strerror, name) from None
+            raise failure_of_mount(error, name) from None
         raise
 
 
