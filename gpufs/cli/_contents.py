@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self, TypeVar
 from gpufs import mounting
 from gpufs.cli._errors import Failure
 from gpufs.client._ends import Entry, next_data, open_path, path_of
-from gpufs.client._room import place_of
+from gpufs.client._space import place_of
 from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error

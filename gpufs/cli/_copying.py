@@ -42,12 +42,18 @@ def copy(names: list[str], directories: list[str], options: dict[str, Any]) -> i
     recursive = options["recursive"] or options["archive"]
     preserve = options["preserve"] or options["archive"]
     show = sys.stderr.isatty() if options["progress"] is None else options["progress"]
-    chosen = {name: options[name] for name in ("fastpath", "fsync", "verify", "partial")}
     if STREAM in names:
         _check_stream(names, directories, options)
     elif len(directories) > 1:
         _check_several(directories, recursive=recursive)
-    with Copier(**chosen, preserve=preserve, notice=_complain) as copier:
+    with Copier(
+        fastpath=options["fastpath"],
+        fsync=options["fsync"],
+        verify=options["verify"],
+        preserve=preserve,
+        partial=options["partial"],
+        notice=_complain,
+    ) as copier:
         run = _Run(copier, options, recursive=recursive, preserve=preserve, show=show)
         if STREAM in names:
             run.copy_stream(*names)

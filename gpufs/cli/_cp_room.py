@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from gpufs.client import Cancellation, Copier
 from gpufs.client._ends import Entry
-from gpufs.client._room import data_bytes
+from gpufs.client._space import data_bytes
 
 
 def check(
@@ -33,7 +33,7 @@ def check(
                 needed += data_bytes(status, status.st_size) - (there or 0)
     with suppress(FileNotFoundError, NotADirectoryError), named[0][1].located() as located:
         assert located.directory is not None
-        copier.check_room(located.directory, needed, cancel=cancel)
+        copier.check_space(located.directory, needed, cancel=cancel)
 
 
 def _files(source: str, *, recursive: bool, dereference: bool) -> Iterator[tuple[str, os.stat_result]]:

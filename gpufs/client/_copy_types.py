@@ -6,11 +6,14 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from gpufs._naming import named_in
 from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
+
+Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
 
 @named_in("gpufs.client")
@@ -50,6 +53,21 @@ class Cancellation:
 
     def __del__(self) -> None:
         os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """How files are copied; :func:`gpufs.copy` describes the options."""
+
+    fastpath: Fastpath = "auto"
+    fsync: bool = False
+    verify: bool = False
+    preserve: bool = False
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fastpath not in get_args(Fastpath):
+            raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
 
 
 @named_in("gpufs")
