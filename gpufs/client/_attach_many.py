@@ -188,11 +188,11 @@ class _Devices:
     def _open(self, place: _Place) -> tuple[Engine, int]:
         from gpufs.engine import Engine
 
-        device, directory = place
-        if device not in self._reports:
-            self._reports[device] = _daemons.status_of(self._mounts[device])
-        report = self._reports[device]
-        wanted = next((one for one in report["devices"] if one["name"] == directory), None)
+        mount, directory = place
+        if mount not in self._reports:
+            self._reports[mount] = _daemons.status_of(self._mounts[mount])
+        report = self._reports[mount]
+        wanted = next((device for device in report["devices"] if device["name"] == directory), None)
         if wanted is None:
             raise OSError(errno.EINVAL, "no device memory is behind the file")
         if report["driver"] == "host":
@@ -200,27 +200,27 @@ class _Devices:
         chosen = [wanted["uuid"]] if wanted["uuid"] else 0
         # Plain memory, which HIP takes where the kernel moves files, cannot be mapped by its descriptor.
         engine = self._stack.enter_context(Engine(report["driver"], devices=chosen, hip_memory="virtual"))
-        for index, found in enumerate(engine.devices):
-            if found.info.pci_address == wanted["pci_address"]:
+        for index, visible in enumerate(engine.devices):
+            if visible.info.pci_address == wanted["pci_address"]:
                 return engine, index
         raise OSError(errno.ENODEV, f"this process does not see the GPU of {directory}")
 
 
 def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
     """Puts the contents of files of one device into one piece of its memory, and makes their arrays."""
-    ends = itertools.accumulate(-(-len(one.content) // _ALIGNMENT) * _ALIGNMENT for one in files)
+    ends = itertools.accumulate(-(-len(file.content) // _ALIGNMENT) * _ALIGNMENT for file in files)
     offsets = [0, *ends]
     contents = bytearray(max(offsets[-1], 1))
-    for one, offset in zip(files, offsets, strict=False):
-        contents[offset : offset + len(one.content)] = one.content
+    for file, offset in zip(files, offsets, strict=False):
+        contents[offset : offset + len(file.content)] = file.content
     try:
         engine, index = devices.find(files[0].place)
         mapping = _copy(contents, engine, index, mode)
     except OSError as error:
         raise failure_of_mount(error, files[0].path) from None
-    for one, offset in zip(files, offsets, strict=False):
-        copy = GatheredFile(one.path, mode, engine.driver, len(one.content), mapping)
-        arrays[one.number] = DeviceArray.of(copy, offset)
+    for file, offset in zip(files, offsets, strict=False):
+        copy = GatheredFile(file.path, mode, engine.driver, len(file.content), mapping)
+        arrays[file.number] = DeviceArray.of(copy, offset)
 
 
 def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mapping:

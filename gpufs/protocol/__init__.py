@@ -361,7 +361,7 @@ def receive_pieces(fd: int, taken: list[int]) -> list[tuple[int, int, int]]:
     OSError EINVAL for anything else than such a socket, E2BIG for more than MAX_MEMORY_PIECES.
     """
     bad = "the pieces of the memory are not as they should be"
-    found: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, int]] = []
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):  # socket.socket() would leave the duplicate open
         raise OSError(errno.EINVAL, bad)
     try:
@@ -373,7 +373,7 @@ def receive_pieces(fd: int, taken: list[int]) -> list[tuple[int, int, int]]:
                 data, descriptors = receive(sock, MAX_PIECES, taken.extend)
                 taken += descriptors
                 if not data and not descriptors:
-                    return found
+                    return pieces
                 message = decode_server(data)
                 if (
                     not isinstance(message, Pieces)
@@ -381,8 +381,8 @@ def receive_pieces(fd: int, taken: list[int]) -> list[tuple[int, int, int]]:
                     or not len(message.offsets) == len(message.sizes) == len(descriptors)
                 ):
                     raise OSError(errno.EINVAL, bad)
-                found += zip(message.offsets, message.sizes, descriptors, strict=True)
-                if len(found) > MAX_MEMORY_PIECES:
+                pieces += zip(message.offsets, message.sizes, descriptors, strict=True)
+                if len(pieces) > MAX_MEMORY_PIECES:
                     raise OSError(errno.E2BIG, f"the memory is in more than {MAX_MEMORY_PIECES} pieces")
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EPROTO):

@@ -13,9 +13,8 @@ import trio
 
 from gpufs import protocol, syscalls, threads
 from gpufs.protocol import ClientMessage, Goodbye, ProtocolError, ServerMessage
-from gpufs.service._holdings import Descriptor, Holdings
-from gpufs.service._limits import Limits
-from gpufs.service._user import Both, Place, User
+from gpufs.service._resources import Descriptor, Resources
+from gpufs.service._user import Both, Limits, Place, User
 
 log = logging.getLogger(__name__)
 
@@ -148,14 +147,14 @@ class Channel:
         """Closes descriptors on a thread."""
         self.user.close(descriptors)
 
-    async def in_thread(self, work: Callable[[], T], holdings: Holdings, *, may_hang: bool = False) -> T:
-        """Runs work that may block on one of the user's threads, with these holdings in use.
+    async def in_thread(self, work: Callable[[], T], resources: Resources, *, may_hang: bool = False) -> T:
+        """Run work that may block on one of the user's threads, with these resources in use.
 
-        ``may_hang``: as a file of the client's may. Cancellation abandons the thread. OSError ECANCELED if the holdings
-        are closed by then.
+        ``may_hang``: as a file of the client's may. Cancellation abandons the thread. OSError ECANCELED if they are
+        closed by then.
         """
         limiter = cast(Any, self._threads) if may_hang else self.user.calls
-        return await threads.run(functools.partial(self._use, holdings, work), abandon_on_cancel=True, limiter=limiter)
+        return await threads.run(functools.partial(self._use, resources, work), abandon_on_cancel=True, limiter=limiter)
 
-    def _use(self, holdings: Holdings, work: Callable[[], T]) -> T:
-        return holdings.use(work)  # in a method, so that a thread that hangs keeps the user's share in use
+    def _use(self, resources: Resources, work: Callable[[], T]) -> T:
+        return resources.use(work)  # in a method, so that a thread that hangs keeps the user's share in use

@@ -14,7 +14,7 @@ from typing import Final
 
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import LOAD
-from gpufs.service._holdings import Descriptor
+from gpufs.service._resources import Descriptor
 from gpufs.service._user import trusted
 from gpufs.syscalls import Identity, file_system_type, identity, open_flags
 
@@ -80,14 +80,14 @@ def _check_mode(fd: int, *, write: bool, what: str) -> None:
 
 def _device_file(fd: int, what: str, device: int) -> Identity:
     """The identity of a regular file of our mount, whose st_dev is ``device``. OSError for anything else."""
-    found = identity(fd)
-    if found.device != device:
+    file = identity(fd)
+    if file.device != device:
         raise OSError(EXDEV, f"{what} is not on this mount")
-    if stat.S_ISDIR(found.mode):
+    if stat.S_ISDIR(file.mode):
         raise OSError(EISDIR, os.strerror(EISDIR))
-    if not stat.S_ISREG(found.mode):
+    if not stat.S_ISREG(file.mode):
         raise OSError(EINVAL, f"{what} is not a regular file")
-    return found
+    return file
 
 
 def check_copy(direction: str, host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identity]:
@@ -173,12 +173,12 @@ def check_limitable(descriptors: Sequence[Descriptor], uid: int, device: int) ->
         raise OSError(EPERM, "only root and the user who mounted may change limits")
     if len(descriptors) != 1:
         raise OSError(EINVAL, "a limit takes the descriptor of one directory")
-    found = identity(descriptors[0].fd)
-    if found.device != device:
+    directory = identity(descriptors[0].fd)
+    if directory.device != device:
         raise OSError(EXDEV, "the directory is not on this mount")
-    if not stat.S_ISDIR(found.mode):
+    if not stat.S_ISDIR(directory.mode):
         raise OSError(ENOTDIR, os.strerror(ENOTDIR))
-    return found.ino
+    return directory.ino
 
 
 def check_revocable(descriptors: Sequence[Descriptor], device: int) -> int:

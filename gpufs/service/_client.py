@@ -30,11 +30,11 @@ from gpufs.protocol import (
 )
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, Peer
-from gpufs.service._copies import ClientCopies
-from gpufs.service._holdings import Descriptor
-from gpufs.service._leases import ClientLeases
-from gpufs.service._mount import ServedMount
-from gpufs.service._register import Registrations
+from gpufs.service._client_copies import ClientCopies
+from gpufs.service._client_leases import ClientLeases
+from gpufs.service._client_registrations import ClientRegistrations
+from gpufs.service._resources import Descriptor
+from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import User, trusted
 
 
@@ -47,7 +47,7 @@ class ClientConnection:
         self._sock = sock
         self._served = served
         self._channel = Channel(sock, peer, number, served.limits, user)
-        self._registrations = Registrations(self._channel, served)
+        self._registrations = ClientRegistrations(self._channel, served)
         self._leases = ClientLeases(self._channel, served)
         self._copies = ClientCopies(self._channel, served)
 

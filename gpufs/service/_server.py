@@ -19,9 +19,8 @@ from gpufs.fs.tree import Tree
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._holders import HolderTable
-from gpufs.service._limits import Limits
-from gpufs.service._mount import ServedMount
-from gpufs.service._user import Users, trusted
+from gpufs.service._served_mount import ServedMount
+from gpufs.service._user import Limits, Users, trusted
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Service:
     def copies(self, uid: int) -> list[dict[str, Any]]:
         """The copies in progress that a user may see, oldest first."""
         copies = [copy for client in self._clients for copy in client.copies(uid)]
-        return sorted(copies, key=lambda one: float(one["since"]))
+        return sorted(copies, key=lambda copy: float(copy["since"]))
 
     async def _run(self, listener: socket.socket) -> None:
         number = 0
@@ -138,8 +137,12 @@ def sweep(folder: str) -> None:
         if not _NAME.fullmatch(name) or name.removesuffix(".socket") + ".stats" in names:
             continue
         try:
-            found = os.lstat(path)
-            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW or not stat.S_ISSOCK(found.st_mode):
+            status = os.lstat(path)
+            if (
+                status.st_uid != os.geteuid()
+                or time.time() - status.st_mtime < _NEW
+                or not stat.S_ISSOCK(status.st_mode)
+            ):
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as asking:
                 asking.connect(path)

@@ -13,7 +13,7 @@ from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
 from gpufs.service._holders import Holder, HolderTable
-from gpufs.service._limits import Limits
+from gpufs.service._user import Limits
 
 # A write through the mount waits as long for the memory of files that have just been removed.
 _SPACE_SECONDS: Final = 3.0
@@ -114,7 +114,7 @@ class ServedMount:
             raise OSError(EINVAL, "the file on the mount holds no device memory")
         devices = self.mount.engine.devices
         if wanted.pci_address and wanted.pci_address != devices[index].info.pci_address:
-            where = next((one.index for one in devices if one.info.pci_address == wanted.pci_address), None)
+            where = next((device.index for device in devices if device.info.pci_address == wanted.pci_address), None)
             remedy = f"its files are below gpu{where}" if where is not None else "this mount does not show that GPU"
             raise OSError(EXDEV, f"the memory is on another GPU ({wanted.pci_address}): {remedy}")
         pieces = [SharedPiece(*piece) for piece in receive_pieces(memory, taken)] if wanted.kind == "descriptor" else []

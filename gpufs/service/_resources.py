@@ -19,7 +19,7 @@ T = TypeVar("T")
 Held = TypeVar("Held", bound=Closable)
 
 
-class Holdings:
+class Resources:
     """What one copy or lease holds. One thread at a time uses it."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Registrations: memory of a client that is the contents of files, for as long as its connection lasts."""
+"""ClientRegistrations: memory of a client that is the contents of files, for as long as its connection lasts."""
 
 import functools
 import logging
@@ -13,8 +13,8 @@ from gpufs.protocol import Register
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import REGISTERED, Holder
-from gpufs.service._holdings import Descriptor
-from gpufs.service._mount import ServedMount
+from gpufs.service._resources import Descriptor
+from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import trusted
 
 _NAMES_AT_ONCE: Final = 20  # that are removed in one go, so that other requests wait for less than a millisecond
@@ -24,7 +24,7 @@ _FOREIGN_IPC: Final = (
 )
 
 
-class Registrations:
+class ClientRegistrations:
     """Those of one connection. Only the trio thread calls it; one call at a time."""
 
     def __init__(self, channel: Channel, served: ServedMount) -> None:
@@ -86,19 +86,19 @@ class Registrations:
                 self._release(holders)
 
     def _release(self, holders: list[Holder]) -> None:
-        for one in holders:
-            self._served.tree.forget(one.ino, 1)
-            self._served.holders.leave(one)
+        for holder in holders:
+            self._served.tree.forget(holder.ino, 1)
+            self._served.holders.leave(holder)
 
     async def _withdraw(self, holders: list[Holder], patience: float, limiter: trio.CapacityLimiter) -> OSError | None:
-        """Removes the files' names and ends the use of the memory. The failure of that, if one fails."""
+        """Removes the files' names and ends the use of the memory. The failure of that, if there is one."""
         names = []
         with trio.CancelScope(shield=True):
-            for one in holders:
+            for holder in holders:
                 removed = None
                 while removed is None or removed:
                     async with limiter:  # other requests' turn
-                        removed = self._served.tree.remove_names(one.ino, _NAMES_AT_ONCE)
+                        removed = self._served.tree.remove_names(holder.ino, _NAMES_AT_ONCE)
                         names += removed
         return await threads.run_to_the_end(functools.partial(self._revoke, holders, names, patience), limiter)
 
@@ -110,13 +110,13 @@ class Registrations:
             # The kernel takes notifications in order: once it knows of the last file, it knows of the names as well.
             for parent, name in names:
                 mount.invalidate_entry(parent, name)
-            for one in holders:
+            for holder in holders:
                 try:
-                    mount.inode_revoke(one.ino, max(0.0, deadline - time.monotonic()))
+                    mount.inode_revoke(holder.ino, max(0.0, deadline - time.monotonic()))
                 except OSError as error:
                     if error.errno != ETIMEDOUT:
                         raise
-                    self._channel.log(logging.WARNING, "inode %d: in use after its memory was withdrawn", one.ino)
+                    self._channel.log(logging.WARNING, "inode %d: in use after its memory was withdrawn", holder.ino)
                     failure = error
         except OSError as error:  # the mount has ended, and its memory with it
             failure = error
