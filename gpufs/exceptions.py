@@ -1,4 +1,4 @@
-"""The failures that programs tell apart by their class: each is an OSError, with the errno of the call that failed."""
+"""The failures that programs distinguish by class: each is an OSError, with the errno of the call that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures that programs tell apart by their class."""
+"""Failures that programs distinguish by class."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Attachment:
         weakref.finalize(self, _end, os.getpid(), mapping, connection, answer.id).atexit = False
 
     def refresh(self) -> None:
-        """Maps what the file has grown by. OSError as DeviceArray.refresh()."""
+        """Map what the file has grown by. OSError as DeviceArray.refresh()."""
         with self._lock:
             try:
                 answer, pieces = self._connection.refresh(self._number, self.mapping.bytes)
@@ -79,7 +79,7 @@ def _failure(error: OSError, path: str) -> OSError:
 
 
 def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
-    """Maps pieces, whose descriptors the mapping takes over. They complete the memory of a file of ``size`` bytes."""
+    """Map pieces, whose descriptors the mapping takes over. They complete the memory of a file of ``size`` bytes."""
     try:
         if pieces:
             mapping.add(pieces)
@@ -153,7 +153,7 @@ def attach(
     NotOnMount
         The file is not on a gpufs mount.
     DeviceFull, QuotaExceeded
-        There is no memory for holes or a private copy, or the user may not have more.
+        There is no memory for holes or a private copy, or it would exceed a limit.
     DaemonDied
         The mount's daemon has died.
     OSError
@@ -207,7 +207,7 @@ def _map(
     pieces: list[SharedPiece],
     reserve: int | None,
 ) -> Attachment:
-    """Maps what the daemon has answered. A failure ends the lease."""
+    """Map what the daemon has answered. A failure ends the lease."""
     from gpufs.engine import Mapping
 
     try:

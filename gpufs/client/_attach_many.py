@@ -140,7 +140,7 @@ def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool])
 
 
 def _open(name: str, mounts: _Mounts, directories: dict[str, bool]) -> int:
-    """Opens what may be a small file; -1 for what is not. ``directories``: those on our mounts, as far as known.
+    """Open what may be a small file; -1 for what is not. ``directories``: those on our mounts, as far as known.
 
     Looks first what it is, except in directories on our mounts: opening a device, say, has effects.
     """
@@ -207,7 +207,7 @@ class _Devices:
 
 
 def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
-    """Puts the contents of files of one device into one piece of its memory, and makes their arrays."""
+    """Put the contents of files of one device into one piece of its memory, and make their arrays."""
     ends = itertools.accumulate(-(-len(file.content) // _ALIGNMENT) * _ALIGNMENT for file in files)
     offsets = [0, *ends]
     contents = bytearray(max(offsets[-1], 1))
@@ -224,7 +224,7 @@ def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[Dev
 
 
 def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mapping:
-    """Maps fresh memory of a device with these contents."""
+    """Map fresh memory of a device with these contents."""
     from gpufs.engine import Buffer, Lease, Mapping
 
     reserve = -(-len(contents) // GRANULE) * GRANULE

@@ -71,7 +71,7 @@ class Copier:
         self._settings = Settings(options, IdleConnections(required=fastpath == "require", notice=notice))
 
     def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         self._settings.connections.close()
         self._mounts.close()
 
@@ -89,7 +89,7 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copies one file to a name and overwrites an existing file. Raises CopyError.
+        """Copy one file to a name and overwrite an existing file. Raises CopyError.
 
         ``progress`` is called from this thread about ten times a second; an exception that it raises ends the copy. A
         copy that is cancelled before it starts changes nothing.
@@ -128,7 +128,7 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> list[CopyResult | CopyError]:
-        """Copies one file to several names; the outcomes are in the order of ``destinations``.
+        """Copy one file to several names; the outcomes are in the order of ``destinations``.
 
         The source is read once for each mount: its first copy there is the source of the others. A destination that
         fails does not end the other copies. ``progress`` counts the bytes of all copies, and is called from several
@@ -146,7 +146,7 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copies what a pipe, or another open file, returns up to its end. Its descriptor stays the caller's.
+        """Copy what a pipe, or another open file, returns up to its end. Its descriptor stays the caller's.
 
         The calling thread reads, so an OSError that a signal handler raises ends the copy.
         """
@@ -182,7 +182,7 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copies a file into a pipe, or another open file, whose descriptor stays the caller's."""
+        """Copy a file into a pipe, or another open file, whose descriptor stays the caller's."""
         opened = _ends.open_source(source)
         try:
             mounts = self._mounts.by_device()
@@ -196,7 +196,7 @@ class Copier:
             close_all((opened.fd,))
 
     def check_space(self, fd: int, needed: int, *, cancel: Cancellation | None = None) -> None:
-        """Raises OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+        """Raise OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
 
         Waits for the memory of files on a mount that have just been removed.
         """
@@ -217,7 +217,7 @@ def copy(
     progress: Callable[[CopyProgress], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> CopyResult:
-    """Copies a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
+    """Copy a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
 
     Several files at once: :func:`copy_files`, or this function from several threads.
 
@@ -279,7 +279,7 @@ def copy_to_each(
     progress: Callable[[CopyProgress], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> list[CopyResult]:
-    """Copies one file to several GPUs and reads it once.
+    """Copy one file to several GPUs and read it once.
 
     The first copy on a mount is read from the source. The others are copied from it, between the GPUs.
 

@@ -175,7 +175,7 @@ def _is_link(entry: Entry) -> bool:
 
 
 def remove(entry: Entry, fd: int) -> bool:
-    """Removes the name of an open file; False where it has another name by now, or could not be removed."""
+    """Remove the name of an open file; False where it has another name by now, or could not be removed."""
     try:
         status = os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False)
         if not os.path.samestat(status, os.fstat(fd)):
@@ -214,13 +214,13 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
 
 
 def settle_on_mount(fd: int) -> None:
-    """Drops the kernel's cache of a file that the daemon has changed."""
+    """Drop the kernel's cache of a file that the daemon has changed."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     syscalls.refresh(fd)
 
 
 def preserve(target: int | str, source: os.stat_result) -> None:
-    """Sets owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
+    """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
     mode = stat.S_IMODE(source.st_mode)
     try:
         os.chown(target, source.st_uid, source.st_gid)
@@ -236,7 +236,7 @@ def preserve(target: int | str, source: os.stat_result) -> None:
 
 
 def make_durable(fd: int, directory: int | None, *, synced: bool) -> None:
-    """Writes a file to disk, and ``directory`` if the file's name there is new."""
+    """Write a file to disk, and ``directory`` if the file's name there is new."""
     if not synced:
         os.fsync(fd)
     if directory is not None:

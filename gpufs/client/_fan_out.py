@@ -50,7 +50,7 @@ class FanOut:
         self._verified: dict[int, int] = {}
 
     def run(self) -> list[Outcome]:
-        """Copies to all destinations. Their outcomes, in order."""
+        """Copy to all destinations. Their outcomes, in order."""
         try:
             source = _ends.open_source(self._source)
         except CopyError as error:
@@ -92,7 +92,7 @@ class FanOut:
         )
 
     def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[OpenFile], *, shares: bool) -> None:
-        """Copies to destinations of one file system. ``copies``: what can be read there."""
+        """Copy to destinations of one file system. ``copies``: what can be read there."""
         attributes = jobs[0][1].attributes
         ours = len(copies)
         while jobs:
@@ -110,7 +110,7 @@ class FanOut:
                     _ends.preserve(copy.fd, attributes)  # they have been read since
 
     def _copy_at_once(self, batch: list[tuple[int, CopyJob]]) -> list[OpenFile | None]:
-        """Makes copies; returns those that are complete, and None for each failure."""
+        """Make copies; returns those that are complete, and None for each failure."""
         if len(batch) == 1:  # on this thread, which an interrupt ends
             return [self._copy(batch[0])]
         from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +123,7 @@ class FanOut:
                 raise
 
     def _copy(self, placed: tuple[int, CopyJob]) -> OpenFile | None:
-        """Makes one copy; returns it, with a descriptor of its own, unless it fails."""
+        """Make one copy; returns it, with a descriptor of its own, unless it fails."""
         place, job = placed
         if job.cancelled:
             names = (job.source.entry.path, job.destination.entry.path)
@@ -144,7 +144,7 @@ class FanOut:
         return OpenFile(job.destination.entry, fd, os.fstat(fd))
 
     def _report(self, place: int, progress: CopyProgress) -> None:
-        """Adds up the progress of all copies."""
+        """Add up the progress of all copies."""
         assert self._progress is not None
         with self._lock:
             counts = self._moved if progress.phase == "copy" else self._verified
@@ -154,7 +154,7 @@ class FanOut:
 
 
 def _close(job: CopyJob) -> None:
-    """Closes a destination that was opened and never copied to, and removes it if this created it."""
+    """Close a destination that was opened and never copied to, and remove it if this created it."""
     if job.fd >= 0:
         job.clean_up(partial=False)
         job.close()

@@ -38,7 +38,7 @@ class Share:
     handle: bytes = b""
 
     def close(self) -> None:
-        """Closes the descriptor."""
+        """Close the descriptor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

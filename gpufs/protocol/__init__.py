@@ -97,7 +97,7 @@ class Hello(ClientMessage, tag="hello"):
 
 
 class Copy(Request, tag="copy"):
-    """Asks for a copy between the two descriptors that come with it: the host's file, then the file on the mount.
+    """Ask for a copy between the two descriptors that come with it: the host's file, then the file on the mount.
 
     Offsets and size in bytes; size None: up to the end of the source. ``fastpath`` None: as the mount is configured.
     ``sync`` is for the host's file, after a store. ``progress``: seconds between two progress messages, 0 for none.
@@ -113,11 +113,11 @@ class Copy(Request, tag="copy"):
 
 
 class Cancel(Request, tag="cancel"):
-    """Ends a copy, whose result still comes. One that is not in progress is not an error: it may just have ended."""
+    """End a copy, whose result still comes. One that is not in progress is not an error: it may just have ended."""
 
 
 class Attach(Request, tag="attach"):
-    """Asks for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
+    """Ask for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
 
     ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
     memory of a GPU is then always a copy, and the client maps memory of the host privately.
@@ -127,21 +127,21 @@ class Attach(Request, tag="attach"):
 
 
 class Refresh(Request, tag="refresh"):
-    """Asks for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
+    """Ask for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
 
     start: Offset
 
 
 class Detach(Request, tag="detach"):
-    """Ends a lease. The end of the connection ends all of them."""
+    """End a lease. The end of the connection ends all of them."""
 
 
 class Revoke(Request, tag="revoke"):
-    """Ends all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
+    """End all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
 
 
 class Register(Request, tag="register"):
-    """Makes memory of the client the contents of a file that it has just created.
+    """Make memory of the client the contents of a file that it has just created.
 
     Its descriptor comes with it, open for writing. Then comes for "file" that of the memory, and for "descriptor" a
     socket from which the daemon takes the memory's pieces (:func:`send_pieces`); "ipc" has a ``handle``. The memory
@@ -161,11 +161,11 @@ class Register(Request, tag="register"):
 
 
 class Unregister(Request, tag="unregister"):
-    """Ends a registration: the file loses its names, and its contents are gone."""
+    """End a registration: the file loses its names, and its contents are gone."""
 
 
 class SetQuota(Request, tag="set_quota"):
-    """Sets a limit, in bytes, NO_LIMIT or DEFAULT_LIMIT. The descriptor of a directory comes with it.
+    """Set a limit, in bytes, NO_LIMIT or DEFAULT_LIMIT. The descriptor of a directory comes with it.
 
     ``uid``: a user's limit on the device of that directory, or with the root of the mount on every device. None: a
     limit for all files below the directory.
@@ -326,7 +326,7 @@ def receive(
 
 
 def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Sends one message, with copies of the descriptors. Waits as the socket does."""
+    """Send one message, with copies of the descriptors. Waits as the socket does."""
     ancillary = []
     if descriptors:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
@@ -337,7 +337,7 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
 
 
 def send_pieces(sock: socket.socket, offset: int, pieces: Sequence[tuple[int, int]]) -> int:
-    """Puts pieces of memory into a socket, for the daemon to take. Returns the end of the last one.
+    """Put pieces of memory into a socket, for the daemon to take. Returns the end of the last one.
 
     ``pieces``: descriptor and size in bytes of each, at most MAX_PIECES; the first is at ``offset``. OSError E2BIG if
     the socket takes no more of them.

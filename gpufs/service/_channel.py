@@ -71,7 +71,7 @@ class Channel:
         log.log(level, "connection %d, %s: " + text, self.number, self.peer, *arguments, extra={"user": self.peer.uid})
 
     async def wait_for_message(self) -> None:
-        """Waits for a message, and until its user may have one more here."""
+        """Wait for a message, and until its user may have one more here."""
         await trio.lowlevel.checkpoint()
         await trio.lowlevel.wait_readable(self._sock)
         if self._place is None:
@@ -110,7 +110,7 @@ class Channel:
             self._place = None
 
     async def answer(self, message: ServerMessage, descriptors: Sequence[int] = (), seconds: float = 0) -> None:
-        """Sends a message. A client that does not take it would wait forever for it: its connection ends.
+        """Send a message. A client that does not take it would wait forever for it: its connection ends.
 
         ``seconds``: how long it may take, by default as the limits say.
         """
@@ -144,7 +144,7 @@ class Channel:
         self.send_if_possible(Goodbye(error, protocol.shorten(text)))
 
     def discard(self, descriptors: list[Descriptor]) -> None:
-        """Closes descriptors on a thread."""
+        """Close descriptors on a thread."""
         self.user.close(descriptors)
 
     async def in_thread(self, work: Callable[[], T], resources: Resources, *, may_hang: bool = False) -> T:

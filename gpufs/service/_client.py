@@ -135,7 +135,7 @@ class ClientConnection:
                     raise
 
     async def _handle(self, message: ClientMessage, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Does what a message asks for, or begins it in a task of its own. Takes over the descriptors.
+        """Do what a message asks for, or begin it in a task of its own. Takes over the descriptors.
 
         They stay the caller's after a ProtocolError.
         """
@@ -159,7 +159,7 @@ class ClientConnection:
                 raise ProtocolError("a second hello")
 
     async def _change(self, number: int, descriptors: list[Descriptor], work: Awaitable[None]) -> None:
-        """Does the work of a request and answers it with Done."""
+        """Do the work of a request and answer it with Done."""
         answer = Done(number)
         try:
             await work

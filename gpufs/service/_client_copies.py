@@ -60,14 +60,14 @@ class _CopyTask:
     cancelled: bool = False
 
     def start(self, start: Callable[[], Transfer]) -> None:
-        """Starts the transfer. OSError ECANCELED if the copy has been cancelled."""
+        """Start the transfer. OSError ECANCELED if the copy has been cancelled."""
         with self.lock:
             if self.cancelled:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             self.transfer = self.resources.hold(start())
 
     def cancel(self) -> None:
-        """Cancels the transfer, or keeps it from being started."""
+        """Cancel the transfer, or keep it from being started."""
         with self.lock:
             self.cancelled = True
             if self.transfer is not None:
@@ -104,7 +104,7 @@ def _paths(transfer: Transfer) -> dict[str, int]:
 
 
 def _drop_set_id(fd: int) -> None:
-    """Clears the set-id bits of the host's file behind a descriptor, as the client's own write would have.
+    """Clear the set-id bits of the host's file behind a descriptor, as the client's own write would have.
 
     Set-gid without group execution once meant mandatory locking and stays.
     """
@@ -147,12 +147,12 @@ class ClientCopies:
         }
 
     def cancel(self, number: int) -> None:
-        """Cancels a copy, if it has not ended."""
+        """Cancel a copy, if it has not ended."""
         if number in self._tasks:
             self._tasks[number].cancel()
 
     def accept(self, copy: Copy, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Begins a copy, and takes its descriptors over. ProtocolError if there cannot be such a copy.
+        """Begin a copy, and take its descriptors over. ProtocolError if there cannot be such a copy.
 
         The descriptors stay the caller's after a ProtocolError.
         """
@@ -168,7 +168,7 @@ class ClientCopies:
         nursery.start_soon(self._serve_copy, task, host, mount)
 
     async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
-        """Serves one copy from its checks to its result, whatever happens."""
+        """Serve one copy from its checks to its result, whatever happens."""
         limits, user = self._served.limits, self._channel.user
         result = task.result(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
         try:
@@ -255,7 +255,7 @@ class ClientCopies:
         )
 
     async def _watch(self, task: _CopyTask) -> None:
-        """Waits for the end of the transfer and reports its progress."""
+        """Wait for the end of the transfer and report its progress."""
         transfer, copy = task.transfer, task.copy
         assert transfer is not None
         interval = max(copy.progress, self._served.limits.progress) if copy.progress else math.inf

@@ -64,7 +64,7 @@ class ClientLeases:
         self._working = 0  # requests being served
 
     def accept(self, message: Attach | Refresh | Detach, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Begins to serve a request, and takes its descriptors over. ProtocolError if there cannot be such a request.
+        """Begin to serve a request, and take its descriptors over. ProtocolError if there cannot be such a request.
 
         The descriptors stay the caller's after a ProtocolError.
         """
@@ -123,7 +123,7 @@ class ClientLeases:
                 attachment.busy = False
 
     async def close(self, seconds: float) -> None:
-        """Ends all leases, one after the other on one thread, and waits so long for that."""
+        """End all leases, one after the other on one thread; wait at most ``seconds``."""
         attachments = list(self._attachments.values())
         self._attachments.clear()
         if not attachments:
@@ -144,7 +144,7 @@ class ClientLeases:
             await last.resources.closed(start)
 
     async def revoke(self, descriptors: list[Descriptor]) -> None:
-        """Ends all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
+        """End all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
         served, peer, user = self._served, self._channel.peer, self._channel.user
         ino = _checks.check_revocable(descriptors, served.device)
         if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
@@ -208,14 +208,14 @@ class ClientLeases:
         await self._channel.answer(Done(message.id))
 
     async def _end(self, number: int, attachment: _Attachment | None) -> None:
-        """Ends a lease and waits until its memory is released. Another one may have its number by now, and stays."""
+        """End a lease and wait until its memory is released. Another one may have its number by now, and stays."""
         if attachment is not None and self._attachments.get(number) is attachment:
             del self._attachments[number]
             user = self._channel.user
             await attachment.resources.closed(functools.partial(user.start, user.calls))
 
     async def _answer(self, number: int, attachment: _Attachment, lease: Lease, start: int) -> None:
-        """Sends the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
+        """Send the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
         devices = self._served.mount.engine.devices
 
         def take(first: int) -> None:

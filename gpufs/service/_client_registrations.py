@@ -33,7 +33,7 @@ class ClientRegistrations:
         self._by_id: dict[int, Holder] = {}
 
     async def add(self, message: Register, descriptors: list[Descriptor]) -> None:
-        """Serves ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
+        """Serve ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
         if message.id in self._by_id:
             raise OSError(EINVAL, "a registration with this id exists")
         wanted = 1 if message.kind == "ipc" else 2
@@ -64,7 +64,7 @@ class ClientRegistrations:
         self._by_id[message.id] = holder
 
     async def remove(self, number: int) -> None:
-        """Serves ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
+        """Serve ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
         holder = self._by_id.get(number)
         if holder is None:
             raise OSError(EINVAL, "this connection has no registration with this id")
@@ -91,7 +91,7 @@ class ClientRegistrations:
             self._served.holders.leave(holder)
 
     async def _withdraw(self, holders: list[Holder], patience: float, limiter: trio.CapacityLimiter) -> OSError | None:
-        """Removes the files' names and ends the use of the memory. The failure of that, if there is one."""
+        """Remove the files' names and end the use of the memory. The failure of that, if there is one."""
         names = []
         with trio.CancelScope(shield=True):
             for holder in holders:

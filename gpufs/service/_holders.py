@@ -56,7 +56,7 @@ class HolderTable:
         self._private: Counter[tuple[int, int]] = Counter()  # bytes of private copies by user and device
 
     def enter(self, holder: Holder) -> None:
-        """Adds one. OSError EMFILE or EBUSY if its user has too many."""
+        """Add one. OSError EMFILE or EBUSY if its user has too many."""
         uid, registered = key = holder.peer.uid, holder.mode == REGISTERED
         with self._lock:
             if registered and self._counts[key] >= self._limits.registrations_per_user:
@@ -67,7 +67,7 @@ class HolderTable:
             self._holders.add(holder)
 
     def leave(self, holder: Holder) -> None:
-        """Removes one that has been entered."""
+        """Remove one that has been entered."""
         with self._lock:
             self._holders.remove(holder)
             self._counts[holder.peer.uid, holder.mode == REGISTERED] -= 1
@@ -75,7 +75,7 @@ class HolderTable:
             self._private[holder.peer.uid, device] -= size
 
     def charge(self, holder: Holder, device: int, size: int, total: int) -> None:
-        """Counts a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
+        """Count a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
         uid = holder.peer.uid
         with self._lock:
             used = self._private[uid, device]

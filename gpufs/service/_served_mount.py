@@ -66,7 +66,7 @@ class ServedMount:
         return self.mount.engine.driver != "host" and (mode == COPY_ON_WRITE or not self.trust_readers)
 
     def lease(self, buffer: Buffer, holder: Holder, *, writable: bool) -> Lease:
-        """Opens a lease on a buffer, or on a private copy of it if ``holder`` gets one, whose user pays for it then.
+        """Open a lease on a buffer, or on a private copy of it if ``holder`` gets one, whose user pays for it then.
 
         OSError ENODATA if it has holes and is not ``writable``, ENOSPC or EDQUOT if the memory for its holes or the
         copy is missing.
@@ -103,7 +103,7 @@ class ServedMount:
         return free if info.room_bytes is None else min(free, info.room_bytes)
 
     def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> None:
-        """Makes a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
+        """Make a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
 
         ``taken`` gets the descriptors of the memory's pieces, which the caller closes.
 

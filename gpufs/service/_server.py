@@ -124,7 +124,7 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
 
 
 def sweep(folder: str) -> None:
-    """Removes the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
+    """Remove the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
 
     If its daemon's counters are not beside it, and it is not new, a connection attempt shows whether anybody listens.
     """
@@ -164,7 +164,7 @@ async def serve(
     trust_readers: bool = False,
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serves copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
+    """Serve copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.

@@ -68,7 +68,7 @@ class Both:
         self._second = second
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
-        """Waits for both."""
+        """Wait for both."""
         await self._first.acquire_on_behalf_of(borrower)
         try:
             await self._second.acquire_on_behalf_of(borrower)
@@ -77,7 +77,7 @@ class Both:
             raise
 
     def release_on_behalf_of(self, borrower: object) -> None:
-        """Releases both."""
+        """Release both."""
         self._second.release_on_behalf_of(borrower)
         self._first.release_on_behalf_of(borrower)
 
@@ -142,7 +142,7 @@ class User:
         self._pieces = trio.CapacityLimiter(1)
 
     async def take_place(self) -> Place:
-        """Waits until one more message may be received."""
+        """Wait until one more message may be received."""
         await self._places.acquire()
         return Place(self)
 
@@ -174,12 +174,12 @@ class User:
                 self._pieces.release_on_behalf_of(borrower)
 
     def close(self, items: Iterable[Closable]) -> None:
-        """Closes descriptors on one of this user's threads: that calls the file's server, which may be this process."""
+        """Close descriptors on one of this user's threads: that calls the file's server, which may be this process."""
         if closables := list(items):
             self.start(self.closers, functools.partial(_close_all, closables))
 
     def start(self, limiter: trio.CapacityLimiter, work: Callable[[], None]) -> None:
-        """Runs work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""
+        """Run work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""
         threads.in_background(functools.partial(self._run, work), limiter)
 
     def _run(self, work: Callable[[], None]) -> None:
