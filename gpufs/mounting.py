@@ -7,7 +7,9 @@ has been checked: the owner of a part of the path cannot redirect root by replac
 import errno
 import os
 import re
+import select
 import socket
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
@@ -84,8 +86,14 @@ def _undo_escapes(text: str) -> str:
 
 
 def listed(pid: str = "self") -> Iterator[MountEntry]:
-    """Yield every mount that a process sees, of any type, in the kernel's order."""
-    with open(f"/proc/{pid}/mountinfo", errors="surrogateescape", newline="\n") as file:
+    """Every mount that a process sees, of any type, in the kernel's order."""
+    return _parsed(f"/proc/{pid}/mountinfo")
+
+
+def _parsed(mountinfo: str | int) -> Iterator[MountEntry]:
+    """The mounts in such a file, which is open if it is given by its descriptor."""
+    opened = isinstance(mountinfo, int)
+    with open(mountinfo, errors="surrogateescape", newline="\n", closefd=not opened) as file:
         for line in file:
             fields = line.rstrip("\n").split(" ")
             separator = fields.index("-", 6)
@@ -100,6 +108,57 @@ def listed(pid: str = "self") -> Iterator[MountEntry]:
                 int(fields[0]),
                 frozenset(fields[5].split(",")) | ({"ro"} & set(options.split(","))),
             )
+
+
+def by_device() -> dict[int, list[MountEntry]]:
+    """The places where gpufs is mounted by st_dev of their files. Asks no mount anything."""
+    return _by_device(listed())
+
+
+def _by_device(entries: Iterable[MountEntry]) -> dict[int, list[MountEntry]]:
+    places: dict[int, list[MountEntry]] = {}
+    for entry in entries:
+        if entry.fstype == FILESYSTEM_TYPE:
+            places.setdefault(entry.st_dev, []).append(entry)
+    return places
+
+
+class MountTable:
+    """The same for a caller that asks again and again: mountinfo is read only after a mount of any type has changed.
+
+    Thread-safe. Works in a forked child.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._start()
+
+    def _start(self) -> None:
+        self.close()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards all below
+        self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        self._changes = select.poll()
+        self._changes.register(self._fd, select.POLLPRI)  # once for each change since this file was opened
+        self._places: dict[int, list[MountEntry]] | None = None
+
+    def by_device(self) -> dict[int, list[MountEntry]]:
+        """The places where gpufs is mounted by st_dev of their files."""
+        if self._pid != os.getpid():  # the parent and its child would take each other's notifications
+            self._start()
+        with self._lock:
+            if self._changes.poll(0) or self._places is None:
+                os.lseek(self._fd, 0, os.SEEK_SET)
+                self._places = _by_device(_parsed(self._fd))
+            return self._places
+
+    def close(self) -> None:
+        """Release the descriptor. A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = close
 
 
 def mounts(pid: str = "self", entries: Iterable[MountEntry] | None = None) -> list[MountEntry]:

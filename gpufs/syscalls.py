@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -114,6 +114,15 @@ def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes)
 def umount2(target: bytes, flags: int) -> None:
     """Call umount2(2)."""
     _check(_libc.umount2(target, flags))
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Closes descriptors, whatever close(2) returns. May block as their file systems do."""
+    for fd in descriptors:
+        try:
+            os.close(fd)
+        except OSError:
+            pass
 
 
 # ---- the calling thread, and this process ----

@@ -17,13 +17,13 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
+from gpufs import mounting
 from gpufs.cli._cp_walk import CpOptions, Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
-from gpufs.client._daemons import mounts_by_device
 from gpufs.client._ends import Entry
-from gpufs.client._outcome import text_of
+from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
@@ -43,8 +43,14 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
         options = replace(options, recursive=True, preserve=True)
     if len(directories) > 1:
         _check_several(directories, options)
-    chosen: dict[str, Any] = {name: getattr(options, name) for name in ("fastpath", "fsync", "verify", "partial")}
-    with Copier(**chosen, preserve=options.preserve, notice=_complain) as copier:
+    with Copier(
+        fastpath=options.fastpath,
+        fsync=options.fsync,
+        verify=options.verify,
+        preserve=options.preserve,
+        partial=options.partial,
+        notice=_complain,
+    ) as copier:
         run = Run(copier, options)
         if STREAM in names:
             run.copy_stream(*names)
@@ -142,7 +148,7 @@ class ProgressLine:
 
 def _is_mount_root(path: str) -> bool:
     path = os.path.realpath(path)
-    return any(entry.mountpoint == path for entries in mounts_by_device().values() for entry in entries)
+    return any(entry.mountpoint == path for entries in mounting.by_device().values() for entry in entries)
 
 
 def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult | CopyError]]:

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
+from gpufs import mounting
 from gpufs.cli._output import Failure
-from gpufs.client import Cancellation, Copier, _daemons
+from gpufs.client import Cancellation, Copier
 from gpufs.client._ends import Entry, open_path, path_of, preserve
-from gpufs.client._job import Fastpath
-from gpufs.client._outcome import text_of
-from gpufs.client._room import data_bytes
+from gpufs.client._space import data_bytes
+from gpufs.exceptions import text_of
+from gpufs.protocol import Fastpath
 
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -187,7 +188,7 @@ class Walk:
 
         Call it when everything is copied.
         """
-        mounts = _daemons.mounts_by_device()
+        mounts = mounting.by_device()
         broken = []
         for path in self._links:
             try:
@@ -378,7 +379,7 @@ def _leads_to_file(link: Entry) -> bool:
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:
-    mounts = _daemons.mounts_by_device()
+    mounts = mounting.by_device()
     if device in mounts:
         return True
     try:
@@ -409,7 +410,7 @@ def check_space(copier: Copier, named: list[tuple[str, Entry]], cancel: Cancella
                 needed += data_bytes(status, status.st_size) - (held or 0)
     with suppress(FileNotFoundError, NotADirectoryError), named[0][1].located() as located:
         assert located.directory is not None
-        copier.check_room(located.directory, needed, cancel=cancel)
+        copier.check_space(located.directory, needed, cancel=cancel)
 
 
 def _files(source: str, options: CpOptions) -> Iterator[tuple[str, os.stat_result]]:

@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import click
 
+from gpufs import mounting
 from gpufs.cli._output import Failure
-from gpufs.client._daemons import mounts_by_device
 from gpufs.client._ends import Entry, next_data, open_path, path_of
-from gpufs.client._outcome import text_of
-from gpufs.client._room import place_of
+from gpufs.client._space import place_of
+from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
@@ -83,7 +83,7 @@ class Contents:
         self.path = path
         self.size = status.st_size
         self.held_bytes = status.st_blocks * 512
-        self.place = place_of(self._fd, mounts_by_device().get(status.st_dev, []))
+        self.place = place_of(self._fd, mounting.by_device().get(status.st_dev, []))
 
     def __enter__(self) -> Self:
         return self

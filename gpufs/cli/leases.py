@@ -51,7 +51,7 @@ def command(mountpoints: tuple[str, ...], as_json: bool, revoke: tuple[str, ...]
 
 
 def _revoke(path: str) -> None:
-    from gpufs.client._control import revoke
+    from gpufs.client._daemons import revoke
 
     try:
         revoke(path)

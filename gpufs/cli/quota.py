@@ -34,7 +34,7 @@ def set_command(directory: str, size: str, user: str | None) -> None:
     With --user: let the user's files hold SIZE. DIR is a device (MOUNT/gpu0) or the mountpoint, for each device; SIZE
     may be none. Only for root and the user who mounted.
     """
-    from gpufs.client._control import MOST, NO_LIMIT
+    from gpufs.protocol import MAX_OFFSET, NO_LIMIT
 
     if size == "none" and user is not None:
         limit = NO_LIMIT
@@ -42,8 +42,8 @@ def set_command(directory: str, size: str, user: str | None) -> None:
         try:
             limit = kinds.parse_size(size)
         except ValueError:
-            limit = MOST + 1
-        if limit > MOST:
+            limit = MAX_OFFSET + 1
+        if limit > MAX_OFFSET:
             raise Failure(f"SIZE: {size!r} is not allowed: a size such as 512M or 8G" + ", or none" * bool(user), 2)
     _change(directory, user, limit)
 
@@ -56,7 +56,7 @@ def remove_command(directory: str, user: str | None) -> None:
 
     The limit of the knob user_memory then applies to the user again.
     """
-    from gpufs.client._control import DEFAULT_LIMIT
+    from gpufs.protocol import DEFAULT_LIMIT
 
     _change(directory, user, DEFAULT_LIMIT)
 
@@ -84,7 +84,7 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) ->
 
 
 def _change(directory: str, user: str | None, limit: int) -> None:
-    from gpufs.client._control import set_quota
+    from gpufs.client._daemons import set_quota
 
     uid = None if user is None else _uid(user)
     try:

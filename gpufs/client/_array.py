@@ -184,22 +184,22 @@ class DeviceArray:
         given = index if isinstance(index, tuple) else (index,)
         if given.count(Ellipsis) > 1:
             raise IndexError("an index can have only one ellipsis")
-        indices = [one for one in given if one is not Ellipsis]
+        indices = [item for item in given if item is not Ellipsis]
         if len(indices) > self.ndim:
             raise IndexError(f"{len(indices)} indices for an array of {self.ndim} dimensions")
         place = given.index(Ellipsis) if Ellipsis in given else len(indices)
         indices[place:place] = [slice(None)] * (self.ndim - len(indices))
         offset, shape, strides = self._offset, [], []
-        for one, extent, stride in zip(indices, self._shape, self._strides, strict=True):
-            if isinstance(one, slice):
-                start, stop, step = one.indices(extent)
+        for item, extent, stride in zip(indices, self._shape, self._strides, strict=True):
+            if isinstance(item, slice):
+                start, stop, step = item.indices(extent)
                 if step < 0:
                     raise ValueError("a slice with a negative step is not supported")
                 offset += start * stride
                 shape.append(len(range(start, stop, step)))
                 strides.append(stride * step)
                 continue
-            position = operator.index(one)
+            position = operator.index(item)
             if not -extent <= position < extent:
                 raise IndexError(f"index {position} is out of range for {extent} elements")
             offset += position % extent * stride
@@ -316,8 +316,8 @@ class DeviceArray:
 
         content = self.tobytes()
         typestr = self._element.typestr
-        found = numpy.frombuffer(content, typestr) if typestr else numbers(self._element.name, content)
-        value: int | float | complex | bool = found[0].item()
+        values = numpy.frombuffer(content, typestr) if typestr else numbers(self._element.name, content)
+        value: int | float | complex | bool = values[0].item()
         return value
 
     def __int__(self) -> int:

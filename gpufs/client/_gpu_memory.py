@@ -15,7 +15,8 @@ from typing import Final
 
 from gpufs.client._shared_memory import Share
 from gpufs.drivers import DRIVERS
-from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, close_all, send_pieces
+from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, send_pieces
+from gpufs.syscalls import close_all
 
 # Attributes of a pointer; HIP has CUDA's numbers.
 _CONTEXT: Final = 1
@@ -104,15 +105,15 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
 
 def _allocations(vendor: _Vendor, address: int, size: int) -> list[tuple[int, int]]:
     """Address and size of the allocations that the memory is in: torch's expandable segments have many in a row."""
-    found = []
+    allocations = []
     at = address
     while at < address + size:
         start, length = ctypes.c_uint64(0), ctypes.c_size_t(0)
         if vendor.call("MemGetAddressRange", ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(at)):
             raise OSError(errno.EFAULT, f"{at:#x} is not an address of this process's memory on a GPU")
-        found.append((start.value, length.value))
+        allocations.append((start.value, length.value))
         at = start.value + length.value
-    return found
+    return allocations
 
 
 def _pci_address(vendor: _Vendor, address: int) -> str:

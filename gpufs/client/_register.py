@@ -8,12 +8,14 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client import _daemons
 from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import Share, share_host_memory
 from gpufs.drivers import HOST
+from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
 
 if TYPE_CHECKING:
@@ -116,9 +118,11 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
 
     Raises
     ------
+    NotOnMount
+        ``path`` is not on a gpufs mount.
     OSError
-        EEXIST: the file exists. EXDEV: ``path`` is not on a gpufs mount, or below the directory of another GPU.
-        EINVAL: the memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
+        EEXIST: the file exists. EXDEV: ``path`` is below the directory of another GPU than the memory's. EINVAL: the
+        memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
     TypeError, ValueError
         ``array`` is not an array, is empty, or is not contiguous.
 
@@ -133,12 +137,11 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     device = os.stat(directory).st_dev
-    if device not in _daemons.mounts_by_device():
-        raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
+    mounts = mounting.by_device().get(device)
+    if mounts is None:
+        raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
-        connection = _daemons.shared_connection(device)
-        if not connection.driver:
-            connection.driver = _daemons.status_of(device)["driver"]
+        connection = _daemons.shared_connection(device, mounts)
         share = _share(memory, connection.driver)
         try:
             return _create(connection, share, name, mode, memory, kind)
@@ -146,7 +149,7 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
             share.close()
     except OSError as error:
         if error.filename is None:
-            raise OSError(error.errno, error.strerror, name) from None
+            raise failure_of_mount(error, name) from None
         raise
 
 

@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs import mounting
+from gpufs.exceptions import NotOnMount, failure_of_mount
 
 _PREFIX = ".publish-"
 _ROOT_INODE = 1  # FUSE_ROOT_ID
@@ -57,7 +58,7 @@ class NewFile:
         here = os.fstat(self._directory)
         entry = next((each for each in mounting.mounts() if each.st_dev == here.st_dev), None)
         if entry is None:
-            raise OSError(EXDEV, "is not on a gpufs mount: only files there can be published", str(self._path))
+            raise NotOnMount(EXDEV, "is not on a gpufs mount: only files there can be published", str(self._path))
         if here.st_ino == _ROOT_INODE:
             text = f"the root of a mount takes no files: publish below {entry.mountpoint}/gpu0"
             raise OSError(EPERM, text, str(self._path))
@@ -82,7 +83,8 @@ class NewFile:
             os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             number = error.errno or EIO
-            raise OSError(number, f"{os.strerror(number)}; {size} bytes are needed", str(self._path)) from None
+            failure = OSError(number, f"{os.strerror(number)}; {size} bytes are needed")
+            raise failure_of_mount(failure, str(self._path)) from None
 
     def attach(self) -> gpufs.DeviceArray:
         """Return the file's bytes as an array."""

@@ -84,8 +84,8 @@ def publish(
     ------
     TypeError
         A tensor has no form in the file: its dtype, sparse tensors, those on the meta device, tensors that wrap others.
-    OSError
-        ENOSPC if the device is full. The old file stays.
+    DeviceFull
+        The device has too little memory. The old file stays.
 
     Notes
     -----

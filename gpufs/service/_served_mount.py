@@ -11,7 +11,7 @@ from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
 from gpufs.service._holders import Holder, HolderTable
-from gpufs.service._limits import Limits
+from gpufs.service._user import Limits
 
 # A write through the mount waits as long for the memory of files that have just been removed.
 SPACE_SECONDS: Final = 3.0
@@ -62,7 +62,7 @@ class ServedMount:
         return self.mount.engine.driver != "host" and (mode == COPY_ON_WRITE or not self.trust_readers)
 
     def lease(self, buffer: Buffer, holder: Holder, *, writable: bool) -> Lease:
-        """Opens a lease on a buffer, or on a private copy of it if ``holder`` gets one, whose user pays for it then.
+        """Open a lease on a buffer, or on a private copy of it if ``holder`` gets one, whose user pays for it then.
 
         OSError ENODATA if it has holes and is not ``writable``, ENOSPC or EDQUOT if the memory for its holes or the
         copy is missing.
@@ -83,7 +83,7 @@ class ServedMount:
             return Lease(copy, label=label)
 
     def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> None:
-        """Makes a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
+        """Make a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
 
         ``taken`` gets the descriptors of the memory's pieces, which the caller closes.
 
@@ -94,7 +94,7 @@ class ServedMount:
             raise OSError(EINVAL, "the file on the mount holds no device memory")
         devices = self.mount.engine.devices
         if wanted.pci_address and wanted.pci_address != devices[index].info.pci_address:
-            where = next((one.index for one in devices if one.info.pci_address == wanted.pci_address), None)
+            where = next((device.index for device in devices if device.info.pci_address == wanted.pci_address), None)
             remedy = f"its files are below gpu{where}" if where is not None else "this mount does not show that GPU"
             raise OSError(EXDEV, f"the memory is on another GPU ({wanted.pci_address}): {remedy}")
         pieces = [SharedPiece(*piece) for piece in receive_pieces(memory, taken)] if wanted.kind == "descriptor" else []

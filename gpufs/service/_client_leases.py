@@ -16,9 +16,10 @@ from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import Holder
-from gpufs.service._holdings import Descriptor, Holdings
-from gpufs.service._mount import ServedMount
+from gpufs.service._resources import Descriptor, Resources
+from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import trusted
+from gpufs.syscalls import close_all
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class _Attachment:
     """
 
     holder: Holder
-    holdings: Holdings = field(default_factory=Holdings)
+    resources: Resources = field(default_factory=Resources)
     lease: Lease | None = None
     device: int = 0
     read_only: bool = False
@@ -42,7 +43,7 @@ class _Attachment:
 
 
 def _close_pieces(pieces: list[SharedPiece]) -> None:
-    protocol.close_all([piece.fd for piece in pieces])
+    close_all([piece.fd for piece in pieces])
 
 
 def _end_of(pieces: list[SharedPiece]) -> int:
@@ -63,14 +64,14 @@ class ClientLeases:
         self._working = 0  # requests being served
 
     def accept(self, message: Attach | Refresh | Detach, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Begins to serve a request, and takes its descriptors over. ProtocolError if there cannot be such a request.
+        """Begin to serve a request, and take its descriptors over. ProtocolError if there cannot be such a request.
 
         The descriptors stay the caller's after a ProtocolError.
         """
         limits = self._served.limits
         attachment = self._attachments.get(message.id)
         if len(descriptors) != isinstance(message, Attach):
-            raise ProtocolError(f"a message of type {message.TYPE} with {len(descriptors)} descriptors")
+            raise ProtocolError(f"a message {type(message).__name__} with {len(descriptors)} descriptors")
         # An interrupted client may end what it has just asked for.
         if attachment is not None and attachment.busy and not isinstance(message, Detach):
             raise ProtocolError("a request for an attachment whose last request has not been answered")
@@ -83,7 +84,7 @@ class ClientLeases:
                 raise ProtocolError("too many attachments on one connection")
             holder = Holder(self._channel.peer, message.mode)
             attachment = self._attachments[message.id] = _Attachment(holder)
-            holder.holdings = attachment.holdings
+            holder.resources = attachment.resources
             work = functools.partial(self._attach, message, attachment, *descriptors)
             try:
                 holder.ino, attachment.read_only = self._check(message, *descriptors)
@@ -91,7 +92,7 @@ class ClientLeases:
                 self._channel.discard(descriptors)
                 work = functools.partial(_refuse, failure)
             else:
-                attachment.holdings.hold(descriptors[0])  # of a file of ours, so closing it does not hang
+                attachment.resources.hold(descriptors[0])  # of a file of ours, so closing it does not hang
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, attachment)
         else:
@@ -122,36 +123,36 @@ class ClientLeases:
                 attachment.busy = False
 
     async def close(self, seconds: float) -> None:
-        """Ends all leases, one after the other on one thread, and waits so long for that."""
+        """End all leases, one after the other on one thread; wait at most ``seconds``."""
         attachments = list(self._attachments.values())
         self._attachments.clear()
         if not attachments:
             return
         last = attachments.pop()
-        for one in attachments:
-            one.holdings.end()
+        for attachment in attachments:
+            attachment.resources.end()
 
         def start(close_last: Callable[[], None]) -> None:
             def close() -> None:
-                for one in attachments:
-                    one.holdings.close()
+                for attachment in attachments:
+                    attachment.resources.close()
                 close_last()
 
             self._channel.user.start(self._channel.user.ends, close)
 
         with trio.move_on_after(seconds):
-            await last.holdings.closed(start)
+            await last.resources.closed(start)
 
-    async def revoke(self, descriptors: list[int]) -> None:
-        """Ends all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
+    async def revoke(self, descriptors: list[Descriptor]) -> None:
+        """End all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
         served, peer, user = self._served, self._channel.peer, self._channel.user
         ino = _checks.check_revocable(descriptors, served.device)
         if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
             raise OSError(errno.EPERM, "only the file's owner, root and the user who mounted may end its leases")
-        for holder, holdings in served.holders.leases_on(ino):
+        for holder, resources in served.holders.leases_on(ino):
             holder.revoked = True
             self._channel.log(logging.INFO, "revoked the lease of %s on %s", holder.peer, holder.path)
-            await holdings.closed(functools.partial(user.start, user.calls))
+            await resources.closed(functools.partial(user.start, user.calls))
 
     def _check(self, message: Attach, descriptor: Descriptor) -> tuple[int, bool]:
         """The inode of the file to attach, and whether the client may only read it. OSError if a rule forbids it."""
@@ -162,7 +163,7 @@ class ClientLeases:
         def prepare() -> Lease:
             return self._prepare(message, attachment, descriptor)
 
-        attachment.lease = await self._channel.in_thread(prepare, attachment.holdings)
+        attachment.lease = await self._channel.in_thread(prepare, attachment.resources)
         holder = attachment.holder
         copied = "a private copy of " if holder.private else ""
         self._channel.log(
@@ -172,23 +173,23 @@ class ClientLeases:
 
     def _prepare(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> Lease:
         """On a thread: opens the lease. OSError if a limit forbids it, or memory is missing."""
-        holder, holdings, served = attachment.holder, attachment.holdings, self._served
+        holder, resources, served = attachment.holder, attachment.resources, self._served
         ino = holder.ino
         holder.path = path_of(descriptor.fd)
         served.holders.enter(holder)
-        holdings.on_close(functools.partial(served.holders.leave, holder))
+        resources.on_close(functools.partial(served.holders.leave, holder))
         with served.open_buffer(ino) as buffer:
             # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
             descriptor.close()
             attachment.device = buffer.info.device
             holder.private = attachment.read_only and served.gets_copy(buffer, message.mode)
             writable = message.mode == READ_WRITE
-            lease = holdings.hold(served.lease(buffer, holder, writable=writable))
+            lease = resources.hold(served.lease(buffer, holder, writable=writable))
         if writable:
             # The kernel does not see what the program writes: the times change at both ends of the lease.
             served.mount.inode_written(ino)
-            holdings.on_close(functools.partial(served.mount.inode_written, ino))
-        holdings.on_close(lambda: _close_pieces(attachment.take_outgoing()))
+            resources.on_close(functools.partial(served.mount.inode_written, ino))
+        resources.on_close(lambda: _close_pieces(attachment.take_outgoing()))
         holder.bytes = lease.bytes
         return lease
 
@@ -199,7 +200,7 @@ class ClientLeases:
             raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
         if attachment.holder.private:
             raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
-        await self._channel.in_thread(attachment.lease.refresh, attachment.holdings)
+        await self._channel.in_thread(attachment.lease.refresh, attachment.resources)
         await self._answer(message.id, attachment, attachment.lease, message.start)
 
     async def _detach(self, message: Detach, attachment: _Attachment | None) -> None:
@@ -207,14 +208,14 @@ class ClientLeases:
         await self._channel.answer(Done(message.id))
 
     async def _end(self, number: int, attachment: _Attachment | None) -> None:
-        """Ends a lease and waits until its memory is released. Another one may have its number by now, and stays."""
+        """End a lease and wait until its memory is released. Another one may have its number by now, and stays."""
         if attachment is not None and self._attachments.get(number) is attachment:
             del self._attachments[number]
             user = self._channel.user
-            await attachment.holdings.closed(functools.partial(user.start, user.calls))
+            await attachment.resources.closed(functools.partial(user.start, user.calls))
 
     async def _answer(self, number: int, attachment: _Attachment, lease: Lease, start: int) -> None:
-        """Sends the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
+        """Send the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
         devices = self._served.mount.engine.devices
 
         def take(first: int) -> None:
@@ -233,7 +234,7 @@ class ClientLeases:
                 _close_pieces(pieces)
             return count + len(pieces)
 
-        left = await self._channel.in_thread(begin, attachment.holdings)
+        left = await self._channel.in_thread(begin, attachment.resources)
         attached = Attached(
             number,
             driver=self._served.mount.engine.driver,
@@ -246,12 +247,12 @@ class ClientLeases:
         await self._channel.answer(attached)
         while left > 0:
             if not attachment.outgoing:
-                await self._channel.in_thread(functools.partial(take, start), attachment.holdings)
+                await self._channel.in_thread(functools.partial(take, start), attachment.resources)
             pieces = attachment.take_outgoing()
             try:
                 left -= len(pieces)
                 start = _end_of(pieces)
-                message = Pieces(number, [one.offset for one in pieces], [one.bytes for one in pieces])
-                await self._channel.answer(message, [one.fd for one in pieces])
+                message = Pieces(number, [piece.offset for piece in pieces], [piece.bytes for piece in pieces])
+                await self._channel.answer(message, [piece.fd for piece in pieces])
             finally:
                 _close_pieces(pieces)

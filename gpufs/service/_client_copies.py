@@ -1,6 +1,5 @@
 """The copies of one client, from their checks to their results."""
 
-import dataclasses
 import errno
 import functools
 import logging
@@ -11,17 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import trio
+from msgspec.structs import replace
 
 from gpufs import protocol
 from gpufs.engine import BackingFile, Transfer
 from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
-from gpufs.service._holdings import Descriptor, Holdings
-from gpufs.service._mount import SPACE_SECONDS, ServedMount
+from gpufs.service._resources import Descriptor, Resources
+from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
 
 # Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
@@ -49,7 +49,7 @@ class _CopyTask:
 
     copy: Copy
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around everything before the transfer
-    holdings: Holdings = field(default_factory=Holdings)
+    resources: Resources = field(default_factory=Resources)
     began: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.time)
     paths: tuple[str, str] = ("", "")  # of the host's file and of the file on the mount, as this process sees them
@@ -60,14 +60,14 @@ class _CopyTask:
     cancelled: bool = False
 
     def start(self, start: Callable[[], Transfer]) -> None:
-        """Starts the transfer. OSError ECANCELED if the copy has been cancelled."""
+        """Start the transfer. OSError ECANCELED if the copy has been cancelled."""
         with self.lock:
             if self.cancelled:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-            self.transfer = self.holdings.hold(start())
+            self.transfer = self.resources.hold(start())
 
     def cancel(self) -> None:
-        """Cancels the transfer, or keeps it from being started."""
+        """Cancel the transfer, or keep it from being started."""
         with self.lock:
             self.cancelled = True
             if self.transfer is not None:
@@ -93,7 +93,7 @@ class _CopyTask:
         text = failure.strerror or os.strerror(error) if failure else ""
         code = getattr(failure, "device_code", 0)
         result = Result(self.copy.id, error, code, protocol.shorten(text), 0, {}, [], time.monotonic() - self.began)
-        return dataclasses.replace(result, **changes)
+        return replace(result, **changes)
 
 
 def _paths(transfer: Transfer) -> dict[str, int]:
@@ -104,7 +104,7 @@ def _paths(transfer: Transfer) -> dict[str, int]:
 
 
 def _drop_set_id(fd: int) -> None:
-    """Clears the set-id bits of the host's file behind a descriptor, as the client's own write would have.
+    """Clear the set-id bits of the host's file behind a descriptor, as the client's own write would have.
 
     Set-gid without group execution once meant mandatory locking and stays.
     """
@@ -147,12 +147,12 @@ class ClientCopies:
         }
 
     def cancel(self, number: int) -> None:
-        """Cancels a copy, if it has not ended."""
+        """Cancel a copy, if it has not ended."""
         if number in self._tasks:
             self._tasks[number].cancel()
 
     def accept(self, copy: Copy, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Begins a copy, and takes its descriptors over. ProtocolError if there cannot be such a copy.
+        """Begin a copy, and take its descriptors over. ProtocolError if there cannot be such a copy.
 
         The descriptors stay the caller's after a ProtocolError.
         """
@@ -164,18 +164,18 @@ class ClientCopies:
             raise ProtocolError("too many requests at once")
         task = _CopyTask(copy)
         self._tasks[copy.id] = task
-        host, mount = map(task.holdings.hold, descriptors)
+        host, mount = map(task.resources.hold, descriptors)
         nursery.start_soon(self._serve_copy, task, host, mount)
 
     async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
-        """Serves one copy from its checks to its result, whatever happens."""
+        """Serve one copy from its checks to its result, whatever happens."""
         limits, user = self._served.limits, self._channel.user
         result = task.result(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
         try:
             try:
                 with task.scope, trio.fail_after(limits.prepare):
                     work = functools.partial(self._prepare, task, host, mount)
-                    await self._channel.in_thread(work, task.holdings, may_hang=True)
+                    await self._channel.in_thread(work, task.resources, may_hang=True)
             except OSError as error:
                 result = task.result(error)
             except trio.TooSlowError:
@@ -198,10 +198,10 @@ class ClientCopies:
                     task.end()
                     # Waits a little: the client may unmount the file's disk next. Less if an abandoned thread still
                     # uses it: the file's server may hang.
-                    if task.holdings.in_use:
+                    if task.resources.in_use:
                         deadline = min(deadline, trio.current_time() + limits.abandoned)
                     with trio.move_on_at(deadline):
-                        await task.holdings.closed(functools.partial(user.start, user.closers))
+                        await task.resources.closed(functools.partial(user.start, user.closers))
                     del self._tasks[task.copy.id]
                     self._channel.log(
                         logging.INFO,
@@ -219,7 +219,7 @@ class ClientCopies:
         """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""
         copy, served = task.copy, self._served
         on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.device)
-        buffer = task.holdings.hold(served.open_buffer(on_mount.ino))
+        buffer = task.resources.hold(served.open_buffer(on_mount.ino))
         task.paths = (path_of(host.fd), path_of(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
         mount.close()
@@ -229,34 +229,34 @@ class ClientCopies:
         if _checks.check_file_system(host.fd):
             client = _SERVER_BIT | on_host.device
         size = None
-        found = os.fstat(host.fd)
+        status = os.fstat(host.fd)
         if copy.direction == LOAD:
             served.mount.inode_written(on_mount.ino)
-            wanted = found.st_size - copy.host_offset
+            wanted = status.st_size - copy.host_offset
             wanted = max(0, wanted if copy.size is None else min(wanted, copy.size))
             buffer.await_memory(wanted, SPACE_SECONDS)
         else:
             _drop_set_id(host.fd)
-            size = found.st_size if stat.S_ISREG(found.st_mode) else None
-        file = task.holdings.hold(BackingFile(served.mount.engine, host.fd))
+            size = status.st_size if stat.S_ISREG(status.st_mode) else None
+        file = task.resources.hold(BackingFile(served.mount.engine, host.fd))
         task.ends = _Ends(on_mount.ino, size)
         task.start(
             lambda: Transfer(
-                cast(Any, copy.direction),
+                copy.direction,
                 file,
                 buffer,
                 file_offset=copy.host_offset,
                 buffer_offset=copy.offset,
                 size=copy.size,
                 fastpath=_FASTPATH[copy.fastpath],
-                sync=cast(Any, copy.sync),
+                sync=copy.sync,
                 sparse=True,
                 client=client,
             )
         )
 
     async def _watch(self, task: _CopyTask) -> None:
-        """Waits for the end of the transfer and reports its progress."""
+        """Wait for the end of the transfer and report its progress."""
         transfer, copy = task.transfer, task.copy
         assert transfer is not None
         interval = max(copy.progress, self._served.limits.progress) if copy.progress else math.inf
@@ -293,7 +293,7 @@ class ClientCopies:
 
         try:
             with trio.fail_at(deadline):
-                await self._channel.in_thread(settle, task.holdings, may_hang=True)
+                await self._channel.in_thread(settle, task.resources, may_hang=True)
         except OSError as error:
             return task.result(failure or error, **moved)
         except trio.TooSlowError:

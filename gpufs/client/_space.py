@@ -1,16 +1,48 @@
-"""Whether a copy fits into the file system of its destination."""
+"""Whether a copy fits into the file system of its destination, and the wait for memory that is being released."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Final
 
+from gpufs.client._copy_types import Cancellation
+from gpufs.mounting import MountEntry
 from gpufs.units import bytes_text
 
-if TYPE_CHECKING:
-    from gpufs.mounting import MountEntry
+# How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
+_WAIT_SECONDS: Final = 3.0
+_RETRY_SECONDS: Final = 0.02
+
+
+class SpaceCheck:
+    """The check before copies, which wait for memory for a limited time in all: if many do not fit, only the first do.
+
+    Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._seconds_left = _WAIT_SECONDS
+
+    def check(self, fd: int, needed: int, mounts: Sequence[MountEntry], cancel: Cancellation | None) -> None:
+        """OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+
+        Waits for the memory of files that have just been removed. ``mounts``: the mounts of gpufs with this st_dev.
+        """
+        waited = False
+        while text := shortage(fd, needed, mounts):
+            if self._seconds_left <= 0 or not mounts or _exceeds_all(fd, needed):
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
+            if cancel is not None and cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            time.sleep(_RETRY_SECONDS)
+            self._seconds_left -= _RETRY_SECONDS
+            waited = True
+        if waited:
+            self._seconds_left = _WAIT_SECONDS
 
 
 def data_bytes(status: os.stat_result, size: int) -> int:
@@ -40,7 +72,7 @@ def shortage(fd: int, needed: int, mounts: Sequence[MountEntry]) -> str:
     return f"needs {texts[0]}, {texts[1]} free{f' on {place}' if place else ''}"
 
 
-def exceeds_all(fd: int, needed: int) -> bool:
+def _exceeds_all(fd: int, needed: int) -> bool:
     """Whether ``needed`` bytes are more than the file system of an open file has, so that waiting cannot help."""
     space = os.fstatvfs(fd)
     return needed > space.f_blocks * space.f_frsize

@@ -1,4 +1,4 @@
-"""Registrations: memory of a client that is the contents of files, for as long as its connection lasts."""
+"""ClientRegistrations: memory of a client that is the contents of files, for as long as its connection lasts."""
 
 import functools
 import logging
@@ -13,8 +13,8 @@ from gpufs.protocol import Register
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import REGISTERED, Holder
-from gpufs.service._holdings import Descriptor
-from gpufs.service._mount import ServedMount
+from gpufs.service._resources import Descriptor
+from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import trusted
 
 _FOREIGN_IPC: Final = (
@@ -23,7 +23,7 @@ _FOREIGN_IPC: Final = (
 )
 
 
-class Registrations:
+class ClientRegistrations:
     """Those of one connection. Only the trio thread calls it; one call at a time."""
 
     def __init__(self, channel: Channel, served: ServedMount) -> None:
@@ -32,7 +32,7 @@ class Registrations:
         self._by_id: dict[int, Holder] = {}
 
     async def add(self, message: Register, descriptors: list[Descriptor]) -> None:
-        """Serves ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
+        """Serve ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
         if message.id in self._by_id:
             raise OSError(EINVAL, "a registration with this id exists")
         wanted = 1 if message.kind == "ipc" else 2
@@ -63,7 +63,7 @@ class Registrations:
         self._by_id[message.id] = holder
 
     async def remove(self, number: int) -> None:
-        """Serves ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
+        """Serve ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
         holder = self._by_id.get(number)
         if holder is None:
             raise OSError(EINVAL, "this connection has no registration with this id")
@@ -85,12 +85,12 @@ class Registrations:
                 self._release(holders)
 
     def _release(self, holders: list[Holder]) -> None:
-        for one in holders:
-            self._served.mount.inode_release(one.ino)
-            self._served.holders.leave(one)
+        for holder in holders:
+            self._served.mount.inode_release(holder.ino)
+            self._served.holders.leave(holder)
 
     async def _withdraw(self, holders: list[Holder], patience: float, limiter: trio.CapacityLimiter) -> OSError | None:
-        """Removes the files' names and ends the use of the memory. The failure of that, if one fails."""
+        """Remove the files' names and end the use of the memory. Return the failure of that, if there is one."""
         return await threads.run_to_the_end(functools.partial(self._revoke, holders, patience), limiter)
 
     def _revoke(self, holders: list[Holder], patience: float) -> OSError | None:
@@ -99,15 +99,15 @@ class Registrations:
         failure: OSError | None = None
         try:
             # The kernel takes notifications in order: once it knows of the last file, it knows of the names as well.
-            for one in holders:
-                mount.remove_names(one.ino)
-            for one in holders:
+            for holder in holders:
+                mount.remove_names(holder.ino)
+            for holder in holders:
                 try:
-                    mount.inode_revoke(one.ino, max(0.0, deadline - time.monotonic()))
+                    mount.inode_revoke(holder.ino, max(0.0, deadline - time.monotonic()))
                 except OSError as error:
                     if error.errno != ETIMEDOUT:
                         raise
-                    self._channel.log(logging.WARNING, "inode %d: in use after its memory was withdrawn", one.ino)
+                    self._channel.log(logging.WARNING, "inode %d: in use after its memory was withdrawn", holder.ino)
                     failure = error
         except OSError as error:  # the mount has ended, and its memory with it
             failure = error

@@ -19,7 +19,7 @@ T = TypeVar("T")
 Held = TypeVar("Held", bound=Closable)
 
 
-class Holdings:
+class Resources:
     """What one copy or lease holds. One thread at a time uses it."""
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Holdings:
         self._ending = False
 
     def hold(self, item: Held) -> Held:
-        """Takes over an object. Its close() runs at the end, in reverse order."""
+        """Take over an object. Its close() runs at the end, in reverse order."""
         self._closers.append(item.close)
         return item
 
     def on_close(self, function: Callable[[], None]) -> None:
-        """Calls a function at the end, as for an object."""
+        """Call a function at the end, as for an object."""
         self._closers.append(function)
 
     def use(self, work: Callable[[], T]) -> T:
@@ -67,7 +67,7 @@ class Holdings:
                 self._lock.release()  # then looks again: another thread may have found it in use just before
 
     async def closed(self, start: Callable[[Callable[[], None]], None]) -> None:
-        """Closes everything by a job that ``start`` starts. Cancellation ends only the wait for that."""
+        """Close everything by a job that ``start`` starts. Cancellation ends only the wait for that."""
         closed = trio.Event()
         token = trio.lowlevel.current_trio_token()
 
@@ -92,7 +92,7 @@ class Descriptor:
         self._place = place
 
     def close(self) -> None:
-        """Closes it; a second call does nothing."""
+        """Close it; a second call does nothing."""
         if self._open:
             self._open = False
             try:

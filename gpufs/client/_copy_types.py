@@ -1,29 +1,81 @@
-"""What a copy reports: its progress, its result, and why it failed."""
+"""What the caller of a copy uses: its cancellation, progress and result, and the error if it fails."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from gpufs._naming import named_in
+from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
 
-# What the kernel answers for a mount whose connection has ended.
-_DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
+Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
 
-def text_of(error: OSError) -> str:
-    """A failure in words."""
-    if error.errno in _DEAD:
-        return "the daemon of the gpufs mount has died (gpufs umount cleans up)"
-    return error.strerror or str(error)
+@named_in("gpufs.client")
+class Cancellation:
+    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`."""
+
+    __slots__ = ("_fd", "_followers", "cancelled")
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._followers: list[Cancellation] = []
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """All copies that have this object end with CopyError ECANCELED, soon. A second call does nothing."""
+        if not self.cancelled:
+            self.cancelled = True
+            os.eventfd_write(self._fd, 1)
+            for follower in tuple(self._followers):
+                follower.cancel()
+
+    @contextmanager
+    def follower(self) -> Iterator[Cancellation]:
+        """Another one, which is cancelled with this one and can be cancelled alone."""
+        follower = Cancellation()
+        self._followers.append(follower)
+        try:
+            if self.cancelled:
+                follower.cancel()
+            yield follower
+        finally:
+            self._followers.remove(follower)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once cancelled."""
+        return self._fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """How files are copied; :func:`gpufs.copy` describes the options."""
+
+    fastpath: Fastpath = "auto"
+    fsync: bool = False
+    verify: bool = False
+    preserve: bool = False
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fastpath not in get_args(Fastpath):
+            raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
 
 
 @named_in("gpufs")
 class CopyError(OSError):
     """A copy that failed or was cancelled (ECANCELED).
+
+    It is also a :class:`NotOnMount`, :class:`DeviceFull`, :class:`QuotaExceeded` or :class:`DaemonDied` if that is the
+    reason.
 
     Attributes
     ----------
@@ -62,13 +114,41 @@ class CopyError(OSError):
 
     def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
         counts = {name: getattr(self, name) for name in ("bytes_done", "bytes_total", "device_code", "left")}
-        return partial(CopyError, **counts), (self.errno, self.strerror, self.filename, self.filename2)
+        return partial(type(self), **counts), (self.errno, self.strerror, self.filename, self.filename2)
 
     def __str__(self) -> str:
         where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
         code = f" (device code {self.device_code})" if self.device_code else ""
         left = f" ({self.left})" if self.left else ""
         return f"{where}: {self.strerror}{code}{left}"
+
+
+class NotOnMountCopyError(CopyError, NotOnMount):
+    """A copy of which neither end is on a mount."""
+
+
+class DeviceFullCopyError(CopyError, DeviceFull):
+    """A copy that does not fit on its device."""
+
+
+class QuotaExceededCopyError(CopyError, QuotaExceeded):
+    """A copy that does not fit into its user's or directory's limit."""
+
+
+class DaemonDiedCopyError(CopyError, DaemonDied):
+    """A copy whose mount is dead."""
+
+
+_CLASSES: Final = {
+    errno.ENOSPC: DeviceFullCopyError,
+    errno.EDQUOT: QuotaExceededCopyError,
+    errno.ENOTCONN: DaemonDiedCopyError,
+}
+
+
+def error_class(number: int) -> type[CopyError]:
+    """The class of the error when a mount has failed a copy with this errno."""
+    return _CLASSES.get(number, CopyError)
 
 
 @named_in("gpufs")
