@@ -115,10 +115,10 @@ CopyLoop::FastOutcome CopyLoop::move_by_vendor(Chunk& chunk) {
   Status bound = device_->device().bind_thread();
   if (!bound.ok()) return {bound};
   drain();  // pinning may wait for pins that this thread holds
-  Result<Buffer::Pin> pinned = memory_.pin(chunk.offset, chunk.bytes);
+  Result<TransferTarget::Pin> pinned = memory_.pin(chunk.offset, chunk.bytes);
   if (!pinned.ok()) return {pinned.status()};
   const BackingFacts& facts = file_.facts();
-  for (const Buffer::Piece& piece : pinned.value().pieces) {
+  for (const TransferTarget::Piece& piece : pinned.value().pieces) {
     const bool hole = piece.address == 0;
     // Memory need not lie as the start of the request made expect.
     const bool unaligned = piece.address % facts.memory_align != 0 || file_offset(chunk) % facts.unit != 0 ||
@@ -146,7 +146,7 @@ CopyLoop::FastOutcome CopyLoop::move_by_vendor(Chunk& chunk) {
   return {};
 }
 
-Moved CopyLoop::call_vendor(const Chunk& chunk, const Buffer::Piece& piece) {
+Moved CopyLoop::call_vendor(const Chunk& chunk, const TransferTarget::Piece& piece) {
   observe::Span span(observe::TraceKind::kFastpath, device_index_, file_offset(chunk), piece.bytes, trace_id_);
   DirectFile& direct = *transfer_.direct_file_;
   Moved moved = load_ ? direct.load(piece.address, piece.bytes, file_offset(chunk))
@@ -173,16 +173,16 @@ void CopyLoop::move_straight(Chunk& chunk) {
 }
 
 Status CopyLoop::move_straight_in_use(Chunk& chunk) {
-  Result<Buffer::Pin> pinned = memory_.pin(chunk.offset + chunk.done, chunk.bytes - chunk.done);
+  Result<TransferTarget::Pin> pinned = memory_.pin(chunk.offset + chunk.done, chunk.bytes - chunk.done);
   if (!pinned.ok()) return pinned.status();
   const bool direct = wants_direct(chunk);
-  for (const Buffer::Piece& piece : pinned.value().pieces) {
+  for (const TransferTarget::Piece& piece : pinned.value().pieces) {
     const bool hole = piece.address == 0;
     const Moved moved =
         load_  ? load_straight(chunk, piece, direct)
         : hole ? store_hole(chunk, piece.bytes)
                : write_out(reinterpret_cast<const std::byte*>(piece.address), piece.bytes, file_offset(chunk), direct);
-    if (Status intact = memory_.buffer().check_pinned(); !intact.ok()) return intact;
+    if (Status intact = memory_.target().check_pinned(); !intact.ok()) return intact;
     chunk.done += moved.bytes;
     if (!hole) transfer_.count_moved(Path::kFallback, moved.bytes);
     if (!moved.status.ok() || moved.bytes < piece.bytes) return moved.status;
@@ -190,7 +190,7 @@ Status CopyLoop::move_straight_in_use(Chunk& chunk) {
   return {};
 }
 
-Moved CopyLoop::load_straight(const Chunk& chunk, const Buffer::Piece& piece, bool direct) {
+Moved CopyLoop::load_straight(const Chunk& chunk, const TransferTarget::Piece& piece, bool direct) {
   const std::uint64_t offset = file_offset(chunk);
   observe::Span span(observe::TraceKind::kFileRead, device_index_, offset, piece.bytes, trace_id_);
   auto* const memory = reinterpret_cast<std::byte*>(piece.address);
@@ -277,7 +277,7 @@ Status CopyLoop::copy_to_device(InFlight& slot, bool* queued) {
   Status status = pin(slot);
   if (!status.ok()) return status;
   const std::uint64_t start = target_offset(slot.chunk);
-  for (const Buffer::Piece& piece : slot.pin.pieces) {
+  for (const TransferTarget::Piece& piece : slot.pin.pieces) {
     *queued = true;
     const std::byte* const from = slot.memory + (piece.offset - start);
     status = stream_->copy_to_device(piece.address, from, static_cast<std::size_t>(piece.bytes));
@@ -294,10 +294,10 @@ Status CopyLoop::copy_to_host(InFlight& slot, bool* queued) {
   Status status = pin(slot);
   if (!status.ok()) return status;
   const std::uint64_t start = target_offset(slot.chunk);
-  const std::vector<Buffer::Piece>& pieces = slot.pin.pieces;
+  const std::vector<TransferTarget::Piece>& pieces = slot.pin.pieces;
   // Fewer bytes than wanted if the buffer was truncated.
   slot.bytes = pieces.empty() ? 0 : pieces.back().offset + pieces.back().bytes - start;
-  for (const Buffer::Piece& piece : pieces) {
+  for (const TransferTarget::Piece& piece : pieces) {
     if (piece.address == 0) {
       slot.holes.push_back({piece.offset - start, piece.bytes});
       continue;
@@ -313,7 +313,7 @@ Status CopyLoop::copy_to_host(InFlight& slot, bool* queued) {
 // The device memory of the slot's bytes; pinned until end().
 Status CopyLoop::pin(InFlight& slot) {
   const std::uint64_t offset = slot.chunk.offset + slot.chunk.done;
-  Result<Buffer::Pin> pinned = [&] {
+  Result<TransferTarget::Pin> pinned = [&] {
     const NoWaiting only_now;
     return memory_.pin(offset, slot.bytes);
   }();
@@ -419,7 +419,7 @@ Status CopyLoop::wait_for_device(InFlight& slot) {
 void CopyLoop::end(InFlight& slot, const Status& device_status) {
   if (slot.copy_start != 0) trace_copy(slot, device_status);
   Status status = device_status;
-  if (status.ok()) status = memory_.buffer().check_pinned();
+  if (status.ok()) status = memory_.target().check_pinned();
   slot.pin = {};
   slot.busy = false;
   slot.use.end();

@@ -45,7 +45,7 @@ class CopyLoop {
     Status file_status;             // load: how reading the file ended
     std::vector<BufferHole> holes;  // store
     TargetMemory::Use use;
-    Buffer::Pin pin;
+    TransferTarget::Pin pin;
     std::uint8_t lane = 0;         // in traces, from 1 on
     std::uint64_t copy_start = 0;  // when the device's work was queued; 0: not traced
     std::uint64_t copy_end = 0;    // when it was seen to be done; 0: not yet
@@ -60,12 +60,12 @@ class CopyLoop {
 
   bool move_fast(Chunk& chunk);
   FastOutcome move_by_vendor(Chunk& chunk);
-  Moved call_vendor(const Chunk& chunk, const Buffer::Piece& piece);
+  Moved call_vendor(const Chunk& chunk, const TransferTarget::Piece& piece);
   Status stopped_short(const Chunk& chunk);
 
   void move_straight(Chunk& chunk);
   Status move_straight_in_use(Chunk& chunk);
-  Moved load_straight(const Chunk& chunk, const Buffer::Piece& piece, bool direct);
+  Moved load_straight(const Chunk& chunk, const TransferTarget::Piece& piece, bool direct);
 
   void load_bounced(const Chunk& chunk);
   void store_bounced(const Chunk& chunk);

@@ -22,11 +22,10 @@ namespace gpufs {
 class TargetMemory {
  public:
   // smallest_step: allocating less than this ahead of a load is not worth a call.
-  // grows: the buffer has memory of its own, which a load allocates.
-  TargetMemory(std::shared_ptr<Buffer> buffer, bool grows, std::uint64_t target_offset, Direction direction,
+  TargetMemory(std::shared_ptr<TransferTarget> target, std::uint64_t target_offset, Direction direction,
                std::uint64_t smallest_step)
-      : buffer_(std::move(buffer)),
-        grows_(grows),
+      : target_(std::move(target)),
+        growing_(target_->growing()),
         load_(direction == Direction::kLoad),
         offset_(target_offset),
         smallest_step_(smallest_step) {}
@@ -54,13 +53,13 @@ class TargetMemory {
   [[nodiscard]] Use use();
 
   // The next four are for a thread with a Use.
-  [[nodiscard]] Buffer& buffer() const { return *buffer_; }
+  [[nodiscard]] TransferTarget& target() const { return *target_; }
   // Before the first byte of a load is written. Announces the end of the load, so that its buffer does not move later.
   void expect(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
   // The memory of one chunk. May wait for other threads' pins, unless the calling thread must not wait.
-  Result<Buffer::Pin> pin(std::uint64_t offset, std::uint64_t bytes);
+  Result<TransferTarget::Pin> pin(std::uint64_t offset, std::uint64_t bytes);
 
   // How much there is to move. Before the first chunk.
   void set_total(std::uint64_t total) { total_ = total; }
@@ -89,8 +88,8 @@ class TargetMemory {
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;
 
-  std::shared_ptr<Buffer> buffer_;  // null once released
-  const bool grows_;
+  std::shared_ptr<TransferTarget> target_;  // null once released
+  Buffer* const growing_;                   // TransferTarget::growing()
   const bool load_;
   const std::uint64_t offset_;
   const std::uint64_t smallest_step_;

@@ -17,7 +17,6 @@
 #include "io/file_holes.h"
 #include "io/file_moves.h"
 #include "io/transfer_engine.h"
-#include "memory/registered_buffer.h"
 #include "observe/trace.h"
 
 namespace gpufs {
@@ -42,19 +41,39 @@ bool uses_fastpath(const Plan& plan) {
   return std::any_of(plan.begin(), plan.end(), [](const Segment& segment) { return segment.path == Path::kFastpath; });
 }
 
-bool has_hole(Buffer& target, std::uint64_t offset, std::uint64_t bytes) {
+bool has_hole(TransferTarget& target, std::uint64_t offset, std::uint64_t bytes) {
   Result<std::uint64_t> hole = target.seek_hole(offset);
   return hole.ok() && hole.value() < offset + bytes;
 }
 
 Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
 
+// Memory that a program allocated itself, and keeps. Transfers stay within it: see TransferEngine::check().
+class ProgramMemory final : public TransferTarget {
+ public:
+  ProgramMemory(std::shared_ptr<DeviceContext> device, DeviceAddress address, std::uint64_t bytes)
+      : device_(std::move(device)), address_(address), bytes_(bytes) {}
+
+  [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return device_; }
+  [[nodiscard]] std::uint64_t size() const override { return bytes_; }
+  [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override {
+    return Pin{{{address_ + offset, offset, bytes}}, nullptr};
+  }
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override { return pin_for_read(offset, bytes); }
+  Result<std::uint64_t> seek_hole(std::uint64_t /*offset*/) override { return bytes_; }
+
+ private:
+  const std::shared_ptr<DeviceContext> device_;
+  const DeviceAddress address_;
+  const std::uint64_t bytes_;
+};
+
 }  // namespace
 
 void TransferRequest::set_range(std::shared_ptr<DeviceContext> device, DeviceAddress start, std::uint64_t size) {
   address = start;
-  target = std::make_shared<RegisteredBuffer>(std::move(device), std::make_unique<ForeignMapping>(start), size,
-                                              /*writable=*/true);
+  target = std::make_shared<ProgramMemory>(std::move(device), start, size);
 }
 
 Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<TransferThreads> threads,
@@ -71,7 +90,7 @@ Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Trans
       trace_id_(request_.trace_id != 0 ? request_.trace_id : observe::trace::next_id()),
       trace_name_(observe::trace::on() ? observe::trace::name_of_file(request_.file->buffered_fd()) : 0),
       limit_(request_.limit()),
-      memory_(std::exchange(request_.target, nullptr), of_buffer_, request_.target_offset, request_.direction,
+      memory_(std::exchange(request_.target, nullptr), request_.target_offset, request_.direction,
               engine_->options().chunk_bytes) {
   counters_.begin(observe::Backend::kTransfer, flow_);
 }
@@ -245,7 +264,7 @@ Result<std::uint64_t> Transfer::total_bytes() {
   const TargetMemory::Use use = memory_.use();
   if (!use) return cancelled_status();
   if (!load()) {
-    const std::uint64_t size = memory_.buffer().size();
+    const std::uint64_t size = memory_.target().size();
     available = size > request_.target_offset ? size - request_.target_offset : 0;
   } else if (!of_buffer_) {
     // A range is filled as far as it goes; a buffer reports EFBIG when it grows too large.
@@ -298,7 +317,7 @@ Result<Plan> Transfer::leave_holes_out(std::uint64_t total, const Plan& plan) {
   {
     const TargetMemory::Use use = memory_.use();
     if (!use) return cancelled_status();
-    if (!memory_.buffer().can_have_holes()) return plan;
+    if (memory_.target().growing() == nullptr) return plan;
   }
   HoleSearch search;
   search.file_offset = request_.file_offset;
@@ -341,7 +360,7 @@ Status Transfer::preallocate(std::uint64_t total, const Plan& plan) {
   {
     const TargetMemory::Use use = memory_.use();
     if (!use) return cancelled_status();
-    if (request_.sparse && has_hole(memory_.buffer(), request_.target_offset, total)) return {};
+    if (request_.sparse && has_hole(memory_.target(), request_.target_offset, total)) return {};
   }
   int outcome = 0;
   do {

@@ -37,7 +37,7 @@ struct TransferProgress;
 struct TransferRequest {
   Direction direction = Direction::kLoad;
   std::shared_ptr<BackingFile> file;
-  std::shared_ptr<Buffer> target;
+  std::shared_ptr<TransferTarget> target;
   // Of memory that the program allocated itself; 0: the target is a buffer with memory of its own.
   DeviceAddress address = 0;
   std::uint64_t file_offset = 0;
