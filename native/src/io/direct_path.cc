@@ -50,6 +50,16 @@ class NoDirectPath final : public DirectPath {
 
 }  // namespace
 
+std::string describe_refusals(RefusalMask mask) {
+  std::string text;
+  for (std::size_t bit = 0; bit < kRefusalCount; ++bit) {
+    if ((mask >> bit & 1U) == 0) continue;
+    if (!text.empty()) text += ", ";
+    text += kRefusalNames[bit];
+  }
+  return text.empty() ? "none" : text;
+}
+
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
   if (driver_name == "host") return std::make_shared<HostDirectPath>();
   if (driver_name == "cuda") return open_cufile_path(file_systems);

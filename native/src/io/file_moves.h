@@ -1,11 +1,16 @@
-// Moves whole ranges between a backing file and host memory: resumes after EINTR, continues after short counts.
+// What transfers do with whole ranges of a backing file: move them from and to host memory, write zeros, find holes.
+// Resumes after EINTR and continues after short counts.
 // Thread-safe. Each function blocks for as long as the file does.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
+#include "base/status.h"
 #include "io/backing_file.h"
+#include "io/plan.h"
 
 namespace gpufs {
 
@@ -30,5 +35,20 @@ Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t byte
 // Makes a range read as zeros: punches a hole if `sparse` is set and the file system can, otherwise writes zeros.
 // holed: bytes for which no zeros were written.
 Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, bool sparse, std::uint64_t* holed);
+
+struct HoleSearch {
+  std::uint64_t file_offset = 0;
+  std::uint64_t file_size = 0;
+  std::uint64_t target_offset = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t granule = 1;  // in which the target allocates memory, a power of two
+};
+
+// The holes in order, not adjacent, each from data to data or to the request's ends. Next to data they end at granules
+// of the target, since a part of one saves nothing, and at units of the file's O_DIRECT. A file that occupies its whole
+// size costs one system call, others at most two for each granule with data. None if the file system does not report
+// holes. ECANCELED once `cancelled` is true.
+Result<std::vector<HoleRange>> holes_of(BackingFile& file, const HoleSearch& search,
+                                        const std::atomic<bool>& cancelled);
 
 }  // namespace gpufs

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <optional>
 
 #include "base/thread.h"
 
@@ -27,18 +28,18 @@ auto hole_above(const std::vector<HoleRange>& holes, std::uint64_t offset) {
 
 }  // namespace
 
-TargetMemory::Use TargetMemory::use() {
+TargetMemory::AccessGuard TargetMemory::access() {
   const std::lock_guard lock(mutex_);
   if (closed_) return {};
-  ++uses_;
-  return Use(this);
+  ++accesses_;
+  return AccessGuard(this);
 }
 
-void TargetMemory::Use::end() {
+void TargetMemory::AccessGuard::end() {
   TargetMemory* const memory = std::exchange(memory_, nullptr);
   if (memory == nullptr) return;
   const std::lock_guard lock(memory->mutex_);
-  --memory->uses_;
+  --memory->accesses_;
 }
 
 void TargetMemory::expect(std::uint64_t bytes) {
@@ -77,7 +78,7 @@ bool TargetMemory::start_ahead(std::uint64_t position) {
   if (closed_ || allocating_ || largest_step_ == 0 || allocated_end_ >= total_) return false;
   // Half a step ahead, so that other threads need not wait while this one allocates.
   if (position + next_step_locked() / 2 <= allocated_end_) return false;
-  ++uses_;
+  ++accesses_;
   allocating_ = true;
   return true;
 }
@@ -88,17 +89,17 @@ void TargetMemory::allocate_ahead() {
   const Status status = allocate_on(lock, allocated_end_ + step);
   // Smaller steps next time. The chunk that finds no memory reports why there is none.
   if (!status.ok()) largest_step_ = step / 2 < smallest_step_ ? 0 : step / 2;
-  --uses_;
+  --accesses_;
 }
 
-Status TargetMemory::allocate_to(std::uint64_t end) {
+Status TargetMemory::allocate_to(std::uint64_t end, bool may_wait) {
   std::unique_lock lock(mutex_);
   while (allocated_end_ < end) {
     if (!allocating_) {
       allocating_ = true;
       Status status = allocate_on(lock, end);
       if (!status.ok()) return status;
-    } else if (this_thread_may_wait()) {
+    } else if (may_wait) {
       allocated_.wait(lock);
     } else {
       return Status(EAGAIN, "another thread allocates the load's memory");
@@ -135,10 +136,12 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   return {};
 }
 
-Result<TransferTarget::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
+Result<TransferTarget::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes, bool may_wait) {
+  std::optional<NoWaiting> only_now;
+  if (!may_wait) only_now.emplace();
   if (!load_) return target_->pin_for_read(offset_ + offset, bytes);
   if (growing_ != nullptr) {
-    Status allocated = allocate_to(offset + bytes);
+    Status allocated = allocate_to(offset + bytes, may_wait);
     if (!allocated.ok()) return allocated;
   }
   Result<TransferTarget::Pin> pinned = target_->pin_for_write(offset_ + offset, bytes);
@@ -168,14 +171,14 @@ Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
 
 bool TargetMemory::close(bool force) {
   const std::lock_guard lock(mutex_);
-  if (uses_ > 0 && !force) return false;
+  if (accesses_ > 0 && !force) return false;
   closed_ = true;
   return true;
 }
 
 bool TargetMemory::in_use() const {
   const std::lock_guard lock(mutex_);
-  return uses_ > 0;
+  return accesses_ > 0;
 }
 
 void TargetMemory::release() {
@@ -183,7 +186,7 @@ void TargetMemory::release() {
   std::shared_ptr<void> kept;               // so is this
   const std::lock_guard lock(mutex_);
   closed_ = true;
-  if (uses_ > 0) return;
+  if (accesses_ > 0) return;
   dropped = std::move(target_);
   kept = std::move(kept_);
 }
