@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/status.h"
 #include "drivers/driver.h"
@@ -79,6 +80,12 @@ class DirectPath {
 // By the driver's name: host uses O_DIRECT, cuda cuFile, hip hipAmdFile. Loads the vendor's library.
 // file_systems: IoOptions::file_systems.
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems = {});
+
+// The last of them, for tests: candidates: the first of these libraries that works is used. kernel_driver: /dev/kfd can
+// be used. Always returns a path: one that refuses everything, with the reasons, if the runtime lacks one of the calls
+// or the kernel's GPU driver cannot be opened. Whether the kernel supports the calls shows only at the first one: if it
+// does not, the path refuses from then on. (cuFile: io/cufile.h.)
+std::shared_ptr<DirectPath> open_hip_file_path(const std::vector<std::string>& candidates, bool kernel_driver);
 
 // Moves a range by a vendor's calls, none of more than the kernel moves at a time: call(done, part) moves one part,
 // with EINTR if it is to be continued. unit: of the file's facts.

@@ -17,8 +17,6 @@ constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
 alignas(4096) std::byte zeros[kZeroBytes];  // never written, so all its pages are the kernel's zero page
 
-enum class Way { kBuffered, kDirect };
-
 template <typename Call>
 Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call call) {
   Moved moved;
@@ -34,27 +32,6 @@ Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call 
     if (count == 0) break;
     moved.bytes += static_cast<std::uint64_t>(count);
     if (static_cast<std::uint64_t>(count) % align != 0) break;
-  }
-  return moved;
-}
-
-Moved read_range(BackingFile& file, Way way, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
-  const int fd = way == Way::kDirect ? file.direct_fd() : file.buffered_fd();
-  const std::uint64_t align = way == Way::kDirect ? file.facts().offset_align : 1;
-  return move_all(bytes, align, "reading the file", [&](std::uint64_t done, std::size_t want) {
-    return file.operations().read_at(fd, destination + done, want, offset + done);
-  });
-}
-
-Moved write_range(BackingFile& file, Way way, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
-  const int fd = way == Way::kDirect ? file.direct_fd() : file.buffered_fd();
-  const std::uint64_t align = way == Way::kDirect ? file.facts().offset_align : 1;
-  Moved moved = move_all(bytes, align, "writing the file", [&](std::uint64_t done, std::size_t want) {
-    return file.operations().write_at(fd, source + done, want, offset + done);
-  });
-  // A file system that accepts nothing and reports no error would keep us here forever.
-  if (moved.status.ok() && moved.bytes < bytes && moved.bytes % align == 0) {
-    moved.status = Status(EIO, "writing the file: no progress");
   }
   return moved;
 }
@@ -75,20 +52,31 @@ std::uint64_t hole_end(const HoleSearch& search, std::uint64_t unit, std::uint64
 
 }  // namespace
 
-Moved read_buffered(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
-  return read_range(file, Way::kBuffered, destination, bytes, offset);
+Result<std::uint64_t> size_of(BackingFile& file) {
+  std::uint64_t bytes = 0;
+  if (file.operations().size(file.buffered_fd(), &bytes) == 0) return bytes;
+  return Status::from_errno(errno, "the backing file's size");
 }
 
-Moved write_buffered(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
-  return write_range(file, Way::kBuffered, source, bytes, offset);
+Moved read_range(BackingFile& file, IoMode mode, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
+  const int fd = mode == IoMode::kDirect ? file.direct_fd() : file.buffered_fd();
+  const std::uint64_t align = mode == IoMode::kDirect ? file.facts().offset_align : 1;
+  return move_all(bytes, align, "reading the file", [&](std::uint64_t done, std::size_t want) {
+    return file.operations().read_at(fd, destination + done, want, offset + done);
+  });
 }
 
-Moved read_direct(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
-  return read_range(file, Way::kDirect, destination, bytes, offset);
-}
-
-Moved write_direct(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
-  return write_range(file, Way::kDirect, source, bytes, offset);
+Moved write_range(BackingFile& file, IoMode mode, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
+  const int fd = mode == IoMode::kDirect ? file.direct_fd() : file.buffered_fd();
+  const std::uint64_t align = mode == IoMode::kDirect ? file.facts().offset_align : 1;
+  Moved moved = move_all(bytes, align, "writing the file", [&](std::uint64_t done, std::size_t want) {
+    return file.operations().write_at(fd, source + done, want, offset + done);
+  });
+  // A file system that accepts nothing and reports no error would keep us here forever.
+  if (moved.status.ok() && moved.bytes < bytes && moved.bytes % align == 0) {
+    moved.status = Status(EIO, "writing the file: no progress");
+  }
+  return moved;
 }
 
 bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t bytes, std::uint64_t offset) {
@@ -102,18 +90,20 @@ Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t byte
   const std::uint64_t body_start = std::min(round_up(offset, unit), offset + bytes) - offset;
   const std::uint64_t body_end = std::max(round_down(offset + bytes, unit), offset + body_start) - offset;
   if (!direct_fits(file, source + body_start, body_end - body_start, offset + body_start)) {
-    return write_buffered(file, source, bytes, offset);
+    return write_range(file, IoMode::kBuffered, source, bytes, offset);
   }
-  Moved moved = write_buffered(file, source, body_start, offset);
+  Moved moved = write_range(file, IoMode::kBuffered, source, body_start, offset);
   if (!moved.status.ok()) return moved;
-  const Moved body = write_direct(file, source + body_start, body_end - body_start, offset + body_start);
+  const Moved body =
+      write_range(file, IoMode::kDirect, source + body_start, body_end - body_start, offset + body_start);
   moved.bytes += body.bytes;
   // EINVAL: the file system's alignment is not what it reported.
   if (!body.status.ok() && body.status.error() != EINVAL) {
     moved.status = body.status;
     return moved;
   }
-  const Moved rest = write_buffered(file, source + moved.bytes, bytes - moved.bytes, offset + moved.bytes);
+  const Moved rest =
+      write_range(file, IoMode::kBuffered, source + moved.bytes, bytes - moved.bytes, offset + moved.bytes);
   moved.bytes += rest.bytes;
   moved.status = rest.status;
   return moved;
@@ -124,7 +114,7 @@ Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t byte
       file.operations().write_pages_at(file.buffered_fd(), source, static_cast<std::size_t>(bytes), offset);
   const std::uint64_t done = count > 0 ? static_cast<std::uint64_t>(count) : 0;
   if (done == bytes) return Moved{bytes, Status{}};
-  Moved rest = write_buffered(file, source + done, bytes - done, offset + done);
+  Moved rest = write_range(file, IoMode::kBuffered, source + done, bytes - done, offset + done);
   rest.bytes += done;
   return rest;
 }
@@ -145,7 +135,7 @@ Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, 
   Moved moved;
   while (moved.bytes < bytes && moved.status.ok()) {
     const std::uint64_t want = std::min<std::uint64_t>(bytes - moved.bytes, kZeroBytes);
-    const Moved part = write_buffered(file, zeros, want, offset + moved.bytes);
+    const Moved part = write_range(file, IoMode::kBuffered, zeros, want, offset + moved.bytes);
     moved.bytes += part.bytes;
     moved.status = part.status;
   }

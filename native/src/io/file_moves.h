@@ -14,13 +14,16 @@
 
 namespace gpufs {
 
-// Through the page cache. Fewer bytes with success: the end of the file.
-Moved read_buffered(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset);
-Moved write_buffered(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
+// The size of the file or block device now.
+Result<std::uint64_t> size_of(BackingFile& file);
 
-// By O_DIRECT; all three aligned. Stops with success after a short count that is not aligned, as at the end of a file.
-Moved read_direct(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset);
-Moved write_direct(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
+// kDirect: by O_DIRECT; memory, offset and size aligned. Stops with success after a short count that is not aligned, as
+// at the end of a file.
+enum class IoMode { kBuffered, kDirect };
+
+// Fewer bytes with success: the end of the file.
+Moved read_range(BackingFile& file, IoMode mode, std::byte* destination, std::uint64_t bytes, std::uint64_t offset);
+Moved write_range(BackingFile& file, IoMode mode, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
 
 // Whether the range is aligned for O_DIRECT.
 bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t bytes, std::uint64_t offset);
@@ -29,7 +32,7 @@ bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t byte
 Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
 
 // Through the pages of a file in memory, which several threads can do at once. What cannot be written that way is left
-// to write_buffered(), which also reports the error.
+// to write_range(), which also reports the error.
 Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
 
 // Makes a range read as zeros: punches a hole if `sparse` is set and the file system can, otherwise writes zeros.

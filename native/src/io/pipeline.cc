@@ -58,9 +58,11 @@ void Pipeline::move(const Chunk& chunk) {
   Work work;
   work.chunk = chunk;
   begin_path(work, chunk.path);
-  if (!without_bounce_buffer_ && memory_.start_ahead(chunk.offset + chunk.bytes)) {
-    drain();
-    memory_.allocate_ahead();
+  if (!without_bounce_buffer_) {
+    if (TargetMemory::AccessGuard access = memory_.start_ahead(chunk.offset + chunk.bytes)) {
+      drain();
+      memory_.allocate_ahead(std::move(access));
+    }
   }
   if (chunk.path == Path::kFastpath && !move_fast(work)) return;
   if (without_bounce_buffer_) {
@@ -160,7 +162,7 @@ void Pipeline::finish(Slot& slot, const Status& device_status) {
   if (status.ok()) status = memory_.target().check_pinned();
   slot.pin = {};
   slot.busy = false;
-  slot.access.end();
+  slot.access.reset();
   if (status.ok() && facts_.load()) {
     slot.work.done += slot.bytes;
     slot.work.count(Path::kFallback, slot.bytes);
@@ -197,15 +199,11 @@ void Pipeline::complete(const Work& work, const Status& status) {
 void Pipeline::skip_hole(const Chunk& chunk) {
   ChunkProgress progress;
   progress.chunk = chunk;
-  std::uint64_t size = 0;
-  Status status;
-  if (file_.operations().size(file_.buffered_fd(), &size) != 0) {
-    status = Status::from_errno(errno, "the backing file's size");
-  }
+  const Result<std::uint64_t> size = size_of(file_);
   const std::uint64_t start = facts_.request.file_offset + chunk.offset;
-  progress.done = progress.skipped = size <= start ? 0 : std::min(chunk.bytes, size - start);
+  if (size.ok() && size.value() > start) progress.done = progress.skipped = std::min(chunk.bytes, size.value() - start);
   count(facts_.details.hole_bytes, progress.done);
-  transfer_.complete(progress, status);
+  transfer_.complete(progress, size.status());
 }
 
 // ---- fastpath: the vendor's library moves the bytes ----
@@ -214,7 +212,7 @@ void Pipeline::skip_hole(const Chunk& chunk) {
 bool Pipeline::move_fast(Work& work) {
   TargetMemory::AccessGuard access = memory_.access();
   const FastOutcome outcome = access ? move_by_vendor(work) : FastOutcome{cancelled_status()};
-  access.end();
+  access.reset();
   if (!outcome.fall_back) {
     complete(work, outcome.status);
     return false;
@@ -271,8 +269,8 @@ Moved Pipeline::call_vendor(const Work& work, const TransferTarget::Piece& piece
 
 // Where fallback is not allowed: the end of a file that was truncated, or a failure without a reason.
 Status Pipeline::stopped_short(const Work& work) {
-  std::uint64_t size = 0;
-  if (facts_.load() && file_.operations().size(file_.buffered_fd(), &size) == 0 && size <= file_offset(work)) return {};
+  const Result<std::uint64_t> size = size_of(file_);
+  if (facts_.load() && size.ok() && size.value() <= file_offset(work)) return {};
   return Status(EIO, "fastpath stopped before the end, and it alone is allowed");
 }
 
@@ -281,7 +279,7 @@ Status Pipeline::stopped_short(const Work& work) {
 void Pipeline::move_without_bounce_buffer(Work& work) {
   TargetMemory::AccessGuard access = memory_.access();
   const Status status = access ? move_in_place(work) : cancelled_status();
-  access.end();
+  access.reset();
   complete(work, status);
 }
 
@@ -310,11 +308,12 @@ Moved Pipeline::read_in_place(const Work& work, const TransferTarget::Piece& pie
   const std::uint64_t body = direct ? round_down(piece.bytes, file_.facts().unit) : 0;
   Moved moved;
   if (direct_fits(file_, memory, body, offset)) {
-    moved = read_direct(file_, memory, body, offset);
+    moved = read_range(file_, IoMode::kDirect, memory, body, offset);
     count_file_bytes(true, moved.bytes);
     if (!moved.status.ok() && moved.status.error() != EINVAL) return moved;
   }
-  const Moved rest = read_buffered(file_, memory + moved.bytes, piece.bytes - moved.bytes, offset + moved.bytes);
+  const Moved rest =
+      read_range(file_, IoMode::kBuffered, memory + moved.bytes, piece.bytes - moved.bytes, offset + moved.bytes);
   count_file_bytes(false, rest.bytes);
   return Moved{moved.bytes + rest.bytes, rest.status};
 }
@@ -332,7 +331,7 @@ Moved Pipeline::read_file(Slot& slot) {
   slot.memory = slot.buffer->data;
   Moved direct;
   if (covering <= slot.buffer->bytes && wants_direct(slot.work)) {
-    direct = read_direct(file_, slot.memory, covering, offset - lead);
+    direct = read_range(file_, IoMode::kDirect, slot.memory, covering, offset - lead);
     slot.memory += lead;
     direct.bytes = std::min(direct.bytes > lead ? direct.bytes - lead : 0, bytes);
     count_file_bytes(true, direct.bytes);
@@ -340,7 +339,8 @@ Moved Pipeline::read_file(Slot& slot) {
     if (!direct.status.ok() && direct.status.error() != EINVAL) return direct;
     if (direct.bytes == bytes) return direct;
   }
-  const Moved rest = read_buffered(file_, slot.memory + direct.bytes, bytes - direct.bytes, offset + direct.bytes);
+  const Moved rest =
+      read_range(file_, IoMode::kBuffered, slot.memory + direct.bytes, bytes - direct.bytes, offset + direct.bytes);
   count_file_bytes(false, rest.bytes);
   return Moved{direct.bytes + rest.bytes, rest.status};
 }
@@ -398,7 +398,7 @@ Moved Pipeline::write_out(const std::byte* memory, std::uint64_t bytes, std::uin
   const observe::Span span(observe::TraceKind::kFileWrite, device_index_, offset, bytes, facts_.trace_id);
   Moved moved = direct                              ? write_split(file_, memory, bytes, offset)
                 : transfer_.store_file().by_pages() ? write_pages(file_, memory, bytes, offset)
-                                                    : write_buffered(file_, memory, bytes, offset);
+                                                    : write_range(file_, IoMode::kBuffered, memory, bytes, offset);
   count_file_bytes(direct, moved.bytes);
   return moved;
 }

@@ -26,16 +26,10 @@ Status Scheduler::submit(std::shared_ptr<Job> job) {
   {
     const std::lock_guard lock(mutex_);
     if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
-    Queue& queue = queue_of(*job);
-    if (job->owner().queued && queue.listed >= kMostQueued) {
-      job->listed_ = true;
-      queue.waiting.push_back(std::move(job));
-      return {};
-    }
-    add_locked(std::move(job));
+    entries_.push_back({std::move(job)});
+    start_missing_locked();
     if (alive_ == 0) {
-      Entries refused;  // its caller has a reference
-      remove_locked(std::prev(entries_.end()), &refused);
+      entries_.pop_back();  // its caller has a reference
       return Status(EAGAIN, "no thread could be started for the transfer");
     }
   }
@@ -43,61 +37,42 @@ Status Scheduler::submit(std::shared_ptr<Job> job) {
   return {};
 }
 
-void Scheduler::add_locked(std::shared_ptr<Job> job) {
-  if (job->owner().queued) ++queue_of(*job).listed;
-  job->listed_ = true;
-  entries_.push_back({std::move(job)});
-  start_missing_locked();
-}
-
-void Scheduler::remove_locked(Entries::iterator entry, Entries* removed) {
-  Job& job = *entry->job;
-  job.listed_ = false;
-  removed->splice(removed->end(), entries_, entry);
-  if (!job.owner().queued) return;
-  Queue& queue = queue_of(job);
-  --queue.listed;
-  if (queue.waiting.empty()) return;
-  std::shared_ptr<Job> next = std::move(queue.waiting.front());
-  queue.waiting.pop_front();
-  add_locked(std::move(next));
-}
-
-void Scheduler::remove_finished_locked(Entries* removed) {
-  for (auto entry = entries_.begin(); entry != entries_.end();) {
-    // A thread that counts as its client's closes a file that may hang.
-    if (!entry->finished() || entry->job->owner().group == Job::kMayHang) {
-      ++entry;
-      continue;
-    }
-    // Found again from the one before, since removing the last entry may add another one.
-    const auto before = entry == entries_.begin() ? entries_.end() : std::prev(entry);
-    remove_locked(entry, removed);
-    entry = before == entries_.end() ? entries_.begin() : std::next(before);
-  }
-  if (entries_.empty()) std::erase_if(clients_, [](const auto& client) { return client.second == 0; });
-}
-
 void Scheduler::update() {
-  Entries removed;
+  Entries finished;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
-    remove_finished_locked(&removed);
+    finished = take_finished_locked();
     start_missing_locked();
   }
   changed_.notify_all();
 }
 
+Scheduler::Entries Scheduler::take_finished_locked() {
+  Entries finished;
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    const auto next = std::next(entry);
+    // A thread that counts as its client's closes a file that may hang.
+    if (entry->finished() && entry->job->group() != Job::kMayHang) {
+      finished.splice(finished.end(), entries_, entry);
+    }
+    entry = next;
+  }
+  if (entries_.empty()) std::erase_if(clients_, [](const auto& client) { return client.second == 0; });
+  return finished;
+}
+
 void Scheduler::release(std::shared_ptr<Job> job) {
-  if (job->owner().group != Job::kMayHang) return;
+  if (job->group() != Job::kMayHang) return;
   {
     const std::lock_guard lock(mutex_);
     if (ending_) return;  // the lock is released first
-    if (job->listed_) {   // so this is not the last reference
+    // While it is in the list, this is not the last reference.
+    if (std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.job == job; })) {
       job.reset();
       return;
     }
-    add_locked(std::move(job));
+    entries_.push_back({std::move(job)});
+    start_missing_locked();
   }
   changed_.notify_one();
 }
@@ -124,15 +99,13 @@ void Scheduler::start_missing_locked() {
 // The client with the fewest threads, of its jobs the one with the fewest, and among equals the one that got a thread
 // longest ago.
 Scheduler::Entries::iterator Scheduler::choose_locked() {
-  const auto rank = [this](const Entry& entry) {
-    return std::make_pair(clients_[entry.job->owner().client], entry.running);
-  };
+  const auto rank = [this](const Entry& entry) { return std::make_pair(clients_[entry.job->client()], entry.running); };
   auto best = entries_.end();
   for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
-    const Job::Owner& owner = entry->job->owner();
+    const Job& job = *entry->job;
     if (ending_ && !entry->finished()) continue;
-    if (entry->running >= entry->wanted() || clients_[owner.client] >= share_) continue;
-    if (owner.group != Job::kNeverStalls && groups_[owner.group] >= share_) continue;
+    if (entry->running >= entry->wanted() || clients_[job.client()] >= share_) continue;
+    if (job.group() != Job::kNeverStalls && groups_[job.group()] >= share_) continue;
     if (best == entries_.end() || rank(*entry) < rank(*best)) best = entry;
   }
   return best;
@@ -142,17 +115,16 @@ bool Scheduler::turn_over(const Job& job, Clock::time_point since) {
   const std::lock_guard lock(mutex_);
   if (ending_) return true;
   // If a group has all the threads it may have, its other jobs wait for this thread even if other threads are idle.
-  const Job::Owner& owner = job.owner();
-  int& together = groups_[owner.group];
-  const bool full = owner.group != Job::kNeverStalls && together >= share_;
+  int& together = groups_[job.group()];
+  const bool full = job.group() != Job::kNeverStalls && together >= share_;
   if (!full && (idle_ > 0 || alive_ < threads())) return false;
   if (full) --together;
   const auto next = choose_locked();
   if (full) ++together;
   if (next == entries_.end()) return false;
-  const std::uint64_t next_client = next->job->owner().client;
-  if (next_client != owner.client) {
-    if (clients_[next_client] + 1 < clients_[owner.client]) return true;
+  const std::uint64_t next_client = next->job->client();
+  if (next_client != job.client()) {
+    if (clients_[next_client] + 1 < clients_[job.client()]) return true;
   } else {
     const auto is_mine = [&](const Entry& entry) { return entry.job.get() == &job; };
     if (next->running + 1 < std::find_if(entries_.begin(), entries_.end(), is_mine)->running) return true;
@@ -177,8 +149,8 @@ void Scheduler::thread_main() {
     std::shared_ptr<Job> job = entry->job;
     // They keep their addresses: entries and clients are removed only while no thread counts for them.
     entries_.splice(entries_.end(), entries_, entry);
-    int& client = clients_[job->owner().client];
-    int& together = groups_[job->owner().group];
+    int& client = clients_[job->client()];
+    int& together = groups_[job->group()];
     ++client;
     ++together;
     ++entry->running;
@@ -187,14 +159,14 @@ void Scheduler::thread_main() {
     lock.lock();
     --entry->running;
     if (entry->running == 0) entry->waiting_since = Clock::now();
-    Entries removed;
-    if (entry->finished()) remove_locked(entry, &removed);
-    remove_finished_locked(&removed);
+    Entries finished;
+    if (entry->finished()) finished.splice(finished.end(), entries_, entry);
+    finished.splice(finished.end(), take_finished_locked());
     const bool more = !entries_.empty();
     lock.unlock();
     if (more) changed_.notify_one();
     // The thread still counts: the last reference closes the file, which may hang.
-    removed.clear();
+    finished.clear();
     job.reset();
     lock.lock();
     --client;
@@ -218,7 +190,7 @@ int Scheduler::shutdown(std::chrono::milliseconds grace, std::chrono::millisecon
     finished_.wait_for(lock, std::min(grace, hang_grace), [&] { return alive_ == 0; });
     hung = alive_;
     threads.swap(threads_);
-    while (hung == 0 && !entries_.empty()) remove_locked(entries_.begin(), &dropped);
+    if (hung == 0) dropped.swap(entries_);
   }
   for (std::thread& thread : threads) {
     // Threads that hang keep this object alive themselves.

@@ -4,13 +4,10 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <list>
 #include <map>
 #include <memory>
@@ -44,20 +41,15 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
    public:
     // Jobs whose files share one device form a group. A group gets at most as many threads as one client.
     static constexpr std::uint64_t kNeverStalls = 0;  // no group
-    static constexpr std::uint64_t kMayHang = 1;      // behind a network or a user's process
-    struct Owner {
-      std::uint64_t client = 0;
-      std::uint64_t group = kNeverStalls;  // other groups are local disks
-      // One of many: at most kMostQueued of these compete for threads, the others wait in their order.
-      bool queued = false;
-    };
+    static constexpr std::uint64_t kMayHang = 1;      // behind a network or a user's process; others are local disks
 
-    explicit Job(const Owner& owner) : owner_(owner) {}
+    Job(std::uint64_t client, std::uint64_t group) : client_(client), group_(group) {}
     virtual ~Job() = default;
     Job(const Job&) = delete;
     Job& operator=(const Job&) = delete;
 
-    [[nodiscard]] const Owner& owner() const { return owner_; }
+    [[nodiscard]] std::uint64_t client() const { return client_; }
+    [[nodiscard]] std::uint64_t group() const { return group_; }
     // How many threads it could use, including those that serve it; 0 once it needs none any more.
     [[nodiscard]] int useful_threads() const { return useful_threads_.load(std::memory_order_relaxed); }
     // Serves it until nothing is left or the turn is over. May hang in a file.
@@ -68,14 +60,10 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     void set_useful_threads(int count) { useful_threads_.store(count, std::memory_order_relaxed); }
 
    private:
-    friend class Scheduler;
-    const Owner owner_;
+    const std::uint64_t client_;
+    const std::uint64_t group_;
     std::atomic<int> useful_threads_{1};
-    bool listed_ = false;  // in the scheduler, which guards this
   };
-
-  // Enough to keep all threads busy.
-  static constexpr std::size_t kMostQueued = 64;
 
   // share: threads that one client has at most; spare: additional threads for other clients. node: -1 for no affinity.
   // Threads start when they are needed for the first time.
@@ -85,8 +73,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   // ESHUTDOWN after shutdown(); EAGAIN if there is no thread to serve it.
   Status submit(std::shared_ptr<Job> job);
+  // A job needs more threads, or none any more.
   void update();
-  // Drops a reference to one of their jobs without waiting, even if it is the last one and closing its file hangs.
+  // Drops a reference to one of its jobs without waiting, even if it is the last one and closing its file hangs.
   void release(std::shared_ptr<Job> job);
 
   // Waits until every thread has left its job and joins them: up to `grace`, and up to `hang_grace` once only threads
@@ -117,17 +106,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   [[nodiscard]] bool turn_over(const Job& job, Clock::time_point since);
   Entries::iterator choose_locked();
   void start_missing_locked();
-  void add_locked(std::shared_ptr<Job> job);
-  // Moves an entry to `removed`, which is destroyed without the lock, and adds the next one of its queue.
-  void remove_locked(Entries::iterator entry, Entries* removed);
-  // Removes finished jobs that any thread may destroy.
-  void remove_finished_locked(Entries* removed);
-  // Jobs with Owner::queued. Those of files that may hang have a queue of their own.
-  struct Queue {
-    std::size_t listed = 0;                    // in entries_
-    std::deque<std::shared_ptr<Job>> waiting;  // for a place there
-  };
-  Queue& queue_of(const Job& job) { return queues_[job.owner().group == Job::kMayHang ? 1 : 0]; }
+  // Finished jobs that any thread may destroy, without the lock.
+  Entries take_finished_locked();
 
   const int node_;
   const int share_;
@@ -138,7 +118,6 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::condition_variable changed_;   // jobs for idle threads, or the end
   std::condition_variable finished_;  // a thread left its job or ended
   Entries entries_;
-  std::array<Queue, 2> queues_;
   std::map<std::uint64_t, int> clients_;  // threads that serve each client
   std::map<std::uint64_t, int> groups_;   // threads in jobs of each group
   std::vector<std::thread> threads_;

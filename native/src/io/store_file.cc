@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <cstddef>
 
+#include "io/file_moves.h"
+
 namespace gpufs {
 namespace {
 
@@ -37,10 +39,9 @@ Status StoreFile::finish(std::uint64_t reached, std::uint64_t touched) {
   const std::uint64_t highest = std::max(preallocated_end_, touched == 0 ? 0 : offset_ + touched);
   const std::uint64_t end = reached == 0 ? original_size_ : offset_ + reached;
   if (highest == 0) return {};
-  std::uint64_t size = 0;
-  if (file_.operations().size(file_.buffered_fd(), &size) != 0) {
-    return Status::from_errno(errno, "the backing file's size");
-  }
+  const Result<std::uint64_t> known = size_of(file_);
+  if (!known.ok()) return known.status();
+  const std::uint64_t size = known.value();
   const std::uint64_t wanted_size = std::max(end, original_size_);
   // A larger size was set by another writer.
   const bool too_long = size > wanted_size && size <= highest;

@@ -35,9 +35,7 @@ TargetMemory::AccessGuard TargetMemory::access() {
   return AccessGuard(this);
 }
 
-void TargetMemory::AccessGuard::end() {
-  TargetMemory* const memory = std::exchange(memory_, nullptr);
-  if (memory == nullptr) return;
+void TargetMemory::EndAccess::operator()(TargetMemory* memory) const {
   const std::lock_guard lock(memory->mutex_);
   --memory->accesses_;
 }
@@ -72,24 +70,23 @@ std::uint64_t TargetMemory::next_step_locked() const {
   return std::min(std::clamp(allocated_end_, kFirstStep, kLargestStep), largest_step_);
 }
 
-bool TargetMemory::start_ahead(std::uint64_t position) {
-  if (!load_ || growing_ == nullptr) return false;
+TargetMemory::AccessGuard TargetMemory::start_ahead(std::uint64_t position) {
+  if (!load_ || growing_ == nullptr) return nullptr;
   const std::lock_guard lock(mutex_);
-  if (closed_ || allocating_ || largest_step_ == 0 || allocated_end_ >= total_) return false;
+  if (closed_ || allocating_ || largest_step_ == 0 || allocated_end_ >= total_) return nullptr;
   // Half a step ahead, so that other threads need not wait while this one allocates.
-  if (position + next_step_locked() / 2 <= allocated_end_) return false;
+  if (position + next_step_locked() / 2 <= allocated_end_) return nullptr;
   ++accesses_;
   allocating_ = true;
-  return true;
+  return AccessGuard(this);
 }
 
-void TargetMemory::allocate_ahead() {
+void TargetMemory::allocate_ahead(AccessGuard /*access*/) {
   std::unique_lock lock(mutex_);
   const std::uint64_t step = std::min(total_ - allocated_end_, next_step_locked());
   const Status status = allocate_on(lock, allocated_end_ + step);
   // Smaller steps next time. The chunk that finds no memory reports why there is none.
   if (!status.ok()) largest_step_ = step / 2 < smallest_step_ ? 0 : step / 2;
-  --accesses_;
 }
 
 Status TargetMemory::allocate_to(std::uint64_t end, bool may_wait) {

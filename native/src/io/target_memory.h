@@ -31,24 +31,10 @@ class TargetMemory {
 
   // Every access to the memory happens while an AccessGuard exists. It is empty once the transfer was left behind: then
   // nothing may reach the memory. A thread must not wait for a file that may hang while it has one.
-  class AccessGuard {
-   public:
-    AccessGuard() = default;
-    AccessGuard(AccessGuard&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
-    AccessGuard& operator=(AccessGuard&& other) noexcept {
-      end();
-      memory_ = std::exchange(other.memory_, nullptr);
-      return *this;
-    }
-    ~AccessGuard() { end(); }
-    explicit operator bool() const { return memory_ != nullptr; }
-    void end();
-
-   private:
-    friend class TargetMemory;
-    explicit AccessGuard(TargetMemory* memory) : memory_(memory) {}
-    TargetMemory* memory_ = nullptr;
+  struct EndAccess {
+    void operator()(TargetMemory* memory) const;
   };
+  using AccessGuard = std::unique_ptr<TargetMemory, EndAccess>;
   [[nodiscard]] AccessGuard access();
 
   [[nodiscard]] bool can_have_holes() const { return growing_ != nullptr; }
@@ -64,10 +50,10 @@ class TargetMemory {
 
   // How much there is to move. Before the first chunk.
   void set_total(std::uint64_t total) { total_ = total; }
-  // Whether the calling thread should allocate memory ahead of `position`, up to which chunks were handed out. If so it
-  // must call allocate_ahead() next, with no pins.
-  [[nodiscard]] bool start_ahead(std::uint64_t position);
-  void allocate_ahead();
+  // Not null if the calling thread is to allocate memory ahead of `position`, up to which chunks were handed out. It
+  // must then call allocate_ahead() next, with no pins.
+  [[nodiscard]] AccessGuard start_ahead(std::uint64_t position);
+  void allocate_ahead(AccessGuard access);
 
   // Ends a load at `reached`: publishes the size and frees what was allocated beyond. touched: end of the highest
   // chunk that was handed out. A buffer that was made smaller in the meantime stays so, as if that had come after the

@@ -39,12 +39,8 @@ bool has_hole(TransferTarget& target, std::uint64_t offset, std::uint64_t bytes)
 
 Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
 
-Scheduler::Job::Owner owner_of(const TransferRequest& request) {
-  const BackingFacts& facts = request.file->facts();
-  const std::uint64_t group = facts.may_hang     ? Scheduler::Job::kMayHang
-                              : facts.always_hot ? Scheduler::Job::kNeverStalls
-                                                 : facts.device;
-  return {request.client, group, request.queued};
+std::uint64_t group_of(const BackingFacts& file) {
+  return file.may_hang ? Scheduler::Job::kMayHang : file.always_hot ? Scheduler::Job::kNeverStalls : file.device;
 }
 
 TransferFacts facts_of(const TransferRequest& request) {
@@ -90,7 +86,7 @@ void TransferRequest::set_range(std::shared_ptr<DeviceContext> device, DeviceAdd
 
 Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Scheduler> scheduler,
                    const TransferRequest& request)
-    : Job(owner_of(request)),
+    : Job(request.client, group_of(request.file->facts())),
       engine_(std::move(engine)),
       scheduler_(std::move(scheduler)),
       facts_(facts_of(request)),
@@ -218,8 +214,10 @@ Result<Plan> Transfer::prepare() {
   if (ready.ok()) ready = facts_.device->device().bind_thread();
   if (!ready.ok()) return ready;
   std::uint64_t file_size = 0;
-  if ((load() || !file().facts().block_device) && file().operations().size(file().buffered_fd(), &file_size) != 0) {
-    return Status::from_errno(errno, "the backing file's size");
+  if (load() || !file().facts().block_device) {
+    const Result<std::uint64_t> known = size_of(file());
+    if (!known.ok()) return known.status();
+    file_size = known.value();
   }
   const Result<std::uint64_t> total = total_bytes(file_size);
   if (!total.ok()) return total.status();
@@ -242,7 +240,7 @@ Result<std::uint64_t> Transfer::total_bytes(std::uint64_t file_size) {
     if (file_size == 0 && request().bytes > 0) {
       // Empty, or a file that has bytes and reports no size (/proc): then one chunk is read.
       std::byte probe;
-      const Moved first = read_buffered(file(), &probe, 1, request().file_offset);
+      const Moved first = read_range(file(), IoMode::kBuffered, &probe, 1, request().file_offset);
       if (!first.status.ok()) return first.status;
       if (first.bytes > 0) available = options().chunk_bytes;
     }

@@ -54,7 +54,6 @@ struct TransferRequest {
   // share, even if its files hang.
   std::uint64_t client = 0;
   int share = 0;               // threads at most; 0: the client's share
-  bool queued = false;         // Scheduler::Job::Owner::queued
   std::uint64_t trace_id = 0;  // its number in traces; 0: the next one
   // Called once with the outcome, on the thread that ends the transfer (inside start() only for a request of no
   // bytes). Must not block. Not called if start() fails.
