@@ -299,7 +299,7 @@ typedef struct {
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
   int32_t keeper_fd;        /* the socket to the keeper of descriptors, the caller's; -1: the mount dies with it */
-  int32_t journal_fd;       /* of gpufs_mount_journal() of the process that served the mount before; taken over. -1: new */
+  int32_t journal_fd; /* of gpufs_mount_journal() of the process that served the mount before; taken over. -1: new */
   const gpufs_kept_fd* kept; /* what that process had the keeper keep; taken over */
   uint64_t kept_count;
 } gpufs_mount_options;

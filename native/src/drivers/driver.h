@@ -295,8 +295,8 @@ class Device {
   // Keeps the memory that is created from now on for another process; before the first. Null: it dies with this one.
   void set_keeper(std::shared_ptr<MemoryKeeper> keeper) { keeper_ = std::move(keeper); }
   [[nodiscard]] const std::shared_ptr<MemoryKeeper>& keeper() const { return keeper_; }
-  // The memory with this number that the last process kept. populated: what exists of it, in ascending order; the rest is
-  // released. Once for each number.
+  // The memory with this number that the last process kept. populated: what exists of it, in ascending order; the rest
+  // is released. Once for each number.
   virtual Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t /*number*/,
                                                                std::span<const MemorySpan> /*populated*/) {
     return Status(EOPNOTSUPP, "this driver's memory dies with the process");

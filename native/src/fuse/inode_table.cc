@@ -526,7 +526,9 @@ Status InodeTable::restore() {
 }
 
 std::vector<std::uint64_t> InodeTable::doubtful() const {
-  const auto expects = [](const std::shared_ptr<DeviceContext>& device) { return device->reclaim().expected_files() > 0; };
+  const auto expects = [](const std::shared_ptr<DeviceContext>& device) {
+    return device->reclaim().expected_files() > 0;
+  };
   std::vector<std::uint64_t> found;
   if (std::ranges::none_of(devices_, expects)) return found;
   for (const std::shared_ptr<Inode>& inode : all()) {

@@ -195,8 +195,8 @@ class InodeTable {
   Status restore();
   // The link count that follows from an inode's names; without any, it is removed unless something uses it.
   void restore_links(std::shared_ptr<Inode> inode, std::uint32_t links);
-  // Restored files without names that nothing has open, and that the kernel has not forgotten for a while. Perhaps it has:
-  // FORGETs that the last process had read are lost.
+  // Restored files without names that nothing has open, and that the kernel has not forgotten for a while. Perhaps it
+  // has: FORGETs that the last process had read are lost.
   [[nodiscard]] std::vector<std::uint64_t> doubtful() const;
   // Removes an inode without names and references. The executor frees the memory once nothing uses it, so the caller
   // should keep no pointer.

@@ -46,7 +46,7 @@ struct MountOptions {
   std::uint64_t user_bytes = 0;      // device memory for each plain user on each device; 0: no limit
   // How long a write that finds the device full waits for memory of removed files to come back.
   std::chrono::milliseconds space_timeout{3000};
-  std::shared_ptr<HostLocks> locks;           // of the memory of requests; null: no device copies from and to it
+  std::shared_ptr<HostLocks> locks;  // of the memory of requests; null: no device copies from and to it
   // Where the mount's state is kept; one that Journal::restore() returned has the state of a mount that this one
   // continues. Null: it dies with the process.
   std::shared_ptr<journal::Journal> journal;
@@ -65,8 +65,8 @@ class Mount final : private RequestHandler {
   Mount& operator=(const Mount&) = delete;
 
   Status start();
-  // Frees the memory of restored files that the kernel has forgotten without this process's knowledge: call it from time
-  // to time.
+  // Frees the memory of restored files that the kernel has forgotten without this process's knowledge: call it from
+  // time to time.
   void release_forgotten();
 
   // OK if another process can continue the mount; else the reason for users.

@@ -96,13 +96,15 @@ template <typename Found, typename Read>
 std::vector<Found> all(const journal::Journal* journal, std::uint32_t kind, Read read) {
   std::vector<Found> found;
   if (journal == nullptr) return found;
-  journal->each(kind, [&](std::uint64_t id, std::span<const std::byte> value) { found.push_back(read(id, Reader(value))); });
+  journal->each(kind,
+                [&](std::uint64_t id, std::span<const std::byte> value) { found.push_back(read(id, Reader(value))); });
   return found;
 }
 
 }  // namespace
 
-Records::Records(std::shared_ptr<journal::Journal> journal) : journal_(std::move(journal)), name_numbers_(journal_.get(), journal::Numbers::kNames, 1) {
+Records::Records(std::shared_ptr<journal::Journal> journal)
+    : journal_(std::move(journal)), name_numbers_(journal_.get(), journal::Numbers::kNames, 1) {
   if (journal_ == nullptr) return;
   // They stay as they are: this process may die, too, before it has answered the requests.
   journal_->each(kOutcome, [&](std::uint64_t id, std::span<const std::byte> value) {
@@ -296,13 +298,14 @@ std::vector<std::pair<std::uint64_t, FileRecord>> Records::files() const {
 }
 
 std::vector<std::pair<std::uint64_t, std::uint64_t>> Records::numbers(Kind kind) const {
-  return all<std::pair<std::uint64_t, std::uint64_t>>(
-      journal_.get(), kind, [](std::uint64_t id, Reader reader) { return std::pair(id, reader.number<std::uint64_t>()); });
+  return all<std::pair<std::uint64_t, std::uint64_t>>(journal_.get(), kind, [](std::uint64_t id, Reader reader) {
+    return std::pair(id, reader.number<std::uint64_t>());
+  });
 }
 
 std::optional<std::pair<std::uint64_t, std::uint64_t>> Records::init() const {
-  const auto found = all<std::pair<std::uint64_t, std::uint64_t>>(
-      journal_.get(), kInit, [](std::uint64_t, Reader reader) {
+  const auto found =
+      all<std::pair<std::uint64_t, std::uint64_t>>(journal_.get(), kInit, [](std::uint64_t, Reader reader) {
         const auto offered = reader.number<std::uint64_t>();
         return std::pair(offered, reader.number<std::uint64_t>());
       });

@@ -141,8 +141,8 @@ class Records {
   journal::Numbers name_numbers_;
   // Of the last process, by request; constant.
   std::unordered_map<std::uint64_t, Outcome> before_;
-  std::vector<std::uint64_t> old_outcomes_;      // their records
-  std::uint64_t first_outcome_ = 0;              // of this process
+  std::vector<std::uint64_t> old_outcomes_;  // their records
+  std::uint64_t first_outcome_ = 0;          // of this process
 };
 
 }  // namespace gpufs::fuse

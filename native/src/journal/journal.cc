@@ -84,8 +84,7 @@ Status Journal::map(UniqueFd file) {
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return Status::from_errno(errno, "the journal");
   if (status.st_size < static_cast<off_t>(kHeaderBytes)) return Status(EPROTO, "the journal is too short");
-  void* const base =
-      ::mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(), 0);
+  void* const base = ::mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(), 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "mapping the journal");
   // Only the mount's process may change it, and core files must not contain names.
   ::madvise(base, kMappedBytes, MADV_DONTFORK);
@@ -165,7 +164,8 @@ Status Journal::add_segment(std::size_t size_class) {
   const std::uint64_t start = file_bytes_;
   const std::uint64_t end = start + std::max(kSegmentBytes, block_bytes);
   // Allocated now: a machine without memory must not end the process when it stores a value.
-  if (end > kMappedBytes || ::fallocate(file_.get(), 0, static_cast<off_t>(start), static_cast<off_t>(end - start)) != 0) {
+  if (end > kMappedBytes ||
+      ::fallocate(file_.get(), 0, static_cast<off_t>(start), static_cast<off_t>(end - start)) != 0) {
     return Status(ENOMEM, "no memory for the journal");
   }
   for (std::uint64_t offset = end; offset > start; offset -= block_bytes) {

@@ -103,7 +103,7 @@ class Journal {
 
   mutable std::mutex mutex_;  // guards all below; innermost
   std::map<Key, Entry> entries_;
-  std::map<std::uint64_t, Key> removed_;  // the removed entries, by order
+  std::map<std::uint64_t, Key> removed_;    // the removed entries, by order
   std::multiset<std::uint64_t> under_way_;  // when the transactions began
   std::array<std::vector<std::uint64_t>, kSizeClasses> free_;
   std::uint64_t file_bytes_ = 0;

@@ -1,4 +1,5 @@
-// What all kinds of buffers share: parts of pins, and what a copy between buffers checks and counts.
+// What all kinds of buffers share: what a copy between buffers checks and counts, and what a buffer of fixed size
+// refuses.
 
 #include "memory/buffer.h"
 
@@ -48,6 +49,31 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
   activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
   return done;
+}
+
+Status Buffer::fixed_size() { return {EPERM, "a registered file has a fixed size and the memory of its program"}; }
+
+Status Buffer::refuse_change() {
+  Status usable = pin_for_read(0, 0).status();
+  return usable.ok() ? fixed_size() : usable;
+}
+
+Result<Buffer::Gathered> Buffer::gather(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, Wait /*wait*/) {
+  return Status(EOPNOTSUPP, "the memory of another program is copied");
+}
+
+Status Buffer::allocate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
+  return refuse_change();
+}
+
+Status Buffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return refuse_change(); }
+
+Status Buffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
+  return refuse_change();
+}
+
+Result<std::shared_ptr<Buffer::Lease>> Buffer::lease(bool /*writable*/, bool /*exports*/, std::string /*label*/) {
+  return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
 }
 
 }  // namespace gpufs

@@ -43,6 +43,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
+  [[nodiscard]] Buffer* growing() override { return this; }
   void preallocate_on_growth() override;
   [[nodiscard]] bool may_trim() const override;
   bool trim(std::chrono::milliseconds timeout) override;

@@ -28,8 +28,7 @@ Status ExtentBuffer::restore(const KeptContents& contents) {
     if (context_->slabs() == nullptr) return Status(EPROTO, "a small file on a device without slabs");
     replace(std::make_shared<Snapshot>(*this, context_->slabs()->take_restored(contents.slot, owner())));
   } else if (contents.memory != 0) {
-    Result<std::unique_ptr<DeviceMemory>> memory =
-        context_->device().restore_memory(contents.memory, contents.extents);
+    Result<std::unique_ptr<DeviceMemory>> memory = context_->device().restore_memory(contents.memory, contents.extents);
     if (!memory.ok()) return memory.status();
     memory_ = memory.take();
     const std::uint64_t bytes = std::bit_ceil(std::max(end_of(contents.extents), AddressSpace::kSmallRange));

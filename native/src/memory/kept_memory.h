@@ -57,8 +57,8 @@ class KeptMemory final : public MemoryKeeper {
   journal::Numbers keys_;
   const int keeper_;
 
-  mutable std::mutex mutex_;  // guards all below; held over sending
-  std::map<std::uint64_t, int> held_;  // descriptors of the callers, which stay open until drop()
+  mutable std::mutex mutex_;                             // guards all below; held over sending
+  std::map<std::uint64_t, int> held_;                    // descriptors of the callers, which stay open until drop()
   std::map<std::uint64_t, std::vector<Piece>> untaken_;  // of the last process, by memory
   Status health_;
 };

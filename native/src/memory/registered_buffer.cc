@@ -16,8 +16,6 @@ constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two ch
 
 Status stale() { return {ESTALE, "the program that registered this memory has withdrawn it"}; }
 
-Status fixed() { return {EPERM, "a registered file has a fixed size and the memory of its program"}; }
-
 }  // namespace
 
 class RegisteredBuffer::MappingUse {
@@ -124,7 +122,7 @@ Status RegisteredBuffer::check_pinned() {
 
 Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) const {
   if (!writable_) return {EPERM, "this memory is registered for reading only"};
-  if (offset >= bytes_ && bytes != 0) return fixed();
+  if (offset >= bytes_ && bytes != 0) return fixed_size();
   if (bytes > bytes_ - std::min(offset, bytes_)) return {EFBIG, "a registered file has a fixed size"};
   return {};
 }
@@ -148,16 +146,12 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::ui
 Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) {
   const auto use = std::make_shared<MappingUse>();
   Status status = begin(use.get());
-  if (status.ok()) status = populate(offset, bytes);
+  if (status.ok()) status = check_write(offset, bytes);
+  if (status.error() == EFBIG) status = fixed_size();
   if (!status.ok()) return status;
   Pin pin{{}, use};
   if (bytes != 0) pin.pieces.push_back({use->address() + offset, offset, bytes});
   return pin;
-}
-
-Status RegisteredBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
-  Status status = check_write(offset, bytes);
-  return status.error() == EFBIG ? fixed() : status;
 }
 
 Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait /*wait*/) {
@@ -182,10 +176,6 @@ Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<cons
   if (status.ok()) status = check_intact(use);
   if (!status.ok()) return status;
   return source.size();
-}
-
-Result<Buffer::Gathered> RegisteredBuffer::gather(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, Wait /*wait*/) {
-  return Status(EOPNOTSUPP, "the memory of another program is copied");
 }
 
 Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
@@ -234,30 +224,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
 }
 
 Status RegisteredBuffer::resize(std::uint64_t size, Wait /*wait*/) {
-  MappingUse use;
-  Status status = begin(&use);
-  return !status.ok() || size == bytes_ ? status : fixed();
-}
-
-Status RegisteredBuffer::refuse() {
-  MappingUse use;
-  Status status = begin(&use);
-  return status.ok() ? fixed() : status;
-}
-
-Status RegisteredBuffer::allocate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
-  return refuse();
-}
-
-Status RegisteredBuffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return refuse(); }
-
-Status RegisteredBuffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
-  return refuse();
-}
-
-Result<std::shared_ptr<Buffer::Lease>> RegisteredBuffer::lease(bool /*writable*/, bool /*exports*/,
-                                                               std::string /*label*/) {
-  return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
+  return size == bytes_ ? pin_for_read(0, 0, Wait::kAllowed).status() : refuse_change();
 }
 
 }  // namespace gpufs

@@ -139,9 +139,7 @@ std::shared_ptr<const SlabPool::Slot> SlabPool::take_restored(const Extent& slot
   return make_slot(slab, index, slot.bytes);
 }
 
-std::uint64_t SlabPool::address_bytes() const {
-  return std::bit_ceil(std::max(context_.info().total_bytes, granule_));
-}
+std::uint64_t SlabPool::address_bytes() const { return std::bit_ceil(std::max(context_.info().total_bytes, granule_)); }
 
 Status SlabPool::add_slab(std::size_t size_class, Wait wait) {
   Device& device = context_.device();

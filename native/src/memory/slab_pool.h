@@ -51,8 +51,8 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner = {},
                                            bool may_add_slab = true, Wait wait = Wait::kAllowed);
 
-  // The slabs of the last process, in the memory with this number, with these slots in use. Before anything else. Each of
-  // the slots is then taken once.
+  // The slabs of the last process, in the memory with this number, with these slots in use. Before anything else. Each
+  // of the slots is then taken once.
   Status restore(std::uint64_t memory, std::span<const Extent> slots);
   std::shared_ptr<const Slot> take_restored(const Extent& slot, std::weak_ptr<ExtentBuffer> owner);
 
