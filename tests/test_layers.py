@@ -14,7 +14,7 @@ from gpufs import engine
 ROOT = Path(__file__).resolve().parents[1]
 
 # A part may use those before it.
-NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async", "fuse", "abi"]
+NATIVE_ORDER = ["base", "observe", "journal", "drivers", "device", "memory", "io", "async", "fuse", "abi"]
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
