@@ -153,7 +153,7 @@ def attach(
     NotOnMount
         The file is not on a gpufs mount.
     DeviceFull, QuotaExceeded
-        There is no memory for holes or a private copy, or it would exceed a limit.
+        The device lacks memory for holes or a private copy, or that would exceed a limit.
     DaemonDied
         The mount's daemon has died.
     OSError

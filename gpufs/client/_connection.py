@@ -20,39 +20,13 @@ from gpufs import protocol, syscalls
 from gpufs._version import __version__
 from gpufs.client._copy_types import Cancellation
 from gpufs.modes import Mode
-from gpufs.protocol import (
-    Answer,
-    Attach,
-    Attached,
-    ClientMessage,
-    Copy,
-    Detach,
-    Direction,
-    Done,
-    Fastpath,
-    Goodbye,
-    Hello,
-    Pieces,
-    Progress,
-    ProtocolError,
-    Refresh,
-    Register,
-    Request,
-    Result,
-    Revoke,
-    ServerMessage,
-    SetQuota,
-    Sync,
-    Unregister,
-    Welcome,
-)
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.client._shared_memory import Share
     from gpufs.engine import SharedPiece
 
-Memory: TypeAlias = "tuple[Attached, list[SharedPiece]]"
+Memory: TypeAlias = "tuple[protocol.Attached, list[SharedPiece]]"
 
 _CONNECT_SECONDS: Final = 15  # to connect, and then for the daemon's welcome
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
@@ -70,11 +44,11 @@ _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 class _Pending:
     """A request in progress: the kind of message that answers it, and as much of the answer as has come."""
 
-    __slots__ = ("abandoned", "failure", "kind", "message", "pieces", "progress")
-
-    def __init__(self, kind: type[ServerMessage], progress: Callable[[Progress], None] | None = None) -> None:
+    def __init__(
+        self, kind: type[protocol.ServerMessage], progress: Callable[[protocol.Progress], None] | None = None
+    ) -> None:
         self.kind = kind
-        self.message: ServerMessage | None = None
+        self.message: protocol.ServerMessage | None = None
         self.pieces: list[SharedPiece] = []  # after Attached
         self.failure: OSError | None = None  # why a part of the answer was lost
         self.abandoned = False  # no caller waits for it
@@ -85,7 +59,7 @@ class _Pending:
         """Whether nothing more comes."""
         if self.failure is not None:
             return True
-        if isinstance(self.message, Attached):
+        if isinstance(self.message, protocol.Attached):
             return len(self.pieces) >= self.message.pieces
         return self.message is not None
 
@@ -94,13 +68,16 @@ class _Pending:
         self.abandoned = True
         close_all([piece.fd for piece in self.pieces])
 
-    def add_pieces(self, message: Pieces, descriptors: list[int]) -> None:
+    def add_pieces(self, message: protocol.Pieces, descriptors: list[int]) -> None:
         """Take over pieces of memory. ProtocolError if they are not as the daemon has to send them."""
         from gpufs.engine import SharedPiece
 
         if not len(message.offsets) == len(message.sizes) == len(descriptors) > 0:
             close_all(descriptors)
-            raise ProtocolError("the daemon sent pieces without their descriptors")
+            raise protocol.ProtocolError("the daemon sent pieces without their descriptors")
+        if not isinstance(self.message, protocol.Attached):  # the rest of the answer to a request that is over
+            close_all(descriptors)
+            return
         if self.abandoned:
             close_all(descriptors)
         self.pieces += map(SharedPiece, message.offsets, message.sizes, descriptors)
@@ -117,25 +94,10 @@ class Connection:
     end with it. gpufs.client._daemons makes another connection for the next request.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_detached",
-        "_lock",
-        "_numbers",
-        "_pending",
-        "_retrying",
-        "_silent",
-        "_slots",
-        "_sock",
-        "driver",
-        "last",
-        "lost",
-    )
-
     def __init__(self, path: str, *, trusting: bool = False) -> None:
         """Connect to the daemon whose socket is at ``path``; see gpufs.client._daemons.connect()."""
         self.driver = ""  # of the mount
-        self.last: Result | None = None  # of the copy that was asked for last
+        self.last: protocol.Result | None = None  # of the copy that was asked for last
         self.lost = False  # whether the daemon or the socket has failed
         self._numbers = itertools.count(_GREETING + 1)  # of requests
         self._lock = threading.Lock()  # held from a request to the end of its answer; guards _pending and _silent
@@ -165,10 +127,10 @@ class Connection:
             raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
         if not trusting:
             self.check_peer()
-        greeting = self._pending[_GREETING] = _Pending(Welcome)
-        self._send(Hello([protocol.VERSION], f"gpufs {__version__}"))
+        greeting = self._pending[_GREETING] = _Pending(protocol.Welcome)
+        self._send(protocol.Hello([protocol.VERSION], f"gpufs {__version__}"))
         self._wait(greeting, seconds=_CONNECT_SECONDS)
-        assert isinstance(greeting.message, Welcome)
+        assert isinstance(greeting.message, protocol.Welcome)
         self.driver = greeting.message.driver
         self._slots = max(greeting.message.requests // 2, 1)
 
@@ -211,19 +173,19 @@ class Connection:
 
     def copy(
         self,
-        direction: Direction,
+        direction: protocol.Direction,
         host_fd: int,
         mount_fd: int,
         *,
         host_offset: int = 0,
         offset: int = 0,
         size: int | None = None,
-        fastpath: Fastpath | None = None,
-        sync: Sync = "none",
+        fastpath: protocol.Fastpath | None = None,
+        sync: protocol.Sync = "none",
         interval: float = 0.0,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[protocol.Progress], None] | None = None,
         cancel: Cancellation | None = None,
-    ) -> Result:
+    ) -> protocol.Result:
         """Have the daemon copy between two open files; both stay the caller's.
 
         Returns the daemon's result, which may be a failure. OSError when the daemon ends before it: its last words,
@@ -232,13 +194,13 @@ class Connection:
         exception the connection is closed.
         """
         interval = interval if progress else 0.0
-        request = Copy(next(self._numbers), direction, host_offset, offset, size, fastpath, sync, interval)
+        request = protocol.Copy(next(self._numbers), direction, host_offset, offset, size, fastpath, sync, interval)
         self.last = None
         with self._exclusive():
             pending = None
             seconds = _CANCEL_SECONDS  # that the end of the copy may take after an exception
             try:
-                pending = self._start(request, Result, (host_fd, mount_fd), progress)
+                pending = self._start(request, protocol.Result, (host_fd, mount_fd), progress)
                 if not self._wait(pending, cancel=cancel):
                     self._send(protocol.Cancel(request.id))
                     seconds = 0.0
@@ -254,14 +216,14 @@ class Connection:
                     self.close()
                 raise
             finally:
-                if pending is not None and isinstance(pending.message, Result):
+                if pending is not None and isinstance(pending.message, protocol.Result):
                     self.last = pending.message
         assert self.last is not None
         return self.last
 
     def attach(self, fd: int, mode: Mode) -> Memory:
         """Ask for the memory of an open file, which stays the caller's. OSError if the daemon refuses."""
-        request = Attach(next(self._numbers), mode)
+        request = protocol.Attach(next(self._numbers), mode)
         with self._exclusive():
             try:
                 answer = self._ask_for_memory(request, (fd,))
@@ -274,7 +236,7 @@ class Connection:
     def refresh(self, number: int, start: int) -> Memory:
         """Ask for the memory from ``start`` on. OSError if the daemon refuses."""
         with self._exclusive():
-            answer = self._ask_for_memory(Refresh(number, start))
+            answer = self._ask_for_memory(protocol.Refresh(number, start))
         _check(answer[0])
         return answer
 
@@ -290,44 +252,44 @@ class Connection:
         """Have a file show memory. Returns the registration's number. OSError if the daemon refuses."""
         self.check_peer()
         fields = (share.kind, share.offset, size, share.writable, share.pci_address, share.handle)
-        request = Register(next(self._numbers), *fields)
+        request = protocol.Register(next(self._numbers), *fields)
         with self._exclusive():
             try:
                 done = self._ask(request, [file] if share.fd < 0 else [file, share.fd])
             except BaseException:  # the daemon may have registered it
                 if not self.lost:
-                    self._send(Unregister(request.id))
+                    self._send(protocol.Unregister(request.id))
                 raise
         _check(done)
         return request.id
 
     def unregister(self, number: int) -> None:
         """End a registration. OSError ETIMEDOUT if the daemon still uses the memory."""
-        self._change(Unregister(number))
+        self._change(protocol.Unregister(number))
 
     def set_quota(self, directory: int, uid: int | None, limit: int) -> None:
         """Set the limit of a directory or a user; see :class:`gpufs.protocol.SetQuota`. OSError if refused."""
-        self._change(SetQuota(next(self._numbers), uid, limit), (directory,))
+        self._change(protocol.SetQuota(next(self._numbers), uid, limit), (directory,))
 
     def revoke(self, file: int) -> None:
         """End all leases on a file. OSError if the daemon refuses."""
-        self._change(Revoke(next(self._numbers)), (file,))
+        self._change(protocol.Revoke(next(self._numbers)), (file,))
 
-    def _change(self, request: Unregister | SetQuota | Revoke, descriptors: Sequence[int] = ()) -> None:
+    def _change(self, request: protocol.Request, descriptors: Sequence[int] = ()) -> None:
         with self._exclusive():
             done = self._ask(request, descriptors)
         _check(done)
 
-    def _ask(self, request: Request, descriptors: Sequence[int]) -> Done:
-        pending = self._start(request, Done, descriptors)
+    def _ask(self, request: protocol.Request, descriptors: Sequence[int]) -> protocol.Done:
+        pending = self._start(request, protocol.Done, descriptors)
         self._wait(pending)
-        assert isinstance(pending.message, Done)
+        assert isinstance(pending.message, protocol.Done)
         return pending.message
 
-    def _ask_for_memory(self, request: Attach | Refresh, descriptors: Sequence[int] = ()) -> Memory:
+    def _ask_for_memory(self, request: protocol.Attach | protocol.Refresh, descriptors: Sequence[int] = ()) -> Memory:
         while request.id in self._pending:  # a refresh that was interrupted
             self._receive()
-        pending = self._start(request, Attached, descriptors)
+        pending = self._start(request, protocol.Attached, descriptors)
         try:
             self._wait(pending)
             if pending.failure is not None:
@@ -335,7 +297,7 @@ class Connection:
         except BaseException:
             pending.abandon()
             raise
-        assert isinstance(pending.message, Attached)
+        assert isinstance(pending.message, protocol.Attached)
         return pending.message, pending.pieces
 
     # ---- leases that end ----
@@ -372,7 +334,7 @@ class Connection:
         sent: list[_Pending] = []
         while self._detached or not all(pending.complete for pending in sent):
             while self._detached and len(self._pending) < self._slots:
-                sent.append(self._start(Detach(self._detached[0]), Done))
+                sent.append(self._start(protocol.Detach(self._detached[0]), protocol.Done))
                 self._detached.popleft()
             self._receive(deadline)
 
@@ -395,10 +357,10 @@ class Connection:
 
     def _start(
         self,
-        request: Request,
-        kind: type[Answer],
+        request: protocol.Request,
+        kind: type[protocol.Answer],
         descriptors: Sequence[int] = (),
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[protocol.Progress], None] | None = None,
     ) -> _Pending:
         """Send a request, whose last answer is a message of ``kind``. _wait() waits for it."""
         while len(self._pending) >= self._slots:  # those that were abandoned
@@ -445,7 +407,7 @@ class Connection:
             self._deliver(*received)
         return True
 
-    def _next_message(self) -> tuple[ServerMessage, list[int]] | None:
+    def _next_message(self) -> tuple[protocol.ServerMessage, list[int]] | None:
         """Receive a message; its descriptors are the caller's. None for one whose descriptors found no free number.
 
         OSError at the end of the connection.
@@ -456,11 +418,11 @@ class Connection:
             except ConnectionResetError:
                 # Comes once, before anything else, if the daemon closed without reading our last message.
                 data, descriptors = protocol.receive(self._sock, protocol.MAX_PIECES)
-        except ProtocolError as error:
+        except protocol.ProtocolError as error:
             if error.errno != errno.EMFILE:
                 raise
             for pending in self._pending.values():
-                if pending.kind is Attached:
+                if pending.kind is protocol.Attached:
                     pending.failure = error
             self._forget_complete()
             return None
@@ -468,27 +430,27 @@ class Connection:
             if not data:
                 raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
             message = protocol.decode_server(data)
-            if isinstance(message, Goodbye):
+            if isinstance(message, protocol.Goodbye):
                 raise OSError(message.error or errno.ECONNRESET, message.message)
         except OSError:
             close_all(descriptors)
             raise
         return message, descriptors
 
-    def _deliver(self, message: ServerMessage, descriptors: list[int]) -> None:
+    def _deliver(self, message: protocol.ServerMessage, descriptors: list[int]) -> None:
         """Add a message to the answer that it belongs to. Its descriptors are closed if no caller waits for them."""
-        pending = self._pending.get(message.id if isinstance(message, Answer) else _GREETING)
-        if isinstance(message, Pieces) and pending is not None and isinstance(pending.message, Attached):
+        pending = self._pending.get(message.id if isinstance(message, protocol.Answer) else _GREETING)
+        if pending is not None and isinstance(message, protocol.Pieces):
             try:
                 pending.add_pieces(message, descriptors)
-            except ProtocolError:
+            except protocol.ProtocolError:
                 self._lose()
                 raise
         else:
             close_all(descriptors)
             if pending is None:
                 return
-            if isinstance(message, Progress) and pending.progress is not None:
+            if isinstance(message, protocol.Progress) and pending.progress is not None:
                 pending.progress(message)
             elif isinstance(message, pending.kind):
                 pending.message = message
@@ -498,13 +460,13 @@ class Connection:
         for number in [number for number, pending in self._pending.items() if pending.complete]:
             del self._pending[number]
 
-    def _send(self, message: ClientMessage, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, message: protocol.ClientMessage, descriptors: Sequence[int] = ()) -> None:
         """Send a message. If the daemon has ended the connection, _next_message() reports why."""
         with suppress(BrokenPipeError, ConnectionResetError):
             protocol.send(self._sock, message, descriptors)
 
 
-def _check(answer: Attached | Done) -> None:
+def _check(answer: protocol.Attached | protocol.Done) -> None:
     """OSError if the daemon has refused."""
     if answer.error:
         raise OSError(answer.error, answer.message)
