@@ -130,7 +130,7 @@ def surviving(mount: Mounter, tmp_path: Path) -> GpufsMount:
     (tmp_path / "sitecustomize.py").write_text(
         "from gpufs.daemon import startup, takeover\n"
         "def begin(*arguments): raise startup.StartFailure(5, 'planned failure')\n"
-        "takeover.obstacle, takeover.begin = lambda values: None, begin\n"
+        "takeover.obstacle, takeover.begin = lambda *values: None, begin\n"
     )
     return mount(environment={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"})
 
