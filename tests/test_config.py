@@ -52,6 +52,7 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "trust_readers": "true",
         "allow_non_empty": "true",
         "auto_unmount": "false",
+        "survive": "false",
         "core_dumps": "true",
         "foreground": "true",
         "backing": "data=/srv/data,fixed=/srv/fixed:ro",

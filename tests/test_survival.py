@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from errno import EEXIST, ENOENT
+from errno import EEXIST, EIO, ENOENT
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cli import gpufs
 from support.data import MIB
-from support.processes import PATIENCE, wait_until
+from support.processes import PATIENCE, errno_of, wait_until
 
 from gpufs import status
 
@@ -32,6 +32,7 @@ class Survivor:
 
     @property
     def pid(self) -> int:
+        """The daemon's process; 0 while there is none."""
         return int(status(self.path).pid or 0)
 
     def report(self) -> dict[str, Any]:
@@ -48,11 +49,14 @@ class Survivor:
                     found.append(int(folder.name))
         return found
 
+    def await_another(self, former: int) -> None:
+        wait_until(lambda: self.pid not in (0, former), PATIENCE, "another daemon")
+
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Kills the daemon, and waits until another one answers."""
         former = self.pid
         os.kill(former, number)
-        wait_until(lambda: self.pid != former, PATIENCE, "another daemon")
+        self.await_another(former)
         (keeper,) = self.keepers()
         os.kill(keeper, signal.SIGUSR1)  # forgets the deaths, of which there may be three within a minute
 
@@ -265,3 +269,46 @@ def test_keeper_dies(survivor: Survivor) -> None:
     wait_until(lambda: survivor.keepers() not in ([], [former]), PATIENCE, "another keeper")
     survivor.kill()
     assert (survivor.device / "file").read_bytes() == b"contents" * 1_000_000
+
+
+def test_restart(survivor: Survivor) -> None:
+    """`gpufs restart` continues a mount in a new daemon; `gpufs status` says beforehand whether that is possible."""
+    (survivor.device / "file").write_bytes(b"contents" * 100_000)
+    open_file = open(survivor.device / "file", "rb", buffering=0)  # noqa: SIM115
+    assert survivor.report()["survives"]
+    for _ in range(5):  # in order: these are no deaths
+        former = survivor.pid
+        gpufs("restart", survivor.path)
+        assert survivor.pid not in (0, former)
+    assert os.pread(open_file.fileno(), 8, 8 * 99_999) == b"contents"
+    open_file.close()
+
+
+def test_restart_refuses(tmp_path: Path) -> None:
+    """What would end a mount is refused, with the reason, and the mount goes on."""
+    with mounted(tmp_path / "mount", "--no-survive") as mount:
+        former = mount.pid
+        assert not mount.report()["survives"]
+        done = gpufs("restart", mount.path, check=False)
+        assert done.returncode == 1
+        assert "survive" in done.stderr
+        assert mount.pid == former
+    assert gpufs("restart", tmp_path, check=False).returncode == 1
+    assert gpufs("restart", check=False).returncode == 2
+
+
+def test_a_daemon_that_dies_again_and_again(survivor: Survivor) -> None:
+    """Nothing hangs and nothing is lost: calls fail with EIO until `gpufs restart`, which finds everything."""
+    (survivor.device / "file").write_bytes(b"contents" * 100_000)
+    open_file = open(survivor.device / "file", "rb", buffering=0)  # noqa: SIM115
+    for death in range(3):
+        former = survivor.pid
+        os.kill(former, signal.SIGKILL)
+        if death < 2:
+            survivor.await_another(former)
+    wait_until(lambda: errno_of(lambda: os.listdir(survivor.device)) == EIO, PATIENCE, "errors")
+    assert errno_of(lambda: os.pread(open_file.fileno(), 8, 0)) == EIO
+    gpufs("restart", survivor.path)
+    assert os.pread(open_file.fileno(), 8, 0) == b"contents"
+    assert (survivor.device / "file").read_bytes() == b"contents" * 100_000
+    open_file.close()

@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "cp": "Copy files into, out of and between devices.",
     "run": "Run a program that uses safetensors files of a mount in place.",
     "umount": "Unmount, and wait for the end of the mount.",
+    "restart": "Serve a mount by a new daemon of the installed version.",
     "status": "Show the mounts of this machine.",
     "df": "Show the memory of each device, and limits.",
     "ls": "List files with the memory they hold.",

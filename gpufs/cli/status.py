@@ -93,6 +93,8 @@ def _details(status: dict[str, Any]) -> list[str]:
         facts.append(("version", str(status["version"])))
     if "started" in status:
         facts.append(("started", clock_text(status["started"])))
+    if "survives" in status:
+        facts.append(("survives", "yes" if status["survives"] else f"no: {status['survives_not_because']}"))
     width = max(len(key) for key, _ in facts)
     lines = [f"{key:<{width}}  {printable(value)}" for key, value in facts]
     if status["devices"]:

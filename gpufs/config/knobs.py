@@ -178,10 +178,16 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Mount on a directory that has files, which the mount hides. By mount(8) and fstab that is always allowed.",
     ),
     Knob(
+        "survive",
+        kinds.BOOLEAN,
+        True,
+        "Start another daemon if the mount's daemon dies. Files, names and open files stay as they are.",
+    ),
+    Knob(
         "auto_unmount",
         kinds.BOOLEAN,
         True,
-        "Unmount automatically if the daemon dies. Needs one small process for each mount.",
+        "Unmount automatically if the daemon dies and the mount does not survive it.",
     ),
     Knob(
         "core_dumps",

@@ -22,7 +22,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
 
 import trio
 
@@ -90,9 +89,10 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
         else:
             fuse_fd, entry = os.dup(taken.held[Key.CONNECTION]), taken.entry
             parts.enter_context(mountpoint.unmounted_at_the_end(entry, ended.is_set))
-        if keeper is not None and values["auto_unmount"]:
-            keeper.give_up_with(_guard(request, entry.identity))
         survives = keeper is not None and obstacle is None
+        if keeper is not None and values["auto_unmount"]:
+            # What survives stays mounted if no daemon can be started: `gpufs restart` starts one later.
+            keeper.give_up_with([] if survives else _guard(request, entry.identity))
         counters.belongs_to(entry.device)
         with _start_failures():
             mount = engine.Mount(
@@ -141,7 +141,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
         except BaseExceptionGroup as failures:
             if survives and serving.answers and mount.obstacle() is None:
                 log.critical("the daemon has failed: another one takes over", exc_info=True)
-                _die()
+                takeover.leave_to_the_keeper(1)
             _reraise_simplified(failures)
             raise
         finally:
@@ -150,12 +150,6 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
     log.info("the mount at %s has ended", request.mountpoint)
-
-
-def _die() -> NoReturn:
-    """Ends this process at once, as a crash would: the keeper starts another one, which finds everything as it is."""
-    logging.shutdown()
-    os._exit(1)
 
 
 @contextmanager
@@ -171,7 +165,7 @@ def _start_of(taken: takeover.Takeover | None) -> Iterator[Callable[[], None]]:
         if taken is not None and not over.is_set():
             known = isinstance(failure, StartFailure)
             log.critical("cannot take over: %s", failure if known else "internal failure", exc_info=not known)
-            _die()
+            takeover.leave_to_the_keeper(1)
         raise
 
 

@@ -36,6 +36,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         leases=leases,
         io=opened.io_statistics,
         quotas=Quotas(mount).as_list,
+        obstacle=serving.obstacle,
     )
     activity = MountActivity(
         status,

@@ -98,6 +98,7 @@ class Serving:
         self._connection = connection
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
+            nursery.start_soon(self._watch_restart)
             nursery.start_soon(self._watch_end)
             if self.owner >= 0:
                 nursery.start_soon(self._watch_owner)
@@ -117,6 +118,23 @@ class Serving:
                 await connection.serve()
             self._copies.cancel()
             nursery.cancel_scope.cancel()
+
+    def obstacle(self) -> str | None:
+        """Return the reason why the mount does not survive this daemon; None if it does."""
+        if self.keeper is None:
+            return takeover.obstacle(self.request.config, self.mount.engine.driver) or "its keeper could not be started"
+        return takeover.obstacle(self.request.config, self.mount.engine.driver) or self.mount.obstacle()
+
+    async def _watch_restart(self) -> None:
+        """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""
+        with trio.open_signal_receiver(signal.SIGUSR2) as arriving:
+            async for _ in arriving:
+                if self.keeper is None or (obstacle := self.obstacle()) is not None:
+                    log.warning("cannot restart: the mount does not survive its daemon: %s", obstacle)
+                    continue
+                log.info("another daemon takes over")
+                self.keeper.hand_over()
+                takeover.leave_to_the_keeper(0)
 
     async def _serve_clients(self) -> None:
         """Runs the service that copies for other processes and lets them attach files, until copies are cancelled."""
@@ -197,7 +215,7 @@ class Serving:
         assert self.died is not None
         self.answers = True
         log.warning(
-            "the daemon of %s has died: this one has taken over after %.2f s",
+            "this daemon has taken over %s, %.2f s after the end of the one before",
             self.request.mountpoint,
             (time.monotonic_ns() - self.died) / 1e9,
         )

@@ -46,6 +46,7 @@ from gpufs.engine._mount import (
     STRICTATIME,
     Attributes,
     Mount,
+    journal_format,
     relay_pair,
 )
 from gpufs.engine._operations import Batch, Operation, OperationResult
@@ -98,6 +99,7 @@ __all__ = [
     "engine_version",
     "fastpath_probe",
     "io_configure",
+    "journal_format",
     "keep_for_ever",
     "log_configure",
     "refusal_names",

@@ -72,6 +72,11 @@ class Attributes:
 _VALUES: Final = attrgetter(*(field.name for field in fields(Attributes)))
 
 
+def journal_format() -> int:
+    """Return the format of the journals by which this version continues mounts of other processes."""
+    return int(lib.gpufs_journal_format())
+
+
 def relay_pair() -> tuple[int, int]:
     """Make the socket pair between the planes.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpufs import statistics
 from gpufs._version import __version__
-from gpufs.engine import Device, Engine, EngineError, Mount, refusal_names
+from gpufs.engine import Device, Engine, EngineError, Mount, journal_format, refusal_names
 
 _PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
 _BUSIEST = 32  # files that `.gpufs/activity` lists at most
@@ -41,6 +41,7 @@ class MountStatus:
     leases: Callable[[int], list[dict[str, Any]]]  # and registrations, that a user may see
     quotas: Callable[[int], list[dict[str, Any]]]  # that a user may see
     io: Callable[[], Mapping[str, Any]]  # the engine's: what moved by which path, and what was refused
+    obstacle: Callable[[], str | None]  # to surviving the daemon
     started: float = field(default_factory=time.time)
 
     def as_dict(self, uid: int) -> dict[str, Any]:
@@ -54,6 +55,9 @@ class MountStatus:
             "driver": self.driver,
             "started": self.started,
             "uptime": max(0.0, time.time() - self.started),
+            "survives": (obstacle := self.obstacle()) is None,
+            "survives_not_because": obstacle,
+            "journal_format": journal_format(),
             "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
             "statistics": dict(self.statistics()),

@@ -310,6 +310,8 @@ typedef struct {
 gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
+/* The format of the journals that this version reads and writes. */
+uint32_t gpufs_journal_format(void);
 /* Where the state of a mount with a keeper is, for the process that continues it. The mount's descriptor. */
 gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd);
 /* Frees the memory of files of the process before that the kernel has forgotten without this process's knowledge:

@@ -18,11 +18,13 @@
 //   READY time         That was all. The time is when the death was noticed, in nanoseconds of CLOCK_MONOTONIC.
 //
 // The keeper gives up when there is no RESTART, or after three deaths within a minute: it closes everything and becomes
-// GIVE_UP. Without that it goes on holding until the mount is unmounted. SIGUSR1 makes it forget the deaths, and start
+// GIVE_UP. Without that it goes on holding until the mount is unmounted, and answers the kernel's requests with EIO:
+// programs do not hang, and the memory is there for `gpufs restart`. SIGUSR1 makes it forget the deaths, and start
 // RESTART if no daemon runs. It takes no notice of other signals: it ends with the mount. What it does is in the
 // system's log. A daemon that is alive is never replaced, whatever it does or does not do.
 
 #include <fcntl.h>
+#include <linux/fuse.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/signalfd.h>
@@ -43,6 +45,7 @@
 #include <initializer_list>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -59,7 +62,9 @@ using gpufs::UniqueFd;
 constexpr std::uint64_t kConnection = 1;  // the key of /dev/fuse
 constexpr int kDaemonSocket = 3;          // the number of a new daemon's end
 constexpr std::size_t kBatch = 200;       // numbers in a message; the kernel passes 253 descriptors at most
-constexpr std::size_t kDeaths = 3;        // within this time: the keeper gives up
+constexpr std::int32_t kNotifyResend = 7;
+constexpr std::size_t kRequestBytes = std::size_t{17} << 20;  // the largest WRITE of a mount, and its header
+constexpr std::size_t kDeaths = 3;                            // within this time: the keeper gives up
 constexpr auto kDeathsTime = std::chrono::seconds(60);
 constexpr int kPauseMilliseconds = 1000;  // after a start that the system has refused
 constexpr int kLookMilliseconds = 20;     // between looks at a daemon that has closed its socket
@@ -180,7 +185,7 @@ class Keeper {
       pollfd polled[] = {{socket_.get(), POLLIN, 0},
                          {daemon_.get(), POLLIN, 0},
                          {signals_.get(), POLLIN, 0},
-                         {daemon_.valid() ? -1 : connection(), 0, 0}};
+                         {daemon_.valid() ? -1 : connection(), POLLIN, 0}};
       const auto& [socket, daemon, signals, mount] = polled;
       const bool ends_soon = daemon_.valid() && !socket_.valid();
       if (::poll(polled, std::size(polled), ends_soon ? kLookMilliseconds : -1) < 0) fail("poll");
@@ -196,7 +201,8 @@ class Keeper {
         deaths_.clear();
         if (!daemon_.valid() && !start_daemon()) return EXIT_FAILURE;
       }
-      if (mount.revents != 0) return EXIT_FAILURE;  // unmounted
+      if ((mount.revents & POLLERR) != 0) return EXIT_FAILURE;  // unmounted
+      if (mount.revents != 0) refuse_request();
     }
   }
 
@@ -297,7 +303,26 @@ class Keeper {
       block(set_of({SIGTERM, SIGINT, SIGHUP}));  // it is brief
       give_up_.run();                            // which closes everything that is held
     }
-    return connection() >= 0;
+    if (connection() < 0) return false;
+    // Those that the daemon had read and not answered come again, to refuse_request().
+    const fuse_out_header resend{sizeof resend, kNotifyResend, 0};
+    if (::write(connection(), &resend, sizeof resend) < 0)
+      ::syslog(LOG_WARNING, "some programs wait: %s", std::strerror(errno));
+    return true;
+  }
+
+  // Answers a request of the kernel with EIO.
+  void refuse_request() {
+    if (request_ == nullptr) request_ = std::make_unique_for_overwrite<char[]>(kRequestBytes);
+    fuse_in_header request{};
+    const ssize_t bytes = ::read(connection(), request_.get(), kRequestBytes);
+    if (bytes < static_cast<ssize_t>(sizeof request)) return;  // taken back, or unmounted
+    std::memcpy(&request, request_.get(), sizeof request);
+    for (const std::uint32_t without_reply : {FUSE_FORGET, FUSE_BATCH_FORGET, FUSE_INTERRUPT, FUSE_NOTIFY_REPLY}) {
+      if (request.opcode == without_reply) return;
+    }
+    const fuse_out_header reply{sizeof reply, -EIO, request.unique};
+    [[maybe_unused]] const ssize_t written = ::write(connection(), &reply, sizeof reply);
   }
 
   bool fork_daemon() {
@@ -378,6 +403,7 @@ class Keeper {
   std::map<std::uint64_t, UniqueFd> held_;
   Program restart_;
   Program give_up_;
+  std::unique_ptr<char[]> request_;  // memory for one, once it is needed
   bool handing_over_ = false;
   std::vector<Clock::time_point> deaths_;  // those that count
   Clock::time_point noticed_;              // when the last daemon had ended

@@ -124,6 +124,8 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
   });
 }
 
+uint32_t gpufs_journal_format(void) { return journal::Journal::kFormat; }
+
 gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     if (found.journal() == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");

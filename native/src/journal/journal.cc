@@ -18,7 +18,6 @@ namespace gpufs::journal {
 namespace {
 
 constexpr std::array<char, 8> kMagic = {'G', 'P', 'U', 'F', 'S', 'J', 'N', 'L'};
-constexpr std::uint32_t kFormatVersion = 1;
 constexpr std::uint64_t kHeaderBytes = 4096;
 constexpr std::uint64_t kSmallestBlock = 128;
 // The file grows by a segment of blocks of one size.
@@ -63,7 +62,7 @@ Result<std::unique_ptr<Journal>> Journal::create() {
   if (::ftruncate(file.get(), kHeaderBytes) != 0) return Status::from_errno(errno, "creating the journal");
   if (Status mapped = journal->map(std::move(file)); !mapped.ok()) return mapped;
   Header& header = journal->header();
-  header.version = kFormatVersion;
+  header.version = kFormat;
   header.end.store(kHeaderBytes);
   header.magic = kMagic;
   return journal;
@@ -110,9 +109,9 @@ Status Journal::read_blocks() {
   const Header& head = header();
   const std::uint64_t end = head.end.load();
   if (head.magic != kMagic) return Status(EPROTO, "this is no journal of gpufs");
-  if (head.version != kFormatVersion) {
+  if (head.version != kFormat) {
     return Status(EPROTO, "the journal has format " + std::to_string(head.version) + ", this gpufs reads format " +
-                              std::to_string(kFormatVersion));
+                              std::to_string(kFormat));
   }
   if (head.given_up.load() != 0) return Status(ENOTRECOVERABLE, "the journal is incomplete");
   if (end > file_bytes_) return Status(EPROTO, "the journal ends early");

@@ -35,6 +35,8 @@ struct Key {
 
 class Journal {
  public:
+  // Another one is refused.
+  static constexpr std::uint32_t kFormat = 1;
   // Of one value.
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
 
