@@ -85,6 +85,7 @@ PYTHON_MAY_USE = {
     },
     "gpufs.launching": {"daemon.startup", "mounting"},
     "gpufs.owned_mount": {"_naming", "config", "daemon.startup", "launching", "mounting"},
+    "gpufs.cli.restart": {"config", "engine", "mounting"},  # engine: lazily
     "gpufs.cli._machine": {"config", "engine", "mounting", "units"},  # engine: in a process of its own
     "gpufs.cli": {
         "_printable",

@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from errno import EIO
 from pathlib import Path
 
 import pytest
@@ -135,13 +136,14 @@ def surviving(mount: Mounter, tmp_path: Path) -> GpufsMount:
     return mount(environment={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"})
 
 
-def test_a_mount_that_cannot_be_taken_over_is_unmounted(surviving: GpufsMount) -> None:
+def test_a_mount_that_cannot_be_taken_over_fails_until_it_is_unmounted(surviving: GpufsMount) -> None:
     (pid,) = guards(surviving)
     wait_until(lambda: "/dev/fuse" in links_of(pid).values(), 20, "the connection in the keeper")
     surviving.signal(signal.SIGKILL)
-    wait_until(lambda: not surviving.mounted() and not guards(surviving), 20, "the dead mount to go")
-    assert os.listdir(surviving.path) == []
-    assert any("has died: its mount at" in line for line in surviving.complaints())
+    wait_until(lambda: errno_of(lambda: os.listdir(surviving.path)) == EIO, 20, "errors")
+    assert guards(surviving) == [pid]
+    run("umount", surviving.path)
+    wait_until(lambda: not guards(surviving), 20, "the keeper to end")
 
 
 @pytest.mark.parametrize("how", ["umount", "terminate", "lazy", "abort"])

@@ -73,7 +73,13 @@ _VALUES: Final = attrgetter(*(field.name for field in fields(Attributes)))
 
 
 def journal_format() -> int:
-    """Return the format of the journals by which this version continues mounts of other processes."""
+    """Return the format of the journals by which this version continues mounts of other processes.
+
+    Returns
+    -------
+    int
+        A number; only mounts with the same one can be continued.
+    """
     return int(lib.gpufs_journal_format())
 
 
