@@ -11,7 +11,7 @@
 
 #include "direct_path_fixture.h"
 #include "hip_test_support.h"
-#include "io/hip_file.h"
+#include "io/direct_path.h"
 
 namespace gpufs::hip_test {
 

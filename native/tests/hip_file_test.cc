@@ -1,7 +1,7 @@
 // What only hipAmdFileRead and hipAmdFileWrite have: what of the runtime and the kernel they need, and what is made of
 // their answers. What they share with other vendors' calls: direct_path_test.cc.
 
-#include "io/hip_file.h"
+#include "io/direct_path.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -32,36 +32,30 @@ class PlannedFileOps : public FileOps {
   ssize_t read_at(int fd, void* destination, std::size_t bytes, std::uint64_t offset) override {
     ssize_t result = 0;
     if (on_read && on_read(fd, destination, bytes, offset, &result)) return result;
-    return FileOps::system().read_at(fd, destination, bytes, offset);
+    return FileOps::read_at(fd, destination, bytes, offset);
   }
   ssize_t write_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) override {
     ssize_t result = 0;
     if (on_write && on_write(fd, source, bytes, offset, &result)) return result;
-    return FileOps::system().write_at(fd, source, bytes, offset);
+    return FileOps::write_at(fd, source, bytes, offset);
   }
   ssize_t write_pages_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) override {
     ++page_writes;
     ssize_t result = 0;
     if (on_write && on_write(fd, source, bytes, offset, &result)) return result;
-    return FileOps::system().write_pages_at(fd, source, bytes, offset);
+    return FileOps::write_pages_at(fd, source, bytes, offset);
   }
-  int sync(int fd, bool data_only) override {
-    return on_sync ? on_sync(data_only) : FileOps::system().sync(fd, data_only);
-  }
-  int truncate(int fd, std::uint64_t size) override { return FileOps::system().truncate(fd, size); }
+  int sync(int fd, bool data_only) override { return on_sync ? on_sync(data_only) : FileOps::sync(fd, data_only); }
   int allocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) override {
-    return on_allocate ? on_allocate(mode, offset, bytes) : FileOps::system().allocate(fd, mode, offset, bytes);
+    return on_allocate ? on_allocate(mode, offset, bytes) : FileOps::allocate(fd, mode, offset, bytes);
   }
-  int size(int fd, std::uint64_t* bytes) override {
-    return on_size ? on_size(bytes) : FileOps::system().size(fd, bytes);
-  }
-  int stored_bytes(int fd, std::uint64_t* bytes) override { return FileOps::system().stored_bytes(fd, bytes); }
+  int size(int fd, std::uint64_t* bytes) override { return on_size ? on_size(bytes) : FileOps::size(fd, bytes); }
   int seek(int fd, std::uint64_t offset, int whence, std::uint64_t* found) override {
     ++seeks;
-    return on_seek ? on_seek(offset, whence, found) : FileOps::system().seek(fd, offset, whence, found);
+    return on_seek ? on_seek(offset, whence, found) : FileOps::seek(fd, offset, whence, found);
   }
   int cached_bytes(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) override {
-    return on_cached ? on_cached(bytes, cached) : FileOps::system().cached_bytes(fd, offset, bytes, cached);
+    return on_cached ? on_cached(bytes, cached) : FileOps::cached_bytes(fd, offset, bytes, cached);
   }
 };
 

@@ -124,7 +124,7 @@ TEST(FileMoves, WriteWithoutProgressIsAnError) {
   Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get(), operations);
   ASSERT_TRUE(backing.ok());
   const std::byte byte{};
-  EXPECT_EQ(write_buffered(*backing.value(), &byte, 1, 0).status.error(), EIO);
+  EXPECT_EQ(write_range(*backing.value(), IoMode::kBuffered, &byte, 1, 0).status.error(), EIO);
 }
 
 }  // namespace

@@ -20,7 +20,6 @@
 #include "gpufs.h"
 #include "io/backing_file.h"
 #include "io/direct_path.h"
-#include "io/refusal.h"
 #include "io/transfer_engine.h"
 
 namespace gpufs {

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/log.h"
+#include "base/scope_guard.h"
 #include "base/thread.h"
 
 namespace gpufs {
@@ -14,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 // Transfers at a time, of each kind: enough to keep all threads busy.
 constexpr std::size_t kRunning = 64;
-// How often the keeper checks streams: whether their device has failed, and whether they can be destroyed.
+// How often the worker checks streams: whether their device has failed, and whether they can be destroyed.
 constexpr std::chrono::milliseconds kCheckInterval{50};
 // How long an implied stream is remembered after its last operation.
 constexpr std::chrono::milliseconds kMemory{1000};
@@ -92,7 +93,7 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
   // First of all: pinning memory, and other things below, can end the capture of any stream of the program.
   Status capture = stream->check_capture();
   if (!capture.ok()) return capture;
-  Status started = start_keeper();
+  Status started = start_worker();
   if (!started.ok()) return started;
   DeviceState& state = *devices_[device];
   Result<std::unique_ptr<Event>> passed = state.context->device().create_event();
@@ -163,7 +164,7 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::imply_stream(NativeStream 
 // ---- submitting ----
 
 Status AsyncEngine::reserve(std::size_t count) {
-  Status started = start_keeper();
+  Status started = start_worker();
   if (!started.ok()) return started;
   std::size_t now = outstanding_.load();
   do {
@@ -184,6 +185,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
   *bad = 0;
   Status status = reserve(entries.size());
   if (!status.ok()) return status;
+  ScopeGuard unreserve_all([this, count = entries.size()] { unreserve(count); });
   std::vector<std::shared_ptr<Operation>> operations;
   operations.reserve(entries.size());
   for (Submission& entry : entries) {
@@ -191,10 +193,8 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
                                                      std::move(entry.stream), queue));
   }
   status = queue->add(operations);
-  if (!status.ok()) {
-    unreserve(operations.size());
-    return status;
-  }
+  if (!status.ok()) return status;
+  unreserve_all.dismiss();
   for (const std::shared_ptr<Operation>& operation : operations) {
     if (operation->stream() == nullptr) {
       start(operation);
@@ -217,7 +217,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
 void AsyncEngine::start(const std::shared_ptr<Operation>& operation) {
   Result<Operation::Bound> bound = operation->bind();
   if (!bound.ok() || bound.value() == Operation::Bound::kNothingToMove) {
-    post([operation, status = bound.status()] { (void)operation->end(failed(status)); });
+    run_on_worker([operation, status = bound.status()] { (void)operation->end(failed(status)); });
     return;
   }
   if (bound.value() == Operation::Bound::kOver) return;
@@ -226,10 +226,10 @@ void AsyncEngine::start(const std::shared_ptr<Operation>& operation) {
     const std::lock_guard lock(backlog.mutex);
     backlog.ready.push_back(operation);
   }
-  pump(backlog);
+  start_ready(backlog);
 }
 
-void AsyncEngine::pump(Backlog& backlog) {
+void AsyncEngine::start_ready(Backlog& backlog) {
   std::shared_ptr<TransferEngine> transfers;
   {
     const std::lock_guard lock(mutex_);
@@ -256,7 +256,7 @@ void AsyncEngine::pump(Backlog& backlog) {
       const std::lock_guard lock(backlog.mutex);
       --backlog.running;
     }
-    if (!started.ok()) post([operation, status = started.status()] { (void)operation->end(failed(status)); });
+    if (!started.ok()) run_on_worker([operation, status = started.status()] { (void)operation->end(failed(status)); });
   }
 }
 
@@ -267,22 +267,22 @@ void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const Trans
     const std::lock_guard lock(backlog.mutex);
     --backlog.running;
   }
-  pump(backlog);
+  start_ready(backlog);
 }
 
-// ---- the keeper ----
+// ---- the worker ----
 
-Status AsyncEngine::start_keeper() {
+Status AsyncEngine::start_worker() {
   const std::lock_guard lock(mutex_);
   if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
-  if (keeper_.joinable()) return {};
-  Result<std::thread> started = start_thread("gpufs-async", [self = shared_from_this()] { self->keeper_main(); });
+  if (worker_.joinable()) return {};
+  Result<std::thread> started = start_thread("gpufs-async", [self = shared_from_this()] { self->worker_main(); });
   if (!started.ok()) return started.status().with_context("a thread for operations");
-  keeper_ = started.take();
+  worker_ = started.take();
   return {};
 }
 
-void AsyncEngine::post(std::function<void()> task) {
+void AsyncEngine::run_on_worker(std::function<void()> task) {
   {
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
@@ -290,10 +290,10 @@ void AsyncEngine::post(std::function<void()> task) {
   changed_.notify_all();
 }
 
-void AsyncEngine::keeper_main() {
+void AsyncEngine::worker_main() {
   Clock::time_point next_check = Clock::now();
   std::unique_lock lock(mutex_);
-  while (!keeper_ending_ || !tasks_.empty()) {
+  while (!worker_ending_ || !tasks_.empty()) {
     if (!tasks_.empty()) {
       std::function<void()> task = std::move(tasks_.front());
       tasks_.pop_front();
@@ -307,7 +307,7 @@ void AsyncEngine::keeper_main() {
       changed_.wait_until(lock, next_check);
     } else {
       lock.unlock();
-      keep_streams();
+      check_streams();
       lock.lock();
       next_check = Clock::now() + kCheckInterval;
     }
@@ -323,7 +323,7 @@ void AsyncEngine::drop_idle(std::vector<std::shared_ptr<OperationStream>>& strea
   streams.erase(idle, streams.end());
 }
 
-void AsyncEngine::keep_streams() {
+void AsyncEngine::check_streams() {
   std::vector<std::shared_ptr<OperationStream>> streams;
   {
     const std::lock_guard lock(mutex_);
@@ -410,14 +410,14 @@ void AsyncEngine::shutdown() {
   // What is left hangs in its file, or the device still uses its memory: the transfers abandon it, and end it.
   if (outstanding_ > 0) transfers->shutdown();
 
-  std::thread keeper;
+  std::thread worker;
   {
     const std::lock_guard lock(mutex_);
-    keeper_ending_ = true;
-    keeper.swap(keeper_);
+    worker_ending_ = true;
+    worker.swap(worker_);
   }
   changed_.notify_all();
-  if (keeper.joinable()) keeper.join();
+  if (worker.joinable()) worker.join();
   std::vector<std::shared_ptr<OperationStream>> streams;
   {
     const std::lock_guard lock(mutex_);

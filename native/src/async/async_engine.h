@@ -113,14 +113,14 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
 
   Backlog& backlog_of(const Operation& operation) { return backlogs_[operation.may_hang() ? 1 : 0]; }
   // Starts as many transfers as there may be.
-  void pump(Backlog& backlog);
+  void start_ready(Backlog& backlog);
   void moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress);
 
-  Status start_keeper();
-  void keeper_main();
-  // Has the keeper do something that must not be done on a driver's thread. The keeper must not wait for a device.
-  void post(std::function<void()> task);
-  void keep_streams();
+  Status start_worker();
+  void worker_main();
+  // For what must not be done on a driver's thread. The worker must not wait for a device.
+  void run_on_worker(std::function<void()> task);
+  void check_streams();
   void drop_idle(std::vector<std::shared_ptr<OperationStream>>& streams);
   std::vector<std::shared_ptr<Operation>> all_under_way();
   void cancel_until(std::chrono::steady_clock::time_point end);
@@ -139,10 +139,10 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   std::shared_ptr<TransferEngine> transfers_;  // null after shutdown()
   std::vector<std::shared_ptr<OperationStream>> streams_;
   std::vector<std::weak_ptr<CompletionQueue>> queues_;
-  std::deque<std::function<void()>> tasks_;  // the keeper's
-  std::thread keeper_;
+  std::deque<std::function<void()>> tasks_;  // the worker's
+  std::thread worker_;
   bool closed_ = false;
-  bool keeper_ending_ = false;
+  bool worker_ending_ = false;
   std::size_t released_early_ = 0;  // operations
   std::string released_on_;         // the device of one of them
 };

@@ -9,6 +9,7 @@
 
 #include "async/async_engine.h"
 #include "async/completion_queue.h"
+#include "base/scope_guard.h"
 #include "observe/trace.h"
 
 namespace gpufs {
@@ -358,14 +359,8 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     ++calling_;
     used_ = std::chrono::steady_clock::now();
   }
-  // Before anything is queued: a graph would repeat it at each launch.
-  status = stream_->check_capture();
-  const bool fills = status.ok() && entry.waits;
-  // A stream waits in the queue of its last work. If that was a copy, copies of other streams would wait behind it, so
-  // here is a fill, which goes by a queue for kernels: the bound on blocked streams leaves others enough of those.
-  if (fills) status = stream_->fill_zero(counter_.address + sizeof(std::uint32_t), sizeof(std::uint32_t));
-  if (status.ok()) status = stream_->call(&OperationStream::on_reached, operation.get());
-  if (!status.ok()) {
+  bool fills = false;
+  ScopeGuard undo([&] {
     {
       const std::lock_guard lock(mutex_);
       std::erase(queued_, operation);
@@ -375,8 +370,16 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     }
     // The device may still have to do the fill, into memory that the stream must keep until then.
     if (fills) record();
-    return status.with_context("an operation on a stream");
-  }
+  });
+  // Before anything is queued: a graph would repeat it at each launch.
+  status = stream_->check_capture();
+  fills = status.ok() && entry.waits;
+  // A stream waits in the queue of its last work. If that was a copy, copies of other streams would wait behind it, so
+  // here is a fill, which goes by a queue for kernels: the bound on blocked streams leaves others enough of those.
+  if (fills) status = stream_->fill_zero(counter_.address + sizeof(std::uint32_t), sizeof(std::uint32_t));
+  if (status.ok()) status = stream_->call(&OperationStream::on_reached, operation.get());
+  if (!status.ok()) return status.with_context("an operation on a stream");
+  undo.dismiss();
   ++last_number_;
   if (entry.waits) {
     wait_for(*operation, entry.number);

@@ -130,7 +130,7 @@ Result<Looked> look_at(int fd) {
 }
 
 std::uint32_t valid_alignment(std::uint32_t value, std::uint32_t otherwise) {
-  return std::has_single_bit(value) && value <= (1U << 20) ? value : otherwise;
+  return std::has_single_bit(value) ? value : otherwise;
 }
 
 }  // namespace
@@ -187,6 +187,10 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
     if (::ioctl(held.get(), BLKSSZGET, &sector) == 0 && sector > 0) {
       facts.offset_align = valid_alignment(static_cast<std::uint32_t>(sector), kPage);
     }
+  }
+  if (facts.offset_align > kSmallestChunk) {
+    direct_possible = false;
+    facts.offset_align = kPage;
   }
   facts.unit = std::max(facts.offset_align, kPage);
 

@@ -11,7 +11,6 @@
 #include "base/unique_fd.h"
 #include "io/direct_path.h"
 #include "io/file_ops.h"
-#include "io/refusal.h"
 
 namespace gpufs {
 
@@ -25,7 +24,7 @@ struct BackingFacts {
   bool always_hot = false;            // the file exists in the page cache alone (tmpfs)
   bool may_hang = false;              // behind a network or a user's process
   std::uint64_t device = 0;           // st_dev, or st_rdev of a block device: files on the same disk stall together
-  std::uint32_t offset_align = 4096;  // of O_DIRECT, both powers of two
+  std::uint32_t offset_align = 4096;  // of O_DIRECT, both powers of two; this one is at most kSmallestChunk
   std::uint32_t memory_align = 4096;
   // What requests by O_DIRECT are aligned to: offset_align and at least a page, so that buffered and direct writes of
   // one request never share a page.

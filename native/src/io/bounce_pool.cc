@@ -11,6 +11,7 @@
 
 #include "base/log.h"
 #include "base/math.h"
+#include "base/scope_guard.h"
 
 namespace gpufs {
 
@@ -49,6 +50,7 @@ Result<BounceMemory*> BouncePool::pin(const std::shared_ptr<DeviceContext>& devi
   memory->mapped_bytes = buffer_bytes_ + align;
   memory->mapping = ::mmap(nullptr, memory->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory->mapping == MAP_FAILED) return Status::from_errno(errno, "memory for a bounce buffer");
+  ScopeGuard unmap([&] { ::munmap(memory->mapping, memory->mapped_bytes); });
   (void)::madvise(memory->mapping, memory->mapped_bytes, MADV_DONTDUMP);  // users' data
   auto start = reinterpret_cast<std::uintptr_t>(memory->mapping);
   if (align != 0) start = round_up(start, align);
@@ -59,13 +61,11 @@ Result<BounceMemory*> BouncePool::pin(const std::shared_ptr<DeviceContext>& devi
   // Where the CPU addresses the device's memory nothing copies asynchronously.
   if (!device->info().cpu_addressable) {
     const Status pinned = device->device().pin(memory->data, buffer_bytes_);
-    if (!pinned.ok()) {
-      ::munmap(memory->mapping, memory->mapped_bytes);
-      return pinned.with_context("pinning a bounce buffer");
-    }
+    if (!pinned.ok()) return pinned.with_context("pinning a bounce buffer");
     memory->pinned = true;
   }
   memory->device = device;
+  unmap.dismiss();
   return memory.release();
 }
 

@@ -11,7 +11,6 @@
 #include "io/backing_file.h"
 #include "io/cufile.h"
 #include "io/file_moves.h"
-#include "io/hip_file.h"
 
 namespace gpufs {
 namespace {
@@ -22,10 +21,10 @@ class HostDirectFile final : public DirectFile {
   explicit HostDirectFile(BackingFile& file) : file_(file) {}
 
   Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return read_direct(file_, reinterpret_cast<std::byte*>(destination), bytes, file_offset);
+    return read_range(file_, IoMode::kDirect, reinterpret_cast<std::byte*>(destination), bytes, file_offset);
   }
   Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return write_direct(file_, reinterpret_cast<const std::byte*>(source), bytes, file_offset);
+    return write_range(file_, IoMode::kDirect, reinterpret_cast<const std::byte*>(source), bytes, file_offset);
   }
 
  private:
@@ -49,6 +48,16 @@ class NoDirectPath final : public DirectPath {
 };
 
 }  // namespace
+
+std::string describe_refusals(RefusalMask mask) {
+  std::string text;
+  for (std::size_t bit = 0; bit < kRefusalCount; ++bit) {
+    if ((mask >> bit & 1U) == 0) continue;
+    if (!text.empty()) text += ", ";
+    text += kRefusalNames[bit];
+  }
+  return text.empty() ? "none" : text;
+}
 
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
   if (driver_name == "host") return std::make_shared<HostDirectPath>();

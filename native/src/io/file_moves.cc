@@ -1,6 +1,7 @@
 #include "io/file_moves.h"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,8 +16,6 @@ constexpr std::uint64_t kKernelLimit = 0x7ffff000;
 
 constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
 alignas(4096) std::byte zeros[kZeroBytes];  // never written, so all its pages are the kernel's zero page
-
-enum class Way { kBuffered, kDirect };
 
 template <typename Call>
 Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call call) {
@@ -37,17 +36,39 @@ Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call 
   return moved;
 }
 
-Moved read_range(BackingFile& file, Way way, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
-  const int fd = way == Way::kDirect ? file.direct_fd() : file.buffered_fd();
-  const std::uint64_t align = way == Way::kDirect ? file.facts().offset_align : 1;
+// The first offset from `offset` on at which a hole may begin, with data before it.
+std::uint64_t hole_start(const HoleSearch& search, std::uint64_t unit, std::uint64_t offset) {
+  const std::uint64_t start = round_up(search.target_offset + offset, search.granule) - search.target_offset;
+  return start + (round_up(search.file_offset + start, unit) - (search.file_offset + start));
+}
+
+// The last offset up to `offset` at which a hole may end, with data after it; 0 if there is none.
+std::uint64_t hole_end(const HoleSearch& search, std::uint64_t unit, std::uint64_t offset) {
+  const std::uint64_t end = round_down(search.target_offset + offset, search.granule);
+  if (end <= search.target_offset) return 0;
+  const std::uint64_t relative = end - search.target_offset;
+  return relative - std::min(relative, (search.file_offset + relative) % unit);
+}
+
+}  // namespace
+
+Result<std::uint64_t> size_of(BackingFile& file) {
+  std::uint64_t bytes = 0;
+  if (file.operations().size(file.buffered_fd(), &bytes) == 0) return bytes;
+  return Status::from_errno(errno, "the backing file's size");
+}
+
+Moved read_range(BackingFile& file, IoMode mode, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
+  const int fd = mode == IoMode::kDirect ? file.direct_fd() : file.buffered_fd();
+  const std::uint64_t align = mode == IoMode::kDirect ? file.facts().offset_align : 1;
   return move_all(bytes, align, "reading the file", [&](std::uint64_t done, std::size_t want) {
     return file.operations().read_at(fd, destination + done, want, offset + done);
   });
 }
 
-Moved write_range(BackingFile& file, Way way, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
-  const int fd = way == Way::kDirect ? file.direct_fd() : file.buffered_fd();
-  const std::uint64_t align = way == Way::kDirect ? file.facts().offset_align : 1;
+Moved write_range(BackingFile& file, IoMode mode, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
+  const int fd = mode == IoMode::kDirect ? file.direct_fd() : file.buffered_fd();
+  const std::uint64_t align = mode == IoMode::kDirect ? file.facts().offset_align : 1;
   Moved moved = move_all(bytes, align, "writing the file", [&](std::uint64_t done, std::size_t want) {
     return file.operations().write_at(fd, source + done, want, offset + done);
   });
@@ -56,24 +77,6 @@ Moved write_range(BackingFile& file, Way way, const std::byte* source, std::uint
     moved.status = Status(EIO, "writing the file: no progress");
   }
   return moved;
-}
-
-}  // namespace
-
-Moved read_buffered(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
-  return read_range(file, Way::kBuffered, destination, bytes, offset);
-}
-
-Moved write_buffered(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
-  return write_range(file, Way::kBuffered, source, bytes, offset);
-}
-
-Moved read_direct(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset) {
-  return read_range(file, Way::kDirect, destination, bytes, offset);
-}
-
-Moved write_direct(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset) {
-  return write_range(file, Way::kDirect, source, bytes, offset);
 }
 
 bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t bytes, std::uint64_t offset) {
@@ -87,18 +90,20 @@ Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t byte
   const std::uint64_t body_start = std::min(round_up(offset, unit), offset + bytes) - offset;
   const std::uint64_t body_end = std::max(round_down(offset + bytes, unit), offset + body_start) - offset;
   if (!direct_fits(file, source + body_start, body_end - body_start, offset + body_start)) {
-    return write_buffered(file, source, bytes, offset);
+    return write_range(file, IoMode::kBuffered, source, bytes, offset);
   }
-  Moved moved = write_buffered(file, source, body_start, offset);
+  Moved moved = write_range(file, IoMode::kBuffered, source, body_start, offset);
   if (!moved.status.ok()) return moved;
-  const Moved body = write_direct(file, source + body_start, body_end - body_start, offset + body_start);
+  const Moved body =
+      write_range(file, IoMode::kDirect, source + body_start, body_end - body_start, offset + body_start);
   moved.bytes += body.bytes;
   // EINVAL: the file system's alignment is not what it reported.
   if (!body.status.ok() && body.status.error() != EINVAL) {
     moved.status = body.status;
     return moved;
   }
-  const Moved rest = write_buffered(file, source + moved.bytes, bytes - moved.bytes, offset + moved.bytes);
+  const Moved rest =
+      write_range(file, IoMode::kBuffered, source + moved.bytes, bytes - moved.bytes, offset + moved.bytes);
   moved.bytes += rest.bytes;
   moved.status = rest.status;
   return moved;
@@ -109,7 +114,7 @@ Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t byte
       file.operations().write_pages_at(file.buffered_fd(), source, static_cast<std::size_t>(bytes), offset);
   const std::uint64_t done = count > 0 ? static_cast<std::uint64_t>(count) : 0;
   if (done == bytes) return Moved{bytes, Status{}};
-  Moved rest = write_buffered(file, source + done, bytes - done, offset + done);
+  Moved rest = write_range(file, IoMode::kBuffered, source + done, bytes - done, offset + done);
   rest.bytes += done;
   return rest;
 }
@@ -130,11 +135,41 @@ Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, 
   Moved moved;
   while (moved.bytes < bytes && moved.status.ok()) {
     const std::uint64_t want = std::min<std::uint64_t>(bytes - moved.bytes, kZeroBytes);
-    const Moved part = write_buffered(file, zeros, want, offset + moved.bytes);
+    const Moved part = write_range(file, IoMode::kBuffered, zeros, want, offset + moved.bytes);
     moved.bytes += part.bytes;
     moved.status = part.status;
   }
   return moved;
+}
+
+// ---- holes ----
+
+Result<std::vector<HoleRange>> holes_of(BackingFile& file, const HoleSearch& search,
+                                        const std::atomic<bool>& cancelled) {
+  std::vector<HoleRange> holes;
+  FileOps& system = file.operations();
+  const int fd = file.buffered_fd();
+  const std::uint64_t unit = file.facts().unit;
+  std::uint64_t stored = 0;
+  if (file.facts().block_device || system.stored_bytes(fd, &stored) != 0 || stored >= search.file_size) return holes;
+  for (std::uint64_t position = 0; position < search.bytes;) {
+    if (cancelled) return Status(ECANCELED, "cancelled");
+    std::uint64_t data = 0;
+    if (system.seek(fd, search.file_offset + position, SEEK_DATA, &data) == 0) {
+      data = std::min(data - search.file_offset, search.bytes);
+    } else if (errno == ENXIO) {
+      data = search.bytes;
+    } else {
+      break;
+    }
+    const std::uint64_t end = data == search.bytes ? data : hole_end(search, unit, data);
+    if (end > position) holes.push_back({position, end - position});
+    if (data == search.bytes) break;
+    std::uint64_t hole = 0;
+    if (system.seek(fd, search.file_offset + data, SEEK_HOLE, &hole) != 0) break;
+    position = hole_start(search, unit, std::max(hole - search.file_offset, data + 1));
+  }
+  return holes;
 }
 
 }  // namespace gpufs

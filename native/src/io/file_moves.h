@@ -1,21 +1,29 @@
-// Moves whole ranges between a backing file and host memory: resumes after EINTR, continues after short counts.
+// What transfers do with whole ranges of a backing file: move them from and to host memory, write zeros, find holes.
+// Resumes after EINTR and continues after short counts.
 // Thread-safe. Each function blocks for as long as the file does.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
+#include "base/status.h"
 #include "io/backing_file.h"
+#include "io/plan.h"
 
 namespace gpufs {
 
-// Through the page cache. Fewer bytes with success: the end of the file.
-Moved read_buffered(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset);
-Moved write_buffered(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
+// The size of the file or block device now.
+Result<std::uint64_t> size_of(BackingFile& file);
 
-// By O_DIRECT; all three aligned. Stops with success after a short count that is not aligned, as at the end of a file.
-Moved read_direct(BackingFile& file, std::byte* destination, std::uint64_t bytes, std::uint64_t offset);
-Moved write_direct(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
+// kDirect: by O_DIRECT; memory, offset and size aligned. Stops with success after a short count that is not aligned, as
+// at the end of a file.
+enum class IoMode { kBuffered, kDirect };
+
+// Fewer bytes with success: the end of the file.
+Moved read_range(BackingFile& file, IoMode mode, std::byte* destination, std::uint64_t bytes, std::uint64_t offset);
+Moved write_range(BackingFile& file, IoMode mode, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
 
 // Whether the range is aligned for O_DIRECT.
 bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t bytes, std::uint64_t offset);
@@ -24,11 +32,26 @@ bool direct_fits(const BackingFile& file, const void* memory, std::uint64_t byte
 Moved write_split(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
 
 // Through the pages of a file in memory, which several threads can do at once. What cannot be written that way is left
-// to write_buffered(), which also reports the error.
+// to write_range(), which also reports the error.
 Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t bytes, std::uint64_t offset);
 
 // Makes a range read as zeros: punches a hole if `sparse` is set and the file system can, otherwise writes zeros.
 // holed: bytes for which no zeros were written.
 Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, bool sparse, std::uint64_t* holed);
+
+struct HoleSearch {
+  std::uint64_t file_offset = 0;
+  std::uint64_t file_size = 0;
+  std::uint64_t target_offset = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t granule = 1;  // in which the target allocates memory, a power of two
+};
+
+// The holes in order, not adjacent, each from data to data or to the request's ends. Next to data they end at granules
+// of the target, since a part of one saves nothing, and at units of the file's O_DIRECT. A file that occupies its whole
+// size costs one system call, others at most two for each granule with data. None if the file system does not report
+// holes. ECANCELED once `cancelled` is true.
+Result<std::vector<HoleRange>> holes_of(BackingFile& file, const HoleSearch& search,
+                                        const std::atomic<bool>& cancelled);
 
 }  // namespace gpufs

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/math.h"
+#include "base/scope_guard.h"
 
 namespace gpufs {
 namespace {
@@ -39,97 +40,100 @@ std::uint64_t page_bytes() {
   return bytes;
 }
 
-class SystemFileOps final : public FileOps {
- public:
-  ssize_t read_at(int fd, void* destination, std::size_t bytes, std::uint64_t offset) override {
-    return ::pread(fd, destination, bytes, static_cast<off_t>(offset));
-  }
-  ssize_t write_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) override {
-    return ::pwrite(fd, source, bytes, static_cast<off_t>(offset));
-  }
-  ssize_t write_pages_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) override {
-    const std::uint64_t start = round_down(offset, page_bytes());
-    const std::uint64_t lead = offset - start;
-    const std::size_t length = static_cast<std::size_t>(lead) + bytes;
-    void* const mapping = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(start));
-    if (mapping == MAP_FAILED) return -1;
-    const iovec from{const_cast<void*>(source), bytes};
-    const iovec to{static_cast<std::byte*>(mapping) + lead, bytes};
-    const ssize_t count = ::process_vm_writev(::getpid(), &from, 1, &to, 1, 0);
+std::atomic<bool> has_cachestat{true};
+
+// Unmaps at the end of a scope and leaves errno alone.
+auto unmap_later(void* mapping, std::size_t bytes) {
+  return ScopeGuard([mapping, bytes] {
     const int error = errno;
-    ::munmap(mapping, length);
+    ::munmap(mapping, bytes);
     errno = error;
-    return count;
-  }
-  int sync(int fd, bool data_only) override { return data_only ? ::fdatasync(fd) : ::fsync(fd); }
-  int truncate(int fd, std::uint64_t size) override { return ::ftruncate(fd, static_cast<off_t>(size)); }
-  int allocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) override {
-    return ::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  }
+  });
+}
 
-  int size(int fd, std::uint64_t* bytes) override {
-    struct stat status = {};
-    if (::fstat(fd, &status) != 0) return -1;
-    if (S_ISBLK(status.st_mode)) return ::ioctl(fd, BLKGETSIZE64, bytes);
-    *bytes = static_cast<std::uint64_t>(status.st_size);
-    return 0;
-  }
-
-  int stored_bytes(int fd, std::uint64_t* bytes) override {
-    struct stat status = {};
-    if (::fstat(fd, &status) != 0) return -1;
-    *bytes = static_cast<std::uint64_t>(status.st_blocks) * 512;
-    return 0;
-  }
-  int seek(int fd, std::uint64_t offset, int whence, std::uint64_t* found) override {
-    const off_t position = ::lseek(fd, static_cast<off_t>(offset), whence);
-    if (position < 0) return -1;
-    *found = static_cast<std::uint64_t>(position);
-    return 0;
-  }
-
-  int cached_bytes(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) override {
-    if (has_cachestat_.load(std::memory_order_relaxed)) {
-      const CachestatRange range{offset, bytes};
-      Cachestat found = {};
-      if (::syscall(kCachestatCall, fd, &range, &found, 0) == 0) {
-        *cached = found.cached * page_bytes();
-        return 0;
-      }
-      if (errno == ENOSYS) has_cachestat_.store(false, std::memory_order_relaxed);
-      // EPERM comes from seccomp filters that do not know this call. They may allow mincore.
-      if (errno != ENOSYS && errno != EPERM) return -1;
-    }
-    return resident_by_mincore(fd, offset, bytes, cached);
-  }
-
- private:
-  static int resident_by_mincore(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) {
-    const std::uint64_t start = round_down(offset, page_bytes());
-    const std::uint64_t length = round_up(offset - start + bytes, page_bytes());
-    void* const mapping = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(start));
-    if (mapping == MAP_FAILED) return -1;
-    std::vector<unsigned char> pages(length / page_bytes());
-    const int outcome = ::mincore(mapping, length, pages.data());
-    const int error = errno;
-    ::munmap(mapping, length);
-    if (outcome != 0) {
-      errno = error;
-      return -1;
-    }
-    std::uint64_t resident = 0;
-    for (const unsigned char page : pages) resident += page & 1U;
-    *cached = resident * page_bytes();
-    return 0;
-  }
-
-  std::atomic<bool> has_cachestat_{true};
-};
+int resident_by_mincore(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) {
+  const std::uint64_t start = round_down(offset, page_bytes());
+  const std::uint64_t length = round_up(offset - start + bytes, page_bytes());
+  void* const mapping = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(start));
+  if (mapping == MAP_FAILED) return -1;
+  const auto unmap = unmap_later(mapping, length);
+  std::vector<unsigned char> pages(length / page_bytes());
+  if (::mincore(mapping, length, pages.data()) != 0) return -1;
+  std::uint64_t resident = 0;
+  for (const unsigned char page : pages) resident += page & 1U;
+  *cached = resident * page_bytes();
+  return 0;
+}
 
 }  // namespace
 
+ssize_t FileOps::read_at(int fd, void* destination, std::size_t bytes, std::uint64_t offset) {
+  return ::pread(fd, destination, bytes, static_cast<off_t>(offset));
+}
+
+ssize_t FileOps::write_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) {
+  return ::pwrite(fd, source, bytes, static_cast<off_t>(offset));
+}
+
+ssize_t FileOps::write_pages_at(int fd, const void* source, std::size_t bytes, std::uint64_t offset) {
+  const std::uint64_t start = round_down(offset, page_bytes());
+  const std::uint64_t lead = offset - start;
+  const std::size_t length = static_cast<std::size_t>(lead) + bytes;
+  void* const mapping = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(start));
+  if (mapping == MAP_FAILED) return -1;
+  const auto unmap = unmap_later(mapping, length);
+  const iovec from{const_cast<void*>(source), bytes};
+  const iovec to{static_cast<std::byte*>(mapping) + lead, bytes};
+  return ::process_vm_writev(::getpid(), &from, 1, &to, 1, 0);
+}
+
+int FileOps::sync(int fd, bool data_only) { return data_only ? ::fdatasync(fd) : ::fsync(fd); }
+
+int FileOps::truncate(int fd, std::uint64_t size) { return ::ftruncate(fd, static_cast<off_t>(size)); }
+
+int FileOps::allocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) {
+  return ::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+}
+
+int FileOps::size(int fd, std::uint64_t* bytes) {
+  struct stat status = {};
+  if (::fstat(fd, &status) != 0) return -1;
+  if (S_ISBLK(status.st_mode)) return ::ioctl(fd, BLKGETSIZE64, bytes);
+  *bytes = static_cast<std::uint64_t>(status.st_size);
+  return 0;
+}
+
+int FileOps::stored_bytes(int fd, std::uint64_t* bytes) {
+  struct stat status = {};
+  if (::fstat(fd, &status) != 0) return -1;
+  *bytes = static_cast<std::uint64_t>(status.st_blocks) * 512;
+  return 0;
+}
+
+int FileOps::seek(int fd, std::uint64_t offset, int whence, std::uint64_t* found) {
+  const off_t position = ::lseek(fd, static_cast<off_t>(offset), whence);
+  if (position < 0) return -1;
+  *found = static_cast<std::uint64_t>(position);
+  return 0;
+}
+
+int FileOps::cached_bytes(int fd, std::uint64_t offset, std::uint64_t bytes, std::uint64_t* cached) {
+  if (has_cachestat.load(std::memory_order_relaxed)) {
+    const CachestatRange range{offset, bytes};
+    Cachestat found = {};
+    if (::syscall(kCachestatCall, fd, &range, &found, 0) == 0) {
+      *cached = found.cached * page_bytes();
+      return 0;
+    }
+    if (errno == ENOSYS) has_cachestat.store(false, std::memory_order_relaxed);
+    // EPERM comes from seccomp filters that do not know this call. They may allow mincore.
+    if (errno != ENOSYS && errno != EPERM) return -1;
+  }
+  return resident_by_mincore(fd, offset, bytes, cached);
+}
+
 FileOps& FileOps::system() {
-  static SystemFileOps operations;
+  static FileOps operations;
   return operations;
 }
 

@@ -1,4 +1,5 @@
-#include "io/hip_file.h"
+// AMD's hipAmdFileRead and hipAmdFileWrite as a direct path: the kernel's GPU driver moves bytes between storage and
+// the device. Thread-safe. The runtime stays loaded.
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +11,7 @@
 #include "drivers/gpu/vendor_library.h"
 #include "drivers/hip/hip_library.h"
 #include "io/backing_file.h"
+#include "io/direct_path.h"
 
 namespace gpufs {
 namespace {

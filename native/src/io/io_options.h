@@ -30,8 +30,11 @@ class FileSystems {
   std::vector<std::string> types_;
 };
 
+// Chunks hold at least one unit of each file's O_DIRECT.
+inline constexpr std::size_t kSmallestChunk = std::size_t{64} << 10;
+
 struct IoOptions {
-  // What a thread moves at a time, and the size of a pinned slot: a power of two of at least 64 KiB.
+  // What a thread moves at a time, and the size of a pinned slot: a power of two of at least kSmallestChunk.
   std::size_t chunk_bytes = std::size_t{4} << 20;
   // The most host memory that all transfers together may pin.
   std::uint64_t pinned_bytes = std::uint64_t{192} << 20;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <optional>
 
 #include "base/thread.h"
 
@@ -27,30 +28,28 @@ auto hole_above(const std::vector<HoleRange>& holes, std::uint64_t offset) {
 
 }  // namespace
 
-TargetMemory::Use TargetMemory::use() {
+TargetMemory::AccessGuard TargetMemory::access() {
   const std::lock_guard lock(mutex_);
   if (closed_) return {};
-  ++uses_;
-  return Use(this);
+  ++accesses_;
+  return AccessGuard(this);
 }
 
-void TargetMemory::Use::end() {
-  TargetMemory* const memory = std::exchange(memory_, nullptr);
-  if (memory == nullptr) return;
+void TargetMemory::EndAccess::operator()(TargetMemory* memory) const {
   const std::lock_guard lock(memory->mutex_);
-  --memory->uses_;
+  --memory->accesses_;
 }
 
 void TargetMemory::expect(std::uint64_t bytes) {
-  if (!grows_) return;
-  noted_shrinks_ = buffer_->shrinks();
-  kept_ = buffer_->keep_unpublished();
-  buffer_->expect(offset_ + bytes);
+  if (growing_ == nullptr) return;
+  noted_shrinks_ = growing_->shrinks();
+  kept_ = growing_->keep_unpublished();
+  growing_->expect(offset_ + bytes);
 }
 
 Status TargetMemory::punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled) {
   holes_ = std::move(holes);
-  Buffer& buffer = *buffer_;
+  Buffer& buffer = *growing_;
   for (const HoleRange& hole : holes_) {
     if (cancelled) return Status(ECANCELED, "cancelled");
     const std::uint64_t start = offset_ + hole.offset;
@@ -71,34 +70,33 @@ std::uint64_t TargetMemory::next_step_locked() const {
   return std::min(std::clamp(allocated_end_, kFirstStep, kLargestStep), largest_step_);
 }
 
-bool TargetMemory::start_ahead(std::uint64_t position) {
-  if (!load_ || !grows_) return false;
+TargetMemory::AccessGuard TargetMemory::start_ahead(std::uint64_t position) {
+  if (!load_ || growing_ == nullptr) return nullptr;
   const std::lock_guard lock(mutex_);
-  if (closed_ || allocating_ || largest_step_ == 0 || allocated_end_ >= total_) return false;
+  if (closed_ || allocating_ || largest_step_ == 0 || allocated_end_ >= total_) return nullptr;
   // Half a step ahead, so that other threads need not wait while this one allocates.
-  if (position + next_step_locked() / 2 <= allocated_end_) return false;
-  ++uses_;
+  if (position + next_step_locked() / 2 <= allocated_end_) return nullptr;
+  ++accesses_;
   allocating_ = true;
-  return true;
+  return AccessGuard(this);
 }
 
-void TargetMemory::allocate_ahead() {
+void TargetMemory::allocate_ahead(AccessGuard /*access*/) {
   std::unique_lock lock(mutex_);
   const std::uint64_t step = std::min(total_ - allocated_end_, next_step_locked());
   const Status status = allocate_on(lock, allocated_end_ + step);
   // Smaller steps next time. The chunk that finds no memory reports why there is none.
   if (!status.ok()) largest_step_ = step / 2 < smallest_step_ ? 0 : step / 2;
-  --uses_;
 }
 
-Status TargetMemory::allocate_to(std::uint64_t end) {
+Status TargetMemory::allocate_to(std::uint64_t end, Wait wait) {
   std::unique_lock lock(mutex_);
   while (allocated_end_ < end) {
     if (!allocating_) {
       allocating_ = true;
       Status status = allocate_on(lock, end);
       if (!status.ok()) return status;
-    } else if (this_thread_may_wait()) {
+    } else if (wait == Wait::kAllowed) {
       allocated_.wait(lock);
     } else {
       return Status(EAGAIN, "another thread allocates the load's memory");
@@ -125,7 +123,7 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   while (start < end) {
     const std::uint64_t run_end = hole == holes_.end() ? end : std::min(end, hole->offset);
     if (start < run_end) {
-      Status status = buffer_->populate(offset_ + start, run_end - start);
+      Status status = growing_->populate(offset_ + start, run_end - start);
       if (!status.ok()) return status;
     }
     if (hole == holes_.end()) break;
@@ -135,15 +133,15 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   return {};
 }
 
-Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes) {
-  if (!load_) return buffer_->pin_for_read(offset_ + offset, bytes);
-  if (grows_) {
-    Status allocated = allocate_to(offset + bytes);
+Result<TransferTarget::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
+  if (!load_) return target_->pin_for_read(offset_ + offset, bytes, wait);
+  if (growing_ != nullptr) {
+    Status allocated = allocate_to(offset + bytes, wait);
     if (!allocated.ok()) return allocated;
   }
-  Result<Buffer::Pin> pinned = buffer_->pin_for_write(offset_ + offset, bytes);
+  Result<TransferTarget::Pin> pinned = target_->pin_for_write(offset_ + offset, bytes, wait);
   if (!pinned.ok()) return pinned;
-  for (const Buffer::Piece& piece : pinned.value().pieces) {
+  for (const TransferTarget::Piece& piece : pinned.value().pieces) {
     if (piece.address == 0) return Status(EIO, "the buffer has no memory where the load writes");
   }
   return pinned;
@@ -152,8 +150,8 @@ Result<Buffer::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes)
 // ---- the end ----
 
 Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
-  if (!grows_) return {};
-  Buffer& buffer = *buffer_;
+  if (growing_ == nullptr) return {};
+  Buffer& buffer = *growing_;
   {
     const std::lock_guard lock(mutex_);
     touched = std::max(touched, allocated_end_);
@@ -168,29 +166,29 @@ Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
 
 bool TargetMemory::close(bool force) {
   const std::lock_guard lock(mutex_);
-  if (uses_ > 0 && !force) return false;
+  if (accesses_ > 0 && !force) return false;
   closed_ = true;
   return true;
 }
 
 bool TargetMemory::in_use() const {
   const std::lock_guard lock(mutex_);
-  return uses_ > 0;
+  return accesses_ > 0;
 }
 
 void TargetMemory::release() {
-  std::shared_ptr<Buffer> dropped;  // destroyed without the lock
-  std::shared_ptr<void> kept;       // so is this
+  std::shared_ptr<TransferTarget> dropped;  // destroyed without the lock
+  std::shared_ptr<void> kept;               // so is this
   const std::lock_guard lock(mutex_);
   closed_ = true;
-  if (uses_ > 0) return;
-  dropped = std::move(buffer_);
+  if (accesses_ > 0) return;
+  dropped = std::move(target_);
   kept = std::move(kept_);
 }
 
 void TargetMemory::note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const {
   const std::lock_guard lock(mutex_);
-  if (buffer_ != nullptr) buffer_->activity().note(backend, flow, bytes);
+  if (target_ != nullptr) target_->activity().note(backend, flow, bytes);
 }
 
 }  // namespace gpufs

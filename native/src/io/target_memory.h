@@ -1,5 +1,5 @@
 // The device memory of one transfer while it runs: allocated ahead of a load, pinned chunk by chunk, and released at
-// the end. Thread-safe. Owned by its Transfer.
+// the end. Thread-safe. Ownership: its Transfer.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "io/file_holes.h"
-#include "io/scoring.h"
+#include "io/plan.h"
 #include "memory/buffer.h"
 #include "observe/counters.h"
 
@@ -22,75 +21,62 @@ namespace gpufs {
 class TargetMemory {
  public:
   // smallest_step: allocating less than this ahead of a load is not worth a call.
-  // grows: the buffer has memory of its own, which a load allocates.
-  TargetMemory(std::shared_ptr<Buffer> buffer, bool grows, std::uint64_t target_offset, Direction direction,
+  TargetMemory(std::shared_ptr<TransferTarget> target, std::uint64_t target_offset, Direction direction,
                std::uint64_t smallest_step)
-      : buffer_(std::move(buffer)),
-        grows_(grows),
+      : target_(std::move(target)),
+        growing_(target_->growing()),
         load_(direction == Direction::kLoad),
         offset_(target_offset),
         smallest_step_(smallest_step) {}
 
-  // Every access to the memory happens while a Use exists. It is empty once the transfer was left behind: then nothing
-  // may reach the memory. A thread must not wait for a file that may hang while it has one.
-  class Use {
-   public:
-    Use() = default;
-    Use(Use&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
-    Use& operator=(Use&& other) noexcept {
-      end();
-      memory_ = std::exchange(other.memory_, nullptr);
-      return *this;
-    }
-    ~Use() { end(); }
-    explicit operator bool() const { return memory_ != nullptr; }
-    void end();
-
-   private:
-    friend class TargetMemory;
-    explicit Use(TargetMemory* memory) : memory_(memory) {}
-    TargetMemory* memory_ = nullptr;
+  // Every access to the memory happens while an AccessGuard exists. It is empty once the transfer was left behind: then
+  // nothing may reach the memory. A thread must not wait for a file that may hang while it has one.
+  struct EndAccess {
+    void operator()(TargetMemory* memory) const;
   };
-  [[nodiscard]] Use use();
+  using AccessGuard = std::unique_ptr<TargetMemory, EndAccess>;
+  [[nodiscard]] AccessGuard access();
 
-  // The next four are for a thread with a Use.
-  [[nodiscard]] Buffer& buffer() const { return *buffer_; }
+  [[nodiscard]] bool can_have_holes() const { return growing_ != nullptr; }
+
+  // The next four are for a thread with an AccessGuard.
+  [[nodiscard]] TransferTarget& target() const { return *target_; }
   // Before the first byte of a load is written. Announces the end of the load, so that its buffer does not move later.
   void expect(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
-  // The memory of one chunk. May wait for other threads' pins, unless the calling thread must not wait.
-  Result<Buffer::Pin> pin(std::uint64_t offset, std::uint64_t bytes);
+  // The memory of one chunk. May wait for other threads' pins; EAGAIN if that is forbidden.
+  Result<TransferTarget::Pin> pin(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed);
 
   // How much there is to move. Before the first chunk.
   void set_total(std::uint64_t total) { total_ = total; }
-  // Whether the calling thread should allocate memory ahead of `position`, up to which chunks were handed out. If so it
-  // must call allocate_ahead() next, with no pins.
-  [[nodiscard]] bool start_ahead(std::uint64_t position);
-  void allocate_ahead();
+  // Not null if the calling thread is to allocate memory ahead of `position`, up to which chunks were handed out. It
+  // must then call allocate_ahead() next, with no pins.
+  [[nodiscard]] AccessGuard start_ahead(std::uint64_t position);
+  void allocate_ahead(AccessGuard access);
 
   // Ends a load at `reached`: publishes the size and frees what was allocated beyond. touched: end of the highest
   // chunk that was handed out. A buffer that was made smaller in the meantime stays so, as if that had come after the
   // load: what it removed must not come back as zeros.
   Status finish_load(std::uint64_t reached, std::uint64_t touched);
 
-  // From now on there are no new uses. False, without effect, if the memory is in use and `force` is not set.
+  // From now on there are no new accesses. False, without effect, if the memory is in use and `force` is not set.
   bool close(bool force);
   [[nodiscard]] bool in_use() const;
   // Closes, and drops the memory unless it is in use.
   void release();
-  // Counts bytes in the statistics of the buffer's file.
+  // Counts bytes in the statistics of the memory's file.
   void note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const;
 
  private:
   // In the order of the offsets: what a full device still has then goes to the chunks that come first.
-  Status allocate_to(std::uint64_t end);
+  Status allocate_to(std::uint64_t end, Wait wait);
   Status allocate_on(std::unique_lock<std::mutex>& lock, std::uint64_t end);
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;
 
-  std::shared_ptr<Buffer> buffer_;  // null once released
-  const bool grows_;
+  std::shared_ptr<TransferTarget> target_;  // null once released
+  Buffer* const growing_;                   // TransferTarget::growing()
   const bool load_;
   const std::uint64_t offset_;
   const std::uint64_t smallest_step_;
@@ -102,7 +88,7 @@ class TargetMemory {
 
   // Guards all below. No call of the buffer is made under it.
   mutable std::mutex mutex_;
-  int uses_ = 0;
+  int accesses_ = 0;
   bool closed_ = false;
   std::uint64_t allocated_end_ = 0;
   std::uint64_t largest_step_ = ~std::uint64_t{0};  // that the device has had space for

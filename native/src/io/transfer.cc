@@ -13,11 +13,9 @@
 #include "base/cpus.h"
 #include "base/log.h"
 #include "device/device_context.h"
-#include "io/copy_loop.h"
-#include "io/file_holes.h"
 #include "io/file_moves.h"
+#include "io/pipeline.h"
 #include "io/transfer_engine.h"
-#include "memory/registered_buffer.h"
 #include "observe/trace.h"
 
 namespace gpufs {
@@ -34,83 +32,101 @@ constexpr int kCpusForPages = 4;
 // threads return as soon as they get a CPU or the disk.
 constexpr int kPatience = 20;
 
-bool allocation_unsupported(int error) {
-  return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL || error == EPERM || error == ENODEV;
-}
-
-bool uses_fastpath(const Plan& plan) {
-  return std::any_of(plan.begin(), plan.end(), [](const Segment& segment) { return segment.path == Path::kFastpath; });
-}
-
-bool has_hole(Buffer& target, std::uint64_t offset, std::uint64_t bytes) {
+bool has_hole(TransferTarget& target, std::uint64_t offset, std::uint64_t bytes) {
   Result<std::uint64_t> hole = target.seek_hole(offset);
   return hole.ok() && hole.value() < offset + bytes;
 }
 
 Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
 
+std::uint64_t group_of(const BackingFacts& file) {
+  return file.may_hang ? Scheduler::Job::kMayHang : file.always_hot ? Scheduler::Job::kNeverStalls : file.device;
+}
+
+TransferFacts facts_of(const TransferRequest& request) {
+  const std::shared_ptr<DeviceContext>& device = request.target->device();
+  const observe::DeviceCounters& counters = device->counters();
+  const observe::Flow flow = flow_of(request.direction);
+  return {request,
+          device,
+          counters,
+          counters.region()->details(counters.device(), flow),
+          flow,
+          request.trace_id != 0 ? request.trace_id : observe::trace::next_id(),
+          observe::trace::on() ? observe::trace::name_of_file(request.file->buffered_fd()) : 0};
+}
+
+// Memory that a program allocated itself, and keeps. Transfers stay within it: see TransferEngine::check().
+class ProgramMemory final : public TransferTarget {
+ public:
+  ProgramMemory(std::shared_ptr<DeviceContext> device, DeviceAddress address, std::uint64_t bytes)
+      : device_(std::move(device)), address_(address), bytes_(bytes) {}
+
+  [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return device_; }
+  [[nodiscard]] std::uint64_t size() const override { return bytes_; }
+  [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) override {
+    return Pin{{{address_ + offset, offset, bytes}}, nullptr};
+  }
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override {
+    return pin_for_read(offset, bytes, wait);
+  }
+  Result<std::uint64_t> seek_hole(std::uint64_t /*offset*/) override { return bytes_; }
+
+ private:
+  const std::shared_ptr<DeviceContext> device_;
+  const DeviceAddress address_;
+  const std::uint64_t bytes_;
+};
+
 }  // namespace
 
 void TransferRequest::set_range(std::shared_ptr<DeviceContext> device, DeviceAddress start, std::uint64_t size) {
   address = start;
-  target = std::make_shared<RegisteredBuffer>(std::move(device), std::make_unique<ForeignMapping>(start), size,
-                                              /*writable=*/true);
+  target = std::make_shared<ProgramMemory>(std::move(device), start, size);
 }
 
-Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<TransferThreads> threads,
-                   TransferRequest request)
-    : engine_(std::move(engine)),
-      threads_(std::move(threads)),
-      request_(std::move(request)),
-      of_buffer_(request_.address == 0),
-      device_(request_.target->device()),
-      counters_(device_->counters()),
-      flow_(flow_of(request_.direction)),
-      details_(counters_.region()->details(counters_.device(), flow_)),
+Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Scheduler> scheduler,
+                   const TransferRequest& request)
+    : Job(request.client, group_of(request.file->facts())),
+      engine_(std::move(engine)),
+      scheduler_(std::move(scheduler)),
+      facts_(facts_of(request)),
       queued_(observe::now_ns()),
-      trace_id_(request_.trace_id != 0 ? request_.trace_id : observe::trace::next_id()),
-      trace_name_(observe::trace::on() ? observe::trace::name_of_file(request_.file->buffered_fd()) : 0),
-      limit_(request_.limit()),
-      memory_(std::exchange(request_.target, nullptr), of_buffer_, request_.target_offset, request_.direction,
-              engine_->options().chunk_bytes) {
-  counters_.begin(observe::Backend::kTransfer, flow_);
+      limit_(request.limit()),
+      memory_(std::exchange(facts_.request.target, nullptr), request.target_offset, request.direction,
+              engine_->options().chunk_bytes),
+      store_file_(*request.file, request.file_offset) {
+  facts_.counters.begin(observe::Backend::kTransfer, facts_.flow);
 }
 
 const IoOptions& Transfer::options() const { return engine_->options(); }
 
 TransferProgress Transfer::progress() const {
-  TransferProgress progress;
   const std::lock_guard lock(mutex_);
-  switch (phase_) {
-    case Phase::kQueued:
-      progress.state = TransferState::kQueued;
-      break;
-    case Phase::kDone:
-      progress.state = TransferState::kDone;
-      progress.status = status_;
-      break;
-    default:
-      progress.state = TransferState::kRunning;
-  }
-  progress.total = total_;
-  progress.moved = moved_.load(std::memory_order_relaxed);
-  progress.prefix = phase_ == Phase::kDone ? count_ : cursor_.prefix();
-  for (std::size_t path = 0; path < path_bytes_.size(); ++path) {
-    progress.path_bytes[path] = path_bytes_[path].load(std::memory_order_relaxed);
-  }
-  progress.hole_bytes = hole_bytes_.load(std::memory_order_relaxed);
-  progress.refusals = refusals_;
-  progress.sync_failed = sync_failed_;
+  TransferProgress progress = progress_;
+  progress.state = phase_ == Phase::kQueued ? TransferState::kQueued
+                   : phase_ == Phase::kDone ? TransferState::kDone
+                                            : TransferState::kRunning;
+  if (phase_ != Phase::kDone) progress.prefix = cursor_.prefix();
   return progress;
 }
 
 void Transfer::cancel() {
+  bool unserved = false;
   {
     const std::lock_guard lock(mutex_);
     if (cancelled_.exchange(true) || phase_ == Phase::kDone) return;
     cancel_time_ = Clock::now();
+    unserved = phase_ == Phase::kQueued;
+    if (unserved) phase_ = Phase::kFinishing;
   }
-  engine_->watch_cancelled();
+  if (unserved) {
+    conclude(0, cancelled_status(), false);
+    scheduler_->update();
+  } else {
+    engine_->watch_cancelled();
+  }
 }
 
 bool Transfer::wait(std::chrono::milliseconds patience) {
@@ -125,7 +141,7 @@ void Transfer::wait() {
 
 Status Transfer::close() {
   cancel();
-  if (wait(device_->device().blocked_streams().stall_timeout())) return {};
+  if (wait(facts_.device->device().blocked_streams().stall_timeout())) return {};
   return Status(
       ETIMEDOUT,
       "a cancelled transfer has not ended in time: its device or its file does not respond, and its memory is in use");
@@ -142,19 +158,14 @@ Result<int> Transfer::event_fd() {
 
 // ---- serving ----
 
-std::uint64_t Transfer::group() const {
-  const BackingFacts& facts = request_.file->facts();
-  return facts.may_hang ? kMayHang : facts.always_hot ? kNeverStalls : facts.device;
-}
-
 void Transfer::release(std::shared_ptr<Transfer> transfer) {
-  const std::shared_ptr<TransferThreads> threads = transfer->threads_;
-  threads->release(std::move(transfer));
+  const std::shared_ptr<Scheduler> scheduler = transfer->scheduler_;
+  scheduler->release(std::move(transfer));
 }
 
-void Transfer::serve() {
+void Transfer::serve(const Scheduler::Turn& turn) {
   if (!enter()) return;
-  CopyLoop(*this).run();
+  Pipeline(*this).run(turn);
   leave();
 }
 
@@ -170,19 +181,19 @@ bool Transfer::enter() {
     ++serving_;
   }
   bind_start_.store(observe::now_ns(), std::memory_order_relaxed);
-  Result<PlanCursor> prepared = prepare();
+  Result<Plan> plan = prepare();
   bind_end_.store(observe::now_ns(), std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
     // Otherwise it was left behind in the meantime, and leave() finds it done.
     if (phase_ == Phase::kPreparing) {
       phase_ = Phase::kRunning;
-      cursor_ = prepared.ok() ? prepared.take() : PlanCursor(prepared.status());
-      total_ = cursor_.end();
-      update_wanted_locked();
+      cursor_ = plan.ok() ? PlanCursor(plan.take()) : PlanCursor(plan.status());
+      progress_.total = cursor_.end();
+      update_useful_threads_locked();
     }
   }
-  threads_->update();
+  scheduler_->update();
   return true;
 }
 
@@ -190,69 +201,63 @@ void Transfer::leave() {
   {
     const std::lock_guard lock(mutex_);
     --serving_;
-    update_wanted_locked();
+    update_useful_threads_locked();
     if (serving_ > 0 || phase_ != Phase::kRunning || cursor_.has_next()) return;
     phase_ = Phase::kFinishing;
   }
   finish();
 }
 
-// ---- preparing: what is to be moved, and by which path ----
+// ---- preparing: the facts, and the plan that follows from them ----
 
-Result<PlanCursor> Transfer::prepare() {
+Result<Plan> Transfer::prepare() {
   if (cancelled_) return cancelled_status();
-  Status health = device_->device().health();
-  if (!health.ok()) return health;
-  Status bound = device_->device().bind_thread();
-  if (!bound.ok()) return bound;
-  Result<std::uint64_t> total = total_bytes();
-  if (!total.ok()) return total.status();
-  if (total.value() == 0) return PlanCursor();
-  Result<Plan> plan = make_plan(total.value());
-  if (!plan.ok()) return plan.status();
-  if (load()) {
-    plan = leave_holes_out(total.value(), plan.value());
-    if (!plan.ok()) return plan.status();
-  } else {
-    Status ready = preallocate(total.value(), plan.value());
-    if (!ready.ok()) return ready;
+  Status ready = facts_.device->device().health();
+  if (ready.ok()) ready = facts_.device->device().bind_thread();
+  if (!ready.ok()) return ready;
+  std::uint64_t file_size = 0;
+  if (load() || !file().facts().block_device) {
+    const Result<std::uint64_t> known = size_of(file());
+    if (!known.ok()) return known.status();
+    file_size = known.value();
   }
+  const Result<std::uint64_t> total = total_bytes(file_size);
+  if (!total.ok()) return total.status();
+  if (total.value() == 0) return Plan();
+  facts_.total = total.value();
   memory_.set_total(total.value());
-  const std::uint64_t chunk = options().chunk_bytes;
-  // Chunks of the fastpath stay aligned whatever alignment the file asks for.
-  const PlanCursor::ChunkSizes sizes{std::max<std::uint64_t>(chunk, file().facts().unit), chunk};
-  return PlanCursor(plan.take(), total.value(), request_.file_offset, sizes);
+  Result<Plan> plan = make_plan(total.value());
+  if (!plan.ok()) return plan;
+  if (load()) return leave_holes_out(file_size, plan.value());
+  ready = preallocate(file_size, plan.value());
+  if (!ready.ok()) return ready;
+  return plan;
 }
 
 // The request, clipped at the end of its source.
-Result<std::uint64_t> Transfer::total_bytes() {
-  BackingFile& backing = file();
-  if ((load() || !backing.facts().block_device) &&
-      backing.operations().size(backing.buffered_fd(), &original_file_size_) != 0) {
-    return Status::from_errno(errno, "the backing file's size");
-  }
+Result<std::uint64_t> Transfer::total_bytes(std::uint64_t file_size) {
   std::uint64_t available = 0;
   if (load()) {
-    available = original_file_size_ > request_.file_offset ? original_file_size_ - request_.file_offset : 0;
-    if (original_file_size_ == 0 && request_.bytes > 0) {
+    available = file_size > request().file_offset ? file_size - request().file_offset : 0;
+    if (file_size == 0 && request().bytes > 0) {
       // Empty, or a file that has bytes and reports no size (/proc): then one chunk is read.
       std::byte probe;
-      const Moved first = read_buffered(backing, &probe, 1, request_.file_offset);
+      const Moved first = read_range(file(), IoMode::kBuffered, &probe, 1, request().file_offset);
       if (!first.status.ok()) return first.status;
       if (first.bytes > 0) available = options().chunk_bytes;
     }
   }
-  const TargetMemory::Use use = memory_.use();
-  if (!use) return cancelled_status();
+  const TargetMemory::AccessGuard access = memory_.access();
+  if (!access) return cancelled_status();
   if (!load()) {
-    const std::uint64_t size = memory_.buffer().size();
-    available = size > request_.target_offset ? size - request_.target_offset : 0;
-  } else if (!of_buffer_) {
-    // A range is filled as far as it goes; a buffer reports EFBIG when it grows too large.
-    available = std::min(available, limit_ - request_.target_offset);
+    const std::uint64_t size = memory_.target().size();
+    available = size > request().target_offset ? size - request().target_offset : 0;
+  } else if (request().address != 0) {
+    // A program's memory is filled as far as it goes; a buffer reports EFBIG when it grows too large.
+    available = std::min(available, limit_ - request().target_offset);
   }
-  const std::uint64_t total = std::min(request_.bytes, available);
-  if (total > kLargestOffset - request_.file_offset) {
+  const std::uint64_t total = std::min(request().bytes, available);
+  if (total > kLargestOffset - request().file_offset) {
     return Status(EFBIG, "the range ends beyond the largest file offset");
   }
   if (load()) memory_.expect(total);
@@ -260,98 +265,80 @@ Result<std::uint64_t> Transfer::total_bytes() {
 }
 
 Result<Plan> Transfer::make_plan(std::uint64_t total) {
-  ScoredRequest scored;
-  scored.file = &file().facts();
-  scored.file_offset = request_.file_offset;
-  scored.bytes = total;
-  scored.vendor_refusals = engine_->direct_path().refusals();
-  if (options().file_systems.allow(file().facts().file_system)) scored.waived = mask_of(Refusal::kFileSystem);
-  scored.fastpath = fastpath_mode();
-  scored.fastpath_min_bytes = options().fastpath_min_bytes;
-  scored.fallback = fallback_allowed();
-  // A buffer's memory begins at a granule.
-  scored.memory_phase = (request_.address + request_.target_offset) % file().facts().memory_align;
-  const bool reached = of_buffer_ ? device_->info().files_reach_memory
-                                  : device_->device().holds(request_.address + request_.target_offset);
-  if (!reached) scored.vendor_refusals |= mask_of(Refusal::kMemoryKind);
+  const BackingFacts& known = file().facts();
+  const std::uint64_t address = request().address + request().target_offset;  // a buffer begins at a granule
+  PlanRequest wanted;
+  wanted.file = &known;
+  wanted.file_offset = request().file_offset;
+  wanted.bytes = total;
+  wanted.memory_phase = address % known.memory_align;
+  wanted.vendor_refusals = engine_->direct_path().refusals();
+  if (options().file_systems.allow(known.file_system)) wanted.waived = mask_of(Refusal::kFileSystem);
+  wanted.fastpath = fastpath_mode();
+  wanted.fastpath_min_bytes = options().fastpath_min_bytes;
+  wanted.fallback = fallback_allowed();
+  wanted.chunk_bytes = options().chunk_bytes;
+  Device& device = facts_.device->device();
+  const bool reached = request().address == 0 ? device.info().files_reach_memory : device.holds(address);
+  if (!reached) wanted.vendor_refusals |= mask_of(Refusal::kMemoryKind);
   RefusalMask refusals = 0;
-  Result<Plan> plan = plan_request(scored, &refusals);
-  if (plan.ok() && uses_fastpath(plan.value())) {
+  Result<Plan> plan = Plan::make(wanted, &refusals);
+  if (plan.ok() && plan.value().uses_fastpath()) {
     Result<DirectFile*> attached = file().direct_file(engine_->direct_path());
     if (attached.ok()) {
-      direct_file_ = attached.value();
+      facts_.direct_file = attached.value();
     } else {
       log_info("fastpath does not take a file: ", attached.status().message());
-      scored.vendor_refusals |= mask_of(Refusal::kNotAccepted);
-      plan = plan_request(scored, &refusals);
+      wanted.vendor_refusals |= mask_of(Refusal::kNotAccepted);
+      plan = Plan::make(wanted, &refusals);
     }
   }
-  counters_.refuse(observe::Backend::kFastpath, flow_, refusals);
+  facts_.counters.refuse(observe::Backend::kFastpath, facts_.flow, refusals);
   const std::lock_guard lock(mutex_);
-  refusals_ = refusals;
+  progress_.refusals = refusals;
   return plan;
 }
 
 // Holes of a load's file are not read and get no memory.
-Result<Plan> Transfer::leave_holes_out(std::uint64_t total, const Plan& plan) {
-  if (!request_.sparse) return plan;
-  {
-    const TargetMemory::Use use = memory_.use();
-    if (!use) return cancelled_status();
-    if (!memory_.buffer().can_have_holes()) return plan;
-  }
+Result<Plan> Transfer::leave_holes_out(std::uint64_t file_size, const Plan& plan) {
+  if (!request().sparse || !memory_.can_have_holes()) return plan;
   HoleSearch search;
-  search.file_offset = request_.file_offset;
-  search.file_size = original_file_size_;
-  search.target_offset = request_.target_offset;
-  search.bytes = total;
-  search.granule = device_->info().granule;
+  search.file_offset = request().file_offset;
+  search.file_size = file_size;
+  search.target_offset = request().target_offset;
+  search.bytes = plan.bytes();
+  search.granule = facts_.device->info().granule;
   Result<std::vector<HoleRange>> holes = holes_of(file(), search, cancelled_);
   if (!holes.ok()) return holes.status();
   if (holes.value().empty()) return plan;
-  Plan cut = without_holes(plan, holes.value());
-  const TargetMemory::Use use = memory_.use();
-  if (!use) return cancelled_status();
+  Plan cut = plan.without_holes(holes.value());
+  const TargetMemory::AccessGuard access = memory_.access();
+  if (!access) return cancelled_status();
   // Before the first chunk is handed out, since freeing memory waits for its users.
   Status punched = memory_.punch(holes.take(), cancelled_);
   if (!punched.ok()) return punched;
   return cut;
 }
 
-// Of a store to a file in memory: sets the size, so that several threads can write its pages. Of a store by O_DIRECT:
-// allocates, so that chunks written out of order do not wait for each other at the file's end, and a full disk is
-// reported before the work starts.
-Status Transfer::preallocate(std::uint64_t total, const Plan& plan) {
-  BackingFile& backing = file();
-  const BackingFacts& facts = backing.facts();
-  const std::uint64_t end = request_.file_offset + total;
-  if (end <= original_file_size_ || total <= options().chunk_bytes) return {};
+Status Transfer::preallocate(std::uint64_t file_size, const Plan& plan) {
+  const BackingFacts& known = file().facts();
+  store_file_.set_original_size(file_size);
+  if (!store_file_.grows_by(plan.bytes()) || plan.bytes() <= options().chunk_bytes) return {};
   const Switch wish = options().write_pages;
   const bool side_by_side =
-      wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(device_->info().numa_node) >= kCpusForPages);
-  if (side_by_side && facts.always_hot && facts.readable) {
-    // A byte of the store's own range: setting the size would cut off what another writer has appended by now.
-    const std::byte last{};
-    by_pages_ = backing.operations().write_at(backing.buffered_fd(), &last, 1, end - 1) == 1;
-    if (by_pages_) preallocated_end_ = end;
+      wish == Switch::kOn || (wish == Switch::kAuto && usable_cpus(facts_.device->info().numa_node) >= kCpusForPages);
+  if (side_by_side && known.always_hot && known.readable) {
+    store_file_.prepare_pages(plan.bytes());
     return {};
   }
-  if (facts.block_device || facts.may_hang || backing.direct_fd() < 0) return {};
-  if (options().direct == Switch::kOff && !uses_fastpath(plan)) return {};
+  if (known.block_device || known.may_hang || file().direct_fd() < 0) return {};
+  if (options().direct == Switch::kOff && !plan.uses_fastpath()) return {};
   {
-    const TargetMemory::Use use = memory_.use();
-    if (!use) return cancelled_status();
-    if (request_.sparse && has_hole(memory_.buffer(), request_.target_offset, total)) return {};
+    const TargetMemory::AccessGuard access = memory_.access();
+    if (!access) return cancelled_status();
+    if (request().sparse && has_hole(memory_.target(), request().target_offset, plan.bytes())) return {};
   }
-  int outcome = 0;
-  do {
-    outcome = backing.operations().allocate(backing.buffered_fd(), 0, request_.file_offset, total);
-  } while (outcome != 0 && errno == EINTR && !cancelled_);
-  const int error = outcome == 0 ? 0 : errno;
-  if (allocation_unsupported(error)) return {};
-  preallocated_end_ = end;  // after a failure, some of it may be there
-  if (error == EINTR) return cancelled_status();
-  return error == 0 ? Status{} : Status::from_errno(error, "space in the backing file");
+  return store_file_.preallocate(plan.bytes(), cancelled_);
 }
 
 // ---- chunks ----
@@ -361,73 +348,45 @@ std::optional<Chunk> Transfer::next_chunk() {
   if (phase_ != Phase::kRunning) return std::nullopt;
   if (cancelled_) cursor_.stop(cancelled_status());
   std::optional<Chunk> chunk = cursor_.next();
-  if (chunk && fastpath_given_up_) chunk->path = Path::kFallback;
-  update_wanted_locked();
+  update_useful_threads_locked();
   return chunk;
 }
 
-void Transfer::complete(const Chunk& chunk, const Status& status) {
-  moved_.fetch_add(chunk.done, std::memory_order_relaxed);
-  if (!chunk.hole) end_path(chunk, !status.ok() && status.error() != ECANCELED);
+void Transfer::complete(const ChunkProgress& progress, const Status& status) {
   const std::lock_guard lock(mutex_);
-  cursor_.complete(chunk, status);
-  if (phase_ == Phase::kRunning) {  // not if it was left behind
-    const std::uint64_t prefix = cursor_.prefix();
-    counters_.advance(observe::Backend::kTransfer, flow_, prefix - counted_);
-    counted_ = prefix;
-  }
-  update_wanted_locked();
-}
-
-void Transfer::start_path(Chunk& chunk) const {
-  chunk.started = observe::now_ns();
-  chunk.before = chunk.done;
-  counters_.begin(backend_of(chunk.path), flow_);
-}
-
-void Transfer::end_path(const Chunk& chunk, bool failed) const {
-  const std::uint64_t moved = chunk.done - chunk.before - chunk.skipped;
-  counters_.end(backend_of(chunk.path), flow_, moved, failed, observe::now_ns() - chunk.started);
-  memory_.note(backend_of(chunk.path), flow_, moved);
+  if (phase_ != Phase::kRunning) return;  // it was left behind
+  cursor_.complete(progress.chunk, progress.done, status);
+  progress_.moved += progress.done;
+  progress_.hole_bytes += progress.skipped;
+  for (std::size_t path = 0; path < kPathCount; ++path) progress_.path_bytes[path] += progress.path_bytes[path];
+  const std::uint64_t prefix = cursor_.prefix();
+  facts_.counters.advance(observe::Backend::kTransfer, facts_.flow, prefix - counted_);
+  counted_ = prefix;
+  update_useful_threads_locked();
 }
 
 void Transfer::give_up_fastpath(const Status& why, RefusalMask causes) {
   {
     const std::lock_guard lock(mutex_);
-    if ((refusals_ & mask_of(Refusal::kFailedBefore)) != 0) return;
+    if ((progress_.refusals & mask_of(Refusal::kFailedBefore)) != 0) return;
     causes |= mask_of(Refusal::kFailedBefore);
-    refusals_ |= causes;
-    fastpath_given_up_ = may_change_path();
-    counters_.refuse(observe::Backend::kFastpath, flow_, causes);
+    progress_.refusals |= causes;
+    if (may_change_path()) cursor_.give_up_fastpath();
+    facts_.counters.refuse(observe::Backend::kFastpath, facts_.flow, causes);
   }
-  log_info("fastpath gave up on a ", direction_name(request_.direction), ": ", why.message());
+  log_info("fastpath gave up on a ", direction_name(request().direction), ": ", why.message());
 }
 
-void Transfer::count_moved(Path path, std::uint64_t bytes) {
-  path_bytes_[static_cast<std::size_t>(path)].fetch_add(bytes, std::memory_order_relaxed);
-}
-
-void Transfer::count_skipped(Chunk& chunk, std::uint64_t bytes) {
-  chunk.skipped += bytes;
-  hole_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-}
-
-// How many threads could serve it: those that do, and one for each remaining chunk. Never 0 before the end, since the
-// last thread still has to finish it.
-void Transfer::update_wanted_locked() {
-  if (phase_ == Phase::kDone) {
-    wanted_ = 0;
-    return;
-  }
-  if (phase_ != Phase::kRunning) {
-    wanted_ = std::max(serving_, 1);
-    return;
-  }
+// The threads that serve it, and one for each remaining chunk. Never 0 before the end, since the last thread still has
+// to finish it.
+void Transfer::update_useful_threads_locked() {
+  if (phase_ == Phase::kDone) return set_useful_threads(0);
+  if (phase_ != Phase::kRunning) return set_useful_threads(std::max(serving_, 1));
   const std::uint64_t chunk = options().chunk_bytes;
   const std::uint64_t chunks = (cursor_.remaining() + chunk - 1) / chunk;
-  const int limit = request_.share > 0 ? std::min(request_.share, threads_->share()) : threads_->share();
+  const int limit = request().share > 0 ? std::min(request().share, scheduler_->share()) : scheduler_->share();
   const auto useful = static_cast<int>(std::min<std::uint64_t>(chunks, static_cast<std::uint64_t>(limit)));
-  wanted_ = std::max(std::min(serving_ + useful, limit), 1);
+  set_useful_threads(std::max(std::min(serving_ + useful, limit), 1));
 }
 
 // ---- the end ----
@@ -444,65 +403,31 @@ void Transfer::finish() {
   }
   bool sync_failed = false;
   if (load()) {
-    TargetMemory::Use use = memory_.use();
-    if (!use) return;  // left behind at this moment: abandon() does the rest
+    const TargetMemory::AccessGuard access = memory_.access();
+    if (!access) return;  // left behind at this moment: abandon() does the rest
     const Status finished = memory_.finish_load(reached, touched);
-    use.end();
     if (status.ok()) status = finished;
   } else {
-    const Status finished = finish_store(reached, touched);
+    const Status finished = store_file_.finish(reached, touched);
     if (status.ok()) status = finished;
-    if (status.ok() && request_.sync != SyncMode::kNone) {
+    if (status.ok() && request().sync != SyncMode::kNone) {
       {
         const std::lock_guard lock(mutex_);
         syncing_ = true;
       }
-      status = sync_file();
+      status = store_file_.sync(request().sync == SyncMode::kData);
       sync_failed = !status.ok();
     }
   }
   conclude(reached, status, sync_failed);
 }
 
-// The file ends where the store ended: neither short of a hole that was left at its end, nor extended by what was
-// preallocated or written beyond a failure.
-Status Transfer::finish_store(std::uint64_t reached, std::uint64_t touched) {
-  BackingFile& backing = file();
-  if (backing.facts().block_device) return {};
-  const std::uint64_t highest = std::max(preallocated_end_, touched == 0 ? 0 : request_.file_offset + touched);
-  const std::uint64_t end = reached == 0 ? original_file_size_ : request_.file_offset + reached;
-  if (highest == 0) return {};
-  std::uint64_t size = 0;
-  if (backing.operations().size(backing.buffered_fd(), &size) != 0) {
-    return Status::from_errno(errno, "the backing file's size");
-  }
-  const std::uint64_t wanted_size = std::max(end, original_file_size_);
-  // A larger size was set by another writer.
-  const bool too_long = size > wanted_size && size <= highest;
-  const bool too_short = reached > 0 && size < end;
-  // Written pages do not update the modification time; setting the size does.
-  const bool unmarked = by_pages_ && reached > 0 && size == wanted_size;
-  if (!too_long && !too_short && !unmarked) return {};
-  while (backing.operations().truncate(backing.buffered_fd(), wanted_size) != 0) {
-    if (errno != EINTR) return Status::from_errno(errno, "setting the backing file's size");
-  }
-  return {};
-}
-
-Status Transfer::sync_file() {
-  BackingFile& backing = file();
-  while (backing.operations().sync(backing.buffered_fd(), request_.sync == SyncMode::kData) != 0) {
-    if (errno != EINTR) return Status::from_errno(errno, "syncing the backing file");
-  }
-  return {};
-}
-
 bool Transfer::refuse(const Status& why) {
-  decltype(request_.done) unused;  // destroyed without the lock
+  std::function<void(const TransferProgress&)> unused;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     if (phase_ == Phase::kDone) return false;
-    unused.swap(request_.done);
+    unused.swap(facts_.request.done);
   }
   conclude(0, why, false);
   return true;
@@ -519,17 +444,17 @@ void Transfer::conclude(std::uint64_t count_reached, const Status& status, bool 
     const std::lock_guard lock(mutex_);
     if (phase_ == Phase::kDone) return;
     phase_ = Phase::kDone;
-    count_ = count_reached;
-    status_ = status;
-    sync_failed_ = sync_failed;
-    update_wanted_locked();
-    counters_.end(observe::Backend::kTransfer, flow_, count_reached, !status.ok(), observe::now_ns() - queued_,
-                  counted_);
+    progress_.prefix = count_reached;
+    progress_.status = status;
+    progress_.sync_failed = sync_failed;
+    update_useful_threads_locked();
+    facts_.counters.end(observe::Backend::kTransfer, facts_.flow, count_reached, !status.ok(),
+                        observe::now_ns() - queued_, counted_);
     if (observe::trace::on()) trace_phases(count_reached, status.error());
     if (status.error() == ECANCELED) {
-      count(details_.cancelled);
+      count(facts_.details.cancelled);
     } else if (!status.ok()) {
-      count(details_.failed);
+      count(facts_.details.failed);
     }
     if (event_.valid()) {
       const std::uint64_t one = 1;
@@ -538,16 +463,16 @@ void Transfer::conclude(std::uint64_t count_reached, const Status& status, bool 
     done_.notify_all();
   }
   // Destroyed afterwards: it may own the owner of this transfer.
-  if (const auto report = std::exchange(request_.done, nullptr)) report(progress());
+  if (const auto report = std::exchange(facts_.request.done, nullptr)) report(progress());
 }
 
 void Transfer::trace_phases(std::uint64_t bytes, int error) const {
   observe::TraceRecord record;
-  record.id = trace_id_;
-  record.name = trace_name_;
-  record.device = device_->info().index;
-  record.flow = static_cast<std::uint8_t>(flow_);
-  record.offset = request_.file_offset;
+  record.id = facts_.trace_id;
+  record.name = facts_.trace_name;
+  record.device = facts_.device->info().index;
+  record.flow = static_cast<std::uint8_t>(facts_.flow);
+  record.offset = request().file_offset;
   record.bytes = bytes;
   record.error = error;
   const auto add = [&](observe::TraceKind kind, std::uint64_t start, std::uint64_t end) {
@@ -574,21 +499,21 @@ bool Transfer::abandon(bool force) {
     const auto grace = options().cancel_grace * (load() != may_hang ? kPatience : 1);
     // A store to a disk returns, and its last write must not arrive after the end was reported. A load that is
     // finishing waits for no file.
-    const bool harmless = load() ? phase_ != Phase::kFinishing : may_hang || syncing_ || phase_ == Phase::kQueued;
+    const bool harmless = load() ? phase_ != Phase::kFinishing : may_hang || syncing_;
     if (!force && (!harmless || Clock::now() < cancel_time_ + grace)) return false;
     if (!memory_.close(force)) return false;
     abandoned_ = true;
     phase_ = Phase::kFinishing;
     reached = cursor_.prefix();
     touched = cursor_.position();
-    count(details_.abandoned);
+    count(facts_.details.abandoned);
   }
   const bool in_use = memory_.in_use();
   if (in_use) {
     engine_->count_left_in_use();
-    device_->device().blocked_streams().add_lost();
+    facts_.device->device().blocked_streams().add_lost();
   }
-  log_warning("a cancelled ", direction_name(request_.direction), " was left behind by threads that ",
+  log_warning("a cancelled ", direction_name(request().direction), " was left behind by threads that ",
               in_use ? "still use its memory" : "hang in its file");
   // What hangs must not hold the device's memory.
   if (load() && !in_use) {
@@ -596,7 +521,7 @@ bool Transfer::abandon(bool force) {
     if (!finished.ok()) log_warning("after a cancelled load: ", finished.message());
   }
   conclude(reached, cancelled_status(), false);
-  threads_->update();
+  scheduler_->update();
   return true;
 }
 

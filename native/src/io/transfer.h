@@ -1,5 +1,5 @@
-// A transfer between a backing file and device memory: load (file to device) or store (device to file).
-// Shared by its handles, its engine and the threads that serve it. Thread-safe.
+// A transfer between a backing file and memory of a device: load (file to device) or store (device to file).
+// Thread-safe. Ownership: shared by its handles, its engine and the scheduler.
 #pragma once
 
 #include <array>
@@ -16,8 +16,9 @@
 #include "base/unique_fd.h"
 #include "io/backing_file.h"
 #include "io/io_options.h"
-#include "io/plan_cursor.h"
-#include "io/scoring.h"
+#include "io/plan.h"
+#include "io/scheduler.h"
+#include "io/store_file.h"
 #include "io/target_memory.h"
 #include "memory/buffer.h"
 #include "observe/counters.h"
@@ -25,7 +26,6 @@
 namespace gpufs {
 
 class TransferEngine;
-class TransferThreads;
 
 enum class SyncMode : int { kNone, kData, kFull };  // after a store: nothing, fdatasync, fsync
 
@@ -37,7 +37,7 @@ struct TransferProgress;
 struct TransferRequest {
   Direction direction = Direction::kLoad;
   std::shared_ptr<BackingFile> file;
-  std::shared_ptr<Buffer> target;
+  std::shared_ptr<TransferTarget> target;
   // Of memory that the program allocated itself; 0: the target is a buffer with memory of its own.
   DeviceAddress address = 0;
   std::uint64_t file_offset = 0;
@@ -82,14 +82,39 @@ struct TransferProgress {
   bool sync_failed = false;  // status is that of the requested sync: nothing is known to be durable
 };
 
-class Transfer : public std::enable_shared_from_this<Transfer> {
+// A chunk, and what of it has been moved.
+struct ChunkProgress {
+  Chunk chunk;
+  std::uint64_t done = 0;     // bytes at its front
+  std::uint64_t skipped = 0;  // of them: holes that stayed holes
+  std::array<std::uint64_t, kPathCount> path_bytes{};
+};
+
+// What the threads that move a transfer's bytes need to know of it; constant while they do.
+struct TransferFacts {
+  TransferRequest request;  // its target is in the TargetMemory
+  const std::shared_ptr<DeviceContext> device;
+  const observe::DeviceCounters& counters;  // the device's
+  observe::TransferDetails& details;
+  const observe::Flow flow;
+  const std::uint64_t trace_id;
+  const std::uint32_t trace_name;
+  std::uint64_t total = 0;            // bytes to move
+  DirectFile* direct_file = nullptr;  // if the plan uses the fastpath
+
+  [[nodiscard]] bool load() const { return request.direction == Direction::kLoad; }
+  [[nodiscard]] BackingFile& file() const { return *request.file; }
+};
+
+class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Transfer> {
  public:
-  Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<TransferThreads> threads, TransferRequest request);
+  Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Scheduler> scheduler,
+           const TransferRequest& request);
 
   [[nodiscard]] TransferProgress progress() const;
-  // Stops it at its next chunk. Does not block and may be called again. A thread that hangs in a file of a network or
-  // user file system is left behind: nothing it still does reaches the device, but a write under way may still reach
-  // the file.
+  // Stops it at its next chunk; one that no thread has served yet is over at once. Does not block and may be called
+  // again. A thread that hangs in a file of a network or user file system is left behind: nothing it still does reaches
+  // the device, but a write under way may still reach the file.
   void cancel();
   // Blocks until it is done, up to `patience`; true if it is.
   bool wait(std::chrono::milliseconds patience);
@@ -105,111 +130,82 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void conclude_empty() { conclude(0, Status{}, false); }
   // Ends a transfer that no thread will serve, without a call of request.done. False if it is over already.
   bool refuse(const Status& why);
-  [[nodiscard]] bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
   // Ends a cancelled transfer whose threads have not returned for a while, if their file is one that may be left.
   // force: now, and whatever the file is. True if the transfer is done.
   bool abandon(bool force);
-  // TransferThreads::release() of its threads.
+  // Scheduler::release() of its scheduler.
   static void release(std::shared_ptr<Transfer> transfer);
 
-  // ---- for the TransferThreads ----
+  // ---- for the Scheduler ----
 
-  [[nodiscard]] std::uint64_t client() const { return request_.client; }
-  // What it may stall with: all transfers of one group together never have more threads than one client. Constant.
-  static constexpr std::uint64_t kNeverStalls = 0;
-  static constexpr std::uint64_t kMayHang = 1;  // behind a network or a user's process; other groups are local disks
-  [[nodiscard]] std::uint64_t group() const;
-  // How many threads it could use, including those that serve it; 0 once it needs none any more. Takes no lock.
-  [[nodiscard]] int wanted() const { return wanted_.load(std::memory_order_relaxed); }
-  // Serves it until nothing is left or the threads should_yield(). May hang in a file.
-  void serve();
+  void serve(const Scheduler::Turn& turn) override;
 
- private:
-  friend class CopyLoop;
-  enum class Phase { kQueued, kPreparing, kRunning, kFinishing, kDone };
+  // ---- for the Pipeline ----
 
-  // Serving, in this order: the first thread prepares, all of them run a CopyLoop, the last one finishes.
-  bool enter();
-  void leave();
-
-  Result<PlanCursor> prepare();
-  Result<std::uint64_t> total_bytes();
-  Result<Plan> make_plan(std::uint64_t total);
-  Result<Plan> leave_holes_out(std::uint64_t total, const Plan& plan);
-  Status preallocate(std::uint64_t total, const Plan& plan);
-
-  // For the CopyLoop: the next chunk, or nothing once there is none or the transfer was cancelled.
+  [[nodiscard]] const TransferFacts& facts() const { return facts_; }
+  [[nodiscard]] TransferEngine& engine() const { return *engine_; }
+  [[nodiscard]] const Scheduler& scheduler() const { return *scheduler_; }
+  [[nodiscard]] TargetMemory& memory() { return memory_; }
+  [[nodiscard]] const StoreFile& store_file() const { return store_file_; }
+  [[nodiscard]] const std::atomic<bool>& cancelled() const { return cancelled_; }
+  // The next chunk, or nothing once there is none or the transfer was cancelled.
   std::optional<Chunk> next_chunk();
   // How a chunk ended, see PlanCursor::complete().
-  void complete(const Chunk& chunk, const Status& status);
-  // A path starts on a chunk or on the rest of one, and ends. complete() ends the last one.
-  void start_path(Chunk& chunk) const;
-  void end_path(const Chunk& chunk, bool failed) const;
+  void complete(const ChunkProgress& progress, const Status& status);
   // Fastpath failed on a chunk in a way that sends the rest by fallback, if that is allowed.
   void give_up_fastpath(const Status& why, RefusalMask causes);
   [[nodiscard]] bool may_change_path() const { return fallback_allowed() && fastpath_mode() != FastpathMode::kRequire; }
-  void count_moved(Path path, std::uint64_t bytes);
-  void count_skipped(Chunk& chunk, std::uint64_t bytes);
+
+ private:
+  enum class Phase { kQueued, kPreparing, kRunning, kFinishing, kDone };
+
+  // Serving, in this order: the first thread prepares, all of them run a Pipeline, the last one finishes.
+  bool enter();
+  void leave();
+
+  Result<Plan> prepare();
+  Result<std::uint64_t> total_bytes(std::uint64_t file_size);
+  Result<Plan> make_plan(std::uint64_t total);
+  Result<Plan> leave_holes_out(std::uint64_t file_size, const Plan& plan);
+  Status preallocate(std::uint64_t file_size, const Plan& plan);
 
   void finish();
-  Status finish_store(std::uint64_t reached, std::uint64_t touched);
-  Status sync_file();
   void conclude(std::uint64_t count, const Status& status, bool sync_failed);
-  void update_wanted_locked();
+  void update_useful_threads_locked();
   void trace_phases(std::uint64_t bytes, int error) const;
 
-  [[nodiscard]] bool load() const { return request_.direction == Direction::kLoad; }
-  [[nodiscard]] BackingFile& file() const { return *request_.file; }
+  [[nodiscard]] bool load() const { return facts_.load(); }
+  [[nodiscard]] BackingFile& file() const { return facts_.file(); }
+  [[nodiscard]] const TransferRequest& request() const { return facts_.request; }
   [[nodiscard]] const IoOptions& options() const;
-  [[nodiscard]] FastpathMode fastpath_mode() const { return request_.fastpath.value_or(options().fastpath); }
-  [[nodiscard]] bool fallback_allowed() const { return request_.fallback.value_or(options().fallback); }
+  [[nodiscard]] FastpathMode fastpath_mode() const { return request().fastpath.value_or(options().fastpath); }
+  [[nodiscard]] bool fallback_allowed() const { return request().fallback.value_or(options().fallback); }
 
   const std::shared_ptr<TransferEngine> engine_;
-  const std::shared_ptr<TransferThreads> threads_;
-  TransferRequest request_;  // constant, except that its target moves to memory_
-  const bool of_buffer_;     // the target is not the program's own memory
-  const std::shared_ptr<DeviceContext> device_;
-  const observe::DeviceCounters& counters_;  // the device's
-  const observe::Flow flow_;
-  observe::TransferDetails& details_;
+  const std::shared_ptr<Scheduler> scheduler_;
+  TransferFacts facts_;         // prepare() sets the rest, before there is a second thread
   const std::uint64_t queued_;  // when
-  const std::uint64_t trace_id_;
-  const std::uint32_t trace_name_;
-  const std::uint64_t limit_;  // of the target
+  const std::uint64_t limit_;   // of the target
   TargetMemory memory_;
-
-  // Set by prepare(), before there is a second thread.
-  DirectFile* direct_file_ = nullptr;
-  std::uint64_t original_file_size_ = 0;
-  std::uint64_t preallocated_end_ = 0;
-  bool by_pages_ = false;  // a store that writes the pages of a file in memory, see write_pages()
+  StoreFile store_file_;
 
   // When prepare() began and ended, for traces; 0: not yet.
   std::atomic<std::uint64_t> bind_start_{0};
   std::atomic<std::uint64_t> bind_end_{0};
 
   std::atomic<bool> cancelled_{false};
-  std::atomic<int> wanted_{1};
-  std::atomic<std::uint64_t> moved_{0};
-  std::array<std::atomic<std::uint64_t>, kPathCount> path_bytes_{};
-  std::atomic<std::uint64_t> hole_bytes_{0};
 
   // Guards all below. Taken before TargetMemory's lock.
   mutable std::mutex mutex_;
   std::condition_variable done_;  // phase_ is kDone
   Phase phase_ = Phase::kQueued;
   PlanCursor cursor_;
-  std::uint64_t total_ = 0;
+  TransferProgress progress_;  // without its state, and without its prefix until it is done
   std::uint64_t counted_ = 0;  // bytes that the counters have
-  RefusalMask refusals_ = 0;
-  bool fastpath_given_up_ = false;
-  int serving_ = 0;  // threads inside serve()
+  int serving_ = 0;            // threads inside serve()
   bool syncing_ = false;
   bool abandoned_ = false;
   std::chrono::steady_clock::time_point cancel_time_;
-  std::uint64_t count_ = 0;  // the outcome, once done
-  Status status_;
-  bool sync_failed_ = false;
   UniqueFd event_;
 };
 

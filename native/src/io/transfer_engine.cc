@@ -5,10 +5,11 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
-#include <iterator>
 #include <limits>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/cpus.h"
 #include "base/log.h"
@@ -20,7 +21,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kSmallestChunk = std::size_t{64} << 10;
 constexpr std::size_t kLargestChunk = std::size_t{64} << 20;
 constexpr int kMaxThreads = 256;
 constexpr int kMinAutomatic = 4;  // a disk needs several requests at a time, however few CPUs there are
@@ -30,8 +30,6 @@ constexpr int kMaxAutomatic = 12;
 constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 // How often cancelled transfers that have not ended are checked.
 constexpr std::chrono::milliseconds kWatchInterval{20};
-// How long a thread stays with its transfer although another one that has no thread waits.
-constexpr std::chrono::milliseconds kTurn{100};
 
 Status check_options(const IoOptions& options) {
   if (!std::has_single_bit(options.chunk_bytes) || options.chunk_bytes < kSmallestChunk ||
@@ -48,200 +46,6 @@ Status check_options(const IoOptions& options) {
 }
 
 }  // namespace
-
-// ---- threads ----
-
-std::shared_ptr<TransferThreads> TransferThreads::create(int node, int share, int spare) {
-  return std::shared_ptr<TransferThreads>(new TransferThreads(node, std::max(share, 1), std::max(spare, 0)));
-}
-
-bool TransferThreads::ServedTransfer::finished() const { return running == 0 && transfer->wanted() == 0; }
-
-int TransferThreads::ServedTransfer::wanted() const { return std::max(transfer->wanted(), 1); }
-
-Status TransferThreads::submit(const std::shared_ptr<Transfer>& transfer) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (ending_) return Status(ESHUTDOWN, "the engine is being closed");
-    entries_.push_back({transfer, 0, Clock::now()});
-    start_missing_locked();
-    if (alive_ == 0) {
-      entries_.pop_back();
-      return Status(EAGAIN, "no thread could be started for the transfer");
-    }
-  }
-  changed_.notify_one();
-  return {};
-}
-
-// Starts as many threads as are wanted beyond those that are free. A thread that was woken for a transfer and has not
-// taken it yet is free for that one alone: the next one needs a thread of its own, since the first may hang.
-void TransferThreads::start_missing_locked() {
-  if (alive_ >= threads()) return;
-  int missing = -alive_;
-  for (const ServedTransfer& entry : entries_) missing += std::max(entry.wanted(), entry.running);
-  for (; missing > 0 && alive_ < threads(); --missing) {
-    Result<std::thread> started = start_thread("gpufs-io", [self = shared_from_this()] { self->thread_main(); });
-    if (!started.ok()) {
-      if (alive_ == 0) log_warning("no thread for transfers: ", started.status().message());
-      return;
-    }
-    ++alive_;
-    threads_.push_back(started.take());
-  }
-}
-
-void TransferThreads::update() {
-  Entries finished;  // destroyed without the lock
-  {
-    const std::lock_guard lock(mutex_);
-    finished = take_finished_locked();
-    if (!ending_) start_missing_locked();
-  }
-  changed_.notify_all();
-}
-
-TransferThreads::Entries TransferThreads::take_finished_locked() {
-  Entries finished;
-  for (auto entry = entries_.begin(); entry != entries_.end();) {
-    const auto next = std::next(entry);
-    // A thread that counts as its client's closes a file that may hang.
-    if (entry->finished() && entry->transfer->group() != Transfer::kMayHang) {
-      finished.splice(finished.end(), entries_, entry);
-    }
-    entry = next;
-  }
-  if (entries_.empty()) std::erase_if(clients_, [](const auto& client) { return client.second == 0; });
-  return finished;
-}
-
-void TransferThreads::release(std::shared_ptr<Transfer> transfer) {
-  if (transfer->group() != Transfer::kMayHang) return;
-  {
-    const std::lock_guard lock(mutex_);
-    if (ending_) return;  // the lock is released first
-    // While it is in the list, this is not the last reference.
-    if (std::any_of(entries_.begin(), entries_.end(),
-                    [&](const ServedTransfer& entry) { return entry.transfer == transfer; })) {
-      transfer.reset();
-      return;
-    }
-    entries_.push_back({std::move(transfer), 0, Clock::now()});
-    start_missing_locked();
-  }
-  changed_.notify_one();
-}
-
-// The client with the fewest threads, of its transfers the one with the fewest, and among equals the one that got a
-// thread longest ago.
-TransferThreads::Entries::iterator TransferThreads::choose_locked() {
-  const auto rank = [this](const ServedTransfer& entry) {
-    return std::make_pair(clients_[entry.transfer->client()], entry.running);
-  };
-  auto best = entries_.end();
-  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
-    const std::uint64_t group = entry->transfer->group();
-    if (ending_ && !entry->finished()) continue;
-    if (entry->running >= entry->wanted() || clients_[entry->transfer->client()] >= share_) continue;
-    if (group != Transfer::kNeverStalls && groups_[group] >= share_) continue;
-    if (best == entries_.end() || rank(*entry) < rank(*best)) best = entry;
-  }
-  return best;
-}
-
-bool TransferThreads::should_yield(const Transfer& transfer, Clock::time_point since) {
-  const std::lock_guard lock(mutex_);
-  if (ending_) return true;
-  // If a group has all the threads it may have, its other transfers wait for this thread even if other threads are
-  // idle.
-  int& together = groups_[transfer.group()];
-  const bool full = transfer.group() != Transfer::kNeverStalls && together >= share_;
-  if (!full && (idle_ > 0 || alive_ < threads())) return false;
-  if (full) --together;
-  const auto next = choose_locked();
-  if (full) ++together;
-  if (next == entries_.end()) return false;
-  if (next->transfer->client() != transfer.client()) {
-    if (clients_[next->transfer->client()] + 1 < clients_[transfer.client()]) return true;
-  } else {
-    const auto is_mine = [&](const ServedTransfer& entry) { return entry.transfer.get() == &transfer; };
-    if (next->running + 1 < std::find_if(entries_.begin(), entries_.end(), is_mine)->running) return true;
-  }
-  // More transfers than threads: they take turns.
-  const Clock::time_point now = Clock::now();
-  return next->running == 0 && now - since >= kTurn && now - next->waiting_since >= kTurn;
-}
-
-void TransferThreads::thread_main() {
-  run_on_node(node_);
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    const auto entry = choose_locked();
-    if (entry == entries_.end()) {
-      if (ending_) break;
-      ++idle_;
-      changed_.wait(lock);
-      --idle_;
-      continue;
-    }
-    std::shared_ptr<Transfer> transfer = entry->transfer;
-    // They keep their addresses: entries and clients are removed only while no thread counts for them.
-    entries_.splice(entries_.end(), entries_, entry);
-    int& client = clients_[transfer->client()];
-    ++client;
-    ++entry->running;
-    int& together = groups_[transfer->group()];
-    ++together;
-    lock.unlock();
-    transfer->serve();
-    lock.lock();
-    --entry->running;
-    if (entry->running == 0) entry->waiting_since = Clock::now();
-    Entries finished;
-    if (entry->finished()) finished.splice(finished.end(), entries_, entry);
-    finished.splice(finished.end(), take_finished_locked());
-    const bool more = !entries_.empty();
-    lock.unlock();
-    if (more) changed_.notify_one();
-    // The thread still counts: the last reference closes the file, which may hang.
-    finished.clear();
-    transfer.reset();
-    lock.lock();
-    --client;
-    --together;
-    if (ending_) finished_.notify_all();
-  }
-  --alive_;
-  finished_.notify_all();
-}
-
-int TransferThreads::shutdown(std::chrono::milliseconds grace, std::chrono::milliseconds hang_grace) {
-  std::vector<std::thread> threads;
-  Entries dropped;  // destroyed without the lock
-  int hung = 0;
-  {
-    std::unique_lock lock(mutex_);
-    ending_ = true;
-    changed_.notify_all();
-    const int& hanging = groups_[Transfer::kMayHang];
-    finished_.wait_for(lock, grace, [&] { return alive_ <= hanging; });
-    finished_.wait_for(lock, std::min(grace, hang_grace), [&] { return alive_ == 0; });
-    hung = alive_;
-    threads.swap(threads_);
-    if (hung == 0) dropped.swap(entries_);
-  }
-  for (std::thread& thread : threads) {
-    // Threads that hang keep this object alive themselves.
-    if (hung == 0) {
-      thread.join();
-    } else {
-      thread.detach();
-    }
-  }
-  return hung;
-}
-
-// ---- transfers ----
 
 Status TransferEngine::check(const TransferRequest& request) {
   if (request.file == nullptr || request.target == nullptr) return Status(EINVAL, "a transfer needs a file and memory");
@@ -290,25 +94,25 @@ Result<std::shared_ptr<TransferEngine>> TransferEngine::create(const IoOptions& 
   return std::shared_ptr<TransferEngine>(raw, [inner](TransferEngine* engine) { engine->shutdown(); });
 }
 
-std::shared_ptr<TransferThreads> TransferEngine::threads_for(int node) {
+std::shared_ptr<Scheduler> TransferEngine::scheduler_for(int node) {
   const std::lock_guard lock(mutex_);
-  std::shared_ptr<TransferThreads>& threads = threads_[node];
-  if (threads == nullptr) {
+  std::shared_ptr<Scheduler>& scheduler = schedulers_[node];
+  if (scheduler == nullptr) {
     int share = options_.workers > 0 ? options_.workers : std::clamp(usable_cpus(node), kMinAutomatic, kMaxAutomatic);
     // Each thread must find a slot, also those of other clients while one client's threads hang with theirs.
     const auto slots = static_cast<int>(std::min(bounce_pool_->capacity(), std::size_t{2} * kMaxThreads));
     share = std::min(share, std::max(slots * 2 / 3, 1));
     const int spare = std::min((share + 1) / 2, std::max(slots - share, 1));
-    threads = TransferThreads::create(node, share, spare);
+    scheduler = Scheduler::create(node, share, spare);
   }
-  return threads;
+  return scheduler;
 }
 
 Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& request) {
   const Status checked = check(request);
   if (!checked.ok()) return checked;
-  const std::shared_ptr<TransferThreads> threads = threads_for(request.target->device()->info().numa_node);
-  auto transfer = std::make_shared<Transfer>(shared_from_this(), threads, request);
+  const std::shared_ptr<Scheduler> scheduler = scheduler_for(request.target->device()->info().numa_node);
+  auto transfer = std::make_shared<Transfer>(shared_from_this(), scheduler, request);
   if (request.bytes == 0 && request.sync == SyncMode::kNone) {
     transfer->conclude_empty();
     return transfer;
@@ -319,7 +123,7 @@ Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& r
     closed = closed_;
     if (!closed) transfers_.emplace(transfer.get(), transfer);
   }
-  const Status submitted = closed ? Status(ESHUTDOWN, "the engine is being closed") : threads->submit(transfer);
+  const Status submitted = closed ? Status(ESHUTDOWN, "the engine is being closed") : scheduler->submit(transfer);
   // A shutdown() at the same time may have ended it already, as it ends any other.
   if (!submitted.ok() && transfer->refuse(submitted)) return submitted;
   return transfer;
@@ -377,14 +181,14 @@ void TransferEngine::watch_main() {
 
 void TransferEngine::shutdown() {
   std::vector<std::shared_ptr<Transfer>> transfers;
-  std::vector<std::shared_ptr<TransferThreads>> pools;
+  std::vector<std::shared_ptr<Scheduler>> schedulers;
   std::thread watch;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
     for (const auto& [key, transfer] : transfers_) transfers.push_back(transfer);
-    for (const auto& [node, threads] : threads_) pools.push_back(threads);
+    for (const auto& [node, scheduler] : schedulers_) schedulers.push_back(scheduler);
   }
   for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->cancel();
   const Clock::time_point end = Clock::now() + options_.shutdown_grace;
@@ -405,9 +209,9 @@ void TransferEngine::shutdown() {
   if (watch.joinable()) watch.join();
   for (std::shared_ptr<Transfer>& transfer : transfers) Transfer::release(std::move(transfer));
   const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
-  for (const std::shared_ptr<TransferThreads>& threads : pools) {
+  for (const std::shared_ptr<Scheduler>& scheduler : schedulers) {
     const int hung =
-        threads->shutdown(std::chrono::duration_cast<std::chrono::milliseconds>(rest), options_.cancel_grace);
+        scheduler->shutdown(std::chrono::duration_cast<std::chrono::milliseconds>(rest), options_.cancel_grace);
     if (hung > 0) log_warning(hung, " threads hang in files and are left behind");
   }
   bounce_pool_->close();

@@ -1,4 +1,5 @@
-// What all kinds of buffers share: parts of pins, and what a copy between buffers checks and counts.
+// What all kinds of buffers share: what a copy between buffers checks and counts, and what a buffer of fixed size
+// refuses.
 
 #include "memory/buffer.h"
 
@@ -18,8 +19,14 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> de
   return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
 }
 
+Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents) {
+  auto buffer = std::make_shared<ExtentBuffer>(std::move(device));
+  if (Status restored = buffer->restore(contents); !restored.ok()) return restored;
+  return std::shared_ptr<Buffer>(std::move(buffer));
+}
+
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                        std::uint64_t bytes, const std::atomic<bool>* cancelled) {
+                                        std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait) {
   const std::uint64_t source_size = source.size();
   if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
   bytes = std::min(bytes, source_size - source_offset);
@@ -32,7 +39,7 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   observe::Measured taken(source.device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
   observe::Measured given(device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
   std::uint64_t done = 0;
-  Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done, [&] {
+  Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, wait, &done, [&] {
     taken.advance(done);
     given.advance(done);
   });
@@ -42,6 +49,31 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
   activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
   return done;
+}
+
+Status Buffer::fixed_size() { return {EPERM, "a registered file has a fixed size and the memory of its program"}; }
+
+Status Buffer::refuse_change() {
+  Status usable = pin_for_read(0, 0).status();
+  return usable.ok() ? fixed_size() : usable;
+}
+
+Result<Buffer::Gathered> Buffer::gather(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, Wait /*wait*/) {
+  return Status(EOPNOTSUPP, "the memory of another program is copied");
+}
+
+Status Buffer::allocate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
+  return refuse_change();
+}
+
+Status Buffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return refuse_change(); }
+
+Status Buffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
+  return refuse_change();
+}
+
+Result<std::shared_ptr<Buffer::Lease>> Buffer::lease(bool /*writable*/, bool /*exports*/, std::string /*label*/) {
+  return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
 }
 
 }  // namespace gpufs

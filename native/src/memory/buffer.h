@@ -3,9 +3,9 @@
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
 // Any thread may call any function, except a driver's own threads. Readers wait only
 // while the driver moves a piece of memory that they want. Writers wait for growth, and for calls that take memory
-// away, which wait until nobody uses that memory any more. On a thread that must not wait (forbid_waiting()), read(),
-// write(), gather(), copy_from() and resize() change nothing and return EAGAIN where they would have to wait for others
-// who use the buffer. They do not reclaim memory from other buffers there either, so ENOSPC may be premature. EDQUOT:
+// away, which wait until nobody uses that memory any more. With Wait::kForbidden read(),
+// write(), gather(), copy_from(), resize() and pins change nothing and return EAGAIN where they would have to wait for
+// others who use the buffer. They do not reclaim memory from other buffers either, so ENOSPC may be premature. EDQUOT:
 // an account to which the memory is charged is at its limit. What is said of ENOSPC below holds for it, too.
 #pragma once
 
@@ -24,29 +24,32 @@
 #include "base/status.h"
 #include "drivers/driver.h"
 #include "memory/account.h"
-#include "observe/file_activity.h"
+#include "memory/transfer_target.h"
 
 namespace gpufs {
-
-class DeviceContext;  // device/device_context.h: a Device, its pools and its accounts
 
 // Memory that exists: [offset, offset + bytes), whole granules.
 using Extent = MemorySpan;
 
-class Buffer : public std::enable_shared_from_this<Buffer> {
+// What another process needs to have the same contents: memory that a MemoryKeeper keeps.
+struct KeptContents {
+  std::uint64_t size = 0;
+  std::uint64_t memory = 0;     // its number; 0: none
+  Extent slot;                  // of a small file, in that memory; no bytes for others
+  std::vector<Extent> extents;  // of others
+};
+
+class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer> {
  public:
   // The largest size of a buffer in bytes (sparse), a multiple of the page size; resize() beyond it is EFBIG.
   static constexpr std::uint64_t kMaximumBytes = std::uint64_t{1} << 46;
 
   static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device);
-  virtual ~Buffer() = default;
+  // With the contents of a buffer of the last process. Those in slots: after SlabPool::restore().
+  static Result<std::shared_ptr<Buffer>> restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents);
 
-  [[nodiscard]] virtual const std::shared_ptr<DeviceContext>& device() const = 0;
-  [[nodiscard]] virtual std::uint64_t size() const = 0;
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
-  // The largest size that it may have: kMaximumBytes, unless the size is fixed.
-  [[nodiscard]] virtual std::uint64_t limit() const = 0;
 
   // Memory above the size. A buffer that grows by write() preallocates some, if preallocate_on_growth() was called:
   // only for buffers whose owner calls trim() when the last writer is done. Pins for writing and populate() leave some
@@ -55,8 +58,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // size, and every call that finds the device full.
   virtual void preallocate_on_growth() {}
   // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
-  // longer than `patience`.
-  virtual bool trim(std::chrono::milliseconds /*patience*/) { return true; }
+  // longer than `timeout`.
+  virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
   // For a load that publishes its size at its end: keeps the buffer, too. May be null.
@@ -64,73 +67,51 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // The file will reach `end`: when it next needs addresses it gets enough of them, and never moves on the way. A hint.
   virtual void expect(std::uint64_t /*end*/) {}
 
-  // A part of the buffer that stays mapped at its addresses for as long as this object lives. Address pieces are in
-  // order and without overlap, cut at holes; a hole is a piece with address 0.
-  struct Piece {
-    DeviceAddress address = 0;
-    std::uint64_t offset = 0;
-    std::uint64_t bytes = 0;
-  };
-  struct Pin {
-    std::vector<Piece> pieces;
-    std::shared_ptr<void> keep;
-  };
-  // Of a buffer that the caller has pinned: ESTALE if some of its memory was taken away, so that what was copied from
-  // or to it may be lost.
-  virtual Status check_pinned() { return {}; }
-  // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
-  // same buffer, which would wait for the pin.
-  virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
-  // For writing: memory is populated over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond the
-  // maximum). The size does not change: call publish() with the end of what was really written, while the pin is held
-  // (a truncation that came in between would otherwise be undone). Bytes above size() that were written and are not
-  // published must be cleared with discard_above_size(). While a thread holds such a pin it must call nothing else that
-  // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
-  // writers.
-  virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
-  // The same in advance, without a pin.
-  virtual Status populate(std::uint64_t offset, std::uint64_t bytes) = 0;
-  virtual void publish(std::uint64_t end) = 0;  // size = max(size, end)
+  // The next five do nothing where the memory and the size are fixed.
+  // As pin_for_write() in advance, without a pin.
+  virtual Status populate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
+  virtual void publish(std::uint64_t /*end*/) {}  // size = max(size, end)
   // For callers who cannot hold the pins until then: false, and nothing happens, if the buffer has been made smaller
   // since shrinks() was `noted`; the result is as if that had come after them.
-  virtual bool publish_since(std::uint64_t end, std::uint64_t noted) = 0;
-  [[nodiscard]] virtual std::uint64_t shrinks() const = 0;
+  virtual bool publish_since(std::uint64_t /*end*/, std::uint64_t /*noted*/) { return true; }
+  [[nodiscard]] virtual std::uint64_t shrinks() const { return 0; }
   // Call it after the pin is gone. What other pins for writing cover is left to their holders.
-  virtual Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Status discard_above_size(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
 
   // Synchronous copies by the calling thread. read: the count, short only at the end of the file; holes are zeros.
   // write: all or an error; with ENOSPC nothing is written and the size is unchanged.
-  virtual Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) = 0;
-  virtual Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) = 0;
+  virtual Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination,
+                                   Wait wait = Wait::kAllowed) = 0;
+  virtual Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source,
+                                    Wait wait = Wait::kAllowed) = 0;
 
   // Where the device is cpu_addressable: the file's bytes as iovecs (holes point at a page of zeros), valid while
-  // `keep` lives. EOPNOTSUPP on other devices.
+  // `keep` lives. EOPNOTSUPP on other devices and for memory of other programs, which is copied.
   struct Gathered {
     std::vector<iovec> pieces;
     std::size_t bytes = 0;
     std::shared_ptr<void> keep;
   };
-  virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed);
 
+  // The next four change size or memory. Where both are fixed: EPERM, or ESTALE once the memory is withdrawn.
   // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules, also those that
   // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum.
-  virtual Status resize(std::uint64_t size) = 0;
+  virtual Status resize(std::uint64_t size, Wait wait = Wait::kAllowed) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
-  virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
-  // Whether ranges of it can have no memory: otherwise zeros must be written there, and punch() fails.
-  [[nodiscard]] virtual bool can_have_holes() const { return true; }
+  virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size);
   // Zeroes partial granules and releases whole ones.
-  virtual Status punch(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Status punch(std::uint64_t offset, std::uint64_t bytes);
   // Zeroes what exists and allocates what does not, as fallocate(2) has it: later writes there find memory.
-  virtual Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) = 0;
-  // lseek(2) SEEK_DATA / SEEK_HOLE; ENXIO at and beyond the end. Granular: a populated granule is data.
+  virtual Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size);
+
+  // lseek(2) SEEK_DATA, as seek_hole(): ENXIO if no data follows. Granular: a populated granule is data.
   virtual Result<std::uint64_t> seek_data(std::uint64_t offset) = 0;
-  virtual Result<std::uint64_t> seek_hole(std::uint64_t offset) = 0;
   // Copies between buffers, overlap within one allowed only where copy_file_range(2) allows it (else EINVAL).
   // Holes in the source become zeros. Clipped at the source's end; returns the count, which is short when `cancelled`
   // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
   Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes, const std::atomic<bool>* cancelled);
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait = Wait::kAllowed);
   // Whether that takes less time than handing it to another thread would.
   [[nodiscard]] virtual bool copies_briefly(const Buffer& /*source*/, std::uint64_t /*source_offset*/,
                                             std::uint64_t /*bytes*/) const {
@@ -155,14 +136,20 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // writable: holes get memory first (ENOSPC), and descriptors give access for writing where the driver makes a
   // difference. Otherwise a hole is ENODATA. exports: pieces() will be called; EOPNOTSUPP if the device cannot share
   // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a buffer with a lease cannot outgrow its range:
-  // EFBIG. label: what messages call the holder.
-  virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) = 0;
+  // EFBIG. label: what messages call the holder. EPERM for memory of another program, which alone can pass it on.
+  virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label);
+
+  [[nodiscard]] virtual KeptContents kept() const { return {}; }
+  // moved() is called whenever the contents have moved, and before memory where they were is used for anything else.
+  // Once, before the buffer is shared.
+  virtual void watch(std::function<void()> /*moved*/) {}
 
   // Who pays for bytes_held().
   [[nodiscard]] Charge& charge() { return charge_; }
 
-  // Noted by whatever moves the bytes.
-  [[nodiscard]] observe::FileActivity& activity() { return activity_; }
+ protected:
+  static Status fixed_size();  // EPERM
+  Status refuse_change();      // fixed_size(), or ESTALE
 
  private:
   // Whether a copy may write there; *bytes: as many as may be.
@@ -170,11 +157,10 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // What copy_from() does once its arguments are checked. *done: the bytes copied, also after a failure. Calls
   // advanced() after each chunk.
   virtual Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                             const std::atomic<bool>* cancelled, std::uint64_t* done,
+                             const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                              const std::function<void()>& advanced) = 0;
 
   Charge charge_;
-  observe::FileActivity activity_;
 };
 
 }  // namespace gpufs

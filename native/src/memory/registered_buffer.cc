@@ -16,8 +16,6 @@ constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two ch
 
 Status stale() { return {ESTALE, "the program that registered this memory has withdrawn it"}; }
 
-Status fixed() { return {EPERM, "a registered file has a fixed size and the memory of its program"}; }
-
 }  // namespace
 
 class RegisteredBuffer::MappingUse {
@@ -65,7 +63,7 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(std::shared_ptr<
   return buffer;
 }
 
-bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
+bool RegisteredBuffer::revoke(std::chrono::milliseconds timeout) {
   std::unique_ptr<ForeignMapping> unmapped;
   {
     const std::lock_guard lock(mutex_);
@@ -74,7 +72,7 @@ bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
   }
   if (unmapped) unmap(std::move(unmapped));
   std::unique_lock lock(mutex_);
-  return unused_.wait_for(lock, patience, [this] { return gone_; });
+  return unused_.wait_for(lock, timeout, [this] { return gone_; });
 }
 
 void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {
@@ -124,12 +122,12 @@ Status RegisteredBuffer::check_pinned() {
 
 Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) const {
   if (!writable_) return {EPERM, "this memory is registered for reading only"};
-  if (offset >= bytes_ && bytes != 0) return fixed();
+  if (offset >= bytes_ && bytes != 0) return fixed_size();
   if (bytes > bytes_ - std::min(offset, bytes_)) return {EFBIG, "a registered file has a fixed size"};
   return {};
 }
 
-Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) {
   const auto use = std::make_shared<MappingUse>();
   if (Status status = begin(use.get()); !status.ok()) return status;
   Pin pin{{}, use};
@@ -145,22 +143,18 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::ui
   return pin;
 }
 
-Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) {
   const auto use = std::make_shared<MappingUse>();
   Status status = begin(use.get());
-  if (status.ok()) status = populate(offset, bytes);
+  if (status.ok()) status = check_write(offset, bytes);
+  if (status.error() == EFBIG) status = fixed_size();
   if (!status.ok()) return status;
   Pin pin{{}, use};
   if (bytes != 0) pin.pieces.push_back({use->address() + offset, offset, bytes});
   return pin;
 }
 
-Status RegisteredBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
-  Status status = check_write(offset, bytes);
-  return status.error() == EFBIG ? fixed() : status;
-}
-
-Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
+Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait /*wait*/) {
   MappingUse use;
   if (Status status = begin(&use); !status.ok()) return status;
   if (offset >= bytes_) return std::size_t{0};
@@ -174,7 +168,7 @@ Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::
   return bytes;
 }
 
-Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
+Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source, Wait /*wait*/) {
   MappingUse use;
   Status status = begin(&use);
   if (status.ok()) status = check_write(offset, source.size());
@@ -182,10 +176,6 @@ Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<cons
   if (status.ok()) status = check_intact(use);
   if (!status.ok()) return status;
   return source.size();
-}
-
-Result<Buffer::Gathered> RegisteredBuffer::gather(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) {
-  return Status(EOPNOTSUPP, "the memory of another program is copied");
 }
 
 Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
@@ -210,8 +200,8 @@ Status RegisteredBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) c
 }
 
 Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, std::uint64_t* done,
-                                     const std::function<void()>& advanced) {
+                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait,
+                                     std::uint64_t* done, const std::function<void()>& advanced) {
   while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
       return Status(ECANCELED, "the copy was cancelled");
@@ -220,7 +210,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     MappingUse use;
     Status status = begin(&use);
     if (!status.ok()) return status;
-    Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before));
+    Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before), wait);
     if (!pinned.ok()) return pinned.status();
     std::uint64_t copied = 0;
     status = copy_pieces(*context_, use.address() + offset + before, *source.device(), pinned.value().pieces, &copied);
@@ -233,31 +223,8 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
   return {};
 }
 
-Status RegisteredBuffer::resize(std::uint64_t size) {
-  MappingUse use;
-  Status status = begin(&use);
-  return !status.ok() || size == bytes_ ? status : fixed();
-}
-
-Status RegisteredBuffer::refuse() {
-  MappingUse use;
-  Status status = begin(&use);
-  return status.ok() ? fixed() : status;
-}
-
-Status RegisteredBuffer::allocate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
-  return refuse();
-}
-
-Status RegisteredBuffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return refuse(); }
-
-Status RegisteredBuffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
-  return refuse();
-}
-
-Result<std::shared_ptr<Buffer::Lease>> RegisteredBuffer::lease(bool /*writable*/, bool /*exports*/,
-                                                               std::string /*label*/) {
-  return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
+Status RegisteredBuffer::resize(std::uint64_t size, Wait /*wait*/) {
+  return size == bytes_ ? pin_for_read(0, 0, Wait::kAllowed).status() : refuse_change();
 }
 
 }  // namespace gpufs

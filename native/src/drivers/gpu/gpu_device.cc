@@ -202,12 +202,12 @@ Status GpuDevice::health() {
 
 // ---- memory ----
 
-Result<MemoryInfo> GpuDevice::memory() {
+Result<MemoryInfo> GpuDevice::memory(Wait wait) {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
   MemoryInfo info{info_.total_bytes, 0};
   Status status;
-  const auto patience = this_thread_may_wait() ? kReleaseTime : std::chrono::seconds{0};
+  const auto patience = wait == Wait::kAllowed ? kReleaseTime : std::chrono::seconds{0};
   spares_.while_settled(patience, [&](std::uint64_t cached) {
     std::size_t free_bytes = 0;
     std::size_t total = 0;
@@ -251,7 +251,7 @@ Status GpuDevice::take(std::uint64_t bytes) {
                       " more bytes would exceed the cap of " + std::to_string(taken_.limit()) + ")"};
 }
 
-Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) {
+Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, Wait wait) {
   if (Status status = take(bytes); !status.ok()) return status;
   if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) {
     *handle = *spare;
@@ -260,8 +260,8 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
   const auto create = [&] {
     return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
   };
-  // Releasing takes long: on a thread that must not wait this is ENOSPC, which may be premature.
-  const bool may_release = this_thread_may_wait();
+  // Releasing takes long: without waiting this is ENOSPC, which may be premature.
+  const bool may_release = wait == Wait::kAllowed;
   if (spares_.bytes() > taken_.room()) {
     if (!may_release) {
       taken_.give(bytes);

@@ -34,7 +34,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
  public:
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
   // Cached free pieces of memory count as free.
-  Result<MemoryInfo> memory() override;
+  using Device::memory;
+  Result<MemoryInfo> memory(Wait wait) override;
   Status health() override;
 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
@@ -87,7 +88,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   [[nodiscard]] bool spans_pieces() const { return spans_pieces_; }
 
   // Memory within the cap: ENOSPC if it or the device is full. The contents are undefined. The device must be current.
-  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle);
+  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, Wait wait);
   // reusable: nobody outside can reach the memory, so it may be cached for the next caller.
   void return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable);
   Status acquire_plain(std::uint64_t bytes, DeviceAddress* base);

@@ -23,9 +23,10 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 
 }  // namespace
 
-Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
+Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
+                                                               Wait wait) {
   PhysicalHandle handle = 0;
-  if (Status status = device->acquire_physical(bytes, &handle); !status.ok()) return status;
+  if (Status status = device->acquire_physical(bytes, &handle, wait); !status.ok()) return status;
   return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/true));
 }
 
@@ -174,11 +175,11 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
   return std::shared_ptr<AddressRange>(range);
 }
 
-Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces) {
+Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces, Wait wait) {
   const std::uint64_t end = offset + bytes;
   for (std::uint64_t at = offset; at < end;) {
     const std::uint64_t part = std::min(kLargestPiece, end - at);
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part, wait);
     if (!physical.ok()) return physical.status();
     const MappedPiece& piece =
         pieces.emplace(at, MappedPiece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
@@ -195,14 +196,14 @@ void VirtualMemory::take_back(Pieces& fresh) {
   pieces_.merge(fresh);
 }
 
-Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
+Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh, Wait wait) {
   const std::uint64_t end = span.offset + span.bytes;
   std::uint64_t at = span.offset;
   for (auto piece = first_touching(at); at < end;) {
     const bool more = piece != pieces_.end() && piece->first < end;
     const std::uint64_t gap_end = more ? piece->first : end;
     if (gap_end > at) {
-      if (Status status = add_pieces(at, gap_end - at, fresh); !status.ok()) return status;
+      if (Status status = add_pieces(at, gap_end - at, fresh, wait); !status.ok()) return status;
     }
     if (!more) break;
     at = end_of(piece->first, *piece->second.physical);
@@ -215,13 +216,13 @@ Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
   return {};
 }
 
-Status VirtualMemory::populate(std::span<const MemorySpan> spans) {
+Status VirtualMemory::populate(std::span<const MemorySpan> spans, Wait wait) {
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   Pieces fresh;
   Status status;
   for (const MemorySpan& span : spans) {
-    if (status.ok()) status = back(span, fresh);
+    if (status.ok()) status = back(span, fresh, wait);
   }
   if (status.ok()) status = device_->zero_spans(current_->base(), spans);
   if (!status.ok()) {
@@ -281,7 +282,7 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
   SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   for (const MemorySpan& run : live_runs(piece)) {
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes, Wait::kAllowed);
     if (!physical.ok()) return physical.status();
     const std::uint64_t within = run.offset - piece.first;
     Status status = range->show(within, physical.value());

@@ -30,7 +30,8 @@ namespace gpufs::gpu {
 // are gone.
 class PhysicalMemory {
  public:
-  static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
+  static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
+                                                        Wait wait);
   // That of another program, which a descriptor stands for. It counts towards no limit.
   static Result<std::shared_ptr<PhysicalMemory>> import(std::shared_ptr<GpuDevice> device, int descriptor,
                                                         std::uint64_t bytes);
@@ -86,7 +87,7 @@ class VirtualMemory final : public DeviceMemory {
   using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans) override;
+  Status populate(std::span<const MemorySpan> spans, Wait wait) override;
   using DeviceMemory::release;
   void release(std::span<const MemorySpan> spans) override;
   [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override;
@@ -108,9 +109,9 @@ class VirtualMemory final : public DeviceMemory {
   // Marks granules of all pieces.
   void mark(const MemorySpan& span, bool live);
   // Makes the dead granules of the span accessible, and adds fresh pieces where there are none.
-  Status back(const MemorySpan& span, Pieces& fresh);
+  Status back(const MemorySpan& span, Pieces& fresh, Wait wait);
   // Takes fresh memory for [offset, offset+bytes), maps it into the current range and adds it to `pieces`.
-  Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces);
+  Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces, Wait wait);
   // Undoes add_pieces(). Pieces that cannot be unmapped are kept, dead.
   void take_back(Pieces& fresh);
   // Moves the live parts of a piece to fresh pieces at the same addresses, which frees the rest. After a failure the

@@ -1,0 +1,521 @@
+#include "io/pipeline.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "base/math.h"
+#include "io/file_moves.h"
+#include "io/transfer_engine.h"
+#include "observe/trace.h"
+
+namespace gpufs {
+namespace {
+
+// A chunk counts as cached if this part of it is: reading the rest through the page cache then costs less than reading
+// all of it from the disk.
+constexpr std::uint64_t kCachedNumerator = 3;
+constexpr std::uint64_t kCachedDenominator = 4;
+// Smaller stores go to the page cache, from which they are likely read again.
+constexpr std::uint64_t kSmallestDirectStore = std::uint64_t{1} << 20;
+constexpr std::chrono::microseconds kEventPoll{20};
+
+Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
+
+}  // namespace
+
+Pipeline::Pipeline(Transfer& transfer)
+    : transfer_(transfer),
+      facts_(transfer.facts()),
+      file_(facts_.file()),
+      memory_(transfer.memory()),
+      device_(*facts_.device),
+      device_index_(device_.info().index),
+      // What can hang in the file must not hold the device's memory at that time: such files use a bounce buffer.
+      without_bounce_buffer_(device_.info().cpu_addressable && !file_.facts().may_hang) {}
+
+// ---- the path of a chunk, from here to store() ----
+
+void Pipeline::run(const Scheduler::Turn& turn) {
+  do {
+    const std::optional<Chunk> chunk = transfer_.next_chunk();
+    if (!chunk) return;
+    if (chunk->hole) {
+      skip_hole(*chunk);
+    } else {
+      move(*chunk);
+    }
+  } while (!turn.over());
+}
+
+void Pipeline::move(const Chunk& chunk) {
+  const observe::Span span(observe::TraceKind::kPiece, device_index_, facts_.request.file_offset + chunk.offset,
+                           chunk.bytes, facts_.trace_id, facts_.trace_name);
+  Work work;
+  work.chunk = chunk;
+  begin_path(work, chunk.path);
+  if (!without_bounce_buffer_) {
+    if (TargetMemory::AccessGuard access = memory_.start_ahead(chunk.offset + chunk.bytes)) {
+      drain();
+      memory_.allocate_ahead(std::move(access));
+    }
+  }
+  if (chunk.path == Path::kFastpath && !move_fast(work)) return;
+  if (without_bounce_buffer_) {
+    move_without_bounce_buffer(work);
+  } else if (facts_.load()) {
+    load(work);
+  } else {
+    store(work);
+  }
+}
+
+// File -> pinned memory -> device.
+void Pipeline::load(const Work& work) {
+  const Result<Slot*> free = next_slot();
+  if (!free.ok()) return complete(work, free.status());
+  Slot& slot = *free.value();
+  slot.work = work;
+  const Moved read = read_file(slot);
+  if (observe::trace::on()) note_ended_copies();
+  slot.bytes = read.bytes;
+  slot.file_status = read.status;
+  if (read.bytes == 0) return complete(work, read.status);
+  slot.access = memory_.access();
+  if (!slot.access) return complete(work, cancelled_status());
+  bool queued = false;
+  Status status = pin(slot);
+  const std::uint64_t start = target_offset(work);
+  for (const TransferTarget::Piece& piece : slot.pin.pieces) {
+    if (!status.ok()) break;
+    queued = true;
+    status = stream_->copy_to_device(piece.address, slot.memory + (piece.offset - start), piece.bytes);
+  }
+  submitted(slot, std::move(status), queued);  // finish() completes the chunk
+}
+
+// Device -> pinned memory -> file.
+void Pipeline::store(const Work& work) {
+  const Result<Slot*> free = next_slot();
+  if (!free.ok()) return complete(work, free.status());
+  Slot& slot = *free.value();
+  slot.work = work;
+  slot.bytes = work.rest();
+  slot.holes.clear();
+  slot.access = memory_.access();
+  if (!slot.access) return complete(work, cancelled_status());
+  // At the same offset in its page as in the file's, so that O_DIRECT can write the middle.
+  slot.memory = slot.buffer->data + file_offset(work) % file_.facts().unit;
+  if (slot.memory + slot.bytes > slot.buffer->data + slot.buffer->bytes) slot.memory = slot.buffer->data;
+  bool queued = false;
+  Status status = pin(slot);
+  const std::uint64_t start = target_offset(work);
+  const std::vector<TransferTarget::Piece>& pieces = slot.pin.pieces;
+  // Fewer bytes than wanted if the buffer was truncated.
+  if (status.ok()) slot.bytes = pieces.empty() ? 0 : pieces.back().offset + pieces.back().bytes - start;
+  for (const TransferTarget::Piece& piece : pieces) {
+    if (!status.ok()) break;
+    if (piece.address == 0) {
+      slot.holes.push_back({piece.offset - start, piece.bytes});
+      continue;
+    }
+    queued = true;
+    status = stream_->copy_to_host(slot.memory + (piece.offset - start), piece.address, piece.bytes);
+  }
+  submitted(slot, std::move(status), queued);  // finish() writes the file and completes the chunk
+}
+
+// The device memory of the slot's bytes; pinned until finish().
+Status Pipeline::pin(Slot& slot) {
+  const std::uint64_t offset = slot.work.chunk.offset + slot.work.done;
+  Result<TransferTarget::Pin> pinned = memory_.pin(offset, slot.bytes, Wait::kForbidden);
+  if (!pinned.ok()) {
+    drain();  // it may have to wait for pins that this thread holds
+    pinned = memory_.pin(offset, slot.bytes);
+  }
+  if (pinned.ok()) slot.pin = pinned.take();
+  return pinned.status();
+}
+
+void Pipeline::submitted(Slot& slot, Status status, bool queued) {
+  if (status.ok()) status = stream_->record(*slot.event);
+  slot.busy = true;
+  slot.copy_start = observe::trace::on() ? observe::now_ns() : 0;
+  slot.copy_end = 0;
+  if (!status.ok()) {
+    // Copies that did start must end before the memory is freed; their outcome no longer matters.
+    if (queued) (void)stream_->synchronize();
+    finish(slot, status);
+  } else if (file_.facts().may_hang) {
+    wait_for(slot);  // nothing may be in use while this thread hangs in such a file
+  }
+}
+
+// The device is done with the slot: completes its chunk, for a store after writing it to the file.
+void Pipeline::finish(Slot& slot, const Status& device_status) {
+  if (slot.copy_start != 0) trace_copy(slot, device_status);
+  Status status = device_status;
+  if (status.ok()) status = memory_.target().check_pinned();
+  slot.pin = {};
+  slot.busy = false;
+  slot.access.reset();
+  if (status.ok() && facts_.load()) {
+    slot.work.done += slot.bytes;
+    slot.work.count(Path::kFallback, slot.bytes);
+    status = slot.file_status;
+  } else if (status.ok()) {
+    status = write_file(slot);
+  }
+  complete(slot.work, status);
+}
+
+// ---- how chunks end ----
+
+// The path starts on a chunk or on the rest of one.
+void Pipeline::begin_path(Work& work, Path path) const {
+  work.chunk.path = path;
+  work.path_start = observe::now_ns();
+  work.done_before = work.done;
+  facts_.counters.begin(backend_of(path), facts_.flow);
+}
+
+void Pipeline::end_path(const Work& work, bool failed) const {
+  const observe::Backend backend = backend_of(work.chunk.path);
+  const std::uint64_t moved = work.done - work.done_before - work.skipped;
+  facts_.counters.end(backend, facts_.flow, moved, failed, observe::now_ns() - work.path_start);
+  memory_.note(backend, facts_.flow, moved);
+}
+
+void Pipeline::complete(const Work& work, const Status& status) {
+  end_path(work, !status.ok() && status.error() != ECANCELED);
+  transfer_.complete(work, status);
+}
+
+// Nothing to move, as far as the file still reaches.
+void Pipeline::skip_hole(const Chunk& chunk) {
+  ChunkProgress progress;
+  progress.chunk = chunk;
+  const Result<std::uint64_t> size = size_of(file_);
+  const std::uint64_t start = facts_.request.file_offset + chunk.offset;
+  if (size.ok() && size.value() > start) progress.done = progress.skipped = std::min(chunk.bytes, size.value() - start);
+  count(facts_.details.hole_bytes, progress.done);
+  transfer_.complete(progress, size.status());
+}
+
+// ---- fastpath: the vendor's library moves the bytes ----
+
+// True if (the rest of) the chunk is to go by fallback.
+bool Pipeline::move_fast(Work& work) {
+  TargetMemory::AccessGuard access = memory_.access();
+  const FastOutcome outcome = access ? move_by_vendor(work) : FastOutcome{cancelled_status()};
+  access.reset();
+  if (!outcome.fall_back) {
+    complete(work, outcome.status);
+    return false;
+  }
+  end_path(work, !outcome.status.ok());
+  begin_path(work, Path::kFallback);
+  return true;
+}
+
+Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
+  Status bound = device_.device().bind_thread();
+  if (!bound.ok()) return {bound};
+  drain();  // pinning may wait for pins that this thread holds
+  const Result<TransferTarget::Pin> pinned = memory_.pin(work.chunk.offset, work.chunk.bytes);
+  if (!pinned.ok()) return {pinned.status()};
+  const BackingFacts& known = file_.facts();
+  for (const TransferTarget::Piece& piece : pinned.value().pieces) {
+    const bool hole = piece.address == 0;
+    // Memory need not lie as the start of the request made expect.
+    const bool unaligned =
+        piece.address % known.memory_align != 0 || file_offset(work) % known.unit != 0 || piece.bytes % known.unit != 0;
+    if (!hole && unaligned && !transfer_.may_change_path()) {
+      return {Status(EOPNOTSUPP, "fastpath alone is allowed but refused: memory_unaligned")};
+    }
+    if (hole || unaligned) return {Status{}, true};
+    const Moved moved = call_vendor(work, piece);
+    work.done += moved.bytes;
+    work.count(Path::kFastpath, moved.bytes);
+    if (!moved.status.ok()) {
+      if (!rerun_on_fallback(moved.status.error())) return {moved.status};
+      transfer_.give_up_fastpath(moved.status, moved.refusals);
+      if (transfer_.may_change_path()) return {moved.status, true};
+      return {Status(EOPNOTSUPP, "fastpath alone is allowed but failed: " + moved.status.message(),
+                     moved.status.device_code())};
+    }
+    if (moved.bytes < piece.bytes) {
+      // Fallback finds out whether the file ends here.
+      if (transfer_.may_change_path()) return {Status{}, true};
+      return {stopped_short(work)};
+    }
+  }
+  return {};
+}
+
+Moved Pipeline::call_vendor(const Work& work, const TransferTarget::Piece& piece) {
+  observe::Span span(observe::TraceKind::kFastpath, device_index_, file_offset(work), piece.bytes, facts_.trace_id);
+  DirectFile& direct = *facts_.direct_file;
+  Moved moved = facts_.load() ? direct.load(piece.address, piece.bytes, file_offset(work))
+                              : direct.store(piece.address, piece.bytes, file_offset(work));
+  span.set_bytes(moved.bytes);
+  span.set_error(moved.status.error());
+  return moved;
+}
+
+// Where fallback is not allowed: the end of a file that was truncated, or a failure without a reason.
+Status Pipeline::stopped_short(const Work& work) {
+  const Result<std::uint64_t> size = size_of(file_);
+  if (facts_.load() && size.ok() && size.value() <= file_offset(work)) return {};
+  return Status(EIO, "fastpath stopped before the end, and it alone is allowed");
+}
+
+// ---- fallback without a bounce buffer: the CPU addresses the device's memory ----
+
+void Pipeline::move_without_bounce_buffer(Work& work) {
+  TargetMemory::AccessGuard access = memory_.access();
+  const Status status = access ? move_in_place(work) : cancelled_status();
+  access.reset();
+  complete(work, status);
+}
+
+Status Pipeline::move_in_place(Work& work) {
+  const Result<TransferTarget::Pin> pinned = memory_.pin(work.chunk.offset + work.done, work.rest());
+  if (!pinned.ok()) return pinned.status();
+  const bool direct = wants_direct(work);
+  for (const TransferTarget::Piece& piece : pinned.value().pieces) {
+    const bool hole = piece.address == 0;
+    const auto* const memory = reinterpret_cast<const std::byte*>(piece.address);
+    const Moved moved = facts_.load() ? read_in_place(work, piece, direct)
+                        : hole        ? store_hole(work, piece.bytes)
+                                      : write_out(memory, piece.bytes, file_offset(work), direct);
+    if (Status intact = memory_.target().check_pinned(); !intact.ok()) return intact;
+    work.done += moved.bytes;
+    if (!hole) work.count(Path::kFallback, moved.bytes);
+    if (!moved.status.ok() || moved.bytes < piece.bytes) return moved.status;
+  }
+  return {};
+}
+
+Moved Pipeline::read_in_place(const Work& work, const TransferTarget::Piece& piece, bool direct) {
+  const std::uint64_t offset = file_offset(work);
+  const observe::Span span(observe::TraceKind::kFileRead, device_index_, offset, piece.bytes, facts_.trace_id);
+  auto* const memory = reinterpret_cast<std::byte*>(piece.address);
+  const std::uint64_t body = direct ? round_down(piece.bytes, file_.facts().unit) : 0;
+  Moved moved;
+  if (direct_fits(file_, memory, body, offset)) {
+    moved = read_range(file_, IoMode::kDirect, memory, body, offset);
+    count_file_bytes(true, moved.bytes);
+    if (!moved.status.ok() && moved.status.error() != EINVAL) return moved;
+  }
+  const Moved rest =
+      read_range(file_, IoMode::kBuffered, memory + moved.bytes, piece.bytes - moved.bytes, offset + moved.bytes);
+  count_file_bytes(false, rest.bytes);
+  return Moved{moved.bytes + rest.bytes, rest.status};
+}
+
+// ---- the file's side of bounce buffers ----
+
+// Reads what O_DIRECT can read in whole units around the chunk, or through the page cache.
+Moved Pipeline::read_file(Slot& slot) {
+  const std::uint64_t bytes = slot.work.rest();
+  const std::uint64_t offset = file_offset(slot.work);
+  const observe::Span span(observe::TraceKind::kFileRead, device_index_, offset, bytes, facts_.trace_id);
+  const std::uint64_t unit = file_.facts().unit;
+  const std::uint64_t lead = offset % unit;
+  const std::uint64_t covering = round_up(lead + bytes, unit);
+  slot.memory = slot.buffer->data;
+  Moved direct;
+  if (covering <= slot.buffer->bytes && wants_direct(slot.work)) {
+    direct = read_range(file_, IoMode::kDirect, slot.memory, covering, offset - lead);
+    slot.memory += lead;
+    direct.bytes = std::min(direct.bytes > lead ? direct.bytes - lead : 0, bytes);
+    count_file_bytes(true, direct.bytes);
+    // EINVAL: the file system's alignment is not what it reported.
+    if (!direct.status.ok() && direct.status.error() != EINVAL) return direct;
+    if (direct.bytes == bytes) return direct;
+  }
+  const Moved rest =
+      read_range(file_, IoMode::kBuffered, slot.memory + direct.bytes, bytes - direct.bytes, offset + direct.bytes);
+  count_file_bytes(false, rest.bytes);
+  return Moved{direct.bytes + rest.bytes, rest.status};
+}
+
+Status Pipeline::write_file(Slot& slot) {
+  Work& work = slot.work;
+  const bool direct = wants_direct(work);
+  const bool sparse = facts_.request.sparse;
+  std::uint64_t position = 0;
+  Status status;
+  // True if all of it was written.
+  const auto write_data = [&](std::uint64_t end) {
+    if (end == position) return true;
+    const std::uint64_t bytes = end - position;
+    const Moved moved = write_out(slot.memory + position, bytes, file_offset(work), direct);
+    position += moved.bytes;
+    work.done += moved.bytes;
+    work.count(Path::kFallback, moved.bytes);
+    status = moved.status;
+    return status.ok() && moved.bytes == bytes;
+  };
+  for (const BufferHole& hole : slot.holes) {
+    if (!sparse) {
+      std::memset(slot.memory + hole.offset, 0, hole.bytes);
+      count(facts_.details.hole_bytes, hole.bytes);
+      continue;
+    }
+    if (!write_data(hole.offset)) return status;
+    const Moved moved = store_hole(work, hole.bytes);
+    position += moved.bytes;
+    work.done += moved.bytes;
+    if (!moved.status.ok() || moved.bytes < hole.bytes) return moved.status;
+  }
+  write_data(slot.bytes);
+  return status;
+}
+
+// Whether what is left of a chunk should go by O_DIRECT, apart from alignment.
+bool Pipeline::wants_direct(const Work& work) {
+  const Switch wish = transfer_.engine().options().direct;
+  if (file_.direct_fd() < 0 || wish == Switch::kOff) return false;
+  if (wish == Switch::kOn) return true;
+  return facts_.load() ? !cached(work) : facts_.total >= kSmallestDirectStore;
+}
+
+bool Pipeline::cached(const Work& work) {
+  if (file_.facts().always_hot) return true;
+  std::uint64_t found = 0;
+  // If the kernel does not report it, reading through the page cache is right either way.
+  if (file_.operations().cached_bytes(file_.buffered_fd(), file_offset(work), work.rest(), &found) != 0) return true;
+  return found >= work.rest() / kCachedDenominator * kCachedNumerator;
+}
+
+Moved Pipeline::write_out(const std::byte* memory, std::uint64_t bytes, std::uint64_t offset, bool direct) {
+  const observe::Span span(observe::TraceKind::kFileWrite, device_index_, offset, bytes, facts_.trace_id);
+  Moved moved = direct                              ? write_split(file_, memory, bytes, offset)
+                : transfer_.store_file().by_pages() ? write_pages(file_, memory, bytes, offset)
+                                                    : write_range(file_, IoMode::kBuffered, memory, bytes, offset);
+  count_file_bytes(direct, moved.bytes);
+  return moved;
+}
+
+// From work.done on; counts how.
+Moved Pipeline::store_hole(Work& work, std::uint64_t bytes) {
+  std::uint64_t holed = 0;
+  Moved moved = write_zeros(file_, bytes, file_offset(work), facts_.request.sparse, &holed);
+  count(facts_.details.hole_bytes, moved.bytes);
+  work.skipped += holed;
+  work.count(Path::kFallback, moved.bytes - holed);
+  return moved;
+}
+
+void Pipeline::count_file_bytes(bool direct, std::uint64_t bytes) {
+  count(direct ? facts_.details.direct_bytes : facts_.details.buffered_bytes, bytes);
+}
+
+// ---- slots, and the device's work on them ----
+
+// The next slot in turn. This is where a thread waits for the device.
+Result<Pipeline::Slot*> Pipeline::next_slot() {
+  Status bound = device_.device().bind_thread();
+  if (!bound.ok()) return bound;
+  if (stream_ == nullptr) {
+    Result<std::shared_ptr<Stream>> stream = device_.streams().acquire();
+    if (!stream.ok()) return stream.status().with_context("a stream for the transfer");
+    stream_ = stream.take();
+  }
+  TransferEngine& engine = transfer_.engine();
+  if (slots_.empty()) {
+    const observe::Span span(observe::TraceKind::kSlotWait, device_index_, 0, 0, facts_.trace_id);
+    Result<BounceBuffer> first = engine.bounce_pool()->acquire(facts_.device, transfer_.cancelled());
+    if (!first.ok()) return first.status();
+    Status added = add_slot(first.take());
+    if (!added.ok()) return added;
+  } else if (static_cast<int>(slots_.size()) < engine.options().slots && device_lags()) {
+    const auto reserve = static_cast<std::size_t>(transfer_.scheduler().threads());
+    BounceBuffer more = engine.bounce_pool()->try_acquire(facts_.device, reserve);
+    // Without one, or without an event for it, the thread waits for a slot that it has.
+    if (more != nullptr && add_slot(std::move(more)).ok()) turn_ = slots_.size() - 1;
+  }
+  Slot& slot = *slots_[turn_];
+  turn_ = (turn_ + 1) % slots_.size();
+  if (slot.busy) wait_for(slot);
+  return &slot;
+}
+
+Status Pipeline::add_slot(BounceBuffer buffer) {
+  Result<std::shared_ptr<Event>> event = device_.events().acquire();
+  if (!event.ok()) return event.status().with_context("an event for the transfer");
+  auto slot = std::make_unique<Slot>();
+  slot->buffer = std::move(buffer);
+  slot->event = event.take();
+  slot->lane = static_cast<std::uint8_t>(slots_.size() + 1);
+  slots_.push_back(std::move(slot));
+  return {};
+}
+
+// Whether the device still works on the slot that is next. If not, that slot is better than an additional one: with few
+// slots, what the threads copy through stays in the CPUs' cache, and the device reads it from there.
+bool Pipeline::device_lags() {
+  if (!slots_[turn_]->busy) return false;
+  const Result<bool> done = slots_[turn_]->event->query();
+  return done.ok() && !done.value();
+}
+
+// Waits for all that the device does for this thread, oldest first, and completes it.
+void Pipeline::drain() {
+  for (std::size_t count = 0; count < slots_.size(); ++count) {
+    Slot& slot = *slots_[(turn_ + count) % slots_.size()];
+    if (slot.busy) wait_for(slot);
+  }
+}
+
+void Pipeline::wait_for(Slot& slot) {
+  const Status status = wait_for_device(slot);
+  if (!status.ok()) (void)stream_->synchronize();
+  finish(slot, status);
+}
+
+// Drivers spin in synchronize(), which returns soonest. While other slots keep the device busy nothing is lost by
+// sleeping instead, and the CPU is left to others.
+Status Pipeline::wait_for_device(Slot& slot) {
+  const observe::Span span(observe::TraceKind::kDeviceWait, device_index_, 0, 0, facts_.trace_id);
+  const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
+  for (; busy > 1; std::this_thread::sleep_for(kEventPoll)) {
+    const Result<bool> done = slot.event->query();
+    if (!done.ok()) return done.status();
+    if (done.value()) return {};
+  }
+  return slot.event->synchronize();
+}
+
+// ---- traces ----
+
+// Records when the device was seen to be done with a slot, as exactly as possible without waiting for it.
+void Pipeline::note_ended_copies() {
+  for (const std::unique_ptr<Slot>& slot : slots_) {
+    if (!slot->busy || slot->copy_end != 0) continue;
+    const Result<bool> done = slot->event->query();
+    if (done.ok() && done.value()) slot->copy_end = observe::now_ns();
+  }
+}
+
+void Pipeline::trace_copy(const Slot& slot, const Status& outcome) {
+  observe::TraceRecord record;
+  record.kind = facts_.load() ? observe::TraceKind::kCopyToDevice : observe::TraceKind::kCopyToHost;
+  record.start = slot.copy_start;
+  record.end = slot.copy_end != 0 ? slot.copy_end : observe::now_ns();
+  record.id = facts_.trace_id;
+  record.offset = target_offset(slot.work);
+  record.bytes = slot.bytes;
+  record.lane = slot.lane;
+  record.device = device_index_;
+  record.error = outcome.error();
+  observe::trace::record(record);
+}
+
+}  // namespace gpufs
