@@ -36,8 +36,13 @@ def command(mountpoints: tuple[str, ...], every: bool, timeout: float) -> int:
             _restart(mountpoint, timeout)
         except Failure as failure:
             complain(str(failure))
-            code = code or failure.code
+            if not (every and isinstance(failure, _WouldNotSurvive)):
+                code = code or failure.code
     return code
+
+
+class _WouldNotSurvive(Failure):
+    """The mount goes on in its daemon."""
 
 
 def _restart(path: str, timeout: float) -> None:
@@ -66,13 +71,13 @@ def _restart(path: str, timeout: float) -> None:
 
 
 def _check(path: str, status: dict[str, object]) -> None:
-    """Raise Failure unless the installed version can continue the mount."""
+    """Raise Failure, or _WouldNotSurvive, unless the installed version can continue the mount."""
     from gpufs.engine import journal_format  # takes long
 
     if "survives" not in status:
-        raise Failure(f"{path}: version {status.get('version')} serves it, whose mounts end with their daemon")
+        raise _WouldNotSurvive(f"{path}: version {status.get('version')} serves it, whose mounts end with their daemon")
     if not status["survives"]:
-        raise Failure(f"{path}: it would not survive: {status['survives_not_because']}")
+        raise _WouldNotSurvive(f"{path}: not restarted, it would not survive: {status['survives_not_because']}")
     if status["journal_format"] != journal_format():
         raise Failure(
             f"{path}: its journal has format {status['journal_format']}, the installed version continues format "
