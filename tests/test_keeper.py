@@ -306,7 +306,7 @@ def test_sigusr1_tries_again(daemons: Daemons, tmp_path: Path) -> None:
     successor = f"if not os.path.exists({str(fixed)!r}): report(failed=True); die('exit')\n{works}"
     daemons.start(
         f"start(os.environ['NAME']); command(RESTART, {successor!r})\n"
-        "send(HOLD, [1, 2], [os.eventfd(0), memfd(b'one')]); die('SIGKILL')"  # in place of a connection without requests
+        "send(HOLD, [1, 2], [os.eventfd(0), memfd(b'one')]); die('SIGKILL')"  # 1: no requests
     )
     daemons.wait_for(2)
     pid = daemons.keeper()
