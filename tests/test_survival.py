@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import fake_gpu
 from support.cli import gpufs
 from support.data import MIB
 from support.processes import PATIENCE, errno_of, wait_until
@@ -62,22 +63,33 @@ class Survivor:
 
 
 @contextmanager
-def mounted(path: Path, *options: str) -> Iterator[Survivor]:
+def mounted(
+    path: Path, *options: str, driver: str = "host", environment: dict[str, str] | None = None
+) -> Iterator[Survivor]:
     path.mkdir(exist_ok=True)
-    log = path.with_name("log")
-    gpufs("mount", path, "--driver", "host", "--memory", "512M", "--devices", "1", "--log-file", log, *options)
+    words = ["--driver", driver, "--memory", "512M", "--log-file", str(path.with_name("log"))]
+    words += ["--devices", "1"] if driver == "host" else []
+    gpufs("mount", path, *words, *options, env={**os.environ, **(environment or {})})
     try:
         yield Survivor(path)
     finally:
         gpufs("umount", "--force", path)
 
 
-@pytest.fixture
-def survivor(tmp_path: Path) -> Iterator[Survivor]:
-    with mounted(tmp_path / "mount") as made:
+@pytest.fixture(params=["host", "cuda"])
+def survivor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Survivor]:
+    """On the real driver of the run if it is a GPU's; otherwise on host memory, and over a fake library of CUDA."""
+    real = request.config.getoption("--driver")
+    environment = {}
+    if real not in ("host", request.param):
+        pytest.skip(f"runs once on {real}")
+    if request.param == "cuda" and real == "host":
+        environment = fake_gpu.environment(tmp_path)
+    with mounted(tmp_path / "mount", driver=request.param, environment=environment) as made:
         yield made
 
 
+@pytest.mark.driver
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
 def test_files_survive(survivor: Survivor, number: signal.Signals) -> None:
     """Names, contents, attributes, links, holes, open files, listings and limits are what they were."""
@@ -249,6 +261,7 @@ def _work_while_it_dies(survivor: Survivor, deaths: int, seed: int) -> None:
     wait_until(lambda: status(survivor.path).devices[0].used_bytes == 0, PATIENCE, "the memory to be free")
 
 
+@pytest.mark.driver
 def test_no_call_is_lost_or_done_twice(survivor: Survivor) -> None:
     """Programs that change names and files all the time see no error while the daemon is killed again and again."""
     _work_while_it_dies(survivor, 15, seed=1)
@@ -261,6 +274,7 @@ def test_no_call_is_lost_or_done_twice_for_long(survivor: Survivor, seed: int) -
     _work_while_it_dies(survivor, 100, seed)
 
 
+@pytest.mark.driver
 def test_keeper_dies(survivor: Survivor) -> None:
     """The daemon starts another keeper, and survives with it; if both die, the mount ends and can be unmounted."""
     (survivor.device / "file").write_bytes(b"contents" * 1_000_000)
@@ -271,6 +285,7 @@ def test_keeper_dies(survivor: Survivor) -> None:
     assert (survivor.device / "file").read_bytes() == b"contents" * 1_000_000
 
 
+@pytest.mark.driver
 def test_restart(survivor: Survivor) -> None:
     """`gpufs restart` continues a mount in a new daemon; `gpufs status` says beforehand whether that is possible."""
     (survivor.device / "file").write_bytes(b"contents" * 100_000)

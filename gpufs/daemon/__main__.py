@@ -77,7 +77,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             relay_fd, control_fd = engine.relay_pair()
         control = parts.enter_context(socket.socket(fileno=control_fd))
         early = _note_signals()
-        obstacle = takeover.obstacle(values, opened.driver)
+        obstacle = takeover.obstacle(values, opened)
         keeper = _start_keeper(request, obstacle, parts) if taken is None else parts.enter_context(taken.keeper)
         ended = threading.Event()  # the kernel has ended the connection
         if taken is None:

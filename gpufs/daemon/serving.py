@@ -122,8 +122,8 @@ class Serving:
     def obstacle(self) -> str | None:
         """Return the reason why the mount does not survive this daemon; None if it does."""
         if self.keeper is None:
-            return takeover.obstacle(self.request.config, self.mount.engine.driver) or "its keeper could not be started"
-        return takeover.obstacle(self.request.config, self.mount.engine.driver) or self.mount.obstacle()
+            return takeover.obstacle(self.request.config, self.mount.engine) or "its keeper could not be started"
+        return takeover.obstacle(self.request.config, self.mount.engine) or self.mount.obstacle()
 
     async def _watch_restart(self) -> None:
         """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""
@@ -230,7 +230,7 @@ class Serving:
     async def _replace_keeper(self) -> None:
         assert self.keeper is not None
         await self.keeper.replace()
-        if takeover.obstacle(self.request.config, self.mount.engine.driver) is None:
+        if takeover.obstacle(self.request.config, self.mount.engine) is None:
             await threads.run(self.mount.hold_again)
 
     async def _publish_statistics(self) -> None:

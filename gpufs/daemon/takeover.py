@@ -13,11 +13,10 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
 
 _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
-_KEPT_DRIVERS: Final = frozenset({"host"})
 _FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
 
 
-def obstacle(values: dict[str, Any], driver: str) -> str | None:
+def obstacle(values: dict[str, Any], opened: engine.Engine) -> str | None:
     """Return the reason why a mount with these values of the knobs does not survive its daemon; None if it does."""
     if not values["survive"]:
         return "the knob survive is off"
@@ -25,8 +24,9 @@ def obstacle(values: dict[str, Any], driver: str) -> str | None:
         return "it shows directories of the host (backing)"
     if values["foreground"]:
         return "it runs in the foreground, where something else watches its process"
-    if driver not in _KEPT_DRIVERS:
-        return f"memory of the driver {driver} ends with its process"
+    for device in opened.devices:
+        if not device.info.keeps_memory:
+            return f"memory of gpu{device.index} has no descriptors that another process could hold"
     return None
 
 

@@ -59,6 +59,8 @@ class DeviceInfo:
         Whether the CPU can use its addresses.
     fastpath_memory
         Whether the fastpath can reach the memory of buffers.
+    keeps_memory
+        Whether the memory of a mount's files can outlive its process.
     """
 
     index: int
@@ -70,6 +72,7 @@ class DeviceInfo:
     granule: int
     cpu_addressable: bool
     fastpath_memory: bool
+    keeps_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class Device:
             granule=info.granule,
             cpu_addressable=bool(info.cpu_addressable),
             fastpath_memory=bool(info.fastpath_memory),
+            keeps_memory=bool(info.keeps_memory),
         )
 
     def memory(self) -> DeviceMemory:

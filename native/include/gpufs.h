@@ -90,6 +90,7 @@ typedef struct {
   uint64_t granule; /* bytes in which memory is allocated */
   int32_t cpu_addressable;
   int32_t fastpath_memory; /* the fastpath can reach the memory of buffers */
+  int32_t keeps_memory;    /* the memory of buffers can outlive the process: gpufs_mount_options.keeper_fd */
 } gpufs_device_info;
 
 typedef struct {

@@ -9,6 +9,7 @@
 //                      `words` of the strings there) and its environment (the others), each ending with a zero byte.
 //                      Without a number there is none.
 //   GIVE_UP [words]    The same for the program that runs if the mount cannot be saved.
+//   SETTLE [0]         Add 1 to the eventfd that comes with it: everything before has been handled.
 //   HAND_OVER          The daemon ends next, so that RESTART takes over. That does not count as a death.
 //   END                The mount ends: the keeper closes everything and exits.
 //
@@ -76,6 +77,7 @@ enum class Kind : std::uint32_t {
   kGiveUp = 4,
   kHandOver = 5,
   kEnd = 6,
+  kSettle = 7,
   kHeld = 16,
   kReady = 17,
 };
@@ -255,6 +257,12 @@ class Keeper {
         (message.kind == Kind::kRestart ? restart_ : give_up_) = std::move(program);
         break;
       }
+      case Kind::kSettle:
+        for (const UniqueFd& settled : descriptors) {
+          const std::uint64_t one = 1;
+          [[maybe_unused]] const ssize_t written = ::write(settled.get(), &one, sizeof one);
+        }
+        break;
       case Kind::kHandOver:
         handing_over_ = true;
         break;

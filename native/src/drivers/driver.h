@@ -90,6 +90,10 @@ class MemoryKeeper {
   // Keeps a descriptor until drop(), by the key that this returns.
   virtual std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) = 0;
   virtual void drop(std::uint64_t key) = 0;
+  // Waits until what was dropped is closed: it is memory that the device still lacks.
+  virtual void settle() = 0;
+  // Some memory could not be kept: no other process can take over.
+  virtual void lose(const Status& reason) = 0;
   // What the last process has kept of a memory, in order of the offsets. Once for each.
   virtual std::vector<Piece> take(std::uint64_t memory) = 0;
 };
@@ -295,6 +299,8 @@ class Device {
   // Keeps the memory that is created from now on for another process; before the first. Null: it dies with this one.
   void set_keeper(std::shared_ptr<MemoryKeeper> keeper) { keeper_ = std::move(keeper); }
   [[nodiscard]] const std::shared_ptr<MemoryKeeper>& keeper() const { return keeper_; }
+  // OK if memory of create_memory() can be kept; else the reason for users.
+  virtual Status check_keeping() { return {}; }
   // The memory with this number that the last process kept. populated: what exists of it, in ascending order; the rest
   // is released. Once for each number.
   virtual Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t /*number*/,

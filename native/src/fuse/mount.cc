@@ -189,6 +189,9 @@ void Mount::release_forgotten() {
 
 Status Mount::survives() const {
   if (records_.journal() == nullptr) return Status(EOPNOTSUPP, "it has no keeper");
+  for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
+    if (Status keeping = device->device().check_keeping(); !keeping.ok()) return keeping;
+  }
   if (!relay_.init().granted(kInitHasResend)) return Status(EOPNOTSUPP, "the kernel is older than Linux 6.9");
   const Status health = records_.journal()->health();
   return health.ok() ? kept_->health() : health;

@@ -1,6 +1,7 @@
 #include "memory/kept_memory.h"
 
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -26,6 +27,8 @@ struct Message {
 constexpr int kQueuePatience = 5000;  // milliseconds
 constexpr std::uint32_t kHold = 1;
 constexpr std::uint32_t kDrop = 2;
+constexpr std::uint32_t kSettle = 7;
+constexpr int kSettleTimeout = 1000;  // milliseconds
 
 }  // namespace
 
@@ -70,6 +73,25 @@ void KeptMemory::drop(std::uint64_t key) {
   send_locked(kDrop, key, -1);
 }
 
+void KeptMemory::settle() {
+  const UniqueFd settled(::eventfd(0, EFD_CLOEXEC));
+  if (!settled.valid()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    send_locked(kSettle, 0, settled.get());
+    if (!health_.ok()) return;
+  }
+  pollfd answer{settled.get(), POLLIN, 0};
+  static_cast<void>(::poll(&answer, 1, kSettleTimeout));
+}
+
+void KeptMemory::lose(const Status& reason) {
+  const std::lock_guard lock(mutex_);
+  if (!lost_.ok()) return;
+  lost_ = reason;
+  log_warning("this mount does not survive its daemon: ", reason.message());
+}
+
 std::vector<MemoryKeeper::Piece> KeptMemory::take(std::uint64_t memory) {
   const std::lock_guard lock(mutex_);
   std::vector<Piece> pieces;
@@ -98,7 +120,7 @@ void KeptMemory::hold_again() {
 
 Status KeptMemory::health() const {
   const std::lock_guard lock(mutex_);
-  return health_;
+  return lost_.ok() ? health_ : lost_;
 }
 
 void KeptMemory::send_locked(std::uint32_t kind, std::uint64_t key, int descriptor) {

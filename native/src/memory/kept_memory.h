@@ -33,6 +33,8 @@ class KeptMemory final : public MemoryKeeper {
   std::uint64_t new_memory() override { return memories_.next(); }
   std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override;
   void drop(std::uint64_t key) override;
+  void settle() override;
+  void lose(const Status& reason) override;
   std::vector<Piece> take(std::uint64_t memory) override;
 
   // Has the keeper drop what nothing has taken; once everything is restored.
@@ -60,7 +62,8 @@ class KeptMemory final : public MemoryKeeper {
   mutable std::mutex mutex_;                             // guards all below; held over sending
   std::map<std::uint64_t, int> held_;                    // descriptors of the callers, which stay open until drop()
   std::map<std::uint64_t, std::vector<Piece>> untaken_;  // of the last process, by memory
-  Status health_;
+  Status health_;                                        // of the keeper
+  Status lost_;                                          // see lose()
 };
 
 }  // namespace gpufs

@@ -226,6 +226,12 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
 }
 
+Result<std::unique_ptr<DeviceMemory>> GpuDevice::restore_memory(std::uint64_t number,
+                                                                std::span<const MemorySpan> populated) {
+  if (Status status = check_keeping(); !status.ok()) return status;
+  return VirtualMemory::restore(shared_from_this(), number, populated);
+}
+
 Result<std::unique_ptr<ForeignMapping>> GpuDevice::map_foreign(const ForeignMemory& memory) {
   if (memory.kind == ShareKind::kIpc) return open_ipc_handle(shared_from_this(), memory);
   if (memory.kind == ShareKind::kDescriptor) return map_descriptor(shared_from_this(), memory);
@@ -277,6 +283,17 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, 
     releases = now;
     status = create();
   }
+  if (status.error() == ENOSPC && may_release && keeper() != nullptr) {
+    keeper()->settle();  // it may still have descriptors of memory that was released
+    status = create();
+  }
+  if (!status.ok()) taken_.give(bytes);
+  return status;
+}
+
+Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle) {
+  if (Status status = take(bytes); !status.ok()) return status;
+  Status status = import_physical(descriptor, handle);
   if (!status.ok()) taken_.give(bytes);
   return status;
 }
