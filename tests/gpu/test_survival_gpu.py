@@ -1,4 +1,4 @@
-"""Memory of a real GPU survives the mount's daemon. scripts/test-gpu runs it, beside the files of tests/test_survival.py."""
+"""Memory of a real GPU survives the daemon, beside what tests/test_survival.py shows on every driver."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def test_files_of_a_gpu_survive(driver: str, tmp_path: Path) -> None:
                 os.kill(former, signal.SIGKILL)
             else:
                 gpufs("restart", mount)
-            wait_until(
-                lambda former=former: library.status(mount).pid not in (None, former), PATIENCE, "another daemon"
-            )
+            _await_another(mount, former)
             assert sha256(device / "large") == expected
             assert (device / "small-150").read_bytes() == data[:150_000]
         with open(device / "large", "r+b") as file:
@@ -56,3 +54,7 @@ def test_files_of_a_gpu_survive(driver: str, tmp_path: Path) -> None:
     finally:
         gpufs("umount", "--force", mount)
     print((tmp_path / "log").read_text())
+
+
+def _await_another(mount: Path, former: int) -> None:
+    wait_until(lambda: library.status(mount).pid not in (None, former), PATIENCE, "another daemon")
