@@ -216,7 +216,7 @@ class ClientCopies:
                         else "done",
                     )
                 await self._channel.answer(result, seconds=patience)
-                self._record.end(copy.id)
+                self._record.end(task.copy.id)
 
     def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""

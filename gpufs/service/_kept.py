@@ -1,7 +1,7 @@
 """What outlives the daemon of a client: its socket, and a record of its leases and of its requests in progress.
 
-The keeper holds both from the client's first lease on. A new daemon opens the leases again before it serves anything, so
-the client notices nothing. A request that nobody answered gets an answer: it has failed, and may be made again.
+The keeper holds both from the client's first lease on. A new daemon opens the leases again before it serves anything,
+so the client notices nothing. A request that nobody answered gets an answer: it has failed, and may be made again.
 """
 
 import logging

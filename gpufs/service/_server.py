@@ -176,9 +176,10 @@ async def serve(
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.
-    ``kept``: clients of the former daemon, which are taken from the list. ``set_limit``, ``trust_readers``, ``keeper``: see :class:`ServedMount`. When this is cancelled, copies in progress are
-    cancelled, their clients get results, and their files have the size that was really copied; that takes a few seconds
-    at most. OSError if the socket cannot be created.
+    ``kept``: clients of the former daemon, which are taken from the list. ``set_limit``, ``trust_readers``, ``keeper``:
+    see :class:`ServedMount`. When this is cancelled, copies in progress are cancelled, their clients get results, and
+    their files have the size that was really copied; that takes a few seconds at most. OSError if the socket cannot be
+    created.
     """
     limits = Limits()
     service = Service(ServedMount(mount, set_limit, device, trust_readers, limits, HolderTable(limits), keeper))
