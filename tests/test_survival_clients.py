@@ -156,3 +156,16 @@ def test_copy_in_progress(mount: Path, tmp_path: Path) -> None:
     assert copying.returncode == 0 or said.startswith("gpufs: "), said
     gpufs("cp", source, target)
     assert target.read_bytes() == source.read_bytes()
+
+
+def test_requests_at_random_moments(mount: Path) -> None:
+    """A daemon that dies in the middle of requests loses none, and no lease is left over."""
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4 * MIB))
+    with attached(file) as program:
+        for _ in range(2):
+            program.send("for _ in range(300): gpufs.attach(sys.argv[1], 'r+').close()")
+            time.sleep(0.1)
+            kill(mount)
+            assert program.line() == "done"
+        assert len(leases(mount)) == 1

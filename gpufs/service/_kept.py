@@ -17,7 +17,7 @@ import msgspec
 from gpufs import protocol
 from gpufs.engine import Lease, Mount
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import Cancel, ClientMessage, Hello, ProtocolError
+from gpufs.protocol import Cancel, ClientMessage, ProtocolError, Request
 from gpufs.service._channel import Peer, peer_of
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Record:
 
     def begin(self, message: ClientMessage | None) -> None:
         """Note a request in progress."""
-        if message is not None and not isinstance(message, Hello | Cancel):
+        if isinstance(message, Request) and not isinstance(message, Cancel):
             self._put(KeptRequest(message.id, type(message).__name__))
 
     def end(self, number: int) -> None:
@@ -193,7 +193,7 @@ def _restore_client(mount: Mount, number: int, socket_fd: int, record: int) -> K
     leases = [(entry, _open_again(mount, entry, peer)) for entry in slots.values() if isinstance(entry, KeptLease)]
     first = next_message(sock)
     # What is still in the queue is not lost.
-    queued = None if first is None or isinstance(first, Hello | Cancel) else first.id
+    queued = first.id if isinstance(first, Request) and not isinstance(first, Cancel) else None
     lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry.id != queued]
     return KeptClient(number, sock, peer, leases, lost, (socket_fd, record), slots)
 
