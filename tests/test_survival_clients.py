@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import GPUFS, gpufs
+from support.cli import gpufs
 from support.data import MIB
+from support.mounting import GPUFS
 from support.processes import PATIENCE, errno_of, wait_until
 
 from gpufs import status
