@@ -189,7 +189,10 @@ def _restore_client(mount: Mount, number: int, socket_fd: int, record: int) -> K
     for slot in range(os.fstat(record).st_size // _SLOT_BYTES):
         data = os.pread(record, _SLOT_BYTES, slot * _SLOT_BYTES)
         if data[0]:
-            slots[slot] = msgspec.json.decode(data.rstrip(b"\0"), type=Entry)
+            try:
+                slots[slot] = msgspec.json.decode(data.rstrip(b"\0"), type=Entry)
+            except msgspec.MsgspecError as failure:
+                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
     leases = [(entry, _open_again(mount, entry, peer)) for entry in slots.values() if isinstance(entry, KeptLease)]
     first = next_message(sock)
     # What is still in the queue is not lost.
