@@ -154,7 +154,10 @@ def test_copy_in_progress(mount: Path, tmp_path: Path) -> None:
     time.sleep(0.3)
     kill(mount)
     _, said = copying.communicate(timeout=PATIENCE)
-    assert copying.returncode == 0 or said.startswith("gpufs: "), said
+    if copying.returncode:  # one line that says why
+        assert said.startswith("gpufs cp: "), said
+        assert said.endswith("the daemon of the mount has ended\n"), said
+        assert said.count("\n") == 1, said
     gpufs("cp", source, target)
     assert target.read_bytes() == source.read_bytes()
 
