@@ -223,20 +223,26 @@ class Connection:
 
     def attach(self, fd: int, mode: Mode) -> Memory:
         """Ask for the memory of an open file, which stays the caller's. OSError if the daemon refuses."""
-        request = protocol.Attach(next(self._numbers), mode)
-        with self._exclusive():
-            try:
-                answer = self._ask_for_memory(request, (fd,))
-            except BaseException:
-                self._detached.append(request.id)  # it may be attached all the same
-                raise
-        _check(answer[0])
-        return answer
+        while True:
+            request = protocol.Attach(next(self._numbers), mode)
+            with self._exclusive():
+                try:
+                    answer = self._ask_for_memory(request, (fd,))
+                except BaseException:
+                    self._detached.append(request.id)  # it may be attached all the same
+                    raise
+                if answer[0].error == errno.ECONNRESET:  # the daemon has died, and another one serves the connection
+                    self._detached.append(request.id)
+                    continue
+            _check(answer[0])
+            return answer
 
     def refresh(self, number: int, start: int) -> Memory:
         """Ask for the memory from ``start`` on. OSError if the daemon refuses."""
         with self._exclusive():
             answer = self._ask_for_memory(protocol.Refresh(number, start))
+            while answer[0].error == errno.ECONNRESET:  # the daemon has died, and another one serves the connection
+                answer = self._ask_for_memory(protocol.Refresh(number, start))
         _check(answer[0])
         return answer
 
@@ -298,6 +304,8 @@ class Connection:
             pending.abandon()
             raise
         assert isinstance(pending.message, protocol.Attached)
+        if pending.message.error:
+            pending.abandon()  # a daemon that died may have sent some
         return pending.message, pending.pieces
 
     # ---- leases that end ----

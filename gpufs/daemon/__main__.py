@@ -131,6 +131,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             owner=owner,
             notes=notes,
             died=None if taken is None else taken.died,
+            kept=[] if taken is None else service.restore(mount, taken.held),
         )
         operations = control_plane.build(request, mount, serving)
         mount.start()

@@ -22,7 +22,7 @@ from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.connection import Connection
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.quotas import Quotas
-from gpufs.service import Service
+from gpufs.service import KeptClient, Service
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -68,6 +68,8 @@ class Serving:
         What the user gets to read once the mount answers.
     died
         When the daemon died that served the mount before, in nanoseconds of CLOCK_MONOTONIC; None for a new mount.
+    kept
+        The clients of that daemon, which the service takes over.
     """
 
     request: MountRequest
@@ -81,6 +83,7 @@ class Serving:
     owner: int
     notes: list[str]
     died: int | None
+    kept: list[KeptClient]
     service: Service | None = field(default=None, init=False)
     answers: bool = field(default=False, init=False)  # the launcher knows that the mount works
     _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
@@ -152,6 +155,8 @@ class Serving:
                 device=self.entry.st_dev,
                 allow_other=bool(config["allow_other"]),
                 trust_readers=bool(config["trust_readers"]),
+                keeper=None if takeover.obstacle(config, self.mount.engine.driver) else self.keeper,
+                kept=self.kept,
                 task_status=self,
             )
         finally:

@@ -14,6 +14,7 @@ from gpufs import protocol
 from gpufs._version import __version__
 from gpufs.protocol import (
     Attach,
+    Attached,
     Cancel,
     ClientMessage,
     Copy,
@@ -23,6 +24,7 @@ from gpufs.protocol import (
     ProtocolError,
     Refresh,
     Register,
+    Result,
     Revoke,
     SetQuota,
     Unregister,
@@ -33,6 +35,7 @@ from gpufs.service._channel import Channel, Peer
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
+from gpufs.service._kept import KeptClient, Record
 from gpufs.service._resources import Descriptor
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import User, trusted
@@ -48,8 +51,18 @@ class ClientConnection:
         self._served = served
         self._channel = Channel(sock, peer, number, served.limits, user)
         self._registrations = ClientRegistrations(self._channel, served)
-        self._leases = ClientLeases(self._channel, served)
-        self._copies = ClientCopies(self._channel, served)
+        self._record = Record(served.keeper, number, sock)
+        self._leases = ClientLeases(self._channel, served, self._record)
+        self._copies = ClientCopies(self._channel, served, self._record)
+        self._kept: KeptClient | None = None
+
+    def adopt(self, kept: KeptClient) -> None:
+        """Go on with what the former daemon did for the client."""
+        self._kept = kept
+        self._record.resume(kept.held, kept.slots)
+        for entry, lease in kept.leases:
+            if lease is not None or entry.private:
+                self._leases.adopt(entry, lease)
 
     @property
     def running(self) -> int:
@@ -79,6 +92,7 @@ class ClientConnection:
                 channel.say_goodbye(errno.ESHUTDOWN, "the mount is ending")
             raise
         finally:
+            self._record.close()
             self._sock.close()
             channel.close()
             ending = trio.current_effective_deadline() == -math.inf
@@ -86,7 +100,8 @@ class ClientConnection:
             with trio.CancelScope(shield=True):
                 await self._leases.close(limits.grace)
 
-    async def _serve(self) -> None:
+    async def _greet(self) -> bool:
+        """Answer the first message. False if the client has gone."""
         channel = self._channel
         with trio.fail_after(self._served.limits.hello):
             received = None
@@ -96,7 +111,7 @@ class ClientConnection:
             message, descriptors = received
             channel.discard(descriptors)
             if message is None:
-                return
+                return False
             if not isinstance(message, Hello):
                 raise ProtocolError("the first message is not hello")
             if protocol.VERSION not in message.versions:
@@ -106,6 +121,30 @@ class ClientConnection:
             await channel.answer(
                 Welcome(protocol.VERSION, f"gpufs {__version__}", self._served.limits.requests, driver)
             )
+        return True
+
+    async def _answer_lost(self, kept: KeptClient) -> None:
+        """Answer the requests that the former daemon did not answer, or whose answer it did not note."""
+        text = "the daemon of the mount has died before it answered"
+        for request in kept.lost:
+            answer: Attached | Result | Done
+            if request.kind in ("Attach", "Refresh"):
+                answer = Attached(request.id, errno.ECONNRESET, text)
+            elif request.kind == "Copy":
+                answer = Result(request.id, errno.ECONNRESET, 0, text, 0, {}, [], 0.0)
+            elif request.kind == "Detach":
+                await self._leases.end(request.id)
+                answer = Done(request.id)
+            else:
+                answer = Done(request.id, errno.ECONNRESET, text)
+            await self._channel.answer(answer)
+            self._record.end(request.id)
+
+    async def _serve(self) -> None:
+        if self._kept is not None:
+            await self._answer_lost(self._kept)
+        elif not await self._greet():
+            return
         violation = None
         async with trio.open_nursery() as nursery:
             try:
@@ -121,6 +160,7 @@ class ClientConnection:
         while True:
             await channel.wait_for_message()
             async with channel.user.turns:
+                self._record.expect()
                 received = channel.receive()
                 if received is None:
                     continue
@@ -128,6 +168,7 @@ class ClientConnection:
                 if message is None:
                     channel.discard(descriptors)
                     return
+                self._record.begin(message)
                 try:
                     await self._handle(message, descriptors, nursery)
                 except ProtocolError:
@@ -169,6 +210,7 @@ class ClientConnection:
         finally:
             self._channel.discard(descriptors)
         await self._channel.answer(answer)
+        self._record.end(number)
 
     async def _set_quota(self, message: SetQuota, descriptors: list[Descriptor]) -> None:
         ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.device)

@@ -20,6 +20,7 @@ from gpufs.engine import BackingFile, Transfer
 from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
+from gpufs.service._kept import Record
 from gpufs.service._resources import Descriptor, Resources
 from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
 
@@ -117,9 +118,10 @@ def _drop_set_id(fd: int) -> None:
 class ClientCopies:
     """Serves the copies of one connection."""
 
-    def __init__(self, channel: Channel, served: ServedMount) -> None:
+    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
+        self._record = record
         # Whose share of the engine's threads it uses. A process in another PID namespace has no number here.
         self._share = channel.peer.pid if channel.peer.pid > 0 else _CONNECTION_BIT | channel.number
         self._tasks: dict[int, _CopyTask] = {}
@@ -214,6 +216,7 @@ class ClientCopies:
                         else "done",
                     )
                 await self._channel.answer(result, seconds=patience)
+                self._record.end(task.copy.id)
 
     def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""

@@ -16,6 +16,7 @@ from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import Holder
+from gpufs.service._kept import KeptLease, Record, kept_path
 from gpufs.service._resources import Descriptor, Resources
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import trusted
@@ -57,11 +58,32 @@ async def _refuse(failure: OSError) -> None:
 class ClientLeases:
     """Serves the leases of one connection."""
 
-    def __init__(self, channel: Channel, served: ServedMount) -> None:
+    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
+        self._record = record
         self._attachments: dict[int, _Attachment] = {}
         self._working = 0  # requests being served
+
+    def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
+        """Go on with a lease of the former daemon. None for a private copy, which the client has for itself."""
+        holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.bytes, since=kept.since)
+        attachment = _Attachment(holder, lease=lease, device=kept.device, read_only=kept.read_only)
+        holder.resources = attachment.resources
+        self._served.holders.enter(holder)
+        attachment.resources.on_close(functools.partial(self._served.holders.leave, holder))
+        attachment.resources.on_close(functools.partial(self._record.remove, kept.id))
+        if lease is not None:
+            holder.bytes = lease.bytes
+            attachment.resources.hold(lease)
+            if kept.mode == READ_WRITE:
+                attachment.resources.on_close(functools.partial(self._served.mount.inode_written, kept.ino))
+        attachment.resources.on_close(lambda: _close_pieces(attachment.take_outgoing()))
+        self._attachments[kept.id] = attachment
+
+    async def end(self, number: int) -> None:
+        """End a lease, if there is one with this number."""
+        await self._end(number, self._attachments.get(number))
 
     def accept(self, message: Attach | Refresh | Detach, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
         """Begin to serve a request, and take its descriptors over. ProtocolError if there cannot be such a request.
@@ -119,6 +141,7 @@ class ClientLeases:
         finally:
             # Work ends with the last message of its answer, and without a checkpoint after it.
             self._working -= 1
+            self._record.end(message.id)
             if attachment is not None:
                 attachment.busy = False
 
@@ -191,15 +214,29 @@ class ClientLeases:
             resources.on_close(functools.partial(served.mount.inode_written, ino))
         resources.on_close(lambda: _close_pieces(attachment.take_outgoing()))
         holder.bytes = lease.bytes
+        resources.on_close(functools.partial(self._record.remove, message.id))
+        self._record.add(
+            KeptLease(
+                message.id,
+                ino,
+                message.mode,
+                kept_path(holder.path),
+                holder.private,
+                attachment.read_only,
+                attachment.device,
+                lease.bytes,
+                holder.since,
+            )
+        )
         return lease
 
     async def _refresh(self, message: Refresh, attachment: _Attachment | None) -> None:
+        if attachment is not None and attachment.holder.revoked:
+            raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
+        if attachment is not None and attachment.holder.private:
+            raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
         if attachment is None or attachment.lease is None:
             raise OSError(errno.EBADF, "nothing is attached under this number")
-        if attachment.holder.revoked:
-            raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
-        if attachment.holder.private:
-            raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
         await self._channel.in_thread(attachment.lease.refresh, attachment.resources)
         await self._answer(message.id, attachment, attachment.lease, message.start)
 

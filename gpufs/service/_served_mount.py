@@ -11,6 +11,7 @@ from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
 from gpufs.service._holders import Holder, HolderTable
+from gpufs.service._kept import Keeping
 from gpufs.service._user import Limits
 
 # A write through the mount waits as long for the memory of files that have just been removed.
@@ -31,6 +32,8 @@ class ServedMount:
         access.
     set_limit
         For the trio thread alone: limits a user, or None for all, below the directory of an inode.
+    keeper
+        Holds clients' connections for the next daemon; None if the mount ends with its daemon.
     """
 
     mount: Mount
@@ -39,6 +42,7 @@ class ServedMount:
     trust_readers: bool
     limits: Limits
     holders: HolderTable
+    keeper: Keeping | None = None
 
     def open_buffer(self, ino: int) -> Buffer:
         """The buffer of an inode, which lives until it is closed. OSError EINVAL if there is none."""

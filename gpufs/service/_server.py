@@ -18,6 +18,7 @@ from gpufs.engine import Mount
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._holders import HolderTable
+from gpufs.service._kept import Keeping, KeptClient
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import Limits, Users, trusted
 
@@ -51,9 +52,16 @@ class Service:
         copies = [copy for client in self._clients for copy in client.copies(uid)]
         return sorted(copies, key=lambda copy: float(copy["since"]))
 
-    async def _run(self, listener: socket.socket) -> None:
-        number = 0
+    async def _run(self, listener: socket.socket, kept: list[KeptClient]) -> None:
+        number = max((client.number for client in kept), default=0)
         async with trio.open_nursery() as nursery:
+            while kept:
+                adopted = kept.pop()
+                peer = adopted.peer
+                client = ClientConnection(adopted.sock, peer, adopted.number, self._served, self._users.of(peer.uid))
+                client.adopt(adopted)
+                self._clients.add(client)
+                nursery.start_soon(self._serve_client, client)
             while True:
                 try:
                     sock, _ = listener.accept()
@@ -160,23 +168,26 @@ async def serve(
     device: int,
     allow_other: bool = False,
     trust_readers: bool = False,
+    keeper: Keeping | None = None,
+    kept: list[KeptClient] | None = None,
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.
-    ``set_limit``, ``trust_readers``: see :class:`ServedMount`. When this is cancelled, copies in progress are
-    cancelled, their clients get results, and their files have the size that was really copied; that takes a few seconds
-    at most. OSError if the socket cannot be created.
+    ``kept``: clients of the former daemon, which are taken from the list. ``set_limit``, ``trust_readers``, ``keeper``:
+    see :class:`ServedMount`. When this is cancelled, copies in progress are cancelled, their clients get results, and
+    their files have the size that was really copied; that takes a few seconds at most. OSError if the socket cannot be
+    created.
     """
     limits = Limits()
-    service = Service(ServedMount(mount, set_limit, device, trust_readers, limits, HolderTable(limits)))
+    service = Service(ServedMount(mount, set_limit, device, trust_readers, limits, HolderTable(limits), keeper))
     with _listen(path, allow_other=allow_other) as listener:
         created = os.lstat(path)
         try:
             task_status.started(service)
-            await service._run(listener)
+            await service._run(listener, kept if kept is not None else [])
         finally:
             # Another daemon may have taken the name by now.
             with contextlib.suppress(OSError):

@@ -1,0 +1,214 @@
+"""What outlives the daemon of a client: its socket, and a record of its leases and of its requests in progress.
+
+The keeper holds both from the client's first lease on. A new daemon opens the leases again before it serves anything,
+so the client notices nothing. A request that nobody answered gets an answer: it has failed, and may be made again.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+
+from gpufs import protocol
+from gpufs.engine import Lease, Mount
+from gpufs.modes import READ_WRITE
+from gpufs.protocol import Cancel, ClientMessage, ProtocolError, Request
+from gpufs.service._channel import Peer, peer_of
+
+log = logging.getLogger(__name__)
+
+FIRST_KEY: Final = 1 << 20  # of the keeper: of each connection its socket, then its record
+LAST_KEY: Final = (1 << 32) - 1
+_SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
+_PATH_CHARACTERS: Final = 500
+
+
+class Keeping(Protocol):
+    """What holds descriptors for the next daemon."""
+
+    def hold(self, descriptors: Mapping[int, int]) -> None: ...
+
+    def drop(self, keys: Iterable[int]) -> None: ...
+
+
+class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
+    """A lease in a record; see Holder. ``private``: its memory was a copy, which the daemon cannot find again."""
+
+    id: int
+    ino: int
+    mode: str
+    path: str
+    private: bool
+    read_only: bool
+    device: int
+    bytes: int
+    since: float
+
+
+class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
+    """A request in progress. ``kind``: the name of the message."""
+
+    id: int
+    kind: str
+
+
+Entry = KeptLease | KeptRequest
+
+
+class Record:
+    """The record of one connection. Any thread may call. Nothing is kept without a keeper."""
+
+    def __init__(self, keeper: Keeping | None, number: int, sock: socket.socket) -> None:
+        self._keeper = keeper
+        self._keys = (FIRST_KEY + 2 * number, FIRST_KEY + 2 * number + 1)
+        self._sock = sock
+        self._lock = threading.Lock()  # guards all below
+        self._entries: dict[tuple[type[Entry], int], Entry] = {}
+        self._slots: dict[tuple[type[Entry], int], int] = {}
+        self._free: list[int] = []
+        self._held: tuple[int, ...] = ()  # the descriptors that the keeper holds, too
+
+    def resume(self, held: tuple[int, int], slots: Mapping[int, Entry]) -> None:
+        """Go on with the record of the former daemon. Takes over the descriptors."""
+        self._held = held
+        for slot, entry in slots.items():
+            self._entries[type(entry), entry.id] = entry
+            self._slots[type(entry), entry.id] = slot
+        self._free = [slot for slot in range(max(slots, default=0)) if slot not in slots]
+
+    def expect(self) -> None:
+        """Before a message is received: note it, because a daemon that dies cannot answer what it has received."""
+        if self._held:
+            self.begin(next_message(self._sock))
+
+    def begin(self, message: ClientMessage | None) -> None:
+        """Note a request in progress."""
+        if isinstance(message, Request) and not isinstance(message, Cancel):
+            self._put(KeptRequest(message.id, type(message).__name__))
+
+    def end(self, number: int) -> None:
+        """The request is answered."""
+        self._remove(KeptRequest, number)
+
+    def add(self, lease: KeptLease) -> None:
+        """Note a lease. The first one makes the keeper hold the connection, which may block."""
+        self._put(lease)
+        with self._lock:
+            if self._keeper is None or self._held:
+                return
+            self._held = (os.dup(self._sock.fileno()), os.memfd_create("gpufs-client"))
+            for key, entry in self._entries.items():
+                self._write(key, entry)
+            self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
+
+    def remove(self, number: int) -> None:
+        """The lease has ended."""
+        self._remove(KeptLease, number)
+
+    def close(self) -> None:
+        """The connection ends."""
+        with self._lock:
+            held, self._held = self._held, ()
+            keeper, self._keeper = self._keeper, None
+        if held and keeper is not None:
+            keeper.drop(self._keys)
+        for descriptor in held:
+            os.close(descriptor)
+
+    def _put(self, entry: Entry) -> None:
+        key = type(entry), entry.id
+        with self._lock:
+            if self._entries.get(key) == entry:
+                return  # expect() has noted it
+            self._entries[key] = entry
+            if self._held:
+                self._write(key, entry)
+
+    def _write(self, key: tuple[type[Entry], int], entry: Entry) -> None:
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = self._free.pop() if self._free else len(self._slots)
+        os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", slot * _SLOT_BYTES)
+
+    def _remove(self, kind: type[Entry], number: int) -> None:
+        with self._lock:
+            self._entries.pop((kind, number), None)
+            slot = self._slots.pop((kind, number), None)
+            if slot is not None:
+                self._free.append(slot)
+                if self._held:
+                    os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
+
+
+def next_message(sock: socket.socket) -> ClientMessage | None:
+    """The message that is received next; it stays in the queue. None if there is none, or none that is right."""
+    try:
+        data = sock.recv(protocol.MAX_MESSAGE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return protocol.decode_client(data) if data else None
+    except (OSError, ProtocolError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptClient:
+    """A connection that the former daemon had, and its leases on files, which are open again.
+
+    ``lost``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
+    """
+
+    number: int
+    sock: socket.socket
+    peer: Peer
+    leases: list[tuple[KeptLease, Lease | None]]
+    lost: list[KeptRequest]
+    held: tuple[int, int]
+    slots: dict[int, Entry]
+
+
+def kept_path(path: str) -> str:
+    """The path as a record has it."""
+    return path.encode(errors="replace").decode()[:_PATH_CHARACTERS]
+
+
+def restore(mount: Mount, held: Mapping[int, int]) -> list[KeptClient]:
+    """The clients of the former daemon, from what the keeper holds. Before the mount serves anything."""
+    clients = []
+    for key in sorted(held):
+        if FIRST_KEY <= key <= LAST_KEY and key % 2 == 0 and key + 1 in held:
+            clients.append(_restore_client(mount, (key - FIRST_KEY) // 2, held[key], held[key + 1]))
+    return clients
+
+
+def _restore_client(mount: Mount, number: int, socket_fd: int, record: int) -> KeptClient:
+    sock = socket.socket(fileno=os.dup(socket_fd))
+    peer = peer_of(sock)
+    slots: dict[int, Entry] = {}
+    for slot in range(-(-os.fstat(record).st_size // _SLOT_BYTES)):
+        data = os.pread(record, _SLOT_BYTES, slot * _SLOT_BYTES)
+        if data[0]:
+            try:
+                slots[slot] = msgspec.json.decode(data.split(b"\0")[0], type=Entry)
+            except msgspec.MsgspecError as failure:
+                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
+    leases = [(entry, _open_again(mount, entry, peer)) for entry in slots.values() if isinstance(entry, KeptLease)]
+    first = next_message(sock)
+    # What is still in the queue is not lost.
+    queued = first.id if isinstance(first, Request) and not isinstance(first, Cancel) else None
+    lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry.id != queued]
+    return KeptClient(number, sock, peer, leases, lost, (socket_fd, record), slots)
+
+
+def _open_again(mount: Mount, lease: KeptLease, peer: Peer) -> Lease | None:
+    if lease.private:
+        return None
+    try:
+        with mount.buffer(lease.ino) as buffer:
+            return Lease(buffer, writable=lease.mode == READ_WRITE, label=str(peer))
+    except OSError as failure:
+        log.error("the lease of %s on %s is lost: %s", peer, lease.path, failure.strerror or failure)
+        return None
