@@ -155,7 +155,7 @@ class Serving:
                 device=self.entry.st_dev,
                 allow_other=bool(config["allow_other"]),
                 trust_readers=bool(config["trust_readers"]),
-                keeper=None if takeover.obstacle(config, self.mount.engine.driver) else self.keeper,
+                keeper=None if takeover.obstacle(config, self.mount.engine) else self.keeper,
                 kept=self.kept,
                 task_status=self,
             )
