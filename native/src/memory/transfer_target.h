@@ -44,9 +44,9 @@ class TransferTarget {
   // For writing: a buffer populates memory over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond
   // the maximum). The size does not change: call Buffer::publish() with the end of what was really written, while the
   // pin is held (a truncation that came in between would otherwise be undone). Bytes above size() that were written and
-  // are not published must be cleared with Buffer::discard_above_size(). While a thread holds such a pin it must call nothing else that
-  // populates or takes away memory of the same buffer: a small file that moves to memory of its own waits for its
-  // writers.
+  // are not published must be cleared with Buffer::discard_above_size(). While a thread holds such a pin it must call
+  // nothing else that populates or takes away memory of the same buffer: a small file that moves to memory of its own
+  // waits for its writers.
   virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
   // While it is pinned: ESTALE if some of its memory was taken away, so that what was copied from or to it may be lost.
   virtual Status check_pinned() { return {}; }
