@@ -61,4 +61,4 @@ uninstall-helpers:
 	@scripts/install-helpers --remove
 
 clean:
-	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis gpufs/engine/_native*.so
+	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis gpufs/engine/_native*.so gpufs/daemon/gpufs-keeper

@@ -21,16 +21,21 @@ if TYPE_CHECKING:
     from gpufs.client._attach import attach
     from gpufs.client._attach_many import attach_many
     from gpufs.client._register import Registration, register
+    from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
     from gpufs.reports import DeviceStatus, MountStatus, mounts, status
 
 # The modules of those that are not in gpufs.client.
 _MODULES = {
+    "DaemonDied": "exceptions",
     "DeviceArray": "client._array",
     "DeviceDirectory": "owned_mount",
+    "DeviceFull": "exceptions",
     "DeviceStatus": "reports",
     "MountStatus": "reports",
+    "NotOnMount": "exceptions",
     "OwnedMount": "owned_mount",
+    "QuotaExceeded": "exceptions",
     "Registration": "client._register",
     "attach": "client._attach",
     "attach_many": "client._attach_many",
@@ -47,11 +52,15 @@ __all__ = [
     "CopyError",
     "CopyProgress",
     "CopyResult",
+    "DaemonDied",
     "DeviceArray",
     "DeviceDirectory",
+    "DeviceFull",
     "DeviceStatus",
     "MountStatus",
+    "NotOnMount",
     "OwnedMount",
+    "QuotaExceeded",
     "Registration",
     "__version__",
     "attach",

@@ -7,7 +7,7 @@ _CONTROL = ("Cc", "Cf", "Zl", "Zp")
 
 
 def printable(text: str) -> str:
-    """The text without control characters: file names may contain newlines and escape sequences."""
+    """Return the text without control characters: file names may contain newlines and escape sequences."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 

@@ -61,7 +61,7 @@ def use_in_place(mode: Mode = "r") -> None:
 
 
 def install() -> None:
-    """Replaces what is imported already, and has the rest replaced when it is imported."""
+    """Replace what is imported already, and have the rest replaced when it is imported."""
     for name, replace in _REPLACEMENTS.items():
         module = sys.modules.get(name)
         if module is not None:
@@ -116,7 +116,7 @@ def _replace_safe_open(safetensors: ModuleType) -> None:
 
 
 def _may_stay(device: Any, caller: FrameType | None) -> bool:
-    """Whether tensors may stay on the file's device."""
+    """Return whether tensors may stay on the file's device."""
     if str(device) != "cpu":
         return False
     package = "safetensors"
@@ -137,8 +137,8 @@ def _lies_on_mount(path: str | os.PathLike[str]) -> bool:
 
 
 def _open(path: str | os.PathLike[str], device: Any) -> Any:
-    """The file in place, None if it cannot be used so: then safetensors reads it, or says what is wrong with it."""
-    from gpufs.torch._replacement import InPlaceFile
+    """Open the file in place; None if that is impossible: then safetensors reads it, or reports what is wrong."""
+    from gpufs.torch._file import InPlaceFile
 
     try:
         return InPlaceFile(path, "pt", device, mode=cast(Mode, os.environ.get(MODE_VARIABLE, "r")))
@@ -150,7 +150,7 @@ def _open(path: str | os.PathLike[str], device: Any) -> Any:
 
 
 def _replace_warmup(modeling_utils: ModuleType) -> None:
-    """transformers allocates memory for all weights before it loads them: not for those that will not be copied."""
+    """Keep transformers from allocating memory for all weights before it loads them, where none will be copied."""
     original = getattr(modeling_utils, "caching_allocator_warmup", None)
     if original is None or getattr(original, "of_gpufs", False):
         return

@@ -14,11 +14,8 @@ from contextlib import suppress
 from typing import IO, Any, Final, NoReturn
 
 from gpufs import mounting
-from gpufs.daemon.startup import MountRequest, is_journal
+from gpufs.daemon.startup import DAEMON, MountRequest, is_journal
 
-# Never with the current directory in the module search path: another user may own it. The child ignores PYTHON
-# variables and the user's own packages if this process does.
-_PYTHON_OPTIONS: Final = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
 _GRACE: Final = 3.0  # seconds between asking a process to end and ending it
 # Directories that programs need, this one among them. A mount over one of them can make a machine unusable: without
 # /tmp few shells and editors start.
@@ -30,12 +27,8 @@ _NEEDED: Final = (
 _KERNELS: Final = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
 
 
-# Start it with ``cwd="/"``.
-DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
-
-
 def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
-    """OSError, with one line, if nothing may be mounted there. ``path``: as the user wrote it, for the message.
+    """Raise OSError, with one line, if nothing may be mounted there. ``path``: as the user wrote it, for the message.
 
     ``non_empty``: whether the directory may have files, which the mount hides.
     """
@@ -43,7 +36,8 @@ def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
     def fail(code: int, text: str) -> NoReturn:
         raise OSError(code, f"{path}: {text}")
 
-    if mounting.entry_of(mountpoint) is not None:
+    entries = list(mounting.listed())
+    if mounting.entry_of(mountpoint, entries) is not None:
         text = f"gpufs is mounted there already: gpufs umount {mountpoint} ends it, with --force if it does not answer"
         fail(errno.EBUSY, text)
     try:
@@ -56,13 +50,14 @@ def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
         fail(errno.ENOTDIR, "not a directory")
     if hidden := _hidden(mountpoint):
         fail(errno.EBUSY, f"a mount there would hide {hidden}, which programs need: mount on a directory of your own")
-    if (kind := mounting.filesystem_type(status.st_dev)) in _KERNELS:
+    kind = next((entry.fstype for entry in entries if entry.st_dev == status.st_dev), None)
+    if kind in _KERNELS:
         fail(errno.EINVAL, f"is on a {kind} file system: mount on a directory of your own")
     if os.geteuid() != 0 and not os.access(mountpoint, os.W_OK | os.X_OK):
         text = f"{os.strerror(errno.EACCES)} (plain users mount only on directories that they may write to)"
         fail(errno.EACCES, text)
     if not non_empty and _has_files(mountpoint):
-        text = "the directory is not empty: --allow-non-empty mounts all the same, and hides its files so long"
+        text = "the directory is not empty: --allow-non-empty mounts there, and hides its files until the mount ends"
         fail(errno.ENOTEMPTY, text)
 
 
@@ -75,7 +70,7 @@ def _has_files(directory: str) -> bool:
 
 
 def _hidden(mountpoint: str) -> str | None:
-    """A directory that programs need and a mount there would hide, or None."""
+    """Return a directory that programs need and a mount there would hide, or None."""
     program = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     prefix = mountpoint.rstrip("/") + "/"
     for name in (*_NEEDED, os.path.expanduser("~"), program, sys.prefix, sys.base_prefix):
@@ -86,7 +81,7 @@ def _hidden(mountpoint: str) -> str | None:
 
 
 def run_in_foreground(request: MountRequest) -> NoReturn:
-    """Replaces this process by the daemon."""
+    """Replace this process by the daemon."""
     with tempfile.TemporaryFile() as file:  # unlike a pipe it takes any length
         file.write(request.encode())
         file.seek(0)
@@ -96,7 +91,7 @@ def run_in_foreground(request: MountRequest) -> NoReturn:
 
 
 def launch(request: MountRequest, timeout: float) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
-    """Starts the daemon in its own session; returns its process, and its answer once the mount works.
+    """Start the daemon in its own session; return its process, and its answer once the mount works.
 
     OSError, with one line, if it reports an error, ends, or does not answer within ``timeout`` seconds. Then, and after
     any other exception, the daemon has ended and nothing is mounted. If this process dies, the daemon ends by itself:
@@ -155,8 +150,8 @@ def _answer(process: "subprocess.Popen[bytes]", fd: int, errors: IO[bytes], time
         raise OSError(errno.EIO, text) from None
     if not answer.get("ok"):
         raise OSError(answer.get("error", errno.EIO), answer.get("message", "the daemon gave no reason"))
-    found: dict[str, Any] = answer
-    return found
+    report: dict[str, Any] = answer
+    return report
 
 
 def _how(process: "subprocess.Popen[bytes]") -> str:
@@ -177,7 +172,7 @@ def _last_line(errors: IO[bytes]) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the process and its whole process group."""
+    """End the process and its whole process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -191,7 +186,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _unmount_left_over(mountpoint: str) -> str | None:
-    """Unmounts what a daemon that was killed has left. Returns what is wrong if that is impossible."""
+    """Unmount what a daemon that was killed has left. Return what is wrong if that is impossible."""
     if mounting.entry_of(mountpoint) is not None:
         try:
             mounting.unmount(mountpoint, force=True, lazy=True)

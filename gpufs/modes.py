@@ -11,6 +11,6 @@ MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 
 
 def check_mode(mode: str) -> None:
-    """ValueError unless it is one of the modes."""
+    """Raise ValueError unless it is one of the modes."""
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r} is none of 'r', 'r+' and 'c'")

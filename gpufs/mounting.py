@@ -7,8 +7,10 @@ has been checked: the owner of a part of the path cannot redirect root by replac
 import errno
 import os
 import re
+import select
 import socket
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
 
@@ -67,8 +69,8 @@ class MountEntry(NamedTuple):
     @property
     def uid(self) -> int:
         """The user that mounted it."""
-        found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
-        return int(found[1]) if found else 0
+        match = re.search(r"(?:^|,)user_id=(\d+)", self.options)
+        return int(match[1]) if match else 0
 
     @property
     def st_dev(self) -> int:
@@ -78,14 +80,20 @@ class MountEntry(NamedTuple):
 
 
 def _undo_escapes(text: str) -> str:
-    """A field of mountinfo, in which blanks and backslashes are escaped as three octal digits."""
-    raw = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), os.fsencode(text))
+    """Return a field of mountinfo, in which blanks and backslashes are escaped as three octal digits."""
+    raw = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), os.fsencode(text))
     return os.fsdecode(raw)
 
 
 def listed(pid: str = "self") -> Iterator[MountEntry]:
     """Every mount that a process sees, of any type, in the kernel's order."""
-    with open(f"/proc/{pid}/mountinfo", errors="surrogateescape", newline="\n") as file:
+    return _parsed(f"/proc/{pid}/mountinfo")
+
+
+def _parsed(mountinfo: str | int) -> Iterator[MountEntry]:
+    """The mounts in such a file, which is open if it is given by its descriptor."""
+    opened = isinstance(mountinfo, int)
+    with open(mountinfo, errors="surrogateescape", newline="\n", closefd=not opened) as file:
         for line in file:
             fields = line.rstrip("\n").split(" ")
             separator = fields.index("-", 6)
@@ -102,35 +110,82 @@ def listed(pid: str = "self") -> Iterator[MountEntry]:
             )
 
 
-def mounts(pid: str = "self") -> list[MountEntry]:
-    """The gpufs mounts that a process sees, dead ones as well; of several on one mountpoint the uppermost.
+def by_device() -> dict[int, list[MountEntry]]:
+    """The places where gpufs is mounted by st_dev of their files. Asks no mount anything."""
+    return _by_device(listed())
 
-    OSError if ``pid`` belongs to another user or has ended.
+
+def _by_device(entries: Iterable[MountEntry]) -> dict[int, list[MountEntry]]:
+    places: dict[int, list[MountEntry]] = {}
+    for entry in entries:
+        if entry.fstype == FILESYSTEM_TYPE:
+            places.setdefault(entry.st_dev, []).append(entry)
+    return places
+
+
+class MountTable:
+    """The same for a caller that asks again and again: mountinfo is read only after a mount of any type has changed.
+
+    Thread-safe. Works in a forked child.
     """
-    found: dict[str, MountEntry] = {}
-    for entry in listed(pid):
-        found.pop(entry.mountpoint, None)  # each hides what was mounted there before it
-        found[entry.mountpoint] = entry
-    return [entry for entry in found.values() if entry.fstype == FILESYSTEM_TYPE]
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._start()
+
+    def _start(self) -> None:
+        self.close()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards all below
+        self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        self._changes = select.poll()
+        self._changes.register(self._fd, select.POLLPRI)  # once for each change since this file was opened
+        self._places: dict[int, list[MountEntry]] | None = None
+
+    def by_device(self) -> dict[int, list[MountEntry]]:
+        """The places where gpufs is mounted by st_dev of their files."""
+        if self._pid != os.getpid():  # the parent and its child would take each other's notifications
+            self._start()
+        with self._lock:
+            if self._changes.poll(0) or self._places is None:
+                os.lseek(self._fd, 0, os.SEEK_SET)
+                self._places = _by_device(_parsed(self._fd))
+            return self._places
+
+    def close(self) -> None:
+        """Release the descriptor. A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = close
 
 
-def mountpoints() -> list[str]:
-    """Where anything is mounted, of any type, as this process sees it."""
-    return [entry.mountpoint for entry in listed()]
+def mounts(pid: str = "self", entries: Iterable[MountEntry] | None = None) -> list[MountEntry]:
+    """Return the gpufs mounts that a process sees, dead ones as well; of several on one mountpoint the uppermost.
+
+    ``entries``: what listed() returned to the caller, so that it is not read again. OSError if ``pid`` belongs to
+    another user or has ended.
+    """
+    uppermost: dict[str, MountEntry] = {}
+    for entry in listed(pid) if entries is None else entries:
+        uppermost.pop(entry.mountpoint, None)  # each hides what was mounted there before it
+        uppermost[entry.mountpoint] = entry
+    return [entry for entry in uppermost.values() if entry.fstype == FILESYSTEM_TYPE]
 
 
-def entry_of(mountpoint: str) -> MountEntry | None:
-    """The gpufs mount at an absolute path without symbolic links, None if there is none."""
-    return next((entry for entry in mounts() if entry.mountpoint == mountpoint), None)
+def entry_of(mountpoint: str, entries: Iterable[MountEntry] | None = None) -> MountEntry | None:
+    """Return the gpufs mount at an absolute path without symbolic links, or None. ``entries``: as of :func:`mounts`."""
+    return next((entry for entry in mounts(entries=entries) if entry.mountpoint == mountpoint), None)
 
 
 def entry_with(identity: str) -> MountEntry | None:
-    """The gpufs mount of this identity, wherever it is now: a directory above it may have been renamed."""
+    """Return the gpufs mount of this identity, wherever it is now: a directory above it may have been renamed."""
     return next((entry for entry in mounts() if entry.identity == identity), None)
 
 
 def absolute(path: str) -> str:
-    """The path without symbolic links. Does not access a mount at the path itself, which may never answer.
+    """Return the path without symbolic links. Does not access a mount at the path itself, which may never answer.
 
     OSError ENOENT for a relative path if the current directory has been removed.
     """
@@ -139,12 +194,6 @@ def absolute(path: str) -> str:
         return parent
     candidate = os.path.join(os.path.realpath(parent), name)
     return candidate if entry_of(candidate) is not None else os.path.realpath(path)
-
-
-def filesystem_type(device: int) -> str | None:
-    """The type of the file system with this st_dev; None if no mount has that number."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return next((entry.fstype for entry in listed() if entry.device == number), None)
 
 
 def _open_device() -> int:
@@ -158,21 +207,21 @@ def _open_device() -> int:
 
 
 def _mount_on(directory: int, source: str, flags: int, names: Collection[str], options: str = "") -> None:
-    """Calls mount(2) for a descriptor, with more flags by their ``names``. OSError if it fails."""
+    """Call mount(2) for a descriptor, with more flags by their ``names``. OSError if it fails."""
     bits = flags | _MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(names))
     target = f"/proc/self/fd/{directory}".encode()
     syscalls.mount(os.fsencode(source), target, FILESYSTEM_TYPE.encode(), bits, options.encode())
 
 
 def _number_of(fd: int) -> int:
-    """The ID of the mount that a descriptor belongs to. Asks the file system nothing."""
+    """Return the ID of the mount that a descriptor belongs to. Asks the file system nothing."""
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields["mnt_id"])
 
 
 def _open_directory(path: str) -> int:
-    """A descriptor of a directory. OSError if the path leads through a symbolic link by now."""
+    """Return a descriptor of a directory. OSError if the path leads through a symbolic link by now."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.readlink(f"/proc/self/fd/{fd}") != path:
@@ -183,13 +232,17 @@ def _open_directory(path: str) -> int:
     return fd
 
 
-def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> tuple[int, MountEntry]:
-    """Attaches a new mount to the directory by descriptor; undoes that if the mount is not at its place afterwards."""
+def _mount_directly(
+    mountpoint: str, source: str, allow_other: bool, flags: Collection[str], before: Collection[int]
+) -> tuple[int, MountEntry]:
+    """Attach a new mount to the directory by descriptor; undo that if the mount is not at its place afterwards.
+
+    ``before``: the numbers of the mounts that existed before.
+    """
     options = "rootmode=40000,default_permissions" + (",allow_other" if allow_other else "")
     with ExitStack() as opened:
         fuse = _open_device()
         opened.callback(os.close, fuse)
-        before = {one.number for one in listed()}
         try:
             directory = _open_directory(mountpoint)
             try:
@@ -212,7 +265,7 @@ def _mount_directly(mountpoint: str, source: str, allow_other: bool, flags: Coll
 
 
 def _remove_dead(mountpoint: str, before: Collection[int]) -> None:
-    """Removes dead mounts of gpufs that are newer than those ``before``."""
+    """Remove dead mounts of gpufs that are newer than those ``before``."""
     try:
         for entry in mounts():
             if entry.number not in before:
@@ -223,7 +276,7 @@ def _remove_dead(mountpoint: str, before: Collection[int]) -> None:
 
 
 def _fusermount(purpose: str) -> str:
-    """The path of fusermount3, the set-user-id program with which users mount. OSError if it is not installed."""
+    """Return the path of fusermount3, the set-user-id program by which users mount. OSError if it is missing."""
     import shutil  # copies, which only read mountinfo, do without it
 
     program = shutil.which("fusermount3")
@@ -238,12 +291,12 @@ def _last_line(output: bytes, default: str) -> str:
 
 
 def _option(text: str) -> str:
-    """A value in the option list of fusermount3, where commas and backslashes are escaped."""
+    """Return a value in the option list of fusermount3, where commas and backslashes are escaped."""
     return text.replace("\\", "\\\\").replace(",", "\\,")
 
 
 def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
-    """fusermount3 opens the device, mounts, and sends the descriptor over the socket that _FUSE_COMMFD names."""
+    """Mount by fusermount3, which opens the device and sends the descriptor over the socket that _FUSE_COMMFD names."""
     import subprocess
 
     program = _fusermount("mount")
@@ -280,14 +333,17 @@ def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Colle
 def mount(
     mountpoint: str, *, source: str = "gpufs", allow_other: bool = False, flags: Collection[str] = ()
 ) -> tuple[int, MountEntry]:
-    """Mounts an empty FUSE connection at ``mountpoint``; returns its descriptor, which is close-on-exec, and the mount.
+    """Mount an empty FUSE connection at ``mountpoint``; return its descriptor, which is close-on-exec, and the mount.
 
     ``mountpoint`` is absolute and without symbolic links. Always with default_permissions, nosuid and nodev; ``flags``
     are names of FLAGS. Root uses system calls, other users fusermount3. On failure, an OSError with one line for the
-    user, nothing is mounted.
+    user, nothing is mounted: EBUSY if gpufs is mounted there already.
     """
+    present = list(listed())
+    if entry_of(mountpoint, present) is not None:
+        raise OSError(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
     if os.geteuid() == 0:
-        return _mount_directly(mountpoint, source, allow_other, flags)
+        return _mount_directly(mountpoint, source, allow_other, flags, {entry.number for entry in present})
     fd = _mount_as_user(mountpoint, source, allow_other, flags)
     try:
         entry = entry_of(mountpoint)
@@ -303,7 +359,7 @@ def mount(
 
 @contextmanager
 def _opened(entry: MountEntry) -> Iterator[int]:
-    """A descriptor of the mount's root. OSError EINVAL if another mount has taken its place."""
+    """Open the mount's root. OSError EINVAL if another mount has taken its place."""
     fd = os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if _number_of(fd) != entry.number:
@@ -314,7 +370,7 @@ def _opened(entry: MountEntry) -> Iterator[int]:
 
 
 def remount(entry: MountEntry, flags: Collection[str]) -> None:
-    """Replaces a mount's FLAGS; those not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
+    """Replace a mount's FLAGS; those not named are off. OSError, with one line: EBUSY, EPERM, EINVAL."""
     with _opened(entry) as fd:
         try:
             _mount_on(fd, entry.source, _MS_REMOUNT, flags)
@@ -323,7 +379,7 @@ def remount(entry: MountEntry, flags: Collection[str]) -> None:
 
 
 def abort(entry: MountEntry) -> None:
-    """Cuts a mount's connection, so that every call that waits for it fails.
+    """Cut a mount's connection, so that every call that waits for it fails.
 
     Root and the mount's user may do it if the kernel's control file system for FUSE is mounted. Otherwise nothing
     happens, as when the mount is gone.
@@ -335,7 +391,7 @@ def abort(entry: MountEntry) -> None:
 
 
 def unmount_dead(entry: MountEntry) -> bool:
-    """Detaches this mount if its daemon is dead. False if the daemon lives or the mount is gone. OSError as unmount().
+    """Detach this mount if its daemon is dead. False if the daemon lives or the mount is gone. OSError as unmount().
 
     Waits until a daemon that is ending has ended, or a living one has answered.
     """
@@ -366,7 +422,7 @@ def _umount2(target: str, flags: int, mountpoint: str) -> None:
 
 
 def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None:
-    """Unmounts. OSError, with one line: EBUSY while it is used, EPERM, EINVAL if nothing is mounted.
+    """Unmount. OSError, with one line: EBUSY while it is used, EPERM, EINVAL if nothing is mounted.
 
     ``lazy`` detaches it now; it ends when its last user has gone. ``force`` cuts the connection first, which ends calls
     that hang; a user other than root gets a lazy unmount instead.

@@ -64,8 +64,8 @@ class OwnedMount:
         self.path = Path(answer["mountpoint"])
         self.driver: str = answer["driver"]
         self.devices = tuple(
-            DeviceDirectory(self.path / one["name"], one["description"], one["uuid"], one["total_bytes"])
-            for one in answer["devices"]
+            DeviceDirectory(self.path / device["name"], device["description"], device["uuid"], device["total_bytes"])
+            for device in answer["devices"]
         )
         self._identity: str = answer["identity"]
         self._process = process
@@ -74,7 +74,7 @@ class OwnedMount:
         self._reaper: threading.Thread | None = None
 
     def unmount(self, *, detach: bool = False) -> None:
-        """Unmount, and wait for the daemon's end. The files are gone then. Without effect if it is unmounted already.
+        """Unmount, and wait for the daemon's end. The files are gone then. Does nothing if already unmounted.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ class OwnedMount:
                 self._reaper.start()
 
     def _is_mounted(self) -> bool:
-        """Whether this mount is at its place. Once the daemon has ended, other mounts may have its numbers."""
+        """Return whether this mount is at its place. Once the daemon has ended, other mounts may have its numbers."""
         entry = mounting.entry_of(str(self.path)) if self._process.poll() is None else None
         return entry is not None and entry.identity == self._identity
 
@@ -202,9 +202,8 @@ def mount(
     for name in knobs:
         if name not in config.BY_NAME or name == "foreground":
             raise TypeError(f"mount() has no knob {name!r}{config.suggestion(name, config.BY_NAME)}")
-    arguments = {name: _text(config.BY_NAME[name], value) for name, value in (given | knobs).items()}
     file = None if config_file is None else os.fspath(config_file)
-    chosen = config.load(arguments, config_file=file, said_by=lambda knob: f"{knob.name}=")
+    chosen = config.load(given | knobs, config_file=file, origin_of=lambda knob: f"{knob.name}=")
     config.check_host(chosen.values)
     mountpoint = mounting.absolute(os.fspath(path))
     launching.check_mountpoint(os.fspath(path), mountpoint, non_empty=chosen["allow_non_empty"])
@@ -219,14 +218,3 @@ def mount(
         made.unmount(detach=True)
         raise
     return made
-
-
-def _text(knob: config.Knob, value: object) -> str | None:
-    """A value as the text that the knob parses."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:f}"
-    if isinstance(value, Sequence) and knob.kind.join is not None:
-        return knob.kind.join([str(one) for one in value])
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -105,7 +105,7 @@ def mounts(*, timeout: float | None = None) -> list[MountStatus]:
     >>> for mount in gpufs.mounts():  # doctest: +SKIP
     ...     print(mount.path, mount.state, mount.free_bytes)
     """
-    return [_mount(one) for one in _ask([], timeout)]
+    return [_mount(report) for report in _ask([], timeout)]
 
 
 @named_in("gpufs")
@@ -133,12 +133,12 @@ def status(mountpoint: str | os.PathLike[str], *, timeout: float | None = None) 
     --------
     >>> gpufs.status("/mnt/gpufs").devices[0].free_bytes  # doctest: +SKIP
     """
-    found: MountStatus = _mount(_ask([os.fspath(mountpoint)], timeout))
-    return found
+    report: MountStatus = _mount(_ask([os.fspath(mountpoint)], timeout))
+    return report
 
 
 def _ask(mountpoints: list[str], timeout: float | None) -> Any:
-    """The JSON that `gpufs status` prints: a process of its own can ask mounts that never answer."""
+    """Return the JSON that `gpufs status` prints: a process of its own can ask mounts that never answer."""
     limit = [] if timeout is None else ["--timeout", f"{timeout:g}"]
     command = [sys.executable, "-m", "gpufs", "status", "--json", *limit, "--", *mountpoints]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -148,20 +148,20 @@ def _ask(mountpoints: list[str], timeout: float | None) -> Any:
     raise OSError(EINVAL if mountpoints else EIO, text or f"`gpufs status` ended with {done.returncode}")
 
 
-def _mount(found: dict[str, Any]) -> MountStatus:
-    path = Path(found["mountpoint"])
-    devices = tuple(_device(path, one) for one in found["devices"])
-    return MountStatus(path, found["state"], found["error"], found["pid"], found["driver"], devices, found)
+def _mount(report: dict[str, Any]) -> MountStatus:
+    path = Path(report["mountpoint"])
+    devices = tuple(_device(path, device) for device in report["devices"])
+    return MountStatus(path, report["state"], report["error"], report["pid"], report["driver"], devices, report)
 
 
-def _device(mountpoint: Path, found: dict[str, Any]) -> DeviceStatus:
+def _device(mountpoint: Path, report: dict[str, Any]) -> DeviceStatus:
     return DeviceStatus(
-        mountpoint / found["name"],
-        found.get("description"),
-        found.get("uuid"),
-        found["total_bytes"],
-        found["held_bytes"],
-        found["free_bytes"],
-        found.get("files"),
-        found.get("health"),
+        mountpoint / report["name"],
+        report.get("description"),
+        report.get("uuid"),
+        report["total_bytes"],
+        report["held_bytes"],
+        report["free_bytes"],
+        report.get("files"),
+        report.get("health"),
     )

@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,7 +56,7 @@ def _statx(fd: int, flags: int, mask: int) -> bytes:
 
 
 def identity(fd: int) -> Identity:
-    """What a descriptor names, from what the kernel knows already: never waits for the file system's server.
+    """Return what a descriptor names, from what the kernel knows already: never waits for the file system's server.
 
     OSError EBADF when it is not open.
     """
@@ -68,13 +68,13 @@ def identity(fd: int) -> Identity:
 
 
 def refresh(fd: int) -> int:
-    """Makes the kernel ask for a file's attributes now, whatever is cached; may block. Returns the size in bytes."""
+    """Make the kernel ask for a file's attributes now, whatever is cached; may block. Return the size in bytes."""
     (size,) = struct.unpack_from("=Q", _statx(fd, _AT_STATX_FORCE_SYNC, _STATX_BASIC), 40)
     return int(size)
 
 
 def file_system_type(fd: int) -> int:
-    """The magic number of a descriptor's file system (f_type of fstatfs(2)). May block as the file's server does."""
+    """Return the magic number of a descriptor's file system (f_type of fstatfs(2)); may block with its server."""
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     _check(_libc.fstatfs(fd, buffer))
     (magic,) = struct.unpack_from("@l", buffer.raw)
@@ -82,12 +82,12 @@ def file_system_type(fd: int) -> int:
 
 
 def open_flags(fd: int) -> int:
-    """The flags that a descriptor was opened with: access mode, O_APPEND, O_PATH, ... OSError EBADF when not open."""
+    """Return the flags of a descriptor: access mode, O_APPEND, O_PATH, ... OSError EBADF when it is not open."""
     return fcntl.fcntl(fd, fcntl.F_GETFL)
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end of a Unix socket. PID 0 if it is not visible here."""
+    """Return the process and the user at the other end of a Unix socket. PID 0 if it is not visible here."""
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, uid
 
@@ -96,31 +96,40 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def openat2(directory: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
-    """Opens a name below a directory, by the rules of ``resolve`` (RESOLVE_BENEATH, ...)."""
+    """Open a name below a directory, by the rules of ``resolve`` (RESOLVE_BENEATH, ...)."""
     how = struct.pack("=QQQ", flags, mode, resolve)
     return _check(_libc.syscall(_SYS_OPENAT2, directory, path, how, len(how)))
 
 
 def renameat2(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) -> None:
-    """Renames with flags (RENAME_NOREPLACE, ...)."""
+    """Rename with flags (RENAME_NOREPLACE, ...)."""
     _check(_libc.renameat2(old, old_name, new, new_name, flags))
 
 
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes) -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), options))
 
 
 def umount2(target: bytes, flags: int) -> None:
-    """umount2(2)."""
+    """Call umount2(2)."""
     _check(_libc.umount2(target, flags))
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Closes descriptors, whatever close(2) returns. May block as their file systems do."""
+    for fd in descriptors:
+        try:
+            os.close(fd)
+        except OSError:
+            pass
 
 
 # ---- the calling thread, and this process ----
 
 
 def set_thread_groups(groups: Sequence[int]) -> None:
-    """Sets those of the calling thread; the C library's function would set those of the whole process.
+    """Set the groups of the calling thread; the C library's function would set those of the whole process.
 
     OSError ENOSYS on a machine whose number of this call is not known.
     """
@@ -131,15 +140,15 @@ def set_thread_groups(groups: Sequence[int]) -> None:
 
 
 def setfsuid(uid: int) -> int:
-    """Sets the user whose rights over files the calling thread has. Returns the one before."""
+    """Set the user whose rights over files the calling thread has. Return the one before."""
     return int(_libc.setfsuid(uid))
 
 
 def setfsgid(gid: int) -> None:
-    """The same for the group."""
+    """Set the group whose rights over files the calling thread has."""
     _libc.setfsgid(gid)
 
 
 def trim_heap() -> None:
-    """Returns the heap's free memory to the system; malloc keeps most of it."""
+    """Return the heap's free memory to the system; malloc keeps most of it."""
     _libc.malloc_trim(0)

@@ -21,7 +21,7 @@ class NoThreadError(OSError):
 async def run(
     work: Callable[[], T], *, abandon_on_cancel: bool = False, limiter: trio.CapacityLimiter | None = None
 ) -> T:
-    """Like trio.to_thread.run_sync, but raises NoThreadError if no thread can be started."""
+    """Run work as trio.to_thread.run_sync does, but raise NoThreadError if no thread can be started."""
     try:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
     except RuntimeError as failure:
@@ -31,7 +31,7 @@ async def run(
 
 
 async def run_to_the_end(work: Callable[[], T], limiter: trio.CapacityLimiter | None = None) -> T:
-    """Runs work that must not be abandoned: waits for a free thread, and ignores cancellation once it has begun."""
+    """Run work that must not be abandoned: wait for a free thread, and ignore cancellation once it has begun."""
     while True:
         with trio.CancelScope(shield=True):
             try:
@@ -42,7 +42,7 @@ async def run_to_the_end(work: Callable[[], T], limiter: trio.CapacityLimiter | 
 
 
 def in_background(work: Callable[[], None], limiter: trio.CapacityLimiter | None = None) -> None:
-    """Runs work that may block forever. Nobody waits for it; the daemon's end abandons it. Its failure is logged.
+    """Run work that may block forever. Nobody waits for it; the daemon's end abandons it. Its failure is logged.
 
     Without a ``limiter`` it gets a thread of its own.
     """

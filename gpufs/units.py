@@ -2,7 +2,7 @@
 
 
 def bytes_text(size: float | None) -> str:
-    """A number of bytes for people.
+    """Return a number of bytes for people.
 
     Parameters
     ----------
@@ -31,5 +31,5 @@ def bytes_text(size: float | None) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """Bytes in a second for people: "1.5 GiB/s"."""
+    """Return bytes in a second for people: "1.5 GiB/s"."""
     return f"{bytes_text(rate)}/s"

@@ -466,7 +466,7 @@ def lie(listener: socket.socket, sizes: list[int]) -> None:
             while data := sock.recv(1 << 16):
                 request = protocol.decode_client(data)
                 if isinstance(request, protocol.Hello):
-                    protocol.send(sock, protocol.Welcome(1, "", 16))
+                    protocol.send(sock, protocol.Welcome(1, "", 16, "host"))
                 elif isinstance(request, protocol.Detach):
                     protocol.send(sock, protocol.Done(request.id))
                 elif isinstance(request, protocol.Attach | protocol.Refresh):

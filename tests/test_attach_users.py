@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EACCES, EBADF, EBUSY, EINVAL, EISDIR, ESTALE, EXDEV
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.attaching import (
@@ -31,6 +31,7 @@ from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, OTHER, as_nobody, errno_of
 
 import gpufs
+from gpufs.modes import Mode
 from gpufs.protocol import Attach, Detach, Refresh
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")]
@@ -75,7 +76,7 @@ def refusal(mount: GpufsMount, path: Path | str, flags: int, mode: str) -> int:
     """The errno with which the daemon answers a descriptor; 0 if it gives memory."""
     with Attacker(socket_path(mount.path)) as client, descriptor(path, flags) as fd:
         client.greet()
-        answer, received = client.ask(Attach(1, mode), [fd])
+        answer, received = client.ask(Attach(1, cast(Mode, mode)), [fd])
         for one in received:
             os.close(one)
         assert bool(received) is not bool(answer["error"])

@@ -77,7 +77,7 @@ def test_a_lazy_unmount_keeps_open_files_working(mountpoint: Path) -> None:
 
 
 def test_a_dead_mount_is_listed_and_can_be_unmounted(mountpoint: Path) -> None:
-    pid = mount_it(mountpoint, "--no-auto-unmount")
+    pid = mount_it(mountpoint, "--no-auto-unmount", "--no-survive")
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: has_ended(pid), 10, "the end of the killed process")
     done = gpufs("mount", mountpoint, "--driver", "host", check=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 from support.copying import (
     BOTH,
@@ -65,8 +65,8 @@ def still_serves(mount: GpufsMount, files: tuple[Path, Path]) -> None:
 
 def message(**changes: Any) -> bytes:
     """A copy message with some fields changed."""
-    fields = vars(Copy(1, "load"))
-    return bytes(msgpack.packb({"type": "copy", **fields, **changes}))
+    fields = msgspec.structs.asdict(Copy(1, "load"))
+    return msgspec.msgpack.encode({"type": "copy", **fields, **changes})
 
 
 BAD_FIELDS: list[dict[str, Any]] = [
@@ -90,7 +90,7 @@ def test_a_message_that_is_not_understood_ends_its_connection_alone(
     shared_mount: GpufsMount, files: tuple[Path, Path]
 ) -> None:
     packets = [message(**changes) for changes in BAD_FIELDS]
-    packets += [bytes(msgpack.packb(content)) for content in BAD_CONTENTS]
+    packets += [msgspec.msgpack.encode(content) for content in BAD_CONTENTS]
     with connection(shared_mount.path), opened(files[0]) as host, opened(files[1], WRITE) as buffer:
         for packet in [*packets, *GARBAGE]:
             with greeted(shared_mount.path) as sock:

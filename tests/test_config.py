@@ -52,6 +52,7 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "trust_readers": "true",
         "allow_non_empty": "true",
         "auto_unmount": "false",
+        "survive": "false",
         "core_dumps": "true",
         "foreground": "true",
         "backing": "data=/srv/data,fixed=/srv/fixed:ro",
@@ -217,6 +218,23 @@ def test_limits_of_all_cgroups_above_count(tmp_path: Path) -> None:
     }
     root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB, files=files)
     assert memory.memory_of_machine(root) == memory.Memory(4 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limited"),
+    [
+        ("0::/a\n", {"a/memory.max": "max\n"}, False),
+        ("0::/a/b\n", {"a/memory.max": f"{GIB}\n", "a/b/memory.max": "max\n"}, True),
+        ("0::/\n", {"memory.max": f"{GIB}\n"}, True),  # in a container
+        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": f"{GIB}\n"}, True),
+        ("4:cpu,memory:/\n", {"memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n"}, False),
+        ("", {}, False),
+    ],
+)
+def test_limited_memory_is_noticed(tmp_path: Path, groups: str, files: dict[str, str], limited: bool) -> None:
+    found = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB, files={"proc/self/cgroup": groups, **found})
+    assert config.is_memory_limited(root) == limited
 
 
 def test_the_default_memory_fits_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

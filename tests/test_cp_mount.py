@@ -11,7 +11,7 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.copying import BOTH, READ, WRITE, connection, opened, transfers, wait_for_no_copies
@@ -21,6 +21,7 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, as_nobody, errno_of, run, wait_until
 
 from gpufs import client
+from gpufs.protocol import Direction
 
 pytestmark = pytest.mark.driver
 
@@ -118,7 +119,7 @@ def test_the_end_of_the_daemon_ends_a_copy(mount: Mounter, host: Path, number: s
 
 def ask(root: Path, direction: str, host_fd: int, mount_fd: int) -> tuple[int, int]:
     with connection(root.parent.parent) as daemon:
-        result = daemon.copy(direction, host_fd, mount_fd)
+        result = daemon.copy(cast(Direction, direction), host_fd, mount_fd)
     return result.error, result.done
 
 

@@ -11,8 +11,9 @@ import pytest
 from support.mounting import GPUFS
 from support.processes import NOBODY, run
 
-from gpufs.cli import _doctor_checks as checks
-from gpufs.cli._doctor_checks import NOTE, OK, PROBLEM, Environment, Finding
+from gpufs.cli import doctor as checks
+from gpufs.cli._machine import Environment
+from gpufs.cli.doctor import NOTE, OK, PROBLEM, Finding
 from gpufs.mounting import MountEntry
 
 NODES = "sys/class/kfd/kfd/topology/nodes"

@@ -18,7 +18,7 @@ SECONDS = 120
 PROGRAM = """
 import errno, os, signal, sys
 from gpufs import engine, mounting, service
-from gpufs.daemon import control_plane, main as daemon, supervision
+from gpufs.daemon import __main__ as daemon, control_plane, keeper, supervision, takeover
 from gpufs.fs.connection import Connection
 
 def fail(*arguments, **named):
@@ -135,7 +135,7 @@ def test_a_path_exchanged_for_a_link_does_not_redirect_the_mount(tmp_path: Path,
         assert str(answers[0]["message"]).startswith(f"{mountpoint}: mount failed: ")
         assert "\n" not in str(answers[0]["message"])
     finally:
-        left = [path for path in mounting.mountpoints() if path.startswith(str(tmp_path))]
+        left = [entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(str(tmp_path))]
         for path in left:
             mounting.unmount(path, lazy=True)
     assert not left

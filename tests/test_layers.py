@@ -14,26 +14,40 @@ from gpufs import engine
 ROOT = Path(__file__).resolve().parents[1]
 
 # A part may use those before it.
-NATIVE_ORDER = ["base", "observe", "drivers", "device", "memory", "io", "async", "fuse", "abi"]
+NATIVE_ORDER = ["base", "observe", "journal", "drivers", "device", "memory", "io", "async", "fuse", "abi"]
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
     # All but the first: lazily.
-    "gpufs": {"_version", "client", "config", "engine", "owned_mount", "reports", "statistics", "torch"},
+    "gpufs": {"_version", "client", "config", "engine", "exceptions", "owned_mount", "reports", "statistics", "torch"},
     "gpufs.__main__": {"cli"},
     "gpufs._naming": set(),
     "gpufs._printable": set(),
+    "gpufs.drivers": set(),
+    "gpufs.exceptions": {"_naming"},
     "gpufs.modes": set(),
     "gpufs.syscalls": set(),
     "gpufs._version": set(),
     "gpufs.units": set(),
     "gpufs.statistics": set(),
-    "gpufs.config": {"units"},
+    "gpufs.config": {"drivers", "units"},
     "gpufs.mounting": {"syscalls"},
-    "gpufs.engine": {"statistics"},
-    "gpufs.protocol": {"modes"},
+    "gpufs.engine": {"drivers", "statistics"},
+    "gpufs.protocol": {"modes", "syscalls"},
     # engine: lazily, to map memory
-    "gpufs.client": {"_naming", "_version", "engine", "formats", "modes", "mounting", "protocol", "syscalls", "units"},
+    "gpufs.client": {
+        "_naming",
+        "_version",
+        "drivers",
+        "engine",
+        "exceptions",
+        "formats",
+        "modes",
+        "mounting",
+        "protocol",
+        "syscalls",
+        "units",
+    },
     "gpufs.formats": set(),
     "gpufs.reports": {"_naming"},
     # torch: lazily, when the program opens a file on a mount
@@ -43,6 +57,7 @@ PYTHON_MAY_USE = {
         "gpufs",
         "config.kinds",
         "engine",
+        "exceptions",
         "formats",
         "in_place",
         "modes",
@@ -57,6 +72,7 @@ PYTHON_MAY_USE = {
     "gpufs.daemon": {
         "_printable",
         "config",
+        "drivers",
         "engine",
         "fs",
         "mounting",
@@ -69,18 +85,22 @@ PYTHON_MAY_USE = {
     },
     "gpufs.launching": {"daemon.startup", "mounting"},
     "gpufs.owned_mount": {"_naming", "config", "daemon.startup", "launching", "mounting"},
-    "gpufs.cli._doctor_probe": {"engine", "units"},  # a process of its own
+    "gpufs.cli.restart": {"config", "engine", "mounting"},  # engine: lazily
+    "gpufs.cli._machine": {"config", "engine", "mounting", "units"},  # engine: in a process of its own
     "gpufs.cli": {
         "_printable",
         "_version",
         "config",
         "client",
+        "drivers",
         "daemon.startup",
+        "exceptions",
         "formats",
         "in_place",
         "launching",
         "modes",
         "mounting",
+        "protocol",
         "statistics",
         "units",
     },
@@ -123,6 +143,13 @@ def test_drivers_do_not_know_each_other() -> None:
             if name not in (inside.parts[1], "gpu"):
                 bad.append(f"{inside} includes drivers/{name}/")
     assert not bad
+
+
+def test_the_keeper_uses_nothing_of_the_engine() -> None:
+    """It must not die of what the daemon dies of. Headers of base alone have no other part behind them."""
+    sources = native_sources("native/keeper")
+    assert sources
+    assert not [name for path in sources for name in includes(path) if not name.startswith("base/")]
 
 
 def test_headers_say_what_they_are() -> None:

@@ -1,29 +1,33 @@
-"""The guard unmounts a dead daemon's mount and no other, and ends with its daemon."""
+"""The keeper and the guard: a dead daemon's mount is unmounted, no other one, and nothing is left."""
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
 import time
 from collections.abc import Iterator
+from errno import EIO
 from pathlib import Path
 
 import pytest
 from support.data import MIB, noise
-from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import PATIENCE, errno_of, run, session_processes, wait_until
+from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
+from support.processes import PATIENCE, errno_of, in_child, links_of, run, session_processes, wait_until
 from support.watchdog import mounted_at
 
-from gpufs import mounting
+from gpufs import config, mounting
+from gpufs.daemon import limits
 
 pytestmark = [pytest.mark.complains]
 
 
 def guards(mounted: GpufsMount) -> list[int]:
-    """The guards of a mount, whoever their parent is now."""
+    """The keeper of a mount, or the guard that it has become, whoever their parent is now."""
     found = session_processes(mounted.session.name)
-    return [pid for pid, line in found.items() if "guard.py" in line and str(mounted.path) in line]
+    programs = ("gpufs-keeper", "guard.py")
+    return [pid for pid, line in found.items() if str(mounted.path) in line and any(x in line for x in programs)]
 
 
 def test_the_mount_of_a_killed_daemon_is_removed(mount: Mounter) -> None:
@@ -104,6 +108,97 @@ def test_a_later_mount_stays(mount: Mounter, number: signal.Signals) -> None:
     finally:
         os.close(fd)
     run(*GPUFS, "umount", mounted.path)
+
+
+def test_a_keeper_that_was_killed_is_replaced(mount: Mounter) -> None:
+    mounted = mount()
+
+    def another(former: int) -> bool:
+        return bool(set(guards(mounted)) - {former})
+
+    for _ in range(2):
+        (before,) = guards(mounted)
+        os.kill(before, signal.SIGKILL)
+        wait_until(functools.partial(another, before), 20, "another keeper")
+    mounted.signal(signal.SIGKILL)
+    wait_until(lambda: not mounted.mounted() and not guards(mounted), 20, "the dead mount to go")
+    assert any("keeper has ended" in line for line in mounted.complaints())
+
+
+@pytest.fixture
+def surviving(mount: Mounter, tmp_path: Path) -> GpufsMount:
+    """A mount whose daemon hands everything to its keeper, but the next daemon cannot take it over."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from gpufs.daemon import startup, takeover\n"
+        "def begin(*arguments): raise startup.StartFailure(5, 'planned failure')\n"
+        "takeover.obstacle, takeover.begin = lambda *values: None, begin\n"
+    )
+    return mount(environment={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"})
+
+
+def test_a_mount_that_cannot_be_taken_over_fails_until_it_is_unmounted(surviving: GpufsMount) -> None:
+    (pid,) = guards(surviving)
+    wait_until(lambda: "/dev/fuse" in links_of(pid).values(), 20, "the connection in the keeper")
+    surviving.signal(signal.SIGKILL)
+    wait_until(lambda: errno_of(lambda: os.listdir(surviving.path)) == EIO, 20, "errors")
+    assert guards(surviving) == [pid]
+    run("umount", surviving.path)
+    wait_until(lambda: not guards(surviving), 20, "the keeper to end")
+
+
+@pytest.mark.parametrize("how", ["umount", "terminate", "lazy", "abort"])
+def test_nothing_is_left_of_a_surviving_mount_that_ends(surviving: GpufsMount, how: str) -> None:
+    fd = os.open(surviving.device / "held", os.O_RDWR | os.O_CREAT)
+    try:
+        if how == "umount":
+            os.close(fd)
+            surviving.unmount()
+            fd = -1
+        elif how == "terminate":
+            surviving.signal(signal.SIGTERM)
+        elif how == "lazy":
+            run("umount", "-l", surviving.path)
+            os.close(fd)
+            fd = -1
+        else:
+            entry = mounting.entry_of(str(surviving.path))
+            assert entry is not None
+            mounting.abort(entry)
+        surviving.wait_ended()
+        assert guards(surviving) == []
+        assert fd < 0 or errno_of(os.pread, fd, 1, 0) != 0
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+# ---- memory that is short ----
+
+
+def test_other_processes_are_killed_first_when_memory_is_short(mount: Mounter) -> None:
+    mounted = mount()
+    score = Path("/proc/self/oom_score_adj")
+    expected = int(score.read_text())
+    if not config.is_memory_limited() and not in_child(lambda: errno_of(score.write_text, "-900")):
+        expected = min(expected, -900)  # this machine lets root lower it
+    for pid in (mounted.pid, *guards(mounted)):
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == expected
+    mounted.unmount()
+
+
+@pytest.mark.parametrize(
+    ("before", "limit", "after"), [("0\n", "max", "-900"), ("0\n", "4096", "0\n"), ("-950\n", "max", "-950\n")]
+)
+def test_only_a_priority_that_nobody_has_chosen_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, limit: str, after: str
+) -> None:
+    files = {"proc/self/cgroup": "0::/a\n", "proc/self/oom_score_adj": before, "sys/fs/cgroup/a/memory.max": limit}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    limits.spare_from_oom_killer(tmp_path)
+    assert (tmp_path / "proc/self/oom_score_adj").read_text() == after
 
 
 # ---- core files ----

@@ -170,7 +170,7 @@ def test_gpufs_mounts_in_a_minimal_container(tmp_path: Path) -> None:
         echo inside >/mnt/gpu/gpu0/file
         cat /mnt/gpu/gpu0/file
         {" ".join(GPUFS)} umount /mnt/gpu
-        {" ".join(GPUFS)} mount /mnt/gpu --driver host --memory 32M
+        {" ".join(GPUFS)} mount /mnt/gpu --driver host --memory 32M --no-survive
         kill -9 $(ls -d /proc/[0-9]* | while read p; do grep -qzx gpufs.daemon $p/cmdline && echo ${{p#/proc/}}; done)
         for i in $(seq 600); do grep -q " /mnt/gpu " /proc/mounts || break; sleep 0.1; done
         grep " /mnt/gpu " /proc/mounts || echo clean

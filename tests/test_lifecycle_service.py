@@ -14,12 +14,8 @@ from errno import EAGAIN
 from pathlib import Path
 
 import pytest
-import trio
 from support.mounting import GPUFS, Mounter
 from support.processes import PATIENCE, errno_of, links_of, run, wait_until
-from trio.testing import MockClock
-
-from gpufs.daemon import upkeep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,22 +103,35 @@ def test_a_mount_whose_name_is_not_utf8_stays(manager: Manager, address: str, tm
         subprocess.run([*GPUFS, "umount", place], check=True)
 
 
-def test_upkeep_that_fails_is_logged_once_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
-    calls = 0
+# Every Python process of the mount runs it as it starts.
+FAULT = """
+import itertools
+import gpufs.engine
 
-    async def work() -> None:
-        nonlocal calls
-        calls += 1
-        if calls < 5:
-            raise ValueError("a fault") if calls < 3 else MemoryError
+calls = itertools.count(1)
 
-    async def main() -> None:
-        with trio.move_on_after(5):
-            await upkeep.keep_up("some upkeep", work, 0.5)
+def fail(engine):
+    call = next(calls)
+    if call < 4:
+        raise ValueError("a fault")
+    if call == 4:
+        raise MemoryError
 
-    trio.run(main, clock=MockClock(autojump_threshold=0))
-    assert calls >= 6
-    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+gpufs.engine.Engine.statistics_publish = fail
+"""
+
+
+@pytest.mark.complains
+def test_statistics_that_cannot_be_published_do_not_end_the_mount(mount: Mounter, tmp_path: Path) -> None:
+    """Each failure is logged once, however often it repeats, and the files stay."""
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    mounted = mount(environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    (mounted.device / "file").write_bytes(b"kept")
+    mounted.wait_for_log("MemoryError")
+    assert (mounted.device / "file").read_bytes() == b"kept"
+    failures = [line for line in mounted.complaints() if "publishing statistics has failed" in line]
+    assert len(failures) == 2
+    mounted.unmount()
 
 
 @pytest.mark.parametrize("where", ["journal", "elsewhere", "file"])

@@ -94,7 +94,7 @@ def test_closes_that_hang_are_few(own: Make) -> None:
                 client.sock.settimeout(0.5)
                 try:
                     for _ in range(200):
-                        client.ask(message, [fd] * (1 if message.TYPE == "attach" else 2))
+                        client.ask(message, [fd] * (1 if isinstance(message, protocol.Attach) else 2))
                 except TimeoutError:
                     break
                 except ConnectionError:

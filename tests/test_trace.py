@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from support import fake_gpu
 from support.data import MIB
-from support.mounting import GPUFS, GpufsMount, Mounter
+from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
 from support.processes import PATIENCE, links_of, run, wait_until
 
 from gpufs import engine
@@ -313,3 +314,33 @@ def test_operations_on_streams(tmp_path: Path) -> None:
     for wait in waits.values():
         assert wait["dur"] >= 40_000
         assert wait["ts"] + wait["dur"] <= moves[wait["args"]["operation"]]["ts"] + 0.002
+
+
+_COPY = """
+import sys
+from gpufs import engine
+
+with (
+    engine.Engine("host", devices=1, memory_bytes=64 << 20) as opened,
+    engine.BackingFile.open(opened, sys.argv[1]) as file,
+    engine.Buffer(opened) as buffer,
+    engine.Transfer("load", file, buffer) as transfer,
+):
+    transfer.wait()
+"""
+
+
+def test_profilers_see_spans(tmp_path: Path) -> None:
+    """A profiler that NVTX loads gets the spans as nested ranges of the domain gpufs."""
+    profiler = REPOSITORY / "build/cmake/native/tests/fake_profiler/libgpufs_fake_profiler.so"
+    if not profiler.exists():
+        pytest.skip("the native tests are not built, or without NVTX's headers")
+    file = tmp_path / "file"
+    file.write_bytes(bytes(3 * MIB))
+    environment = {**os.environ, "NVTX_INJECTION64_PATH": str(profiler)}
+    done = run(sys.executable, "-c", _COPY, file, env=environment)
+    lines = done.stderr.splitlines()
+    assert "domain gpufs" in lines
+    names = [line.split(", ")[0] for line in lines if line.startswith("range ")]
+    assert "range piece of a transfer" in names
+    assert lines.count("end of range") == len(names)

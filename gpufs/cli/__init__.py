@@ -20,23 +20,21 @@ def _one_line(text: str) -> str:
 
 
 def run_command_line(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line (the process's own by default) and returns its exit code.
+    """Run the command line (the process's own by default) and return its exit code.
 
     0 success; 1 failure, with one line on standard error; 2 a command line or configuration that is wrong in itself;
     130 interrupted. No exception comes out, and no traceback unless GPUFS_LOG_LEVEL is debug.
     """
     if sys.stdin is None or sys.stdout is None or sys.stderr is None:
-        from gpufs.cli import _streams
-
-        _streams.open_closed()
+        _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape")  # file names are bytes
     words = list(sys.argv[1:] if arguments is None else arguments)
     import click
 
-    from gpufs.cli._errors import Failure, complain
     from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
+    from gpufs.cli._output import Failure, complain
 
     try:
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel would not keep our children's ends for us
@@ -86,8 +84,28 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _open_closed_streams() -> None:
+    """Open /dev/null for each closed standard stream.
+
+    Otherwise the next file that is opened gets its number and receives the output. Reading standard input and writing
+    to standard output fail, as they should; messages are lost.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # This is the lowest free number. Children inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY if fd == 1 else os.O_WRONLY), True)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", errors="surrogateescape", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", errors="surrogateescape", closefd=False)
+
+
 def _discard_output() -> None:
-    """Redirects standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
+    """Redirect standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -97,7 +115,7 @@ def _discard_output() -> None:
 
 
 def _log_exception() -> None:
-    """Prints the traceback if GPUFS_LOG_LEVEL is debug."""
+    """Print the traceback if GPUFS_LOG_LEVEL is debug."""
     if os.environ.get("GPUFS_LOG_LEVEL") == "debug":
         import traceback
 
@@ -105,7 +123,7 @@ def _log_exception() -> None:
 
 
 def main() -> NoReturn:
-    """The entry point. Ctrl-C while modules are loaded, or after the command, ends the process without a message."""
+    """Run the command line and end. Ctrl-C while modules are loaded, or after the command, ends without a message."""
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as nohup has it
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

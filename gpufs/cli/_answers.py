@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
 from typing import Any, Final
 
-from gpufs.cli._errors import Failure, complain
 from gpufs.cli._mounts import Process, wait_for_end
+from gpufs.cli._output import Failure, complain
 from gpufs.mounting import MountEntry
 
 _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
@@ -24,7 +24,7 @@ _unended: list[int] = []  # processes that we have started and not reaped
 
 
 def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
-    """Calls functions in parallel that may never return. For each its value, which is one that JSON has, or an OSError.
+    """Call functions in parallel that may never return. Return for each its value, one that JSON has, or an OSError.
 
     ``show`` makes what is printed of a value. The OSErrors are those that the functions raised, ETIMEDOUT for those
     that do not return, EFBIG for values that are too long, EPROTO for those that cannot be shown.
@@ -52,7 +52,7 @@ def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> l
 
 
 def _reap() -> None:
-    """Reaps processes that have ended, so that none stays as a zombie while a command runs on."""
+    """Reap processes that have ended, so that none stays as a zombie while a command runs on."""
     _unended[:] = [pid for pid in _unended if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
@@ -77,7 +77,7 @@ def _start(question: Callable[[], Any], show: Show) -> tuple[Process, int]:
 
 
 def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
-    """In the child: writes the value, or the errno and the text of a failure."""
+    """Write the value, or the errno and the text of a failure; in the child."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # it may outlive the command, whose output must end
         os.dup2(null, fd)
@@ -85,12 +85,12 @@ def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
         value = question()
         # As the output of the command: nested as deeply, and with characters that it cannot write.
         json.dumps([value, show(value)], indent=2, ensure_ascii=False).encode(errors="surrogateescape")
-        said = {"value": value}
+        report = {"value": value}
     except OSError as error:
-        said = {"errno": error.errno or ENOTCONN, "text": error.strerror or str(error)}
+        report = {"errno": error.errno or ENOTCONN, "text": error.strerror or str(error)}
     except Exception as error:  # noqa: BLE001 - a wrong answer can cause any
-        said = {"errno": EPROTO, "text": f"its answer is not understood: {type(error).__name__}: {error}"}
-    text = json.dumps(said).encode()
+        report = {"errno": EPROTO, "text": f"its answer is not understood: {type(error).__name__}: {error}"}
+    text = json.dumps(report).encode()
     while text:
         text = text[os.write(answer, text) :]
 
@@ -101,12 +101,12 @@ def _read(answer: int) -> Any:
         return OSError(EFBIG, os.strerror(EFBIG))
     if not size:
         return OSError(EPROTO, "the process that asked has crashed")
-    said = json.loads(os.pread(answer, size, 0))
-    return said["value"] if "value" in said else OSError(said["errno"], said["text"])
+    report = json.loads(os.pread(answer, size, 0))
+    return report["value"] if "value" in report else OSError(report["errno"], report["text"])
 
 
 def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a mount. Called by a question. OSError EFBIG if it is larger than any of gpufs."""
+    """Read the JSON object in a file of a mount, in a question. OSError EFBIG if it is larger than any of gpufs."""
     content = b""
     with open(os.path.join(entry.mountpoint, ".gpufs", name), "rb", buffering=0) as file:
         while part := file.read(_MOST_BYTES):
@@ -117,7 +117,7 @@ def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
 
 
 def finish(silent: Sequence[tuple[str, object]], asked: int, *, named: bool) -> None:
-    """Complains about mounts that did not answer: mountpoints and reasons. Failure if they were ``named``."""
+    """Complain about mounts that did not answer: mountpoints and reasons. Failure if they were ``named``."""
     for mountpoint, reason in silent:
         complain(f"{mountpoint}: {reason}")
     if named and silent:

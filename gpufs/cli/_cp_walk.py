@@ -13,17 +13,39 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
-from gpufs.cli._errors import Failure
-from gpufs.client import Cancellation, _daemons
+from gpufs import mounting
+from gpufs.cli._output import Failure
+from gpufs.client import Cancellation, Copier
 from gpufs.client._ends import Entry, open_path, path_of, preserve
-from gpufs.client._outcome import text_of
+from gpufs.client._space import data_bytes
+from gpufs.exceptions import text_of
+from gpufs.protocol import Fastpath
 
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class CpOptions:
+    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal."""
+
+    recursive: bool
+    dereference: bool
+    preserve: bool
+    archive: bool
+    no_clobber: bool
+    partial: bool
+    verify: bool
+    fsync: bool
+    jobs: int
+    fastpath: Fastpath
+    verbose: bool
+    json: bool
+    progress: bool | None
 
 
 # Records a failure: source, destination if that matters, errno, text.
@@ -57,7 +79,7 @@ class Item(NamedTuple):
 def targets(
     sources: Sequence[str], destination: str, *, follow: bool, directory: bool = False
 ) -> Iterator[list[tuple[str, Entry]]]:
-    """The destination of each source, by the rules of cp(1). Failure if they allow none.
+    """Find the destination of each source, by the rules of cp(1). Failure if they allow none.
 
     A destination directory stays open until the context ends. ``follow``: write through a symbolic link.
     ``directory``: the destination must be a directory.
@@ -97,10 +119,7 @@ class Walk:
     """
 
     cancel: Cancellation
-    recursive: bool
-    dereference: bool
-    preserve: bool
-    keep_existing: bool
+    options: CpOptions
     found: Callable[[Item], None]
     warn: Callable[[str], None]
     report: Report
@@ -110,17 +129,17 @@ class Walk:
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the users of all folders
 
     def find(self, name: str, destination: Entry) -> None:
-        """Walks one source and everything below it."""
+        """Walk one source and everything below it."""
         if self.cancel.cancelled:
             return
-        source = Entry.of(name, follow=not self.recursive or self.dereference)
+        source = Entry.of(name, follow=not self.options.recursive or self.options.dereference)
         try:
             status = source.status()
         except OSError as error:
             self._fail_source(source, error)
             return
         copied = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # the copier checks these
-        if stat.S_ISDIR(status.st_mode) and not self.recursive:
+        if stat.S_ISDIR(status.st_mode) and not self.options.recursive:
             self.report(name, None, errno.EISDIR, "is a directory (-r copies it, -t copies into it)")
         elif not copied and not _on_a_mount(status.st_dev, destination):
             self.report(name, destination.path, errno.EXDEV, "neither of them is on a gpufs mount: use cp")
@@ -132,7 +151,7 @@ class Walk:
             self._find_in_directory(source, destination)
 
     def release(self, folder: Folder | None) -> None:
-        """Drops a reference. The last one sets the directory's attributes: nothing more is written into it."""
+        """Drop a reference. The last one sets the directory's attributes: nothing more is written into it."""
         while folder is not None:
             with self._lock:
                 folder.users -= 1
@@ -149,7 +168,7 @@ class Walk:
 
     def _finish(self, folder: Folder) -> None:
         path, mode = path_of(folder.destination_fd), stat.S_IMODE(folder.status.st_mode)
-        if self.preserve:
+        if self.options.preserve:
             preserve(path, folder.status)
         elif folder.created and mode & stat.S_IRWXU != stat.S_IRWXU:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
@@ -158,26 +177,26 @@ class Walk:
         self.report(source, destination, error.errno or errno.EIO, text_of(error))
 
     def _fail_source(self, source: Entry, error: OSError) -> None:
-        """Reports a source whose attributes cannot be read."""
+        """Report a source whose attributes cannot be read."""
         if error.errno == errno.ENOENT and _is_link(source):
             self.report(source.path, None, errno.ENOENT, "is a symbolic link to a file that does not exist")
         else:
             self._fail(source.path, None, error)
 
     def links_without_files(self) -> list[str]:
-        """Copies of links that lead nowhere, or off the mount that they are on, although the originals lead to files.
+        """Return the copies of links that lead nowhere, or off the mount, although the originals lead to files.
 
         Call it when everything is copied.
         """
-        mounts = _daemons.mounts_by_device()
-        found = []
+        mounts = mounting.by_device()
+        broken = []
         for path in self._links:
             try:
                 if os.lstat(path).st_dev in mounts and os.stat(path).st_dev not in mounts:
-                    found.append(path)
+                    broken.append(path)
             except OSError:
-                found.append(path)
-        return found
+                broken.append(path)
+        return broken
 
     def _use(self, folder: Folder | None) -> None:
         if folder is not None:
@@ -195,7 +214,7 @@ class Walk:
                 self.report(source.path, destination.path, errno.EEXIST, text)
             return
         self._made[name] = source.path
-        if self.keep_existing and _exists(destination, status):
+        if self.options.no_clobber and _exists(destination, status):
             self.skipped += 1
             return
         named = folder is None
@@ -218,7 +237,7 @@ class Walk:
             self._fail(source.path, destination.path, error)
 
     def _find_in_directory(self, source: Entry, destination: Entry) -> None:
-        """Creates the directory and walks everything in it."""
+        """Create the directory and walk everything in it."""
         created: set[tuple[int, int]] = set()
         pending: list[tuple[Entry, Entry, Folder | None]] = [(source, destination, None)]
         while pending:
@@ -241,12 +260,12 @@ class Walk:
                 self.release(folder)
 
     def _find_below(self, folder: Folder) -> list[tuple[Entry, Entry, Folder | None]]:
-        """Finds the files of a directory; returns the directories in it."""
+        """Find the files of a directory; return the directories in it."""
         directories: list[tuple[Entry, Entry, Folder | None]] = []
         for name in sorted(os.listdir(folder.source_fd)):
             if self.cancel.cancelled:
                 break
-            source = folder.source.child(name, folder.source_fd)._replace(follow=self.dereference)
+            source = folder.source.child(name, folder.source_fd)._replace(follow=self.options.dereference)
             destination = folder.destination.child(name, folder.destination_fd)
             try:
                 status = source.status()
@@ -263,7 +282,7 @@ class Walk:
     def _open_folder(
         self, source: Entry, destination: Entry, parent: Folder | None, created: set[tuple[int, int]]
     ) -> Folder:
-        """Opens a directory of the source, and its copy, which is created if it does not exist."""
+        """Open a directory of the source, and its copy, which is created if it does not exist."""
         try:
             flags = os.O_RDONLY | (_DIRECTORY & ~os.O_NOFOLLOW if source.follow else _DIRECTORY)
             fd = os.open(source.name, flags, dir_fd=source.directory)
@@ -291,9 +310,9 @@ class Walk:
         return Folder(source, destination, fd, copy, status, new, parent)
 
     def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
-        """The directory, as an O_PATH descriptor, and whether it was created."""
+        """Return the directory, as an O_PATH descriptor, and whether it was created."""
         # The copy must be able to write there, whatever the final mode is.
-        allowed = stat.S_IRWXU if self.preserve else 0o1777
+        allowed = stat.S_IRWXU if self.options.preserve else 0o1777
         try:
             os.mkdir(entry.name, mode & allowed | stat.S_IRWXU, dir_fd=entry.directory)
             new = True
@@ -314,7 +333,7 @@ class Walk:
         return fd, new
 
     def _make(self, destination: Entry, source: os.stat_result, create: Callable[[], None]) -> None:
-        """Creates a link or special file. As cp(1), replaces an existing file unless it is the source itself."""
+        """Create a link or special file. As cp(1), replace an existing file unless it is the source itself."""
         entry = Entry(destination.path, destination.name, destination.directory, follow=False)
         try:
             create()
@@ -323,7 +342,7 @@ class Walk:
                 raise OSError(errno.EINVAL, "is the same file as the source") from None
             os.unlink(entry.name, dir_fd=entry.directory)
             create()
-        if not self.preserve:
+        if not self.options.preserve:
             return
         fd = open_path(entry)
         try:
@@ -360,7 +379,7 @@ def _leads_to_file(link: Entry) -> bool:
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:
-    mounts = _daemons.mounts_by_device()
+    mounts = mounting.by_device()
     if device in mounts:
         return True
     try:
@@ -373,3 +392,59 @@ def _on_a_mount(device: int, destination: Entry) -> bool:
 
 def _is_inside(path: str, directory: str) -> bool:
     return f"{os.path.realpath(path)}/".startswith(os.path.realpath(directory).rstrip("/") + "/")
+
+
+# ---- space ----
+
+
+def check_space(copier: Copier, named: list[tuple[str, Entry]], cancel: Cancellation, options: CpOptions) -> None:
+    """Raise OSError ENOSPC if the files do not fit, with the figures. ``named``: sources and their destinations.
+
+    Errors of other kinds are left to the copies.
+    """
+    needed = 0
+    for source, destination in {os.path.normpath(entry.path): (name, entry) for name, entry in named}.values():
+        for path, status in _files(source, options):
+            held = _held_bytes(destination.path + path)
+            if held is None or not options.no_clobber:
+                needed += data_bytes(status, status.st_size) - (held or 0)
+    with suppress(FileNotFoundError, NotADirectoryError), named[0][1].located() as located:
+        assert located.directory is not None
+        copier.check_space(located.directory, needed, cancel=cancel)
+
+
+def _files(source: str, options: CpOptions) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the regular files of a source: attributes, and the path below it that begins with "/", or "" for itself."""
+    above: dict[str, frozenset[tuple[int, int]]] = {}  # the directories above each directory, with dereference
+    try:
+        status = Entry.of(source, follow=not options.recursive or options.dereference).status()
+        if stat.S_ISREG(status.st_mode):
+            yield "", status
+        elif options.recursive:
+            for folder, directories, names, fd in os.fwalk(source, follow_symlinks=options.dereference):
+                if options.dereference:
+                    status = os.fstat(fd)
+                    here = (status.st_dev, status.st_ino)
+                    passed = above.pop(folder, frozenset())
+                    if here in passed:
+                        directories.clear()
+                        continue  # a loop of links, which the copy reports
+                    above.update((os.path.join(folder, name), passed | {here}) for name in directories)
+                for name in names:
+                    try:
+                        status = os.stat(name, dir_fd=fd, follow_symlinks=options.dereference)
+                    except OSError:
+                        continue  # which the copy reports
+                    if stat.S_ISREG(status.st_mode):
+                        yield f"{folder.removeprefix(source)}/{name}", status
+    except (OSError, RecursionError):
+        return
+
+
+def _held_bytes(path: str) -> int | None:
+    """Return the bytes that overwriting a file frees; None if nothing has the name."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0

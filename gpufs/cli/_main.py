@@ -1,7 +1,6 @@
 """The command group."""
 
 import importlib
-import math
 from typing import Final
 
 import click
@@ -9,26 +8,29 @@ from click.shell_completion import CompletionItem, FishComplete, add_completion_
 
 from gpufs import __version__
 
-# name: the module that defines `command`
+# Each command, and what it does; the module of that name in gpufs/cli defines it as `command`. Those without a text are
+# not for people.
 COMMANDS: Final = {
-    "mount": "gpufs.cli.mount",
-    "cp": "gpufs.cli.cp",
-    "run": "gpufs.cli.run",
-    "umount": "gpufs.cli.umount",
-    "status": "gpufs.cli.status",
-    "df": "gpufs.cli.df",
-    "ls": "gpufs.cli.ls",
-    "top": "gpufs.cli.top",
-    "inspect": "gpufs.cli.inspect",
-    "diff": "gpufs.cli.diff",
-    "leases": "gpufs.cli.leases",
-    "quota": "gpufs.cli.quota",
-    "stats": "gpufs.cli.stats",
-    "metrics": "gpufs.cli.metrics",
-    "trace": "gpufs.cli.trace",
-    "doctor": "gpufs.cli.doctor",
-    "mount-helper": "gpufs.cli.mount_helper",
+    "mount": "Mount the memory of the GPUs.",
+    "cp": "Copy files into, out of and between devices.",
+    "run": "Run a program that uses safetensors files of a mount in place.",
+    "umount": "Unmount, and wait for the end of the mount.",
+    "restart": "Serve a mount by a new daemon of the installed version.",
+    "status": "Show the mounts of this machine.",
+    "df": "Show the memory of each device, and limits.",
+    "ls": "List files with the memory they hold.",
+    "top": "Show what happens now.",
+    "inspect": "Show the tensors of files.",
+    "diff": "Compare two files or checkpoints, tensor by tensor.",
+    "leases": "Show the programs that use files in place.",
+    "quota": "Limit the memory of users and directories.",
+    "stats": "Show what the mounts have moved.",
+    "metrics": "Print metrics for Prometheus.",
+    "trace": "Record what a mount does, for Perfetto.",
+    "doctor": "Say what this machine lacks.",
+    "mount-helper": "",
 }
+VISIBLE: Final = {name: text for name, text in COMMANDS.items() if text}
 
 
 @add_completion_class
@@ -39,7 +41,7 @@ class _Fish(FishComplete):
 
 
 class _Commands(click.Group):
-    """Loads a command's module when the command is used."""
+    """Loads a command's module when the command is used. The list of all commands needs none of them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -52,16 +54,24 @@ class _Commands(click.Group):
         except click.UsageError:
             import difflib
 
-            visible = [name for name in COMMANDS if name != "mount-helper"]
-            near = difflib.get_close_matches(args[0], visible, 1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" There are: {', '.join(visible)}."
+            near = difflib.get_close_matches(args[0], VISIBLE, 1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" There are: {', '.join(VISIBLE)}."
             ctx.fail(f"No such command '{args[0]}'.{hint}")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(COMMANDS[cmd_name]).command
+        module = importlib.import_module(f"gpufs.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VISIBLE.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        commands = [CompletionItem(name, help=text) for name, text in VISIBLE.items() if name.startswith(incomplete)]
+        return commands + click.Command.shell_complete(self, ctx, incomplete)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -84,7 +94,7 @@ def program() -> None:
 
 
 def rewrite_for_mount(arguments: list[str]) -> list[str]:
-    """The arguments. A call by mount(8), `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), becomes one of mount-helper."""
+    """Make a call by mount(8), `gpufs SRC MNT -o OPTIONS` (type fuse.gpufs), one of mount-helper."""
     if len(arguments) >= 3 and "-o" in arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         return ["mount-helper", *arguments]
     return arguments
@@ -92,17 +102,10 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
 
 # Not click.Path, which calls stat(2): that never returns for a mount that hangs.
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of file names."""
+    """Complete file names for a shell."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of directory names."""
+    """Complete directory names for a shell."""
     return [CompletionItem(incomplete, type="dir")]
-
-
-def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuses nan as an option's seconds."""
-    if value is not None and math.isnan(value):  # which is in every range
-        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
-    return value

@@ -10,15 +10,14 @@ from errno import EACCES, EPERM
 from typing import Any, Final, NamedTuple
 
 from gpufs import mounting, statistics
-from gpufs.cli._errors import Failure
-from gpufs.cli._output import user_name
+from gpufs.cli._output import Failure, user_name
 
 # How often it is checked whether a process has only threads left that cannot end.
 _ZOMBIE_SECONDS: Final = 0.2
 
 
 def absolute(path: str) -> str:
-    """As :func:`gpufs.mounting.absolute`. Failure for an empty path, or if the current directory has been removed."""
+    """Make a path absolute, as :func:`gpufs.mounting.absolute`. Failure if it is empty or that directory is gone."""
     if not path:
         raise Failure("an empty name is given where a directory belongs", 2)
     try:
@@ -28,7 +27,7 @@ def absolute(path: str) -> str:
 
 
 def chosen(paths: Sequence[str] = ()) -> list[mounting.MountEntry]:
-    """The mounts at the paths, as :func:`find`; without a path all, root's and the caller's own first.
+    """Return the mounts at the paths, as :func:`find`; without a path all, root's and the caller's own first.
 
     Each mount once, where its root can be seen: it may be bind-mounted elsewhere, also in parts.
     """
@@ -42,7 +41,7 @@ def chosen(paths: Sequence[str] = ()) -> list[mounting.MountEntry]:
 
 
 def find(path: str) -> mounting.MountEntry:
-    """The gpufs mount whose root is at a path. Failure if there is none."""
+    """Return the gpufs mount whose root is at a path. Failure if there is none."""
     entry = mounted_at(path)
     if entry.root != "/":
         raise Failure(f"{path}: only {entry.root} of a mount is bound there: give the directory that shows its root")
@@ -50,7 +49,7 @@ def find(path: str) -> mounting.MountEntry:
 
 
 def mounted_at(path: str) -> mounting.MountEntry:
-    """The gpufs mount at a path, or the part of one that is bound there. Failure if there is none."""
+    """Return the gpufs mount at a path, or the part of one that is bound there. Failure if there is none."""
     mountpoint = absolute(path)
     mounts = mounting.mounts()
     for entry in mounts:
@@ -65,22 +64,22 @@ def mounted_at(path: str) -> mounting.MountEntry:
 
 
 def is_trusted(entry: mounting.MountEntry) -> bool:
-    """Whether root or the caller mounted it."""
+    """Return whether root or the caller mounted it."""
     return entry.uid in (0, os.geteuid())
 
 
 def is_private(entry: mounting.MountEntry, failure: OSError) -> bool:
-    """Whether a mount did not answer because another user keeps it to himself."""
+    """Return whether a mount did not answer because another user keeps it private."""
     return failure.errno in (EACCES, EPERM) and entry.uid != os.geteuid()
 
 
 def private_text(entry: mounting.MountEntry) -> str:
-    """The state of such a mount, for people."""
+    """Return the state of such a mount, for people."""
     return f"private (of {user_name(entry.uid)})"
 
 
 def silent(entries: Sequence[mounting.MountEntry], answers: Sequence[Any], *, named: bool) -> list[tuple[str, object]]:
-    """The mounts that did not answer, and why. Those that other users keep to themselves only if they are named."""
+    """Return the mounts that did not answer, and why; other users' private ones only if they are named."""
     return [
         (entry.mountpoint, private_text(entry) if is_private(entry, answer) else answer.strerror)
         for entry, answer in zip(entries, answers, strict=True)
@@ -89,7 +88,7 @@ def silent(entries: Sequence[mounting.MountEntry], answers: Sequence[Any], *, na
 
 
 def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[int]:
-    """The daemons of a mountpoint that this user may inspect, including those that hang or have lost their mount.
+    """Find the daemons of a mountpoint that this user may inspect, including those that hang or lost their mount.
 
     A daemon belongs to the user who mounted and has /dev/fuse open: the command line alone proves nothing, since any
     user can imitate it. With the ``entry`` of a mount: only its daemons, and not that of an earlier mount at the same
@@ -99,16 +98,16 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
 
 
 def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list["Process"]:
-    """As :func:`daemons`, with a hold on each."""
-    found = []
+    """Find daemons as :func:`daemons` does, and hold each."""
+    processes = []
     for pid in daemons(mountpoint, entry):
         with suppress(ProcessLookupError):
             process = Process(pid, os.pidfd_open(pid))
             if _serves(pid, mountpoint, entry):  # else another process has got the number
-                found.append(process)
+                processes.append(process)
             else:
                 process.close()
-    return found
+    return processes
 
 
 def _processes() -> list[int]:
@@ -132,21 +131,21 @@ def _serves(pid: int, mountpoint: str, entry: mounting.MountEntry | None) -> boo
 
 
 def _links(pid: int) -> list[str]:
-    """What the descriptors of a process are, without those that are closed at the same time. OSError."""
-    found = []
+    """Return what the descriptors of a process are, without those that are closed at the same time. OSError."""
+    links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return found
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return links
 
 
 def _devices(links: Iterable[str]) -> set[str]:
-    """The device numbers of the mounts whose counters are among the files: these are named after them."""
+    """Return the device numbers of the mounts whose counters are among the files: these are named after them."""
     return {device for link in links if (device := statistics.device_of(os.path.basename(link)))}
 
 
 def devices_served(pid: int) -> set[str]:
-    """The device numbers of the mounts that a daemon serves, as far as they are known."""
+    """Return the device numbers of the mounts that a daemon serves, as far as they are known."""
     try:
         return _devices(_links(pid))
     except OSError:
@@ -154,7 +153,7 @@ def devices_served(pid: int) -> set[str]:
 
 
 def _same_namespace(pid: int) -> bool:
-    """Whether a process shares our mount namespace. True if that is hidden from us."""
+    """Return whether a process shares our mount namespace. True if that is hidden from us."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
     except OSError:
@@ -170,19 +169,19 @@ class Copy(NamedTuple):
 
 
 def copies(devices: Collection[str]) -> list[Copy]:
-    """Where other mount namespaces have mounts with these device numbers; one process of each, as far as we may see."""
+    """Find mounts with these device numbers in other mount namespaces: one process of each that we may see."""
     asked = {os.readlink("/proc/self/ns/mnt")}
-    found = []
+    elsewhere = []
     for pid in sorted(_processes()):
         with suppress(OSError):
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace in asked:
                 continue
-            entry = next((one for one in mounting.mounts(str(pid)) if one.device in devices), None)
+            entry = next((seen for seen in mounting.mounts(str(pid)) if seen.device in devices), None)
             asked.add(namespace)
             if entry is not None:
-                found.append(Copy(pid, _program(pid), entry.mountpoint))
-    return found
+                elsewhere.append(Copy(pid, _program(pid), entry.mountpoint))
+    return elsewhere
 
 
 def _program(pid: int) -> str:
@@ -191,11 +190,12 @@ def _program(pid: int) -> str:
 
 
 def users(mountpoint: str, most: int = 5) -> list[str]:
-    """What keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
+    """Return what keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
-    found = [f"what is mounted at {path}" for path in mounting.mountpoints() if path.startswith(prefix)][:most]
+    below = (entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(prefix))
+    holders = [f"what is mounted at {path}" for path in below][:most]
     for pid in _processes():
-        if len(found) == most or pid == os.getpid():
+        if len(holders) == most or pid == os.getpid():
             continue
         links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
         try:
@@ -206,8 +206,8 @@ def users(mountpoint: str, most: int = 5) -> list[str]:
         except OSError:
             continue
         if mapped or any(_points_below(link, prefix) for link in links):
-            found.append(f"{name} ({pid})")
-    return found
+            holders.append(f"{name} ({pid})")
+    return holders
 
 
 def _points_below(link: str, prefix: str) -> bool:
@@ -218,12 +218,17 @@ def _points_below(link: str, prefix: str) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger. It then handles no signal except SIGKILL."""
+    """Return whether a process is stopped by a signal or a debugger. It then handles no signal except SIGKILL."""
+    return _state_of(pid) in (b"T", b"t")
+
+
+def _state_of(pid: int) -> bytes:
+    """Return the letter of a process's state in proc(5); empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+            return file.read().rpartition(b") ")[2][:1]
     except OSError:
-        return False
+        return b""
 
 
 class Process(NamedTuple):
@@ -233,17 +238,17 @@ class Process(NamedTuple):
     fd: int
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal unless the process has ended. OSError EPERM for another user's."""
+        """Send a signal unless the process has ended. OSError EPERM for another user's."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.fd, number)
 
     def close(self) -> None:
-        """Ends the hold."""
+        """End the hold."""
         os.close(self.fd)
 
 
 def wait_for_end(processes: Sequence[Process], timeout: float) -> list[Process]:
-    """Waits up to ``timeout`` seconds until the processes have ended; returns those that have not.
+    """Wait up to ``timeout`` seconds until the processes have ended; return those that have not.
 
     A process has also ended if its main thread has, and only threads are left that the kernel cannot end: they close a
     file of another file system that does not answer.
@@ -256,15 +261,7 @@ def wait_for_end(processes: Sequence[Process], timeout: float) -> list[Process]:
             poll.register(process.fd, select.POLLIN)
         step = min(max(deadline - time.monotonic(), 0), _ZOMBIE_SECONDS)
         ended = {fd for fd, _ in poll.poll(step * 1000)}
-        left = [process for process in left if process.fd not in ended and not _is_zombie(process.pid)]
+        left = [process for process in left if process.fd not in ended and _state_of(process.pid) not in (b"", b"Z")]
         if time.monotonic() >= deadline:
             break
     return left
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"Z"
-    except OSError:
-        return True

@@ -1,102 +1,109 @@
-"""Parses the options of mount(8) and fstab: knobs by name, flags of the mount, and options that gpufs ignores."""
+"""Options and arguments that several commands have, and what a shell offers for them."""
 
-import re
-from dataclasses import dataclass, field
-from typing import Final
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
 
 from gpufs import config, mounting
-from gpufs.cli._errors import Failure
+from gpufs.cli._main import complete_files
 from gpufs.config import kinds
 
-# The rest of a list of devices that was written with commas.
-_DEVICE: Final = re.compile(r"\d+|(GPU|MIG)-[\w-]+", re.ASCII)
-# name: the flag that it turns off
-_OPPOSITES: Final = {
-    "rw": "ro",
-    "exec": "noexec",
-    "async": "sync",
-    "atime": "noatime",
-    "diratime": "nodiratime",
-    "norelatime": "relatime",
-    "nostrictatime": "strictatime",
-    "nolazytime": "lazytime",
-    "loud": "silent",
-    "symfollow": "nosymfollow",
-}
-# As in mount(8), these imply noexec unless a later option overrides it.
-_NOEXEC: Final = frozenset({"user", "users", "owner", "group"})
-# Options for mount(8), boot scripts and systemd; options that always apply (nodev, nosuid); options that fusermount3
-# and mount(8) read from /proc/mounts when they mount again.
-_IGNORED: Final = frozenset(
-    (
-        "auto noauto nofail _netdev nouser nousers noowner nogroup dev nodev suid nosuid mand nomand iversion "
-        "noiversion helper uhelper default_permissions nonempty fd rootmode user_id group_id max_read blksize fsname "
-        "subtype"
-    ).split()
-)
-_REFUSED: Final = {
-    "bind": "mount --bind does that, on any file system",
-    "rbind": "mount --rbind does that, on any file system",
-    "move": "mount --move does that, on any file system",
-    "drop_privileges": "the daemon opens the devices itself: mount as the user instead",
-    "uid": "a file belongs to the user who creates it: use chown",
-    "gid": "a file belongs to the group of its creator: use chgrp, or a set-group-id directory",
-    "umask": "each program chooses the mode of its files: use chmod",
-    "mode": "each program chooses the mode of its files: use chmod",
-    "allow_root": "allow_other also admits root",
-}
+_ALL = "gpufs.help_all"
+Function = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options given: texts by knob (and config_file), names of mounting.FLAGS, and whether to change a mount."""
-
-    knobs: dict[str, str] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    remount: bool = False
+def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse nan as an option's seconds."""
+    if value is not None and math.isnan(value):  # which is in every range
+        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
+    return value
 
 
-def origin(knob: config.Knob) -> str:
-    """How messages name the place of a knob's value."""
-    return f"mount option {knob.name}="
+def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the mountpoints of this machine, for a shell."""
+    return [CompletionItem(entry.mountpoint) for entry in mounting.mounts() if entry.mountpoint.startswith(incomplete)]
 
 
-def parse(text: str, *, sloppy: bool = False) -> Options:
-    """Parses options separated by commas. If options contradict each other, the last one applies.
+def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Return what a shell offers for a value of this kind: its choices, files, or nothing."""
 
-    Raises Failure with exit code 2 for an unknown or wrong option.
-    """
-    knobs: dict[str, str] = {}
-    flags: dict[str, None] = {}
-    remount = False
-    for option in filter(None, text.split(",")):
-        name, equals, value = option.partition("=")
-        if name == "config" and value:
-            knobs["config_file"] = value
-        elif name in config.BY_NAME:
-            knob = config.BY_NAME[name]
-            if not equals and knob.kind is not kinds.BOOLEAN:
-                raise Failure(f"mount option {name} needs a value: {knob.kind.allowed}", 2)
-            value = value if equals else "true"
-            knobs[name] = f"{knobs[name]},{value}" if name == "backing" and name in knobs else value
-        elif name.startswith("no") and name[2:] in config.BY_NAME and not equals:
-            if config.BY_NAME[name[2:]].kind is not kinds.BOOLEAN:
-                raise Failure(f"unknown mount option {name}", 2)
-            knobs[name[2:]] = "false"
-        elif name in mounting.FLAGS:
-            flags[name] = None
-        elif name in _OPPOSITES:
-            flags.pop(_OPPOSITES[name], None)
-        elif name in _NOEXEC:
-            flags["noexec"] = None
-        elif name == "defaults":
-            flags.clear()
-        elif name == "remount":
-            remount = True
-        elif name in _REFUSED:
-            raise Failure(f"mount option {name} is not supported: {_REFUSED[name]}", 2)
-        elif "devices" in knobs and _DEVICE.fullmatch(name):
-            raise Failure(f"mount option {name} after devices={knobs['devices']}: write devices=0:2, with colons", 2)
-        elif name not in _IGNORED and not name.startswith(("x-", "X-", "comment")) and not sloppy:
-            raise Failure(f"unknown mount option {name}", 2)
-    return Options(knobs, tuple(flags), remount)
+    def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if kind is kinds.PATH:
+            return complete_files(ctx, parameter, incomplete)
+        return [CompletionItem(word) for word in kind.choices if word.startswith(incomplete)]
+
+    return complete
+
+
+class KnobCommand(click.Command):
+    """A command with so many knobs that ``--help`` shows the everyday ones, and ``--help-all`` the rest as well."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        hidden = {knob.name for knob in config.KNOBS if not knob.everyday} if _ALL not in ctx.meta else set()
+        shown = [
+            option for option in self.get_params(ctx) if isinstance(option, click.Option) and option.name not in hidden
+        ]
+        with formatter.section("Options"):
+            formatter.write_dl([record for option in shown if (record := option.get_help_record(ctx)) is not None])
+
+
+def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Print the help with all options: the callback of --help-all of a KnobCommand."""
+    if value:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+def timeout_option(knob: config.Knob) -> Callable[[Function], Function]:
+    """Add the option of config.STATUS_TIMEOUT or config.UMOUNT_TIMEOUT; the argument ``timeout`` is in seconds."""
+    return click.option(
+        knob.option,
+        "timeout",
+        metavar=knob.kind.metavar,
+        envvar=knob.variable,
+        default=knob.describe_default(),
+        callback=lambda ctx, parameter, text: knob.coerce(text, knob.option),
+        help=f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]",
+    )
+
+
+def knob_options(function: Function) -> Function:
+    """Add the options of all knobs, and --config; each argument is the text given or None."""
+    function = click.option(
+        "--config",
+        "config_file",
+        metavar="FILE",
+        shell_complete=complete_files,
+        help=f"Configuration file, instead of ~/.config/gpufs/config.toml and {config.SYSTEM_FILE}.  "
+        f"[env: {config.CONFIG_VARIABLE}]",
+    )(function)
+    for knob in reversed(config.KNOBS):
+        text = f"{knob.text}  [default: {knob.describe_default()}; env: {knob.variable}]"
+        if knob.kind is kinds.BOOLEAN:
+            option = click.option(
+                f"{knob.option}/--no-{knob.option[2:]}", knob.name, default=None, help=text, hidden=knob.hidden
+            )
+        else:
+            option = click.option(
+                knob.option,
+                knob.name,
+                metavar=knob.kind.metavar,
+                multiple=knob.kind is kinds.BACKINGS,
+                shell_complete=_completion(knob.kind),
+                help=text,
+                hidden=knob.hidden,
+            )
+        function = option(function)
+    return function
+
+
+def settings(
+    arguments: Mapping[str, Any], *, origin_of: Callable[[config.Knob], str] = lambda knob: knob.option
+) -> config.Settings:
+    """Return the settings for the arguments of knob_options; ``origin_of`` names one in messages."""
+    given = {name: value for name, value in arguments.items() if name in config.BY_NAME and value != ()}
+    return config.load(given, config_file=arguments.get("config_file"), origin_of=origin_of)

@@ -1,25 +1,42 @@
-"""Tables for people, JSON for programs."""
+"""What commands print: failures on standard error, tables for people, JSON for programs."""
 
 import json
 import pwd
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gpufs.cli._errors import printable
+from gpufs._printable import printable as printable
 from gpufs.units import bytes_text as bytes_text
 from gpufs.units import rate_text as rate_text
 
 MOST_NAMES: Final = 5  # in one message
 
 
+class Failure(Exception):
+    """One line for the user and the exit code: 1, or 2 for a wrong command line or configuration."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def complain(text: str) -> None:
+    """Print a line on standard error. It is lost if that cannot be written; the exit code remains."""
+    try:
+        print(f"gpufs: {printable(text)}", file=sys.stderr)
+    except OSError:
+        pass
+
+
 def json_text(value: Any) -> str:
-    """JSON with one value on each line."""
+    """Return JSON with one value on each line."""
     return json.dumps(value, indent=2, ensure_ascii=True)
 
 
 def age_text(seconds: float) -> str:
-    """A time for people: "12s", "5m", "3h", "2d"."""
+    """Return a time for people: "12s", "5m", "3h", "2d"."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
@@ -27,18 +44,18 @@ def age_text(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """A time in seconds since 1970 for people."""
+    """Return a time in seconds since 1970 for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for one line: "a, b, c, d, e and 7 more"."""
+    """Return names for one line: "a, b, c, d, e and 7 more"."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number."""
+    """Return the name of a user, or the number."""
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):  # the number may be a mount's
@@ -46,7 +63,7 @@ def user_name(uid: int) -> str:
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
-    """The lines of a table, that of the headers first. `right` are the columns that are aligned to the right."""
+    """Return the lines of a table, that of the headers first. `right` are the columns that are aligned to the right."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     return [
@@ -59,5 +76,5 @@ def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: fr
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
-    """Prints a table, as table_lines() makes it."""
+    """Print a table, as table_lines() makes it."""
     print("\n".join(table_lines(headers, rows, right)))

@@ -7,7 +7,7 @@ import click
 from gpufs.cli._main import complete_directories, complete_files
 
 
-@click.command(name="cp", short_help="Copy files into, out of and between devices.")
+@click.command(name="cp")
 @click.argument("names", metavar="SOURCE... [DEST]", nargs=-1, required=True, shell_complete=complete_files)
 @click.option(
     "-t",
@@ -52,6 +52,7 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     """
     if len(names) == 1 and not directories:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())
-    from gpufs.cli._copying import copy
+    from gpufs.cli._cp_run import copy  # help and completions need no client
+    from gpufs.cli._cp_walk import CpOptions
 
-    return copy(list(names), list(directories), options)
+    return copy(list(names), list(directories), CpOptions(**options))

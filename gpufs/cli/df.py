@@ -6,13 +6,12 @@ from typing import Any
 import click
 
 from gpufs import config
-from gpufs.cli import _answers, _mounts, _quotas, _status
-from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
 from gpufs.cli._output import json_text, table_lines
-from gpufs.cli._status import memory, text
 
 
-@click.command(name="df", short_help="Show the memory of each device, and limits.")
+@click.command(name="df")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each device, in bytes.")
 @timeout_option(config.STATUS_TIMEOUT)
@@ -21,18 +20,18 @@ def command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) -> None
 
     Of all mounts, or of the given MOUNTPOINTs.
     """
-    found = _status.collect(_mounts.chosen(mountpoints), lambda status: _lines([status]), timeout)
+    statuses = _queries.statuses(_mounts.chosen(mountpoints), lambda status: _lines([status]), timeout)
     if as_json:
-        print(json_text([device for status in found for device in _devices(status)]))
-    elif lines := _lines(found):
+        print(json_text([device for status in statuses for device in _devices(status)]))
+    elif lines := _lines(statuses):
         print("\n".join(lines))
-    elif not found:
+    elif not statuses:
         print("no gpufs is mounted")
-    _answers.finish(_status.silent(found, named=bool(mountpoints)), len(found), named=bool(mountpoints))
+    _answers.finish(_queries.silent_statuses(statuses, named=bool(mountpoints)), len(statuses), named=bool(mountpoints))
 
 
 def _devices(status: dict[str, Any]) -> list[dict[str, Any]]:
-    quotas = _quotas.of_status(status)
+    quotas = _queries.quotas_of(status)
     root = status["mountpoint"].rstrip("/")
     return [
         {
@@ -45,7 +44,7 @@ def _devices(status: dict[str, Any]) -> list[dict[str, Any]]:
             "used_bytes": device["held_bytes"],
             "free_bytes": device["free_bytes"],
             "files": device.get("files"),
-            "quotas": [one for one in quotas if f"{one['path']}/".startswith(f"{root}/{device['name']}/")],
+            "quotas": [quota for quota in quotas if f"{quota['path']}/".startswith(f"{root}/{device['name']}/")],
         }
         for device in status["devices"]
     ]
@@ -59,11 +58,11 @@ def _lines(statuses: Sequence[dict[str, Any]]) -> list[str]:
             rows.append(
                 (
                     f"{status['mountpoint'].rstrip('/')}/{device['name']}",
-                    *memory(device),
+                    *_queries.memory_cells(device),
                     f"{100 * device['held_bytes'] / usable:.0f}%" if usable else "-",
-                    text(device.get("files")),
-                    text(device.get("description")),
+                    _queries.cell(device.get("files")),
+                    _queries.cell(device.get("description")),
                 )
             )
     headers = ("DEVICE", "SIZE", "USED", "FREE", "USE%", "FILES", "DESCRIPTION")
-    return table_lines(headers, rows, right=frozenset({1, 2, 3, 4, 5})) + _quotas.limits(statuses) if rows else []
+    return table_lines(headers, rows, right=frozenset({1, 2, 3, 4, 5})) + _queries.limit_lines(statuses) if rows else []

@@ -5,21 +5,30 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._tensor_options import READ_FORMATS, type_options
+from gpufs.cli._output import Failure, json_text, table
+from gpufs.cli._tensors import (
+    READ_FORMATS,
+    Part,
+    Tensor,
+    TensorFiles,
+    finite,
+    given_type,
+    map_blocks,
+    reported,
+    split,
+    type_options,
+)
+from gpufs.formats.elements import Difference, compare, is_numeric
+from gpufs.formats.layout import GivenType, TensorPlace
+from gpufs.formats.safetensors import PADDING_NAME
 
-if TYPE_CHECKING:
-    from gpufs.cli._contents import TensorFiles
-    from gpufs.formats.layout import TensorPlace
-    from gpufs.formats.summary import Difference
-    from gpufs.formats.typed import GivenType
 
-
-@click.command(name="diff", short_help="Compare two files or checkpoints, tensor by tensor.")
+@click.command(name="diff")
 @click.argument("one", metavar="A", shell_complete=complete_files)
 @click.argument("other", metavar="B", shell_complete=complete_files)
 @type_options
@@ -32,9 +41,6 @@ def command(one: str, other: str, dtype: str | None, shape: str | None, as_json:
     the tensors and the metadata do not matter. cmp(1) compares other files. Exit codes: 0 equal, 1 different,
     2 trouble.
     """
-    from gpufs.cli._contents import given_type, reported
-    from gpufs.cli._errors import Failure
-    from gpufs.cli._output import json_text
 
     given = given_type(dtype, shape)
     with ExitStack() as opened:
@@ -57,63 +63,62 @@ def command(one: str, other: str, dtype: str | None, shape: str | None, as_json:
 
 
 def _opened(name: str, given: GivenType | None) -> TensorFiles:
-    from gpufs.cli._contents import TensorFiles, reported
 
     with reported(name, 2):
         return TensorFiles(name, given)
 
 
 def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, Any]]:
-    """What differs, by the names of the tensors."""
-    from gpufs.cli._contents import Piece, Tensor, finite, map_blocks, pieces
-    from gpufs.formats.elements import is_numeric
-    from gpufs.formats.safetensors import PADDING_NAME
-    from gpufs.formats.summary import Difference, compare
+    """Return what differs, by the names of the tensors."""
 
-    there = {one.place.name: one for one in theirs.tensors if not one.place.name.startswith(PADDING_NAME)}
-    found: dict[str, dict[str, Any]] = {}
+    unmatched = {
+        tensor.place.name: tensor for tensor in theirs.tensors if not tensor.place.name.startswith(PADDING_NAME)
+    }
+    differing: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[Tensor, Tensor]] = []
     for tensor in ours.tensors:
         name = tensor.place.name
         if name.startswith(PADDING_NAME):
             continue
-        match = there.pop(name, None)
+        match = unmatched.pop(name, None)
         if match is None:
-            found[name] = {"difference": "missing", "in": "A"}
+            differing[name] = {"difference": "missing", "in": "A"}
         elif _kind(tensor.place) != _kind(match.place):
-            found[name] = {"difference": "type", "a": _kind(tensor.place), "b": _kind(match.place)}
+            differing[name] = {"difference": "type", "a": _kind(tensor.place), "b": _kind(match.place)}
         else:
             pairs.append((tensor, match))
     differences = [Difference() for _ in pairs]
 
     def next_data(number: int, offset: int) -> int:
-        """The next byte of A that is not in a hole of both."""
+        """Return the next byte of A that is not in a hole of both."""
         tensor, match = pairs[number]
         shift = match.place.offset - tensor.place.offset
         return min(tensor.file.next_data(offset), match.file.next_data(offset + shift) - shift)
 
-    def work(piece: Piece) -> Difference:
-        if piece.hole:
+    def work(part: Part) -> Difference:
+        if part.hole:
             return Difference()
-        one, other = (file.read(place.offset + piece.start, piece.size) for file, place in pairs[piece.number])
-        place = pairs[piece.number][0].place
-        return compare(place.dtype, place.bits, one, other, start=8 * piece.start // max(place.bits, 1))
+        first, second = (file.read(place.offset + part.start, part.size) for file, place in pairs[part.number])
+        place = pairs[part.number][0].place
+        return compare(place.dtype, place.bits, first, second, start=8 * part.start // max(place.bits, 1))
 
     parts = (
-        piece
+        part
         for number, (tensor, _) in enumerate(pairs)
-        for piece in pieces(number, tensor.place, partial(next_data, number))
+        for part in split(number, tensor.place, partial(next_data, number))
     )
     for number, difference in map_blocks(parts, work):
         differences[number] += difference
     for (tensor, _), difference in zip(pairs, differences, strict=True):
         if difference.elements:
             place = tensor.place
-            found[place.name] = _described(place, difference)
-            found[place.name]["max_abs_difference"] = finite(difference.largest if is_numeric(place.dtype) else None)
-    for name in there:
-        found[name] = {"difference": "missing", "in": "B"}
-    return [{"name": name, **what} for name, what in found.items()]
+            differing[place.name] = _described(place, difference)
+            differing[place.name]["max_abs_difference"] = finite(
+                difference.largest if is_numeric(place.dtype) else None
+            )
+    for name in unmatched:
+        differing[name] = {"difference": "missing", "in": "B"}
+    return [{"name": name, **what} for name, what in differing.items()]
 
 
 def _kind(place: TensorPlace) -> dict[str, Any]:
@@ -130,7 +135,6 @@ def _described(place: TensorPlace, difference: Difference) -> dict[str, Any]:
 
 
 def _print(tensors: list[dict[str, Any]]) -> None:
-    from gpufs.cli._output import table
 
     rows = []
     for tensor in tensors:

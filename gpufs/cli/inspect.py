@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._tensor_options import READ_FORMATS, shape_text, type_options
-
-if TYPE_CHECKING:
-    from gpufs.cli._contents import Piece, TensorFiles
-    from gpufs.formats.summary import Summary
+from gpufs.cli._output import Failure, complain, json_text, printable, table
+from gpufs.cli._tensors import (
+    READ_FORMATS,
+    Part,
+    TensorFiles,
+    finite,
+    given_type,
+    map_blocks,
+    reported,
+    shape_text,
+    split,
+    type_options,
+)
+from gpufs.formats.elements import Summary, is_numeric, summarize, unit_bytes
+from gpufs.units import bytes_text
 
 _FIRST_BYTES: Final = 64
 _LINE_BYTES: Final = 16
 
 
-@click.command(name="inspect", short_help="Show the tensors of files.")
+@click.command(name="inspect")
 @click.argument("names", metavar="FILE...", nargs=-1, required=True, shell_complete=complete_files)
 @click.option("--stats", is_flag=True, help="Add minimum, maximum and mean, and count NaN and infinite elements.")
 @click.option("--checksum", is_flag=True, help="Print the SHA-256 of each file as sha256sum does.")
@@ -36,12 +46,9 @@ def command(
     --checksum read whole files, in blocks, and allocate no memory on a GPU. Minimum, maximum and mean are those of the
     finite elements.
     """
-    from gpufs.cli._contents import TensorFiles, given_type, reported
-    from gpufs.cli._errors import Failure, complain
-    from gpufs.cli._output import json_text
 
     given = given_type(dtype, shape)
-    found: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     code = 0
     for place, name in enumerate(names):
         try:
@@ -49,7 +56,7 @@ def command(
                 summaries = _summaries(files) if stats else []
                 digests = [file.sha256() for file in files.files] if checksum else []
                 if as_json:
-                    found.append(_as_dict(files, summaries, digests))
+                    reports.append(_as_dict(files, summaries, digests))
                 else:
                     if place and (stats or not checksum):
                         print()
@@ -62,8 +69,8 @@ def command(
         except Failure as failure:
             complain(str(failure))
             code = failure.code
-    if as_json and found:
-        print(json_text(found if len(names) > 1 else found[0]))
+    if as_json and reports:
+        print(json_text(reports if len(names) > 1 else reports[0]))
     return code
 
 
@@ -79,38 +86,34 @@ def _print_digest(path: str, digest: str) -> None:
 
 
 def _summaries(files: TensorFiles) -> list[Summary | None]:
-    """The summary of each tensor; None if its elements are not numbers."""
-    from gpufs.cli._contents import map_blocks, pieces
-    from gpufs.formats.elements import is_numeric, unit_bytes
-    from gpufs.formats.summary import Summary, summarize
+    """Return the summary of each tensor; None if its elements are not numbers."""
 
     tensors = files.tensors
-    found: list[Summary | None] = [Summary() if is_numeric(place.dtype) else None for _, place in tensors]
+    summaries: list[Summary | None] = [Summary() if is_numeric(place.dtype) else None for _, place in tensors]
 
-    def work(piece: Piece) -> Summary:
-        file, place = tensors[piece.number]
-        if not piece.hole:
-            return summarize(place.dtype, file.read(place.offset + piece.start, piece.size))
+    def work(part: Part) -> Summary:
+        file, place = tensors[part.number]
+        if not part.hole:
+            return summarize(place.dtype, file.read(place.offset + part.start, part.size))
         unit = unit_bytes(place.bits)
-        return summarize(place.dtype, bytes(unit)).times(piece.size // unit)
+        return summarize(place.dtype, bytes(unit)).times(part.size // unit)
 
     numeric = (
-        piece
+        part
         for number, (file, place) in enumerate(tensors)
-        if found[number] is not None
-        for piece in pieces(number, place, file.next_data)
+        if summaries[number] is not None
+        for part in split(number, place, file.next_data)
     )
     for number, summary in map_blocks(numeric, work):
-        found[number] = (found[number] or Summary()) + summary
-    return found
+        summaries[number] = (summaries[number] or Summary()) + summary
+    return summaries
 
 
 def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[str]) -> dict[str, Any]:
-    from gpufs.cli._contents import finite
 
     first = files.files[0]
     several = len(files.files) > 1
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "path": files.path,
         "format": files.format,
         "size_bytes": sum(file.size for file in files.files),
@@ -118,27 +121,27 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
         "place": files.places(),
     }
     if several:
-        found["files"] = [file.path for file in files.files]
+        report["files"] = [file.path for file in files.files]
     else:
-        found["first_bytes"] = first.read(0, min(_FIRST_BYTES, first.size)).hex()
+        report["first_bytes"] = first.read(0, min(_FIRST_BYTES, first.size)).hex()
     if digests:
-        found["sha256"] = digests if several else digests[0]
+        report["sha256"] = digests if several else digests[0]
     if files.format in READ_FORMATS:
-        found["metadata"] = files.metadata
-        found["registered"] = files.registered
-        found["tensors"] = [
+        report["metadata"] = files.metadata
+        report["registered"] = files.registered
+        report["tensors"] = [
             {
-                "name": one.name,
-                "dtype": one.dtype,
-                "shape": list(one.shape),
-                "bytes": one.bytes,
-                "offset": one.offset,
-                "fortran_order": one.fortran_order,
+                "name": place.name,
+                "dtype": place.dtype,
+                "shape": list(place.shape),
+                "bytes": place.bytes,
+                "offset": place.offset,
+                "fortran_order": place.fortran_order,
                 **({"file": file.path} if several else {}),
             }
-            for file, one in files.tensors
+            for file, place in files.tensors
         ]
-        for tensor, summary in zip(found["tensors"], summaries, strict=False):
+        for tensor, summary in zip(report["tensors"], summaries, strict=False):
             tensor["stats"] = summary and {
                 "min": summary.minimum,
                 "max": summary.maximum,
@@ -146,13 +149,10 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
                 "nan": summary.nan,
                 "inf": summary.inf,
             }
-    return found
+    return report
 
 
 def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
-    from gpufs.cli._errors import printable
-    from gpufs.cli._output import table
-    from gpufs.units import bytes_text
 
     size, used = (sum(getattr(file, name) for file in files.files) for name in ("size", "held_bytes"))
     places = files.places()
@@ -171,8 +171,8 @@ def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
     if several:
         headers.append("FILE")
     rows = []
-    for index, (file, one) in enumerate(files.tensors):
-        row = [one.name, one.dtype, shape_text(one), str(one.bytes), str(one.offset)]
+    for index, (file, place) in enumerate(files.tensors):
+        row = [place.name, place.dtype, shape_text(place), str(place.bytes), str(place.offset)]
         if summaries:
             summary = summaries[index]
             row += ["-"] * 5 if summary is None else _cells(summary)
@@ -182,8 +182,8 @@ def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
 
 def _described(files: TensorFiles) -> str:
     if files.format == "raw":
-        (one,) = files.tensors
-        return f"{'registered' if files.registered else 'raw'} {one.place.dtype} {shape_text(one.place)}"
+        (tensor,) = files.tensors
+        return f"{'registered' if files.registered else 'raw'} {tensor.place.dtype} {shape_text(tensor.place)}"
     if files.format not in READ_FORMATS:
         return "data" if files.kind is None else f"{files.kind.name} ({files.kind.remedy})"
     shards = f", files: {len(files.files)}" if len(files.files) > 1 else ""
@@ -192,12 +192,14 @@ def _described(files: TensorFiles) -> str:
 
 def _cells(summary: Summary) -> list[str]:
     numbers = (summary.minimum, summary.maximum, summary.mean)
-    texts = ["-" if one is None else str(one) if isinstance(one, int) else f"{one:.6g}" for one in numbers]
+    texts = [
+        "-" if number is None else str(number) if isinstance(number, int) else f"{number:.6g}" for number in numbers
+    ]
     return [*texts, str(summary.nan), str(summary.inf)]
 
 
 def _dump_line(offset: int, data: bytes) -> str:
-    """A line as that of `xxd`."""
+    """Return a line as that of `xxd`."""
     words = " ".join(data[place : place + 2].hex() for place in range(0, len(data), 2))
     text = "".join(chr(byte) if 0x20 <= byte < 0x7F else "." for byte in data)
     return f"{offset:08x}: {words:39}  {text}"

@@ -3,14 +3,13 @@
 import click
 
 from gpufs import config
-from gpufs.cli import _answers, _leases, _mounts
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli import _answers, _mounts, _queries
 from gpufs.cli._main import complete_files
-from gpufs.cli._output import json_text, table
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, json_text, table
 
 
-@click.command(name="leases", short_help="Show the programs that use files in place.")
+@click.command(name="leases")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each lease.")
 @click.option(
@@ -38,21 +37,21 @@ def command(mountpoints: tuple[str, ...], as_json: bool, revoke: tuple[str, ...]
             _revoke(path)
         return
     entries = _mounts.chosen(mountpoints)
-    found = _leases.collect(entries, timeout)
-    rows = [lease for leases in found if not isinstance(leases, OSError) for lease in leases]
-    silent = _mounts.silent(entries, found, named=bool(mountpoints))
+    answers = _queries.leases_of(entries, timeout)
+    rows = [lease for leases in answers if not isinstance(leases, OSError) for lease in leases]
+    silent = _mounts.silent(entries, answers, named=bool(mountpoints))
     if as_json:
         print(json_text(rows))
     elif rows:
         headers = ("PATH", "PID", "USER", "PROGRAM", "MODE", "SIZE", "AGE")
-        table(headers, [_leases.row(lease) for lease in rows], right=frozenset({1, 5, 6}))
+        table(headers, [_queries.lease_row(lease) for lease in rows], right=frozenset({1, 5, 6}))
     elif not silent:
         print("nothing is attached" if entries else "no gpufs is mounted")
     _answers.finish(silent, len(entries), named=bool(mountpoints))
 
 
 def _revoke(path: str) -> None:
-    from gpufs.client._control import revoke
+    from gpufs.client._daemons import revoke
 
     try:
         revoke(path)

@@ -10,16 +10,15 @@ from typing import Any
 import click
 
 from gpufs import config, mounting
-from gpufs.cli import _leases, _mounts
-from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import timeout_option
+from gpufs.cli import _mounts, _queries
 from gpufs.cli._main import complete_files
-from gpufs.cli._output import age_text, bytes_text, json_text, table, user_name
+from gpufs.cli._options import timeout_option
+from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
 
 _BLOCK = 512  # unit of st_blocks
 
 
-@click.command(name="ls", short_help="List files with the memory they hold.")
+@click.command(name="ls")
 @click.argument("paths", metavar="[PATH...]", nargs=-1, shell_complete=complete_files)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="List the files of all directories below, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list with an object for each file, in bytes.")
@@ -27,7 +26,7 @@ _BLOCK = 512  # unit of st_blocks
 def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: float) -> None:
     """List files on mounts: device, size, memory held, leases, last use and owner.
 
-    Of the given PATHs, files or directories, or of the device directories of all mounts. HELD is what `du` counts: less
+    List the given PATHs, or every device directory if none is given. HELD is what `du` counts: less
     than the size if the file has holes, more while memory is preallocated. A directory shows the sums of all files
     below it. LAST USE is the later of the last read and the last write that the kernel has noted; with relatime it
     notes about one read a day. LEASES are those that you may see (`gpufs leases`).
@@ -35,14 +34,14 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
     whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
     asked = [whole[device] for device in {entry.device for entry in entries} if device in whole]
-    answers = _leases.collect(asked, timeout)
+    answers = _queries.leases_of(asked, timeout)
     for mountpoint, reason in _mounts.silent(asked, answers, named=bool(paths)):
         complain(f"{mountpoint}: {reason}")
-    found = dict(zip((entry.device for entry in asked), answers, strict=True))
+    answer_of = dict(zip((entry.device for entry in asked), answers, strict=True))
     leases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     answering = []
     for entry in entries:
-        answer = found.get(entry.device, [])
+        answer = answer_of.get(entry.device, [])
         if isinstance(answer, OSError):
             continue
         answering.append(entry)
@@ -67,31 +66,31 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
 
 
 def _mount_of(path: str) -> mounting.MountEntry:
-    """The mount that a path is on, found without asking the mount. Failure if it is on none."""
+    """Return the mount that a path is on, found without asking the mount. Failure if it is on none."""
     place = _mounts.absolute(path)
-    above = [one for one in mounting.mounts() if f"{place}/".startswith(f"{one.mountpoint.rstrip('/')}/")]
+    above = [entry for entry in mounting.mounts() if f"{place}/".startswith(f"{entry.mountpoint.rstrip('/')}/")]
     if not above:
         raise Failure(f"{path}: is not on a gpufs mount (gpufs status lists those)")
-    return max(above, key=lambda one: len(one.mountpoint))
+    return max(above, key=lambda entry: len(entry.mountpoint))
 
 
 def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> list[str]:
-    """Those of the paths that can be listed. The others are complained about."""
+    """Return those of the paths that can be listed. The others are complained about."""
     mountpoints = {entry.mountpoint for entry in answering}
-    found = []
+    listable = []
     for path in paths:
         if _mount_of(path).mountpoint not in mountpoints:
             continue
         try:
             os.lstat(path)
-            found.append(_mounts.absolute(path))
+            listable.append(_mounts.absolute(path))
         except OSError as error:
             complain(f"{path}: {error.strerror}")
-    return found
+    return listable
 
 
 def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files at or in a directory, and with ``recursive`` below it, in the order of their names.
+    """Yield the regular files at or in a directory, and with ``recursive`` below it, in the order of their names.
 
     Without ``recursive`` also the directories in it. In a mount's root, only the device directories count.
     """
@@ -141,19 +140,19 @@ def _row(
     entry: mounting.MountEntry,
     leases: Mapping[tuple[int, int], Sequence[dict[str, Any]]],
 ) -> dict[str, Any]:
-    """What is printed of a file; of a directory the sums of the files below it, each counted once."""
+    """Return what is printed of a file; of a directory the sums of the files below it, each counted once."""
     first = os.path.relpath(path, entry.mountpoint).partition("/")[0]
     is_file = stat.S_ISREG(status.st_mode)
     files = {(status.st_dev, status.st_ino): status}
     if not is_file:
-        files = {(one.st_dev, one.st_ino): one for _, one in _files(path, recursive=True)}
+        files = {(each.st_dev, each.st_ino): each for _, each in _files(path, recursive=True)}
     used = [lease for file in files for lease in leases.get(file, ())]
     return {
         "path": path,
         "type": "file" if is_file else "directory",
         "device": first if first.startswith("gpu") else None,
-        "size": sum(one.st_size for one in files.values()),
-        "held_bytes": sum(one.st_blocks for one in files.values()) * _BLOCK,
+        "size": sum(each.st_size for each in files.values()),
+        "held_bytes": sum(each.st_blocks for each in files.values()) * _BLOCK,
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],
         "last_use": max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,

@@ -6,12 +6,12 @@ from typing import Any
 import click
 
 from gpufs import config
-from gpufs.cli import _answers, _counters, _mounts
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure
 
 
-@click.command(name="metrics", short_help="Print metrics for Prometheus.")
+@click.command(name="metrics")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--listen", metavar="ADDRESS:PORT", help="Serve them by HTTP at this address until interrupted.")
 @timeout_option(config.STATUS_TIMEOUT)
@@ -27,23 +27,23 @@ def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) ->
     from gpufs.statistics import prometheus
 
     def read() -> list[dict[str, Any]]:
-        """The counters of each mount. Where nothing is mounted, "error" says so."""
-        found = []
+        """Return the counters of each mount. Where nothing is mounted, "error" says so."""
+        counted = []
         for path in mountpoints:
             try:
-                found += _counters.collect([path], show, timeout)
+                counted += _queries.counters([path], show, timeout)
             except Failure as failure:
-                found.append({"mountpoint": _mounts.absolute(path), "error": str(failure)})
-        return found if mountpoints else _counters.collect([], show, timeout)
+                counted.append({"mountpoint": _mounts.absolute(path), "error": str(failure)})
+        return counted if mountpoints else _queries.counters([], show, timeout)
 
-    def show(one: dict[str, Any]) -> str:
-        return prometheus.metrics([one]).decode()
+    def show(mount: dict[str, Any]) -> str:
+        return prometheus.metrics([mount]).decode()
 
     if listen is None:
-        found = read()
-        sys.stdout.write(prometheus.metrics(found).decode())
-        silent = [(one["mountpoint"], one["error"]) for one in found if one.get("error")]
-        _answers.finish(silent, len(found), named=bool(mountpoints))
+        counted = read()
+        sys.stdout.write(prometheus.metrics(counted).decode())
+        silent = [(mount["mountpoint"], mount["error"]) for mount in counted if mount.get("error")]
+        _answers.finish(silent, len(counted), named=bool(mountpoints))
         return
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:

@@ -13,15 +13,14 @@ import click
 
 from gpufs import config, mounting
 from gpufs.cli import _answers, _mounts
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import settings
-from gpufs.cli._options import Options, origin, parse
-from gpufs.cli.mount import mount
+from gpufs.cli._options import settings
+from gpufs.cli._output import Failure
+from gpufs.cli.mount import Options, mount, origin, parse
 
 # Exit codes of mount(8), which returns ours.
 _WRONG_USE: Final = 1
 _FAILED: Final = 32
-_PATIENCE: Final = 5.0  # seconds for the answer of the mount to change
+_ANSWER_SECONDS: Final = 5.0  # seconds for the answer of the mount to change
 
 
 @click.command(name="mount-helper", hidden=True)
@@ -44,7 +43,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
         if mountpoint.startswith("/dev/fd/"):  # passed by mount.fuse3 for drop_privileges
             parse("drop_privileges")
         given = parse(",".join(options), sloppy=sloppy)
-        chosen = settings(given.knobs, said_by=origin)
+        chosen = settings(given.knobs, origin_of=origin)
         if fake:
             return
         if given.remount:
@@ -58,11 +57,11 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
 
 
 def _remount(path: str, given: Options, chosen: config.Settings) -> None:
-    """Changes the flags of a mount. Knobs cannot change: they may only be given with their present values."""
+    """Change the flags of a mount. Knobs cannot change: they may only be given with their present values."""
     entry = _mounts.find(path)
     if os.geteuid() != 0:
         raise Failure(f"{path}: only root may remount; unmount it and mount it again")
-    (running,) = _answers.ask([functools.partial(_knobs, entry)], dict, _PATIENCE)
+    (running,) = _answers.ask([functools.partial(_knobs, entry)], dict, _ANSWER_SECONDS)
     if isinstance(running, OSError):
         raise Failure(f"{path}: cannot be remounted: {running.strerror}")
     for name in given.knobs.keys() & config.BY_NAME.keys():
@@ -77,5 +76,5 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
 
 
 def _knobs(entry: mounting.MountEntry) -> dict[str, Any]:
-    """The knobs of a mount that runs."""
+    """Return the knobs of a mount that runs."""
     return dict(_answers.control_file(entry, "status")["knobs"])

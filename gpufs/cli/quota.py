@@ -6,11 +6,10 @@ import re
 import click
 
 from gpufs import config
-from gpufs.cli import _answers, _mounts, _quotas, _status
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import complete_mounts, timeout_option
+from gpufs.cli import _answers, _mounts, _queries
 from gpufs.cli._main import complete_directories
-from gpufs.cli._output import json_text
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, json_text
 from gpufs.config import kinds
 
 _user_option = click.option("-u", "--user", metavar="NAME|UID", help="Limit this user's files instead of a directory.")
@@ -35,7 +34,7 @@ def set_command(directory: str, size: str, user: str | None) -> None:
     With --user: let the user's files hold SIZE. DIR is a device (MOUNT/gpu0) or the mountpoint, for each device; SIZE
     may be none. Only for root and the user who mounted.
     """
-    from gpufs.client._control import MOST, NO_LIMIT
+    from gpufs.protocol import MAX_OFFSET, NO_LIMIT
 
     if size == "none" and user is not None:
         limit = NO_LIMIT
@@ -43,8 +42,8 @@ def set_command(directory: str, size: str, user: str | None) -> None:
         try:
             limit = kinds.parse_size(size)
         except ValueError:
-            limit = MOST + 1
-        if limit > MOST:
+            limit = MAX_OFFSET + 1
+        if limit > MAX_OFFSET:
             raise Failure(f"SIZE: {size!r} is not allowed: a size such as 512M or 8G" + ", or none" * bool(user), 2)
     _change(directory, user, limit)
 
@@ -57,7 +56,7 @@ def remove_command(directory: str, user: str | None) -> None:
 
     The limit of the knob user_memory then applies to the user again.
     """
-    from gpufs.client._control import DEFAULT_LIMIT
+    from gpufs.protocol import DEFAULT_LIMIT
 
     _change(directory, user, DEFAULT_LIMIT)
 
@@ -72,20 +71,20 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) ->
     Of all mounts, or of the given MOUNTPOINTs. Users other than root and the one who mounted see their own.
     """
     entries = _mounts.chosen(mountpoints)
-    found = _status.collect(entries, lambda status: _quotas.lines(_quotas.of_status(status)), timeout)
-    quotas = [quota for status in found for quota in _quotas.of_status(status)]
-    silent = _status.silent(found, named=bool(mountpoints))
+    statuses = _queries.statuses(entries, lambda status: _queries.quota_lines(_queries.quotas_of(status)), timeout)
+    quotas = [quota for status in statuses for quota in _queries.quotas_of(status)]
+    silent = _queries.silent_statuses(statuses, named=bool(mountpoints))
     if as_json:
         print(json_text(quotas))
     elif quotas:
-        print("\n".join(_quotas.lines(quotas)))
+        print("\n".join(_queries.quota_lines(quotas)))
     elif not silent:
-        print("nobody holds memory, and there are no limits" if entries else "no gpufs is mounted")
-    _answers.finish(silent, len(found), named=bool(mountpoints))
+        print("no limits, and no memory in use" if entries else "no gpufs is mounted")
+    _answers.finish(silent, len(statuses), named=bool(mountpoints))
 
 
 def _change(directory: str, user: str | None, limit: int) -> None:
-    from gpufs.client._control import set_quota
+    from gpufs.client._daemons import set_quota
 
     uid = None if user is None else _uid(user)
     try:

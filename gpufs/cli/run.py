@@ -13,8 +13,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpufs import in_place
-from gpufs.cli._errors import Failure
 from gpufs.cli._main import complete_files
+from gpufs.cli._output import Failure
 from gpufs.modes import MODES
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?$")
@@ -25,22 +25,21 @@ _PROBE: Final = "import sys; sys.exit('gpufs.in_place' not in sys.modules)"
 
 
 def _complete_words(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of a program and its files."""
-    found = complete_files(ctx, parameter, incomplete)
+    """Complete a program and its files for a shell."""
+    items = complete_files(ctx, parameter, incomplete)
     if incomplete and not ctx.params.get("words"):
         places = filter(os.path.isdir, os.get_exec_path())
-        found += map(CompletionItem, sorted({name for place in places for name in _programs(place, incomplete)}))
-    return found
+        items += map(CompletionItem, sorted({name for place in places for name in _programs(place, incomplete)}))
+    return items
 
 
 def _programs(directory: str, beginning: str) -> list[str]:
     with os.scandir(directory) as entries:
-        return [one.name for one in entries if one.name.startswith(beginning) and os.access(one.path, os.X_OK)]
+        return [entry.name for entry in entries if entry.name.startswith(beginning) and os.access(entry.path, os.X_OK)]
 
 
 @click.command(
     name="run",
-    short_help="Run a program that uses safetensors files of a mount in place.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option(
@@ -86,7 +85,7 @@ def command(mode: str, words: tuple[str, ...]) -> None:
 
 
 def _python_of(program: str) -> str | None:
-    """The Python that runs a program: itself, or the interpreter that a script names. None if it is another program."""
+    """Return the Python that runs a program: itself, or the interpreter that a script names; else None."""
     if _PYTHON.fullmatch(Path(program).name):
         return program
     try:

@@ -7,13 +7,12 @@ from typing import Any, Final
 import click
 
 from gpufs import config
-from gpufs.cli import _counters
-from gpufs.cli._errors import Failure, printable
-from gpufs.cli._knobs import complete_mounts, timeout_option
-from gpufs.cli._output import bytes_text, clock_text, json_text, table_lines
+from gpufs.cli import _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, bytes_text, clock_text, json_text, printable, table_lines
 
 
-@click.command(name="stats", short_help="Show what the mounts have moved.")
+@click.command(name="stats")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @timeout_option(config.STATUS_TIMEOUT)
@@ -24,23 +23,24 @@ def command(mountpoint: str | None, as_json: bool, timeout: float) -> None:
     memory, and why copies did not take the fastpath. `gpufs top` shows rates. The last counters of a mount whose
     process was killed stay until `gpufs umount` of it, your next mount there, or for an hour.
     """
-    found = _counters.collect([] if mountpoint is None else [mountpoint], _lines, timeout)
+    counted = _queries.counters([] if mountpoint is None else [mountpoint], _lines, timeout)
     if as_json:
-        print(json_text(found if mountpoint is None else found[0]))
+        print(json_text(counted if mountpoint is None else counted[0]))
     else:
-        print("\n\n".join("\n".join(_lines(one)) for one in found) if found else "no gpufs is mounted")
-    failed = [one for one in found if one.get("error")]
+        print("\n\n".join("\n".join(_lines(mount)) for mount in counted) if counted else "no gpufs is mounted")
+    failed = [mount for mount in counted if mount.get("error")]
     if mountpoint is not None and failed:
         raise Failure(f"{failed[0]['mountpoint']}: {failed[0]['error']}")
 
 
-def _headline(one: dict[str, Any]) -> str:
-    if one.get("error"):
-        return f"{one['mountpoint']}: {one['error']}"
-    if one["alive"]:
-        return f"{one['mountpoint']}: process {one['pid']}, driver {one['driver']}, since {clock_text(one['started'])}"
+def _headline(mount: dict[str, Any]) -> str:
+    if mount.get("error"):
+        return f"{mount['mountpoint']}: {mount['error']}"
+    if mount["alive"]:
+        since = clock_text(mount["started"])
+        return f"{mount['mountpoint']}: process {mount['pid']}, driver {mount['driver']}, since {since}"
     return (
-        f"{one['mountpoint']}: its process ({one['pid']}) is dead since {clock_text(one['dead_since'])}; "
+        f"{mount['mountpoint']}: its process ({mount['pid']}) is dead since {clock_text(mount['dead_since'])}; "
         "these are its last counters"
     )
 
@@ -53,7 +53,7 @@ def _duration_text(seconds: float) -> str:
 
 
 def _quantile(buckets: Sequence[Sequence[Any]], share: float) -> float | None:
-    """The upper bound of the bucket in which this share of all values ends; None where that is beyond them all."""
+    """Return the upper bound of the bucket in which this share of all values ends; None beyond the last bound."""
     wanted = share * sum(number for _, number in buckets)
     below = 0
     for bound, number in buckets:
@@ -66,9 +66,9 @@ def _quantile(buckets: Sequence[Sequence[Any]], share: float) -> float | None:
 _HEADERS: Final = ("DEVICE", "BACKEND", "DIR", "BYTES", "OPS", "ERRORS", "RUNNING", "SIZE<=", "p50<=", "p99<=")
 
 
-def _rows(one: dict[str, Any]) -> list[tuple[str, ...]]:
+def _rows(mount: dict[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for device in one["devices"]:
+    for device in mount["devices"]:
         for backend, flows in device["backends"].items():
             for flow, counts in flows.items():
                 if not counts["operations"] and not counts["in_flight"]:
@@ -96,21 +96,21 @@ def _errno_text(number: int) -> str:
     return os.strerror(number) if number < 4096 else f"error {number}"
 
 
-def _lines(one: dict[str, Any]) -> list[str]:
-    """What is printed of a mount."""
-    lines = [printable(_headline(one))]
-    if one.get("error"):
+def _lines(mount: dict[str, Any]) -> list[str]:
+    """Return what is printed of a mount."""
+    lines = [printable(_headline(mount))]
+    if mount.get("error"):
         return lines
-    rows = _rows(one)
+    rows = _rows(mount)
     lines += table_lines(_HEADERS, rows, frozenset(range(3, len(_HEADERS)))) if rows else ["nothing has been moved yet"]
-    gauges = one["gauges"]
+    gauges = mount["gauges"]
     lines.append(
         f"pinned memory: {bytes_text(gauges['bounce_pinned_bytes'])} of {bytes_text(gauges['bounce_capacity_bytes'])} "
         f"for copies ({bytes_text(gauges['bounce_used_bytes'])} in use, {gauges['bounce_waits']} waits), "
         f"{bytes_text(gauges['request_pinned_bytes'])} for requests, {bytes_text(gauges['locked_bytes'])} locked; "
         f"{gauges['transfers_active']} copies under way"
     )
-    for device in one["devices"]:
+    for device in mount["devices"]:
         for flow, counts in device["backends"].get("fastpath", {}).items():
             if counts["refusals"]:
                 reasons = ", ".join(f"{name} {number}" for name, number in sorted(counts["refusals"].items()))

@@ -5,14 +5,13 @@ from typing import Any
 import click
 
 from gpufs import config
-from gpufs.cli import _mounts, _quotas, _status
-from gpufs.cli._errors import Failure, complain, printable
-from gpufs.cli._knobs import complete_mounts, timeout_option
-from gpufs.cli._output import bytes_text, clock_text, json_text, table, table_lines
-from gpufs.cli._status import memory, text
+from gpufs.cli import _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, bytes_text, clock_text, complain, json_text, printable, table, table_lines
+from gpufs.cli._queries import cell, memory_cells
 
 
-@click.command(name="status", short_help="Show the mounts of this machine.")
+@click.command(name="status")
 @click.argument("mountpoint", required=False, shell_complete=complete_mounts)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of mounts, or one object for MOUNTPOINT.")
 @click.option(
@@ -32,40 +31,40 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
     if check and as_json:
         raise Failure("--check prints one line: --json does not go with it", 2)
     entries = _mounts.chosen([] if mountpoint is None else [mountpoint])
-    found = _status.collect(entries, lambda status: (_row(status), _details(status)), timeout)
+    statuses = _queries.statuses(entries, lambda status: (_row(status), _details(status)), timeout)
     if check:
-        print(_verdict(found))
+        print(_verdict(statuses))
         return
     if mountpoint is None:
         if as_json:
-            print(json_text(found))
+            print(json_text(statuses))
             return
-        if found:
+        if statuses:
             headers = ("MOUNTPOINT", "STATE", "PID", "DRIVER", "DEVICES", "USED", "SIZE")
-            table(headers, [_row(status) for status in found], right=frozenset({2, 4, 5, 6}))
+            table(headers, [_row(status) for status in statuses], right=frozenset({2, 4, 5, 6}))
         else:
             print("no gpufs is mounted")
-        for status in found:
+        for status in statuses:
             if status["state"] == "error":
                 complain(f"{status['mountpoint']}: {status['error']}")
         return
-    (status,) = found
+    (status,) = statuses
     print(json_text(status) if as_json else "\n".join(_details(status)))
     if status["state"] != "ok":
         raise Failure(f"{status['mountpoint']}: {status['error']}")
 
 
-def _verdict(found: list[dict[str, Any]]) -> str:
-    """What --check prints. Failure if a mount does not work, if a device is out of service, or if there is no mount."""
-    if not found:
+def _verdict(statuses: list[dict[str, Any]]) -> str:
+    """Return what --check prints. Failure if a mount does not work, a device is out of service, or nothing mounted."""
+    if not statuses:
         raise Failure("no gpufs is mounted")
-    for status in found:
+    for status in statuses:
         if status["state"] not in ("ok", "private"):
             raise Failure(f"{status['mountpoint']}: {status['error']}")
         for device in status["devices"]:
             if device.get("health") not in ("good", None):
                 raise Failure(f"{status['mountpoint']}: {device['name']}: {device['health']}")
-    return ", ".join(printable(f"{status['mountpoint']} {_state(status)}") for status in found)
+    return ", ".join(printable(f"{status['mountpoint']} {_state(status)}") for status in statuses)
 
 
 def _state(status: dict[str, Any]) -> str:
@@ -80,8 +79,8 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
     return (
         status["mountpoint"],
         status["error"] if status["state"] == "private" else status["state"],
-        text(status["pid"]),
-        text(status["driver"]),
+        cell(status["pid"]),
+        cell(status["driver"]),
         str(len(devices)) if known else "-",
         bytes_text(sum(device["held_bytes"] for device in devices)) if known else "-",
         bytes_text(sum(device["total_bytes"] for device in devices)) if known else "-",
@@ -89,18 +88,24 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _details(status: dict[str, Any]) -> list[str]:
-    facts = [(key, text(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
+    facts = [(key, cell(status[key])) for key in ("mountpoint", "state", "pid", "driver")]
     if "version" in status:
         facts.append(("version", str(status["version"])))
     if "started" in status:
         facts.append(("started", clock_text(status["started"])))
+    if "survives" in status:
+        facts.append(("survives", "yes" if status["survives"] else f"no: {status['survives_not_because']}"))
     width = max(len(key) for key, _ in facts)
     lines = [f"{key:<{width}}  {printable(value)}" for key, value in facts]
     if status["devices"]:
         rows = [
-            (device["name"], *memory(device), *(text(device.get(key)) for key in ("files", "health", "description")))
+            (
+                device["name"],
+                *memory_cells(device),
+                *(cell(device.get(key)) for key in ("files", "health", "description")),
+            )
             for device in status["devices"]
         ]
         headers = ("DEVICE", "SIZE", "USED", "FREE", "FILES", "HEALTH", "DESCRIPTION")
         lines += ["", *table_lines(headers, rows, right=frozenset({1, 2, 3, 4}))]
-    return lines + _quotas.limits([status])
+    return lines + _queries.limit_lines([status])

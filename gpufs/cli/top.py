@@ -1,29 +1,60 @@
-"""gpufs top: what happens on the mounts of this machine, drawn again and again."""
+"""gpufs top: what happens on the mounts of this machine, drawn again and again. Two readings of a mount make rates."""
 
 import curses
+import functools
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import EACCES, EPERM
+from dataclasses import dataclass, field
+from errno import EACCES, ENOENT, EPERM
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import click
 
-from gpufs import config
-from gpufs.cli import _activity, _mounts, _picture
-from gpufs.cli._activity import Reading
-from gpufs.cli._errors import Failure
-from gpufs.cli._knobs import complete_mounts, timeout_option
-from gpufs.cli._main import check_seconds
+from gpufs import config, mounting
+from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._options import check_seconds, complete_mounts, timeout_option
+from gpufs.cli._output import Failure, age_text, bytes_text, printable, rate_text, table_lines
+from gpufs.cli._queries import mode_text, path_text, program_text
 
 _KEY_MILLISECONDS: Final = 200  # getch() does not end when a signal comes: Python's handlers run after it
+# A whole copy, whose pieces other backends count.
+_WHOLE: Final = "transfer"
+_BAR: Final = 20
+_MOST: Final = 12  # rows of a section, except for the devices
+_DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "DESCRIPTION")
+_COPY_HEADERS: Final = ("COPY TO", "FROM", "", "DONE", "RATE", "LEFT", "PROGRAM")
+_FILE_HEADERS: Final = ("BUSY FILE", "SIZE", "HELD", "READ", "WRITE")
+_LEASE_HEADERS: Final = ("LEASE", "PROGRAM", "MODE", "SIZE", "AGE")
+Key = tuple[Any, ...]
 
 
-@click.command(name="top", short_help="Show what happens now.")
+@dataclass(slots=True)
+class Reading:
+    """What a mount has reported, or why it has not.
+
+    Attributes
+    ----------
+    activity
+        The content of `.gpufs/activity`.
+    moved
+        Bytes so far, in both directions, by what moved them.
+    at
+        Seconds of the monotonic clock.
+    """
+
+    mountpoint: str
+    activity: dict[str, Any] = field(default_factory=lambda: {"devices": [], "files": [], "copies": [], "leases": []})
+    moved: dict[Key, int] = field(default_factory=dict)
+    error: OSError | None = None
+    at: float = field(default_factory=time.monotonic)
+
+
+@click.command(name="top")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--once", is_flag=True, help="Print one picture and end, as it also does without a terminal.")
 @click.option(
@@ -50,15 +81,17 @@ def command(mountpoints: tuple[str, ...], once: bool, interval: float, timeout: 
     before = _read(mountpoints, timeout)
     time.sleep(interval)
     now = _read(mountpoints, timeout)
-    print("\n".join(_picture.draw(now, before)))
-    silent = sum(one.error is not None for one in now)
+    print("\n".join(_picture(now, before)))
+    silent = sum(reading.error is not None for reading in now)
     if mountpoints and silent:
         raise Failure(f"{silent} of {len(now)} mounts did not answer")
 
 
 def _read(mountpoints: Sequence[str], timeout: float) -> list[Reading]:
-    found = _activity.collect(_mounts.chosen(mountpoints), lambda one: _picture.draw([one], [one]), timeout)
-    return [one for one in found if mountpoints or one.error is None or one.error.errno not in (EACCES, EPERM)]
+    readings = _readings(_mounts.chosen(mountpoints), lambda reading: _picture([reading], [reading]), timeout)
+    if mountpoints:
+        return readings
+    return [reading for reading in readings if reading.error is None or reading.error.errno not in (EACCES, EPERM)]
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -73,7 +106,7 @@ def _watch(window: curses.window, mountpoints: Sequence[str], timeout: float, in
     while True:
         now = _read(mountpoints, timeout)
         due = time.monotonic() + interval
-        lines = _picture.draw(now, before)
+        lines = _picture(now, before)
         before = now
         _show(window, lines)
         while (left := due - time.monotonic()) > 0:
@@ -92,3 +125,161 @@ def _show(window: curses.window, lines: Sequence[str]) -> None:
         with suppress(curses.error):  # the last cell of a window cannot be written
             window.addstr(row, 0, line[: width - 1].encode(window.encoding, "replace").decode(window.encoding))
     window.refresh()
+
+
+# ---- readings ----
+
+
+def _readings(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float) -> list[Reading]:
+    """Return a reading of each mount, at most ``timeout`` seconds later. ``show`` draws one."""
+    questions = [functools.partial(_activity_of, entry) for entry in entries]
+    answers = _answers.ask(questions, lambda answer: show(_reading("", answer)), timeout)
+    return [_reading(entry.mountpoint, answer) for entry, answer in zip(entries, answers, strict=True)]
+
+
+def _activity_of(entry: mounting.MountEntry) -> dict[str, Any]:
+    try:
+        activity = _answers.control_file(entry, "activity")
+    except FileNotFoundError:
+        raise OSError(ENOENT, "has no .gpufs/activity: another version of gpufs serves it") from None
+    return {"activity": activity, "devices": _queries.counters_of(entry)["devices"]}
+
+
+def _reading(mountpoint: str, answer: Any) -> Reading:
+    if isinstance(answer, OSError):
+        return Reading(mountpoint, error=answer)
+    reading = Reading(mountpoint, answer["activity"])
+    for device in answer["devices"]:
+        for flow in ("in", "out"):
+            reading.moved[device["name"], flow] = sum(
+                flows[flow]["bytes"] for backend, flows in device["backends"].items() if backend != _WHOLE
+            )
+    for file in reading.activity["files"]:
+        reading.moved[_file_key(file, "in")] = file["bytes_written"]
+        reading.moved[_file_key(file, "out")] = file["bytes_read"]
+    for copy in reading.activity["copies"]:
+        reading.moved[_copy_key(copy)] = copy["moved"]
+    return reading
+
+
+def _file_key(file: dict[str, Any], flow: str) -> Key:
+    """Return the key in Reading.moved of a file's bytes in one direction."""
+    return ("file", file["inode"], flow)
+
+
+def _copy_key(copy: dict[str, Any]) -> Key:
+    """Return the key in Reading.moved of a copy."""
+    return ("copy", copy["pid"], copy["since"], copy["source"], copy["destination"])
+
+
+def _rate(now: Reading, before: Reading | None, key: Key) -> float | None:
+    """Return bytes a second between two readings of a mount; None if one of them does not have the key."""
+    if before is None or key not in before.moved or key not in now.moved:
+        return None
+    return max(now.moved[key] - before.moved[key], 0) / max(now.at - before.at, 1e-3)
+
+
+# ---- the picture ----
+
+_Pairs = Sequence[tuple[Reading, Reading | None]]
+
+
+def _picture(now: Sequence[Reading], before: Sequence[Reading]) -> list[str]:
+    """Return the lines of the picture of the mounts; rates are between the two readings."""
+    earlier = {reading.mountpoint: reading for reading in before}
+    pairs = [(reading, earlier.get(reading.mountpoint)) for reading in now]
+    sections = [
+        _section(_DEVICE_HEADERS, _devices(pairs), {1, 3, 4, 5, 6, 7}, len(now) * 1000),
+        _section(_COPY_HEADERS, _copies(pairs), {3, 4, 5}),
+        _section(_FILE_HEADERS, _files(pairs), {1, 2, 3, 4}),
+        _section(_LEASE_HEADERS, _leases(now), {3, 4}),
+        [printable(f"{each.mountpoint}: {each.error.strerror}") for each in now if each.error is not None],
+    ]
+    lines = [f"gpufs top   {time.strftime('%H:%M:%S')}"]
+    for section in filter(None, sections):
+        lines += ["", *section]
+    return lines
+
+
+def _section(headers: Sequence[str], rows: list[tuple[str, ...]], right: set[int], most: int = _MOST) -> list[str]:
+    if not rows:
+        return []
+    left = [f"... and {len(rows) - most} more"] if len(rows) > most else []
+    return table_lines(headers, rows[:most], frozenset(right)) + left
+
+
+def _rate_text(value: float | None) -> str:
+    return "-" if value is None else rate_text(value)
+
+
+def _bar(share: float) -> str:
+    full = min(max(round(share * _BAR), 0), _BAR)
+    return f"[{'|' * full}{' ' * (_BAR - full)}]"
+
+
+def _devices(pairs: _Pairs) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{now.mountpoint.rstrip('/')}/{device['name']}",
+            bytes_text(device["held_bytes"]),
+            _bar(device["held_bytes"] / device["total_bytes"] if device["total_bytes"] else 0.0),
+            bytes_text(device["free_bytes"]),
+            bytes_text(device["total_bytes"]),
+            _rate_text(_rate(now, before, (device["name"], "out"))),
+            _rate_text(_rate(now, before, (device["name"], "in"))),
+            str(device["files"]),
+            device["health"],
+            device["description"] or "-",
+        )
+        for now, before in pairs
+        for device in now.activity["devices"]
+    ]
+
+
+def _copies(pairs: _Pairs) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for now, before in pairs:
+        for copy in now.activity["copies"]:
+            speed = _rate(now, before, _copy_key(copy))
+            share = copy["moved"] / copy["total"] if copy["total"] else 0.0
+            rows.append(
+                (
+                    copy["destination"] or "?",
+                    copy["source"] or "?",
+                    _bar(share),
+                    f"{min(share, 1.0):.0%} of {bytes_text(copy['total'])}",
+                    _rate_text(speed),
+                    age_text((copy["total"] - copy["moved"]) / speed) if speed else "-",
+                    program_text(copy),
+                )
+            )
+    return rows
+
+
+def _files(pairs: _Pairs) -> list[tuple[str, ...]]:
+    """Return those that have been read or written between the readings, the busiest first."""
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for now, before in pairs:
+        for file in now.activity["files"]:
+            speeds = [_rate(now, before, _file_key(file, flow)) for flow in ("out", "in")]
+            total = sum(filter(None, speeds))
+            if total:
+                name = file["path"] if file["path"] is not None else f"(removed file, inode {file['inode']})"
+                path = f"{now.mountpoint.rstrip('/')}/{name}"
+                sizes = (bytes_text(file["size"]), bytes_text(file["held_bytes"]))
+                rows.append((total, (path, *sizes, *map(_rate_text, speeds))))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+
+
+def _leases(now: Sequence[Reading]) -> list[tuple[str, ...]]:
+    return [
+        (
+            path_text(lease),
+            program_text(lease),
+            mode_text(lease),
+            bytes_text(lease["bytes"]),
+            age_text(time.time() - lease["since"]),
+        )
+        for reading in now
+        for lease in reading.activity["leases"]
+    ]

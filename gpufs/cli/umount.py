@@ -13,17 +13,16 @@ from typing import Any
 import click
 
 from gpufs import config, mounting, statistics
-from gpufs.cli import _answers, _leases, _mounts
-from gpufs.cli._errors import Failure, complain
-from gpufs.cli._knobs import complete_mounts, timeout_option
-from gpufs.cli._output import listed
+from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, complain, listed
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _COPY_GRACE = 1.0  # seconds for the daemon to end where another mount namespace has a copy of the mount
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
 
 
-@click.command(name="umount", short_help="Unmount, and wait for the end of the mount.")
+@click.command(name="umount")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("-a", "--all", "every", is_flag=True, help="Unmount every mount of yours.")
 @click.option(
@@ -55,7 +54,7 @@ def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, 
 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
-    """Unmounts one mountpoint. Raises Failure."""
+    """Unmount one mountpoint. Raise Failure."""
     try:
         entry = _mounts.mounted_at(path)
     except Failure as missing:
@@ -69,13 +68,13 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         if force:
             _signal(daemons, signal.SIGTERM)
             _wait(daemons, min(_GRACE, timeout))
-            if _is_mounted(mountpoint):
+            if mounting.entry_of(mountpoint) is not None:
                 mounting.abort(entry)
                 _unmount(mountpoint, force=True, lazy=lazy)
         else:
             _unmount(mountpoint, force=False, lazy=lazy)
         # The file of registered memory is gone, and its program has the memory.
-        for text in _leases.by_program([lease for lease in leases if lease["mode"] != "registered"]):
+        for text in _queries.by_program([lease for lease in leases if lease["mode"] != "registered"]):
             complain(f"{path}: still attached: {text}: the memory is released when that program ends")
         if lazy and not force:
             return
@@ -93,15 +92,15 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
 
 
 def _leases_of(entry: mounting.MountEntry, daemons: Sequence[_mounts.Process], timeout: float) -> list[dict[str, Any]]:
-    """The mount's leases, none if it does not answer. A stopped daemon is not asked: that would keep the mount busy."""
+    """Return the mount's leases, none if it does not answer. Asking a stopped daemon would keep the mount busy."""
     if not daemons or any(_mounts.is_stopped(daemon.pid) for daemon in daemons):
         return []
-    (leases,) = _leases.collect([entry], min(timeout, _LEASES_TIMEOUT))
+    (leases,) = _queries.leases_of([entry], min(timeout, _LEASES_TIMEOUT))
     return [] if isinstance(leases, OSError) else leases
 
 
 def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:
-    """Ends the daemon of a mount that is no longer visible. Raises ``missing`` if there is none."""
+    """End the daemon of a mount that is no longer visible. Raise ``missing`` if it has none."""
     with _daemons(_mounts.absolute(path)) as daemons:
         devices = {device for daemon in daemons for device in _mounts.devices_served(daemon.pid)}
         left = daemons if force else _wait_unless_copied(daemons, devices, min(_GRACE, timeout))
@@ -119,12 +118,12 @@ def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) 
 
 @contextmanager
 def _daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> Iterator[list[_mounts.Process]]:
-    """The daemons of a mountpoint, which are held so long."""
-    found = _mounts.open_daemons(mountpoint, entry)
+    """Hold the daemons of a mountpoint until the context ends."""
+    daemons = _mounts.open_daemons(mountpoint, entry)
     try:
-        yield found
+        yield daemons
     finally:
-        for daemon in found:
+        for daemon in daemons:
             daemon.close()
 
 
@@ -133,14 +132,14 @@ def _named(processes: Sequence[_mounts.Process]) -> str:
 
 
 def _copies(devices: set[str]) -> str:
-    """What other mount namespaces have of a mount, and how to end that; empty if nothing is known."""
-    found = _mounts.copies(devices)
-    if not found:
+    """Return what other mount namespaces have of a mount, and how to end that; empty if nothing is known."""
+    copies = _mounts.copies(devices)
+    if not copies:
         return ""
-    first = found[0]
-    holders = listed([f"{copy.program} ({copy.pid})" for copy in found])
+    first = copies[0]
+    holders = listed([f"{copy.program} ({copy.pid})" for copy in copies])
     command = f"nsenter -t {first.pid} -m umount {shlex.quote(first.mountpoint)}"
-    if len(found) == 1:
+    if len(copies) == 1:
         text = f"{holders} has a copy of it in another mount namespace: {command} ends that"
     else:
         text = f"{holders} have copies of it in other mount namespaces: {command} ends the first"
@@ -150,7 +149,7 @@ def _copies(devices: set[str]) -> str:
 def _wait_unless_copied(
     daemons: Sequence[_mounts.Process], devices: set[str], timeout: float
 ) -> Sequence[_mounts.Process]:
-    """Waits for the daemons. Briefly if other mount namespaces have copies of the mount: these can stay for days."""
+    """Wait for the daemons. Briefly if other mount namespaces have copies of the mount: these can stay for days."""
     start = time.monotonic()
     left = _mounts.wait_for_end(daemons, min(_COPY_GRACE, timeout))
     if left and not _mounts.copies(devices):
@@ -159,25 +158,21 @@ def _wait_unless_copied(
 
 
 def _wait(processes: Sequence[_mounts.Process], timeout: float) -> list[_mounts.Process]:
-    """Waits for processes that got SIGTERM, which a stopped one does not handle. Returns those that have not ended."""
+    """Wait for processes that got SIGTERM, which a stopped one does not handle. Return those that have not ended."""
     stopped = [process for process in processes if _mounts.is_stopped(process.pid)]
     return stopped + _mounts.wait_for_end([process for process in processes if process not in stopped], timeout)
 
 
 def _kill(processes: Sequence[_mounts.Process], timeout: float) -> list[_mounts.Process]:
-    """Waits for processes that got SIGTERM, then sends SIGKILL. Returns those that have still not ended."""
+    """Wait for processes that got SIGTERM, then send SIGKILL. Return those that have still not ended."""
     left = _wait(processes, min(_GRACE, timeout))
     _signal(left, signal.SIGKILL)
     return _mounts.wait_for_end(left, max(_GRACE, timeout))  # freeing its memory can take long
 
 
 def _is_bound(entry: mounting.MountEntry) -> bool:
-    """Whether the mount is also at another place."""
+    """Return whether the mount is also at another place."""
     return any(other.device == entry.device and other.mountpoint != entry.mountpoint for other in mounting.mounts())
-
-
-def _is_mounted(mountpoint: str) -> bool:
-    return any(entry.mountpoint == mountpoint for entry in mounting.mounts())
 
 
 def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
@@ -192,7 +187,7 @@ def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
             users = _mounts.users(mountpoint)
             by = f" by {', '.join(users)}" if users else ""
             raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
-        if error.errno == EINVAL and not _is_mounted(mountpoint):
+        if error.errno == EINVAL and mounting.entry_of(mountpoint) is None:
             return  # another process has unmounted it
         entry = mounting.entry_of(mountpoint)
         if error.errno == EPERM and (entry is None or entry.uid != os.geteuid()):

@@ -6,9 +6,7 @@ several GPUs. :mod:`gpufs` has the functions that map the memory behind a file, 
 cp` does not load them. Importing this starts nothing and loads no driver.
 """
 
-from gpufs.client._connection import Cancellation
-from gpufs.client._copy import Copier, copy, copy_to_each
-from gpufs.client._copy_files import copy_files
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
+from gpufs.client._copy import Copier, copy, copy_files, copy_to_each
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
 
 __all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy", "copy_files", "copy_to_each"]

@@ -9,7 +9,8 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
 from gpufs._naming import named_in
-from gpufs.client._elements import UINT8, ElementType, element_type
+from gpufs.drivers import DRIVERS, HOST
+from gpufs.formats.element_types import UINT8, ElementType, element_type
 from gpufs.modes import Mode
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisTyp
 
 _View: TypeAlias = memoryview  # whose name is also a method's
 
-_HOST: Final = "host"
 _WORD: Final = 8  # the strictest alignment of an element in bytes
 _CUDA_ARRAY_VERSION: Final = 3
 _ARRAY_VERSION: Final = 3
@@ -149,7 +149,7 @@ class DeviceArray:
     def device(self) -> str:
         """Where the memory is: "cpu", or the driver's name and the device's number in this process, as "cuda:0"."""
         attached = self._open()
-        return "cpu" if attached.driver == _HOST else f"{attached.driver}:{attached.mapping.device}"
+        return "cpu" if attached.driver == HOST else f"{attached.driver}:{attached.mapping.device}"
 
     @property
     def address(self) -> int:
@@ -184,22 +184,22 @@ class DeviceArray:
         given = index if isinstance(index, tuple) else (index,)
         if given.count(Ellipsis) > 1:
             raise IndexError("an index can have only one ellipsis")
-        indices = [one for one in given if one is not Ellipsis]
+        indices = [item for item in given if item is not Ellipsis]
         if len(indices) > self.ndim:
             raise IndexError(f"{len(indices)} indices for an array of {self.ndim} dimensions")
         place = given.index(Ellipsis) if Ellipsis in given else len(indices)
         indices[place:place] = [slice(None)] * (self.ndim - len(indices))
         offset, shape, strides = self._offset, [], []
-        for one, extent, stride in zip(indices, self._shape, self._strides, strict=True):
-            if isinstance(one, slice):
-                start, stop, step = one.indices(extent)
+        for item, extent, stride in zip(indices, self._shape, self._strides, strict=True):
+            if isinstance(item, slice):
+                start, stop, step = item.indices(extent)
                 if step < 0:
                     raise ValueError("a slice with a negative step is not supported")
                 offset += start * stride
                 shape.append(len(range(start, stop, step)))
                 strides.append(stride * step)
                 continue
-            position = operator.index(one)
+            position = operator.index(item)
             if not -extent <= position < extent:
                 raise IndexError(f"index {position} is out of range for {extent} elements")
             offset += position % extent * stride
@@ -316,8 +316,8 @@ class DeviceArray:
 
         content = self.tobytes()
         typestr = self._element.typestr
-        found = numpy.frombuffer(content, typestr) if typestr else numbers(self._element.name, content)
-        value: int | float | complex | bool = found[0].item()
+        values = numpy.frombuffer(content, typestr) if typestr else numbers(self._element.name, content)
+        value: int | float | complex | bool = values[0].item()
         return value
 
     def __int__(self) -> int:
@@ -401,10 +401,8 @@ class DeviceArray:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """The kind of device in DLPack's numbers, and its number in this process."""
-        from gpufs.engine._dlpack import KIND_OF_DRIVER
-
         attached = self._open()
-        return KIND_OF_DRIVER[attached.driver], 0 if attached.driver == _HOST else attached.mapping.device
+        return DRIVERS[attached.driver].dlpack, 0 if attached.driver == HOST else attached.mapping.device
 
     def __dlpack__(
         self,
@@ -429,7 +427,7 @@ class DeviceArray:
             self.address,
             self._shape,
             strides=[stride // self._element.bytes for stride in self._strides],
-            code=self._element.code,
+            code=self._element.dlpack,
             bits=self._element.bytes * 8,
             read_only=self.mode == "r",
             stream=stream,
@@ -442,7 +440,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The array for CuPy, numba and torch; only on GPUs."""
         attached = self._open()
-        if attached.driver == _HOST:
+        if attached.driver == HOST:
             raise AttributeError("the array is in host memory: it has __array_interface__")
         self._exported = True
         return {
@@ -457,7 +455,7 @@ class DeviceArray:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """The array for numpy; only in host memory."""
-        if self._open().driver != _HOST:
+        if self._open().driver != HOST:
             raise AttributeError("the array is in GPU memory: it has __cuda_array_interface__")
         return {
             "shape": self._shape,
@@ -469,7 +467,7 @@ class DeviceArray:
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> Any:
         """Not possible, or numpy would have used ``__array_interface__``; the error says why."""
-        if self._open().driver != _HOST:
+        if self._open().driver != HOST:
             raise TypeError(
                 f"the array is in the memory of {self.device}, which numpy cannot use: "
                 "torch.from_dlpack() or cupy.asarray() take it, and reading the file copies it"
@@ -486,7 +484,7 @@ class DeviceArray:
         ValueError
             The array is not contiguous.
         """
-        if self._open().driver != _HOST:
+        if self._open().driver != HOST:
             raise TypeError(f"the array is in the memory of {self.device}, which the CPU cannot use")
         if not self._contiguous():
             raise ValueError("the array is not contiguous")

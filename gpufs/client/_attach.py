@@ -9,13 +9,15 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Final, Literal
 
-from gpufs import protocol
+from gpufs import mounting, protocol
 from gpufs._naming import named_in
 from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection
-from gpufs.client._outcome import text_of
+from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
+from gpufs.mounting import MountEntry
+from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.engine import Mapping, SharedPiece
@@ -52,7 +54,7 @@ class Attachment:
         weakref.finalize(self, _end, os.getpid(), mapping, connection, answer.id).atexit = False
 
     def refresh(self) -> None:
-        """Maps what the file has grown by. OSError as DeviceArray.refresh()."""
+        """Map what the file has grown by. OSError as DeviceArray.refresh()."""
         with self._lock:
             try:
                 answer, pieces = self._connection.refresh(self._number, self.mapping.bytes)
@@ -73,11 +75,11 @@ def _end(process: int, mapping: Mapping, connection: Connection, number: int) ->
 def _failure(error: OSError, path: str) -> OSError:
     if error.errno in _DEAD_DAEMON:
         error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-    return OSError(error.errno or errno.EIO, text_of(error), path)
+    return failure_of_mount(error, path)
 
 
 def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
-    """Maps pieces, whose descriptors the mapping takes over. They complete the memory of a file of ``size`` bytes."""
+    """Map pieces, whose descriptors the mapping takes over. They complete the memory of a file of ``size`` bytes."""
     try:
         if pieces:
             mapping.add(pieces)
@@ -92,24 +94,25 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> N
         raise OSError(errno.EPROTO, text, path)
 
 
-def _open_file(path: str, mode: Mode) -> int:
-    """Opens the file with as many rights as there are. OSError if it is not a regular file on a gpufs mount."""
+def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
+    """Open the file with as many rights as there are; returns its mounts, too. OSError if no memory is behind it."""
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
     try:
         status = os.fstat(named)
-        if status.st_dev not in _daemons.mounts_by_device():
-            raise OSError(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
+        mounts = mounting.by_device().get(status.st_dev)
+        if mounts is None:
+            raise NotOnMount(errno.EXDEV, "not on a gpufs mount: only files there can be attached", path)
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         try:
             if mode != COPY_ON_WRITE:
-                return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC)
+                return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC), mounts
         except OSError as error:
             if mode == READ_WRITE or error.errno not in _READ_ONLY:
                 raise
-        return os.open(_ends.path_of(named), os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(_ends.path_of(named), os.O_RDONLY | os.O_CLOEXEC), mounts
     finally:
         os.close(named)
 
@@ -147,10 +150,15 @@ def attach(
 
     Raises
     ------
+    NotOnMount
+        The file is not on a gpufs mount.
+    DeviceFull, QuotaExceeded
+        The device lacks memory for holes or a private copy, or that would exceed a limit.
+    DaemonDied
+        The mount's daemon has died.
     OSError
-        As of open(2); EXDEV if the file is not on a gpufs mount, EINVAL if it has no device memory (a file below
-        ``backing`` or ``.gpufs``), ENODATA for holes with mode "r", ENOSPC if there is no memory for holes or a copy,
-        ENOTCONN if the mount's daemon has died.
+        As of open(2); EINVAL if the file has no device memory (it is below ``backing`` or ``.gpufs``), ENODATA for
+        holes with mode "r".
     ValueError
         ``mode`` is none of "r", "r+" and "c", ``reserve`` is less than the file's size, or only a copy is possible and
         ``copy`` is False.
@@ -165,11 +173,13 @@ def attach(
         raise ValueError(f"copy: {copy!r} is neither None nor False: copy the elements of the array instead")
     name = os.fsdecode(path)
     try:
-        fd = _open_file(name, mode)
+        fd, mounts = _open_file(name, mode)
+    except NotOnMount:
+        raise
     except OSError as error:
         raise _failure(error, name) from None
     try:
-        connection = _daemons.shared_connection(os.fstat(fd).st_dev)
+        connection = _daemons.shared_connection(os.fstat(fd).st_dev, mounts)
         answer, pieces = connection.attach(fd, mode)
     except OSError as error:
         # With these modes only a copy takes memory.
@@ -179,7 +189,7 @@ def attach(
     finally:
         os.close(fd)
     if answer.private and copy is False:
-        protocol.close_all([piece.fd for piece in pieces])
+        close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
         raise _copy_ruled_out(name, mode)
     return DeviceArray.of(_map(name, mode, connection, answer, pieces, reserve))
@@ -197,7 +207,7 @@ def _map(
     pieces: list[SharedPiece],
     reserve: int | None,
 ) -> Attachment:
-    """Maps what the daemon has answered. A failure ends the lease."""
+    """Map what the daemon has answered. A failure ends the lease."""
     from gpufs.engine import Mapping
 
     try:
@@ -212,7 +222,7 @@ def _map(
             except OSError as error:
                 raise _failure(error, path) from None
         except BaseException:
-            protocol.close_all([piece.fd for piece in pieces])
+            close_all([piece.fd for piece in pieces])
             raise
         try:
             _add(mapping, pieces, answer.size, path)

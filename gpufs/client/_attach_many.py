@@ -12,11 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from gpufs import mounting
 from gpufs._naming import named_in
-from gpufs.client import _daemons, _room
+from gpufs.client import _daemons, _space
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach
-from gpufs.client._outcome import text_of
+from gpufs.exceptions import failure_of_mount
 from gpufs.modes import READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
 
@@ -94,11 +95,11 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: Mode = READ) -> l
     if mode == READ_WRITE:
         return [attach(name, mode) for name in names]
     arrays: list[DeviceArray | None] = [None] * len(names)
-    mounts = _daemons.mounts_by_device()
+    mounts = mounting.by_device()
     waiting: dict[_Place, list[_Small]] = {}
     sizes: Counter[_Place] = Counter()  # of what waits
     directories: dict[str, bool] = {}
-    with _Devices() as devices:
+    with _Devices(mounts) as devices:
         # On one thread: several wait for the interpreter's lock, and are no faster.
         for number, name in enumerate(names):
             small = _read(number, name, mounts, directories)
@@ -127,19 +128,19 @@ def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool])
             status = os.fstat(fd)
             if not _is_small(status, mounts):
                 return None
-            place = _room.place_of(fd, mounts[status.st_dev])
+            place = _space.place_of(fd, mounts[status.st_dev])
             content = os.read(fd, status.st_size + 1)
             if len(content) > status.st_size:  # it grows just now
                 return None
         finally:
             os.close(fd)
     except OSError as error:
-        raise OSError(error.errno or errno.EIO, text_of(error), name) from None
+        raise failure_of_mount(error, name) from None
     return _Small(number, name, (status.st_dev, place), content)
 
 
 def _open(name: str, mounts: _Mounts, directories: dict[str, bool]) -> int:
-    """Opens what may be a small file; -1 for what is not. ``directories``: those on our mounts, as far as known.
+    """Open what may be a small file; -1 for what is not. ``directories``: those on our mounts, as far as known.
 
     Looks first what it is, except in directories on our mounts: opening a device, say, has effects.
     """
@@ -166,7 +167,8 @@ def _is_small(status: os.stat_result, mounts: _Mounts) -> bool:
 class _Devices:
     """The devices of copies, each opened once for a call of attach_many()."""
 
-    def __init__(self) -> None:
+    def __init__(self, mounts: _Mounts) -> None:
+        self._mounts = mounts
         self._stack = ExitStack()
         self._found: dict[_Place, tuple[Engine, int]] = {}
         self._reports: dict[int, dict[str, Any]] = {}
@@ -186,11 +188,11 @@ class _Devices:
     def _open(self, place: _Place) -> tuple[Engine, int]:
         from gpufs.engine import Engine
 
-        device, directory = place
-        if device not in self._reports:
-            self._reports[device] = _daemons.status_of(device)
-        report = self._reports[device]
-        wanted = next((one for one in report["devices"] if one["name"] == directory), None)
+        mount, directory = place
+        if mount not in self._reports:
+            self._reports[mount] = _daemons.status_of(self._mounts[mount])
+        report = self._reports[mount]
+        wanted = next((device for device in report["devices"] if device["name"] == directory), None)
         if wanted is None:
             raise OSError(errno.EINVAL, "no device memory is behind the file")
         if report["driver"] == "host":
@@ -198,31 +200,31 @@ class _Devices:
         chosen = [wanted["uuid"]] if wanted["uuid"] else 0
         # Plain memory, which HIP takes where the kernel moves files, cannot be mapped by its descriptor.
         engine = self._stack.enter_context(Engine(report["driver"], devices=chosen, hip_memory="virtual"))
-        for index, found in enumerate(engine.devices):
-            if found.info.pci_address == wanted["pci_address"]:
+        for index, visible in enumerate(engine.devices):
+            if visible.info.pci_address == wanted["pci_address"]:
                 return engine, index
         raise OSError(errno.ENODEV, f"this process does not see the GPU of {directory}")
 
 
 def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
-    """Puts the contents of files of one device into one piece of its memory, and makes their arrays."""
-    ends = itertools.accumulate(-(-len(one.content) // _ALIGNMENT) * _ALIGNMENT for one in files)
+    """Put the contents of files of one device into one piece of its memory, and make their arrays."""
+    ends = itertools.accumulate(-(-len(file.content) // _ALIGNMENT) * _ALIGNMENT for file in files)
     offsets = [0, *ends]
     contents = bytearray(max(offsets[-1], 1))
-    for one, offset in zip(files, offsets, strict=False):
-        contents[offset : offset + len(one.content)] = one.content
+    for file, offset in zip(files, offsets, strict=False):
+        contents[offset : offset + len(file.content)] = file.content
     try:
         engine, index = devices.find(files[0].place)
         mapping = _copy(contents, engine, index, mode)
     except OSError as error:
-        raise OSError(error.errno or errno.EIO, text_of(error), files[0].path) from None
-    for one, offset in zip(files, offsets, strict=False):
-        copy = GatheredFile(one.path, mode, engine.driver, len(one.content), mapping)
-        arrays[one.number] = DeviceArray.of(copy, offset)
+        raise failure_of_mount(error, files[0].path) from None
+    for file, offset in zip(files, offsets, strict=False):
+        copy = GatheredFile(file.path, mode, engine.driver, len(file.content), mapping)
+        arrays[file.number] = DeviceArray.of(copy, offset)
 
 
 def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mapping:
-    """Maps fresh memory of a device with these contents."""
+    """Map fresh memory of a device with these contents."""
     from gpufs.engine import Buffer, Lease, Mapping
 
     reserve = -(-len(contents) // GRANULE) * GRANULE

@@ -1,4 +1,4 @@
-"""A client's connection to the daemon of a mount: its requests, and the loop that waits for their answers."""
+"""A client's connection to the daemon of a mount: where it is made and lost, its requests, and the wait for answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import os
 import select
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -16,156 +17,125 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from gpufs import protocol, syscalls
-from gpufs._naming import named_in
 from gpufs._version import __version__
-from gpufs.protocol import (
-    Attach,
-    Attached,
-    ClientMessage,
-    Copy,
-    Detach,
-    Done,
-    Goodbye,
-    Hello,
-    Pieces,
-    Progress,
-    ProtocolError,
-    Refresh,
-    Register,
-    Result,
-    Revoke,
-    ServerMessage,
-    SetQuota,
-    Unregister,
-    Welcome,
-)
+from gpufs.client._copy_types import Cancellation
+from gpufs.modes import Mode
+from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.client._shared_memory import Share
     from gpufs.engine import SharedPiece
 
-Memory: TypeAlias = "tuple[Attached, list[SharedPiece]]"
-Change: TypeAlias = Register | Unregister | SetQuota | Revoke  # requests that `done` answers
+Memory: TypeAlias = "tuple[protocol.Attached, list[SharedPiece]]"
 
-_HELLO_SECONDS: Final = 15.0
+_CONNECT_SECONDS: Final = 15  # to connect, and then for the daemon's welcome
 # After a cancellation, and when an exception passes through: longer than the daemon waits for a copy that it has
 # cancelled. It answers at once unless a file's server or a device hangs.
 _CANCEL_SECONDS: Final = 8.0
 # How long the end of an attachment waits until the daemon has ended the lease.
 _DETACH_SECONDS: Final = 2.0
 _RETRY_SECONDS: Final = 0.2
+_GREETING: Final = 0  # the number of hello, which has none in its message
+_NO_ANSWER: Final = "the daemon of the mount does not answer"
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
-@named_in("gpufs.client")
-class Cancellation:
-    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`."""
+class _Pending:
+    """A request in progress: the kind of message that answers it, and as much of the answer as has come."""
 
-    __slots__ = ("_fd", "_followers", "cancelled")
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._followers: list[Cancellation] = []
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """All copies that have this object end with CopyError ECANCELED, soon. A second call does nothing."""
-        if not self.cancelled:
-            self.cancelled = True
-            os.eventfd_write(self._fd, 1)
-            for follower in tuple(self._followers):
-                follower.cancel()
-
-    @contextmanager
-    def follower(self) -> Iterator[Cancellation]:
-        """Another one, which is cancelled with this one and can be cancelled alone."""
-        follower = Cancellation()
-        self._followers.append(follower)
-        try:
-            if self.cancelled:
-                follower.cancel()
-            yield follower
-        finally:
-            self._followers.remove(follower)
-
-    def fileno(self) -> int:
-        """A descriptor that is readable once cancelled."""
-        return self._fd
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
-class _Answer:
-    """What the daemon owes for a request, as far as it has come."""
-
-    __slots__ = ("complete", "failure", "message", "pieces", "progress", "wanted")
-
-    def __init__(self, progress: Callable[[Progress], None] | None = None) -> None:
-        self.message: ServerMessage | None = None
+    def __init__(
+        self, kind: type[protocol.ServerMessage], progress: Callable[[protocol.Progress], None] | None = None
+    ) -> None:
+        self.kind = kind
+        self.message: protocol.ServerMessage | None = None
         self.pieces: list[SharedPiece] = []  # after Attached
-        self.failure: OSError | None = None  # why a part of it was lost
-        self.complete = False
-        self.wanted = True  # whether the caller still waits; otherwise descriptors are closed
+        self.failure: OSError | None = None  # why a part of the answer was lost
+        self.abandoned = False  # no caller waits for it
         self.progress = progress
 
-    def drop(self) -> None:
-        """The caller does not wait any more."""
-        self.wanted = False
-        protocol.close_all([piece.fd for piece in self.pieces])
-        self.pieces = []
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more comes."""
+        if self.failure is not None:
+            return True
+        if isinstance(self.message, protocol.Attached):
+            return len(self.pieces) >= self.message.pieces
+        return self.message is not None
+
+    def abandon(self) -> None:
+        """Close the descriptors that have come; those that still come are closed as they do."""
+        self.abandoned = True
+        close_all([piece.fd for piece in self.pieces])
+
+    def add_pieces(self, message: protocol.Pieces, descriptors: list[int]) -> None:
+        """Take over pieces of memory. ProtocolError if they are not as the daemon has to send them."""
+        from gpufs.engine import SharedPiece
+
+        if not len(message.offsets) == len(message.sizes) == len(descriptors) > 0:
+            close_all(descriptors)
+            raise protocol.ProtocolError("the daemon sent pieces without their descriptors")
+        if not isinstance(self.message, protocol.Attached):  # the rest of the answer to a request that is over
+            close_all(descriptors)
+            return
+        if self.abandoned:
+            close_all(descriptors)
+        self.pieces += map(SharedPiece, message.offsets, message.sizes, descriptors)
 
 
 class Connection:
     """A connection to a daemon, with the copies, leases and registrations that this process has through it.
 
-    Any thread may call. One request is in progress at a time, and answers are matched by number: an answer that comes
-    after its caller has stopped waiting is dropped, and its descriptors are closed. So neither a timeout nor an
+    Any thread may call. One request at a time is sent and waited for, and answers are matched by number: an answer that
+    comes after its caller has stopped waiting is dropped, and its descriptors are closed. So neither a timeout nor an
     interrupted call ends the connection. Only the end of the socket does, or a message that breaks the protocol.
+
+    A connection is made once, in :meth:`_connect`, and lost once, in :meth:`_lose`. The leases and registrations on it
+    end with it. gpufs.client._daemons makes another connection for the next request.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_detached",
-        "_lock",
-        "_most",
-        "_numbers",
-        "_owed",
-        "_retrying",
-        "_silent",
-        "_sock",
-        "driver",
-        "last",
-        "lost",
-    )
-
-    def __init__(self, sock: socket.socket) -> None:
-        """Takes over a connected socket, and greets the daemon. OSError if the daemon does not answer, or refuses."""
-        self.driver = ""  # of the mount, once a caller has asked for it
-        self.last: Result | None = None  # of the copy that was asked for last
+    def __init__(self, path: str, *, trusting: bool = False) -> None:
+        """Connect to the daemon whose socket is at ``path``; see gpufs.client._daemons.connect()."""
+        self.driver = ""  # of the mount
+        self.last: protocol.Result | None = None  # of the copy that was asked for last
         self.lost = False  # whether the daemon or the socket has failed
-        self._sock = sock
-        self._numbers = itertools.count(1)  # of copies, leases and registrations
-        self._lock = threading.Lock()  # held from a request to the end of its answer; guards _owed and _silent
-        self._owed: dict[tuple[type, int], _Answer] = {}  # by the kind of the answer and the number
+        self._numbers = itertools.count(_GREETING + 1)  # of requests
+        self._lock = threading.Lock()  # held from a request to the end of its answer; guards _pending and _silent
+        self._pending: dict[int, _Pending] = {}  # by the request's number
+        # The most of them. The daemon takes twice as many: after an interruption it also has a request that is ended.
+        self._slots = 1
         self._silent = False  # whether the daemon has not answered in time, and nothing has come since
         self._detached: deque[int] = deque()  # leases to end as soon as the lock and the daemon are free
         self._retrying = False  # whether a thread does that
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            sock.settimeout(_HELLO_SECONDS)
-            self._send(Hello([protocol.VERSION], f"gpufs {__version__}"))
-            welcome, descriptors = self._next_message()
-            protocol.close_all(descriptors)
-            if not isinstance(welcome, Welcome):
-                raise ProtocolError("the daemon sent no welcome")
-            self._most = max(welcome.requests, 2)
-            sock.settimeout(None)
+            self._connect(path, trusting)
         except BaseException:
-            sock.close()
+            self._sock.close()
             raise
-        weakref.finalize(self, sock.close).atexit = False
+        weakref.finalize(self, self._sock.close).atexit = False
         _connections.add(self)
+
+    def _connect(self, path: str, trusting: bool) -> None:
+        # With Python's own timeout connect(2) would not wait in the queue but fail with EAGAIN.
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_SECONDS, 0))
+        try:
+            self._sock.connect(path)
+        except BlockingIOError:
+            raise OSError(errno.ETIMEDOUT, _NO_ANSWER) from None
+        except OSError as error:
+            raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
+        if not trusting:
+            self.check_peer()
+        greeting = self._pending[_GREETING] = _Pending(protocol.Welcome)
+        self._send(protocol.Hello([protocol.VERSION], f"gpufs {__version__}"))
+        self._wait(greeting, seconds=_CONNECT_SECONDS)
+        assert isinstance(greeting.message, protocol.Welcome)
+        self.driver = greeting.message.driver
+        self._slots = max(greeting.message.requests // 2, 1)
+
+    def _lose(self) -> None:
+        self.lost = True
 
     @property
     def ended(self) -> bool:
@@ -189,8 +159,8 @@ class Connection:
     def forget(self) -> None:
         """In a forked child: the connection and what is on it are the parent's."""
         self._sock.close()
-        self.lost = True
-        self._owed.clear()
+        self._lose()
+        self._pending.clear()
         self._lock = threading.Lock()  # a thread of the parent's may hold the old one
 
     def __enter__(self) -> Self:
@@ -203,19 +173,19 @@ class Connection:
 
     def copy(
         self,
-        direction: str,
+        direction: protocol.Direction,
         host_fd: int,
         mount_fd: int,
         *,
         host_offset: int = 0,
         offset: int = 0,
         size: int | None = None,
-        fastpath: str | None = None,
-        sync: str = "none",
+        fastpath: protocol.Fastpath | None = None,
+        sync: protocol.Sync = "none",
         interval: float = 0.0,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[protocol.Progress], None] | None = None,
         cancel: Cancellation | None = None,
-    ) -> Result:
+    ) -> protocol.Result:
         """Have the daemon copy between two open files; both stay the caller's.
 
         Returns the daemon's result, which may be a failure. OSError when the daemon ends before it: its last words,
@@ -223,43 +193,42 @@ class Connection:
         waits for its end, so that the destination no longer changes; ``last`` is the result then, or None. After an
         exception the connection is closed.
         """
-        number = next(self._numbers)
         interval = interval if progress else 0.0
-        request = Copy(number, direction, host_offset, offset, size, fastpath, sync, interval)
+        request = protocol.Copy(next(self._numbers), direction, host_offset, offset, size, fastpath, sync, interval)
         self.last = None
         with self._exclusive():
-            answer = None
+            pending = None
             seconds = _CANCEL_SECONDS  # that the end of the copy may take after an exception
             try:
-                answer = self._ask(Result, request, (host_fd, mount_fd), progress)
-                if not self._wait(answer, cancel=cancel):
-                    self._send(protocol.Cancel(number))
+                pending = self._start(request, protocol.Result, (host_fd, mount_fd), progress)
+                if not self._wait(pending, cancel=cancel):
+                    self._send(protocol.Cancel(request.id))
                     seconds = 0.0
-                    self._wait(answer, seconds=_CANCEL_SECONDS)
+                    self._wait(pending, seconds=_CANCEL_SECONDS)
             except BaseException:
                 try:
-                    if answer is not None and not self.lost:
-                        answer.progress = None
+                    if pending is not None and not self.lost:
+                        pending.progress = None
                         with suppress(OSError):
-                            self._send(protocol.Cancel(number))
-                            self._wait(answer, seconds=seconds)
+                            self._send(protocol.Cancel(request.id))
+                            self._wait(pending, seconds=seconds)
                 finally:
                     self.close()
                 raise
             finally:
-                if answer is not None and isinstance(answer.message, Result):
-                    self.last = answer.message
+                if pending is not None and isinstance(pending.message, protocol.Result):
+                    self.last = pending.message
         assert self.last is not None
         return self.last
 
-    def attach(self, fd: int, mode: str) -> Memory:
+    def attach(self, fd: int, mode: Mode) -> Memory:
         """Ask for the memory of an open file, which stays the caller's. OSError if the daemon refuses."""
-        number = next(self._numbers)
+        request = protocol.Attach(next(self._numbers), mode)
         with self._exclusive():
             try:
-                answer = self._memory(Attach(number, mode), (fd,))
+                answer = self._ask_for_memory(request, (fd,))
             except BaseException:
-                self._detached.append(number)  # it may be attached all the same
+                self._detached.append(request.id)  # it may be attached all the same
                 raise
         _check(answer[0])
         return answer
@@ -267,7 +236,7 @@ class Connection:
     def refresh(self, number: int, start: int) -> Memory:
         """Ask for the memory from ``start`` on. OSError if the daemon refuses."""
         with self._exclusive():
-            answer = self._memory(Refresh(number, start))
+            answer = self._ask_for_memory(protocol.Refresh(number, start))
         _check(answer[0])
         return answer
 
@@ -282,27 +251,54 @@ class Connection:
     def register(self, share: Share, size: int, file: int) -> int:
         """Have a file show memory. Returns the registration's number. OSError if the daemon refuses."""
         self.check_peer()
-        number = next(self._numbers)
         fields = (share.kind, share.offset, size, share.writable, share.pci_address, share.handle)
+        request = protocol.Register(next(self._numbers), *fields)
         with self._exclusive():
             try:
-                done = self._done(Register(number, *fields), [file] if share.fd < 0 else [file, share.fd])
+                done = self._ask(request, [file] if share.fd < 0 else [file, share.fd])
             except BaseException:  # the daemon may have registered it
                 if not self.lost:
-                    self._send(Unregister(number))
+                    self._send(protocol.Unregister(request.id))
                 raise
         _check(done)
-        return number
+        return request.id
 
     def unregister(self, number: int) -> None:
         """End a registration. OSError ETIMEDOUT if the daemon still uses the memory."""
-        self.request(Unregister(number))
+        self._change(protocol.Unregister(number))
 
-    def request(self, message: Change, descriptors: Sequence[int] = ()) -> None:
-        """Send a message and wait until it is done. OSError if the daemon refuses, or ends before."""
+    def set_quota(self, directory: int, uid: int | None, limit: int) -> None:
+        """Set the limit of a directory or a user; see :class:`gpufs.protocol.SetQuota`. OSError if refused."""
+        self._change(protocol.SetQuota(next(self._numbers), uid, limit), (directory,))
+
+    def revoke(self, file: int) -> None:
+        """End all leases on a file. OSError if the daemon refuses."""
+        self._change(protocol.Revoke(next(self._numbers)), (file,))
+
+    def _change(self, request: protocol.Request, descriptors: Sequence[int] = ()) -> None:
         with self._exclusive():
-            done = self._done(message, descriptors)
+            done = self._ask(request, descriptors)
         _check(done)
+
+    def _ask(self, request: protocol.Request, descriptors: Sequence[int]) -> protocol.Done:
+        pending = self._start(request, protocol.Done, descriptors)
+        self._wait(pending)
+        assert isinstance(pending.message, protocol.Done)
+        return pending.message
+
+    def _ask_for_memory(self, request: protocol.Attach | protocol.Refresh, descriptors: Sequence[int] = ()) -> Memory:
+        while request.id in self._pending:  # a refresh that was interrupted
+            self._receive()
+        pending = self._start(request, protocol.Attached, descriptors)
+        try:
+            self._wait(pending)
+            if pending.failure is not None:
+                raise pending.failure
+        except BaseException:
+            pending.abandon()
+            raise
+        assert isinstance(pending.message, protocol.Attached)
+        return pending.message, pending.pieces
 
     # ---- leases that end ----
 
@@ -335,13 +331,12 @@ class Connection:
 
     def _send_detaches(self) -> None:
         deadline = time.monotonic() + (0.0 if self._silent else _DETACH_SECONDS)
-        sent: list[_Answer] = []
-        while self._detached or not all(answer.complete for answer in sent):
-            # Half of the slots stay free for other requests. The daemon ends a connection that has too many.
-            while self._detached and len(self._owed) < self._most // 2:
-                sent.append(self._ask(Done, Detach(self._detached[0])))
+        sent: list[_Pending] = []
+        while self._detached or not all(pending.complete for pending in sent):
+            while self._detached and len(self._pending) < self._slots:
+                sent.append(self._start(protocol.Detach(self._detached[0]), protocol.Done))
                 self._detached.popleft()
-            self._read(deadline)
+            self._receive(deadline)
 
     def _retry(self) -> None:
         if not self._retrying:
@@ -358,59 +353,39 @@ class Connection:
         self._retrying = False
         self._end_leases()  # those that another thread has left to this one just now
 
-    # ---- answers ----
+    # ---- messages ----
 
-    def _done(self, message: Change, descriptors: Sequence[int]) -> Done:
-        answer = self._ask(Done, message, descriptors)
-        self._wait(answer)
-        assert isinstance(answer.message, Done)
-        return answer.message
-
-    def _memory(self, request: Attach | Refresh, descriptors: Sequence[int] = ()) -> Memory:
-        while (Attached, request.id) in self._owed:  # of a refresh that was interrupted
-            self._read()
-        answer = self._ask(Attached, request, descriptors)
-        try:
-            self._wait(answer)
-            if answer.failure is not None:
-                raise answer.failure
-        except BaseException:
-            answer.drop()
-            raise
-        assert isinstance(answer.message, Attached)
-        return answer.message, answer.pieces
-
-    def _ask(
+    def _start(
         self,
-        kind: type[Result | Attached | Done],
-        request: Copy | Attach | Refresh | Detach | Change,
+        request: protocol.Request,
+        kind: type[protocol.Answer],
         descriptors: Sequence[int] = (),
-        progress: Callable[[Progress], None] | None = None,
-    ) -> _Answer:
-        """Send a request; returns its answer, for which _wait() waits."""
-        while len(self._owed) >= self._most:  # answers for which no caller waits
-            self._read()
-        answer = self._owed[kind, request.id] = _Answer(progress)
+        progress: Callable[[protocol.Progress], None] | None = None,
+    ) -> _Pending:
+        """Send a request, whose last answer is a message of ``kind``. _wait() waits for it."""
+        while len(self._pending) >= self._slots:  # those that were abandoned
+            self._receive()
+        pending = self._pending[request.id] = _Pending(kind, progress)
         try:
             self._send(request, descriptors)
         except BaseException:
-            self._owed.pop((kind, request.id), None)
+            self._pending.pop(request.id, None)
             raise
-        return answer
+        return pending
 
-    def _wait(self, answer: _Answer, *, seconds: float | None = None, cancel: Cancellation | None = None) -> bool:
-        """Receive messages until an answer is complete. False if cancelled before; OSError ETIMEDOUT after ``seconds``.
+    def _wait(self, pending: _Pending, *, seconds: float | None = None, cancel: Cancellation | None = None) -> bool:
+        """Receive messages until a request is answered. False if cancelled before; OSError ETIMEDOUT after ``seconds``.
 
         Every request waits here.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        while not answer.complete:
-            if not self._read(deadline, cancel):
+        while not pending.complete:
+            if not self._receive(deadline, cancel):
                 return False
         return True
 
-    def _read(self, deadline: float | None = None, cancel: Cancellation | None = None) -> bool:
-        """Wait for one message and put it where it belongs. False if cancelled before."""
+    def _receive(self, deadline: float | None = None, cancel: Cancellation | None = None) -> bool:
+        """Wait for one message and give it to the request that it answers. False if cancelled before."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         if cancel is not None:
@@ -419,98 +394,79 @@ class Connection:
         ready = poll.poll(left)
         if not ready:
             self._silent = True
-            raise OSError(errno.ETIMEDOUT, "the daemon of the mount does not answer")
+            raise OSError(errno.ETIMEDOUT, _NO_ANSWER)
         if cancel is not None and any(fd == cancel.fileno() for fd, _ in ready):
             return False
         try:
-            message, descriptors = self._next_message()
-        except OSError as error:
-            if self.lost or error.errno != errno.EMFILE:
-                self.lost = True
-                raise
-            self._lose_memory(error)
-            return True
+            received = self._next_message()
+        except OSError:
+            self._lose()
+            raise
         self._silent = False
-        self._deliver(message, descriptors)
+        if received is not None:
+            self._deliver(*received)
         return True
 
-    def _deliver(self, message: ServerMessage, descriptors: list[int]) -> None:
-        """Add a message to the answer that it belongs to. Its descriptors are closed if no caller waits for them."""
-        if isinstance(message, Pieces):
-            self._add_pieces(message, descriptors)
-            return
-        protocol.close_all(descriptors)
-        if isinstance(message, Progress):
-            copying = self._owed.get((Result, message.id))
-            if copying is not None and copying.progress is not None:
-                copying.progress(message)
-        elif isinstance(message, Result | Attached | Done):
-            key = (type(message), message.id)
-            answer = self._owed.get(key)
-            if isinstance(message, Done):
-                self._owed.pop((Attached, message.id), None)  # the lease is over
-            if answer is None:
-                return
-            answer.message = message
-            if not isinstance(message, Attached) or not message.pieces:
-                answer.complete = True
-                del self._owed[key]
+    def _next_message(self) -> tuple[protocol.ServerMessage, list[int]] | None:
+        """Receive a message; its descriptors are the caller's. None for one whose descriptors found no free number.
 
-    def _add_pieces(self, message: Pieces, descriptors: list[int]) -> None:
-        from gpufs.engine import SharedPiece
-
-        if not len(message.offsets) == len(message.sizes) == len(descriptors) > 0:
-            protocol.close_all(descriptors)
-            self.lost = True
-            raise ProtocolError("the daemon sent pieces without their descriptors")
-        answer = self._owed.get((Attached, message.id))
-        if answer is None or not isinstance(answer.message, Attached):
-            protocol.close_all(descriptors)
-            return
-        answer.pieces += map(SharedPiece, message.offsets, message.sizes, descriptors)
-        if len(answer.pieces) >= answer.message.pieces:
-            answer.complete = True
-            del self._owed[Attached, message.id]
-        if not answer.wanted:
-            answer.drop()
-
-    def _lose_memory(self, failure: OSError) -> None:
-        """This process had no free descriptors for a message with memory: the requests for memory fail."""
-        for key, answer in list(self._owed.items()):
-            if key[0] is Attached:
-                answer.failure = failure
-                answer.complete = True
-                del self._owed[key]
-
-    def _send(self, message: ClientMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send a message. If the daemon has ended the connection, _next_message() reports why."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            protocol.send(self._sock, message, descriptors)
-
-    def _next_message(self) -> tuple[ServerMessage, list[int]]:
-        """Receive a message; its descriptors are the caller's. OSError at the end of the connection."""
+        OSError at the end of the connection.
+        """
         try:
             try:
                 data, descriptors = protocol.receive(self._sock, protocol.MAX_PIECES)
             except ConnectionResetError:
                 # Comes once, before anything else, if the daemon closed without reading our last message.
                 data, descriptors = protocol.receive(self._sock, protocol.MAX_PIECES)
-        except TimeoutError:
-            raise OSError(errno.ETIMEDOUT, "the daemon of the mount does not answer") from None
+        except protocol.ProtocolError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            for pending in self._pending.values():
+                if pending.kind is protocol.Attached:
+                    pending.failure = error
+            self._forget_complete()
+            return None
         try:
             if not data:
                 raise OSError(errno.ECONNRESET, "the daemon of the mount has ended")
             message = protocol.decode_server(data)
-            if isinstance(message, Goodbye):
-                self.lost = True
+            if isinstance(message, protocol.Goodbye):
                 raise OSError(message.error or errno.ECONNRESET, message.message)
         except OSError:
-            protocol.close_all(descriptors)
+            close_all(descriptors)
             raise
         return message, descriptors
 
+    def _deliver(self, message: protocol.ServerMessage, descriptors: list[int]) -> None:
+        """Add a message to the answer that it belongs to. Its descriptors are closed if no caller waits for them."""
+        pending = self._pending.get(message.id if isinstance(message, protocol.Answer) else _GREETING)
+        if pending is not None and isinstance(message, protocol.Pieces):
+            try:
+                pending.add_pieces(message, descriptors)
+            except protocol.ProtocolError:
+                self._lose()
+                raise
+        else:
+            close_all(descriptors)
+            if pending is None:
+                return
+            if isinstance(message, protocol.Progress) and pending.progress is not None:
+                pending.progress(message)
+            elif isinstance(message, pending.kind):
+                pending.message = message
+        self._forget_complete()
 
-def _check(answer: Attached | Done) -> None:
+    def _forget_complete(self) -> None:
+        for number in [number for number, pending in self._pending.items() if pending.complete]:
+            del self._pending[number]
+
+    def _send(self, message: protocol.ClientMessage, descriptors: Sequence[int] = ()) -> None:
+        """Send a message. If the daemon has ended the connection, _next_message() reports why."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            protocol.send(self._sock, message, descriptors)
+
+
+def _check(answer: protocol.Attached | protocol.Done) -> None:
     """OSError if the daemon has refused."""
     if answer.error:
         raise OSError(answer.error, answer.message)

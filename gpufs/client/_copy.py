@@ -6,17 +6,25 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Self
 
 from gpufs._naming import named_in
-from gpufs.client import _daemons, _ends
-from gpufs.client._connection import Cancellation
+from gpufs.client import _ends
+from gpufs.client._copy_job import CopyJob, Settings
+from gpufs.client._copy_types import (
+    Cancellation,
+    CopyError,
+    CopyOptions,
+    CopyProgress,
+    CopyResult,
+    Fastpath,
+    NotOnMountCopyError,
+)
 from gpufs.client._daemons import IdleConnections
-from gpufs.client._ends import Entry
-from gpufs.client._job import CopyJob, Fastpath, Settings
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult
-from gpufs.protocol import close_all
+from gpufs.client._ends import Entry, OpenFile
+from gpufs.mounting import MountTable
+from gpufs.syscalls import close_all
 
 # The name of a pipe, in messages.
 STREAM: Final = "-"
@@ -58,14 +66,14 @@ class Copier:
         partial: bool = False,
         notice: Callable[[str], None] | None = None,
     ) -> None:
-        if fastpath not in ("auto", "off", "require"):
-            raise ValueError(f"fastpath: {fastpath!r} is not one of auto, off, require")
-        connections = IdleConnections(required=fastpath == "require", notice=notice)
-        self._settings = Settings(fastpath, fsync, verify, preserve, partial, connections)
+        options = CopyOptions(fastpath, fsync, verify, preserve, partial)
+        self._mounts = MountTable()
+        self._settings = Settings(options, IdleConnections(required=fastpath == "require", notice=notice))
 
     def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         self._settings.connections.close()
+        self._mounts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +89,7 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copies one file to a name and overwrites an existing file. Raises CopyError.
+        """Copy one file to a name and overwrite an existing file. Raises CopyError.
 
         ``progress`` is called from this thread about ten times a second; an exception that it raises ends the copy. A
         copy that is cancelled before it starts changes nothing.
@@ -106,11 +114,11 @@ class Copier:
                 raise CopyError(errno.ECANCELED, "", source.path, destination.path)
         if not destination.path:
             raise CopyError(errno.ENOENT, "", destination.path)
-        source_fd, before = _ends.open_source(source)
+        opened = _ends.open_source(source)
         try:
-            return self._copy(source, source_fd, before, destination, progress, cancel)
+            return self._copy(opened, destination, progress, cancel)
         finally:
-            close_all((source_fd,))
+            close_all((opened.fd,))
 
     def copy_to_each(
         self,
@@ -120,7 +128,7 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> list[CopyResult | CopyError]:
-        """Copies one file to several names; the outcomes are in the order of ``destinations``.
+        """Copy one file to several names; the outcomes are in the order of ``destinations``.
 
         The source is read once for each mount: its first copy there is the source of the others. A destination that
         fails does not end the other copies. ``progress`` counts the bytes of all copies, and is called from several
@@ -128,7 +136,7 @@ class Copier:
         """
         from gpufs.client._fan_out import FanOut
 
-        return FanOut(self._settings, source, destinations, progress, cancel).run()
+        return FanOut(self._settings, self._mounts.by_device(), source, destinations, progress, cancel).run()
 
     def copy_from_stream(
         self,
@@ -138,29 +146,28 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copies what a pipe, or another open file, returns up to its end. Its descriptor stays the caller's.
+        """Copy what a pipe, or another open file, returns up to its end. Its descriptor stays the caller's.
 
         The calling thread reads, so an OSError that a signal handler raises ends the copy.
         """
-        source = Entry.of(STREAM)
-        return self._copy(source, source_fd, os.fstat(source_fd), destination, progress, cancel, stream=True)
+        source = OpenFile(Entry.of(STREAM), source_fd, os.fstat(source_fd))
+        return self._copy(source, destination, progress, cancel, stream=True)
 
     def _copy(
         self,
-        source: Entry,
-        source_fd: int,
-        before: os.stat_result,
+        source: OpenFile,
         destination: Entry,
         progress: Callable[[CopyProgress], None] | None,
         cancel: Cancellation | None,
         *,
         stream: bool = False,
     ) -> CopyResult:
-        mounts = _daemons.mounts_by_device()
+        mounts = self._mounts.by_device()
         try:
             with destination.located() as located:
-                job = CopyJob.open(self._settings, source, located, source_fd, before, mounts, stream=stream)
-                job.progress, job.cancel = progress, cancel
+                job = CopyJob.open(
+                    self._settings, mounts, source, located, stream=stream, progress=progress, cancel=cancel
+                )
                 return job.run()
         except CopyError:
             raise
@@ -175,32 +182,26 @@ class Copier:
         progress: Callable[[CopyProgress], None] | None = None,
         cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copies a file into a pipe, or another open file, whose descriptor stays the caller's."""
-        source_fd, before = _ends.open_source(source)
+        """Copy a file into a pipe, or another open file, whose descriptor stays the caller's."""
+        opened = _ends.open_source(source)
         try:
-            mounts = _daemons.mounts_by_device()
-            if before.st_dev not in mounts:
-                raise CopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
-            after = os.fstat(destination_fd)
-            if stat.S_ISREG(before.st_mode) and os.path.samestat(before, after):
+            mounts = self._mounts.by_device()
+            if opened.status.st_dev not in mounts:
+                raise NotOnMountCopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
+            output = OpenFile(Entry.of(STREAM), destination_fd, os.fstat(destination_fd))
+            if stat.S_ISREG(opened.status.st_mode) and os.path.samestat(opened.status, output.status):
                 raise CopyError(errno.EINVAL, "is the same file as the output", source.path)
-            output = Entry.of(STREAM)
-            job = CopyJob(self._settings, source, output, source_fd, destination_fd, before, after, False, mounts)
-            job.progress, job.cancel = progress, cancel
-            try:
-                job.to_stream()
-            except OSError as error:
-                raise job.failure(error, job.clean_up(partial=True)) from None
-            return job.result()
+            return CopyJob(self._settings, mounts, opened, output, progress=progress, cancel=cancel).run_to_stream()
         finally:
-            close_all((source_fd,))
+            close_all((opened.fd,))
 
-    def check_room(self, fd: int, needed: int, *, cancel: Cancellation | None = None) -> None:
-        """Raises OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+    def check_space(self, fd: int, needed: int, *, cancel: Cancellation | None = None) -> None:
+        """Raise OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
 
         Waits for the memory of files on a mount that have just been removed.
         """
-        self._settings.check_room(fd, needed, _daemons.mounts_by_device(), cancel)
+        mounts = self._mounts.by_device().get(os.fstat(fd).st_dev, [])
+        self._settings.space.check(fd, needed, mounts, cancel)
 
 
 @named_in("gpufs")
@@ -216,7 +217,7 @@ def copy(
     progress: Callable[[CopyProgress], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> CopyResult:
-    """Copies a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
+    """Copy a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
 
     Several files at once: :func:`copy_files`, or this function from several threads.
 
@@ -260,7 +261,7 @@ def copy(
     source = os.fsdecode(source)
     destination = _file_in(os.fsdecode(destination), source)
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
     ) as copier:
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
 
@@ -278,7 +279,7 @@ def copy_to_each(
     progress: Callable[[CopyProgress], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> list[CopyResult]:
-    """Copies one file to several GPUs and reads it once.
+    """Copy one file to several GPUs and read it once.
 
     The first copy on a mount is read from the source. The others are copied from it, between the GPUs.
 
@@ -315,14 +316,96 @@ def copy_to_each(
     if not names:
         raise ValueError("destinations: there are none")
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
     ) as copier:
         outcomes = copier.copy_to_each(
             Entry.of(source), [Entry.of(name) for name in names], progress=progress, cancel=cancel
         )
+    return _results(outcomes, f"copies of {source}")
+
+
+@named_in("gpufs")
+def copy_files(
+    sources: Iterable[str | os.PathLike[str]],
+    directory: str | os.PathLike[str],
+    *,
+    jobs: int = 4,
+    fastpath: Fastpath = "auto",
+    fsync: bool = False,
+    verify: bool = False,
+    preserve: bool = False,
+    partial: bool = False,
+) -> list[CopyResult]:
+    """Copy files into a directory, several at once.
+
+    Either the files or the directory are on a gpufs mount. Symbolic links to files are followed, so this copies a
+    snapshot from the cache of a hub.
+
+    Parameters
+    ----------
+    sources : iterable of paths
+        The files. Each gets a file of its name in the directory, which overwrites an existing one.
+    directory : path
+        A directory that exists.
+    jobs : int
+        How many files are copied at once.
+    fastpath, fsync, verify, preserve, partial
+        As for :func:`copy`.
+
+    Returns
+    -------
+    list of CopyResult
+        One for each source, in their order.
+
+    Raises
+    ------
+    ExceptionGroup
+        With a :class:`CopyError` for each file that failed. The other copies are complete.
+    NotADirectoryError
+        ``directory`` is not one.
+    ValueError
+        Two sources have one name.
+
+    Examples
+    --------
+    >>> gpufs.copy_files(Path("Qwen3-8B").iterdir(), "/mnt/gpufs/gpu0/Qwen3-8B")  # doctest: +SKIP
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    target = os.fspath(directory)
+    if not os.path.isdir(target):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), target)
+    paths = [os.fspath(source) for source in sources]
+    ends = {os.path.join(target, os.path.basename(path)): path for path in paths}
+    if len(ends) < len(paths):
+        raise ValueError("sources: two of them have one name, and would be one file in the directory")
+    cancel = Cancellation()
+    with (
+        Copier(
+            fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
+        ) as copier,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+
+        def copy_one(end: str) -> CopyResult | CopyError:
+            try:
+                return copier.copy_file(ends[end], end, cancel=cancel)
+            except CopyError as error:
+                return error
+
+        try:
+            outcomes = list(pool.map(copy_one, ends))
+        except BaseException:
+            cancel.cancel()
+            raise
+    return _results(outcomes, f"copies to {target}")
+
+
+def _results(outcomes: Sequence[CopyResult | CopyError], what: str) -> list[CopyResult]:
+    """The results, or an ExceptionGroup if a copy has failed."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, CopyError)]
     if errors:
-        raise ExceptionGroup(f"{len(errors)} of {len(names)} copies of {source} failed", errors)
+        raise ExceptionGroup(f"{len(errors)} of {len(outcomes)} {what} failed", errors)
     return [outcome for outcome in outcomes if isinstance(outcome, CopyResult)]
 
 
@@ -331,7 +414,7 @@ def _file_in(destination: str, source: str) -> str:
     return os.path.join(destination, os.path.basename(source)) if os.path.isdir(destination) else destination
 
 
-def warning_here() -> Callable[[str], None]:
+def _warning_here() -> Callable[[str], None]:
     """A function that warns of the line which calls this function's caller. Copies call it from any thread."""
     frame = sys._getframe(2)
     file, line, names = frame.f_code.co_filename, frame.f_lineno, frame.f_globals

@@ -1,72 +1,57 @@
-"""Finds the daemons of mounts, and keeps the connections to them."""
+"""Finds the daemons of mounts, keeps the connections to them, and sends the requests that need no more than one."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import socket
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpufs import mounting
-from gpufs.client._connection import Connection
+from gpufs.exceptions import NotOnMount
 from gpufs.mounting import MountEntry
+from gpufs.syscalls import identity
+
+if TYPE_CHECKING:
+    from gpufs.client._connection import Connection  # which the copy of a small file does not need
 
 _SOCKET_FILE: Final = ".gpufs/socket"
 _STATUS_FILE: Final = ".gpufs/status"
 _NO_ROOT: Final = "the root of the mount is not visible here"
-_CONNECT_SECONDS: Final = 15.0
 _PATH_MAX: Final = 4096
 _SILENT_SECONDS: Final = 60.0
 
 
-def mounts_by_device() -> dict[int, list[MountEntry]]:
-    """The places where gpufs is mounted by st_dev of their files. Asks no mount anything."""
-    found: dict[int, list[MountEntry]] = {}
-    for entry in mounting.listed():
-        if entry.fstype == mounting.FILESYSTEM_TYPE:
-            found.setdefault(entry.st_dev, []).append(entry)
-    return found
-
-
 def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) -> Connection:
-    """Connect to the daemon of the mount with this st_dev.
+    """Connect to the daemon of a mount.
 
-    ``trusting``: accept the daemon of any user, for a client that passes it only descriptors of its own mount. In a
-    container with a user namespace root's daemon can look like another user's.
+    Parameters
+    ----------
+    device
+        The st_dev of its files.
+    mounts
+        Where it is mounted.
+    trusting
+        Whether to accept the daemon of any user, for a client that passes it only descriptors of its own mount. In a
+        container with a user namespace root's daemon can look like another user's.
 
-    OSError, with the reason as its text: the mount's root is not visible here, no service answers there, its socket is
-    closed to others (EACCES), it has too many connections (EBUSY), or it is neither ours nor root's (EPERM).
+    Raises
+    ------
+    OSError
+        The reason is its text: the mount's root is not visible here, no service answers there, its socket is closed to
+        others (EACCES), it has too many connections (EBUSY), or it is neither ours nor root's (EPERM).
     """
+    from gpufs.client._connection import Connection
+
     for entry in mounts:
-        if entry.root != "/":
-            continue
-        path = _socket_path(entry, device)
+        path = _socket_path(entry, device) if entry.root == "/" else None
         if path is not None:
-            connection = Connection(_connected(path))
-            try:
-                if not trusting:
-                    connection.check_peer()
-            except BaseException:
-                connection.close()
-                raise
-            return connection
+            return Connection(path, trusting=trusting)
     raise OSError(errno.ENOENT, _NO_ROOT)
-
-
-def status_of(device: int) -> dict[str, Any]:
-    """What the mount with this st_dev reports about itself. OSError ENOENT if its root is not visible here."""
-    whole = next((entry for entry in mounts_by_device()[device] if entry.root == "/"), None)
-    if whole is None:
-        raise OSError(errno.ENOENT, _NO_ROOT)
-    with open(os.path.join(whole.mountpoint, _STATUS_FILE)) as file:
-        report: dict[str, Any] = json.load(file)
-    return report
 
 
 def _socket_path(entry: MountEntry, device: int) -> str | None:
@@ -80,21 +65,49 @@ def _socket_path(entry: MountEntry, device: int) -> str | None:
         os.close(fd)
 
 
-def _connected(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+def status_of(mounts: list[MountEntry]) -> dict[str, Any]:
+    """What a mount reports about itself. OSError ENOENT if its root is not visible at any of these places."""
+    whole = next((entry for entry in mounts if entry.root == "/"), None)
+    if whole is None:
+        raise OSError(errno.ENOENT, _NO_ROOT)
+    with open(os.path.join(whole.mountpoint, _STATUS_FILE)) as file:
+        report: dict[str, Any] = json.load(file)
+    return report
+
+
+# ---- requests that need one connection for a moment ----
+
+
+def set_quota(directory: str, uid: int | None, limit: int) -> None:
+    """Limit what is below a directory, or with ``uid`` a user on its device; the mountpoint stands for all devices.
+
+    ``limit``: bytes, or NO_LIMIT (for users) or DEFAULT_LIMIT of gpufs.protocol. OSError with the daemon's reason if it
+    refuses, NotOnMount outside of mounts.
+    """
+    _with_daemon(directory, os.O_DIRECTORY, lambda daemon, fd: daemon.set_quota(fd, uid, limit))
+
+
+def revoke(path: str) -> None:
+    """End all leases on a file of a mount, so that it can be made smaller and replaced.
+
+    The programs keep their mappings: docs/contract.md says what these show. OSError with the daemon's reason if it
+    refuses, NotOnMount outside of mounts.
+    """
+    _with_daemon(path, 0, lambda daemon, fd: daemon.revoke(fd))
+
+
+def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     try:
-        # With Python's own timeout connect(2) would not wait in the queue but fail with EAGAIN.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_CONNECT_SECONDS), 0))
-        try:
-            sock.connect(path)
-        except BlockingIOError:
-            raise OSError(errno.ETIMEDOUT, "the daemon does not answer") from None
-        except OSError as error:
-            raise OSError(error.errno or errno.EIO, f"{path}: {error.strerror or error}") from None
-        return sock
-    except BaseException:
-        sock.close()
-        raise
+        device = identity(fd).device
+        mounts = mounting.by_device().get(device)
+        if mounts is None:
+            raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
+        # It gets the descriptor of its own file and nothing else.
+        with connect(device, mounts, trusting=True) as daemon:
+            ask(daemon, fd)
+    finally:
+        os.close(fd)
 
 
 # ---- the connection that keeps leases and registrations ----
@@ -103,12 +116,15 @@ _shared: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDiction
 _shared_lock = threading.Lock()
 
 
-def shared_connection(device: int) -> Connection:
-    """The connection on which this process has its leases and registrations of a mount, as long as there are any."""
+def shared_connection(device: int, mounts: list[MountEntry]) -> Connection:
+    """The connection on which this process has its leases and registrations of a mount, as long as there are any.
+
+    If it has ended, another one is made, for new leases and registrations.
+    """
     with _shared_lock:
         connection = _shared.get(device)
         if connection is None or connection.ended:
-            connection = _shared[device] = connect(device, mounts_by_device()[device], trusting=True)
+            connection = _shared[device] = connect(device, mounts, trusting=True)
         return connection
 
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from gpufs import syscalls
-from gpufs.client._outcome import CopyError, text_of
+from gpufs.client._copy_types import CopyError, DaemonDiedCopyError
+from gpufs.exceptions import text_of
 
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
@@ -56,13 +57,23 @@ class Entry(NamedTuple):
             os.close(fd)
 
 
+class OpenFile(NamedTuple):
+    """One end of a copy: its name, its descriptor, and its attributes when it was opened."""
+
+    entry: Entry
+    fd: int
+    status: os.stat_result
+
+
 def path_of(fd: int) -> str:
     """A path that means what a descriptor of this process means, of whatever kind it is."""
     return f"/proc/self/fd/{fd}"
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
-    return CopyError(error.errno or errno.EIO, text_of(error), path)
+    return (DaemonDiedCopyError if error.errno == errno.ENOTCONN else CopyError)(
+        error.errno or errno.EIO, text_of(error), path
+    )
 
 
 def open_path(entry: Entry) -> int:
@@ -78,8 +89,8 @@ def _check_kind(path: str, status: os.stat_result) -> None:
         raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
 
 
-def open_source(entry: Entry) -> tuple[int, os.stat_result]:
-    """The source, open for reading, and its attributes. CopyError if it cannot be opened."""
+def open_source(entry: Entry) -> OpenFile:
+    """The source, open for reading. CopyError if it cannot be opened."""
     try:
         named = open_path(entry)
         try:
@@ -91,7 +102,7 @@ def open_source(entry: Entry) -> tuple[int, os.stat_result]:
         finally:
             os.close(named)
         try:
-            return fd, os.fstat(fd)
+            return OpenFile(entry, fd, os.fstat(fd))
         except BaseException:
             os.close(fd)
             raise
@@ -101,8 +112,9 @@ def open_source(entry: Entry) -> tuple[int, os.stat_result]:
         raise open_failure(error, entry.path) from None
 
 
-def size_of(fd: int, status: os.stat_result) -> int:
-    return os.lseek(fd, 0, os.SEEK_END) if stat.S_ISBLK(status.st_mode) else status.st_size
+def size_of(file: OpenFile) -> int:
+    """Its size in bytes, also of a block device."""
+    return os.lseek(file.fd, 0, os.SEEK_END) if stat.S_ISBLK(file.status.st_mode) else file.status.st_size
 
 
 def open_destination(
@@ -130,13 +142,13 @@ def open_destination(
                         raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", entry.path) from None
                     continue  # another process has just created it
             try:
-                there = os.fstat(named)
-                check_device(there.st_dev)
-                if os.path.samestat(there, source):
+                status = os.fstat(named)
+                check_device(status.st_dev)
+                if os.path.samestat(status, source):
                     raise CopyError(errno.EINVAL, "is the same file as the source", entry.path)
-                if stat.S_ISDIR(there.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", entry.path)
-                _check_kind(entry.path, there)
+                _check_kind(entry.path, status)
                 flags = os.O_CLOEXEC | os.O_NOCTTY
                 try:
                     return os.open(path_of(named), access | flags), False
@@ -163,10 +175,10 @@ def _is_link(entry: Entry) -> bool:
 
 
 def remove(entry: Entry, fd: int) -> bool:
-    """Removes the name of an open file; False where it has another name by now, or could not be removed."""
+    """Remove the name of an open file; False where it has another name by now, or could not be removed."""
     try:
-        there = os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False)
-        if not os.path.samestat(there, os.fstat(fd)):
+        status = os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False)
+        if not os.path.samestat(status, os.fstat(fd)):
             return False
         os.unlink(entry.name, dir_fd=entry.directory)
     except OSError:
@@ -202,13 +214,13 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
 
 
 def settle_on_mount(fd: int) -> None:
-    """Drops the kernel's cache of a file that the daemon has changed."""
+    """Drop the kernel's cache of a file that the daemon has changed."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     syscalls.refresh(fd)
 
 
 def preserve(target: int | str, source: os.stat_result) -> None:
-    """Sets owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
+    """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
     mode = stat.S_IMODE(source.st_mode)
     try:
         os.chown(target, source.st_uid, source.st_gid)
@@ -224,7 +236,7 @@ def preserve(target: int | str, source: os.stat_result) -> None:
 
 
 def make_durable(fd: int, directory: int | None, *, synced: bool) -> None:
-    """Writes a file to disk, and ``directory`` if the file's name there is new."""
+    """Write a file to disk, and ``directory`` if the file's name there is new."""
     if not synced:
         os.fsync(fd)
     if directory is not None:

@@ -10,25 +10,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from gpufs.client import _daemons, _ends
-from gpufs.client._connection import Cancellation
-from gpufs.client._job import CopyJob, Settings
-from gpufs.client._outcome import CopyError, CopyProgress, CopyResult, text_of
-from gpufs.protocol import close_all
-
-if TYPE_CHECKING:
-    from gpufs.client._ends import Entry
+from gpufs.client import _ends
+from gpufs.client._copy_job import CopyJob, Mounts, Settings
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
+from gpufs.client._ends import Entry, OpenFile
+from gpufs.syscalls import close_all
 
 Outcome: TypeAlias = CopyResult | CopyError
-
-
-class _Copy(NamedTuple):
-    """A complete copy of the source, open for reading."""
-
-    entry: Entry
-    fd: int
 
 
 class FanOut:
@@ -41,12 +31,14 @@ class FanOut:
     def __init__(
         self,
         settings: Settings,
+        mounts: Mounts,
         source: Entry,
         destinations: Sequence[Entry],
         progress: Callable[[CopyProgress], None] | None,
         cancel: Cancellation | None,
     ) -> None:
         self._settings = settings
+        self._mounts = mounts
         self._source = source
         self._destinations = destinations
         self._progress = progress
@@ -58,22 +50,21 @@ class FanOut:
         self._verified: dict[int, int] = {}
 
     def run(self) -> list[Outcome]:
-        """Copies to all destinations. Their outcomes, in order."""
+        """Copy to all destinations. Their outcomes, in order."""
         try:
-            source_fd, before = _ends.open_source(self._source)
+            source = _ends.open_source(self._source)
         except CopyError as error:
             return [error] * len(self._destinations)
         with self._opened as opened:
-            opened.callback(close_all, (source_fd,))
+            opened.callback(close_all, (source.fd,))
             # A failure cancels these copies, but not others of the caller's that have the same object.
             self._cancel = opened.enter_context(self._cancel.follower())
-            mounts = _daemons.mounts_by_device()
             groups: dict[int, list[tuple[int, CopyJob]]] = defaultdict(list)
             seen: set[tuple[int, int]] = set()
             for place, destination in enumerate(self._destinations):
                 try:
                     located = opened.enter_context(destination.located())
-                    job = CopyJob.open(self._settings, self._source, located, source_fd, before, mounts, readable=True)
+                    job = self._open(place, source, located)
                 except CopyError as error:
                     self._outcomes[place] = error
                     continue
@@ -81,40 +72,45 @@ class FanOut:
                     self._outcomes[place] = _ends.open_failure(error, destination.path)
                     continue
                 opened.callback(_close, job)
-                if (job.after.st_dev, job.after.st_ino) in seen:
+                status = job.destination.status
+                if (status.st_dev, status.st_ino) in seen:
                     text = "is given more than once as a destination"
                     self._outcomes[place] = CopyError(errno.EINVAL, text, destination.path)
                     continue
-                seen.add((job.after.st_dev, job.after.st_ino))
-                job.cancel = self._cancel
-                if self._progress is not None:
-                    job.progress = partial(self._report, place)
-                groups[job.after.st_dev].append((place, job))
+                seen.add((status.st_dev, status.st_ino))
+                groups[status.st_dev].append((place, job))
             for device, jobs in groups.items():
-                copies = [_Copy(self._source, source_fd)] if device in mounts and device == before.st_dev else []
-                self._copy_group(jobs, copies, shares=device in mounts)
+                shares = device in self._mounts
+                copies = [source] if shares and device == source.status.st_dev else []
+                self._copy_group(jobs, copies, shares=shares)
         return [self._outcomes[place] for place in range(len(self._destinations))]
 
-    def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[_Copy], *, shares: bool) -> None:
-        """Copies to destinations of one file system. ``copies``: what can be read there."""
+    def _open(self, place: int, source: OpenFile, destination: Entry) -> CopyJob:
+        progress = None if self._progress is None else partial(self._report, place)
+        return CopyJob.open(
+            self._settings, self._mounts, source, destination, readable=True, progress=progress, cancel=self._cancel
+        )
+
+    def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[OpenFile], *, shares: bool) -> None:
+        """Copy to destinations of one file system. ``copies``: what can be read there."""
         attributes = jobs[0][1].attributes
         ours = len(copies)
         while jobs:
             count = max(min(len(copies), len(jobs)), 1)
             batch, jobs = jobs[:count], jobs[count:]
             for (_, job), copy in zip(batch, copies, strict=False):
-                job.read_from(*copy)
+                job.read_from(copy)
             for copied in filter(None, self._copy_at_once(batch)):
                 # One that may be written only is not a source.
                 if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
                     copies.append(copied)
-        if self._settings.preserve and len(copies) > ours:
+        if self._settings.options.preserve and len(copies) > ours:
             for copy in copies[ours:]:
                 with suppress(OSError):  # this worked before
                     _ends.preserve(copy.fd, attributes)  # they have been read since
 
-    def _copy_at_once(self, batch: list[tuple[int, CopyJob]]) -> list[_Copy | None]:
-        """Makes copies; returns those that are complete, and None for each failure."""
+    def _copy_at_once(self, batch: list[tuple[int, CopyJob]]) -> list[OpenFile | None]:
+        """Make copies; returns those that are complete, and None for each failure."""
         if len(batch) == 1:  # on this thread, which an interrupt ends
             return [self._copy(batch[0])]
         from concurrent.futures import ThreadPoolExecutor
@@ -126,34 +122,29 @@ class FanOut:
                 self._cancel.cancel()
                 raise
 
-    def _copy(self, one: tuple[int, CopyJob]) -> _Copy | None:
-        """Makes one copy; returns it, with a descriptor of its own, unless it fails."""
-        place, job = one
-        names = (job.source.path, job.destination.path)
-        if job.cancel is not None and job.cancel.cancelled:
+    def _copy(self, placed: tuple[int, CopyJob]) -> OpenFile | None:
+        """Make one copy; returns it, with a descriptor of its own, unless it fails."""
+        place, job = placed
+        if job.cancelled:
+            names = (job.source.entry.path, job.destination.entry.path)
             self._outcomes[place] = CopyError(errno.ECANCELED, "", *names)
             return None
-        fd = os.dup(job.destination_fd)
+        fd = os.dup(job.fd)
         try:
             self._outcomes[place] = job.run()
-        except OSError as error:
+        except CopyError as error:
             close_all((fd,))
-            failure = (
-                error if isinstance(error, CopyError) else CopyError(error.errno or errno.EIO, text_of(error), *names)
-            )
-            self._outcomes[place] = failure
+            self._outcomes[place] = error
             return None
         except BaseException:  # for example by progress()
             self._cancel.cancel()
             close_all((fd,))
             raise
-        finally:
-            job.destination_fd = -1  # closed
         self._opened.callback(close_all, (fd,))
-        return _Copy(job.destination, fd)
+        return OpenFile(job.destination.entry, fd, os.fstat(fd))
 
     def _report(self, place: int, progress: CopyProgress) -> None:
-        """Adds up the progress of all copies."""
+        """Add up the progress of all copies."""
         assert self._progress is not None
         with self._lock:
             counts = self._moved if progress.phase == "copy" else self._verified
@@ -163,8 +154,7 @@ class FanOut:
 
 
 def _close(job: CopyJob) -> None:
-    """Closes a destination that was opened and never copied to, and removes it if this created it."""
-    if job.destination_fd < 0:
-        return
-    job.clean_up(partial=False)
-    close_all((job.destination_fd,))
+    """Close a destination that was opened and never copied to, and remove it if this created it."""
+    if job.fd >= 0:
+        job.clean_up(partial=False)
+        job.close()

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from gpufs.client._shared_memory import Share
-from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, close_all, send_pieces
+from gpufs.drivers import DRIVERS
+from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, send_pieces
+from gpufs.syscalls import close_all
 
 # Attributes of a pointer; HIP has CUDA's numbers.
 _CONTEXT: Final = 1
@@ -25,11 +27,6 @@ _IPC_CAPABLE: Final = 10
 _ON_DEVICE: Final = 2
 _DESCRIPTOR: Final = 1
 
-_LIBRARIES: Final = {
-    "cuda": ("libcuda.so.1",),
-    "hip": ("libamdhip64.so.8", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"),
-}
-_PREFIXES: Final = {"cuda": "cu", "hip": "hip"}
 _NOT_SHAREABLE: Final = (
     "this memory was allocated so that no other process can map it. If torch allocated it with expandable segments, "
     "start the program without TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0, or without expandable_segments:True in "
@@ -51,16 +48,16 @@ class _Vendor:
 
     @staticmethod
     def _load(driver: str) -> ctypes.CDLL:
-        for name in _LIBRARIES[driver]:
+        for name in DRIVERS[driver].libraries:
             try:
                 return ctypes.CDLL(name)
             except OSError:
                 continue
-        raise OSError(errno.ENODEV, f"{_LIBRARIES[driver][0]} was not found")
+        raise OSError(errno.ENODEV, f"{DRIVERS[driver].libraries[0]} was not found")
 
     def call(self, name: str, *arguments: object) -> int:
         """The result code of a function that both vendors have; nonzero as well where the library lacks it."""
-        symbol = _PREFIXES[self._driver] + name
+        symbol = DRIVERS[self._driver].prefix + name
         function = getattr(self._library, f"{symbol}_v2", None) or getattr(self._library, symbol, None)
         return int(function(*arguments)) if function is not None else -1
 
@@ -108,15 +105,15 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
 
 def _allocations(vendor: _Vendor, address: int, size: int) -> list[tuple[int, int]]:
     """Address and size of the allocations that the memory is in: torch's expandable segments have many in a row."""
-    found = []
+    allocations = []
     at = address
     while at < address + size:
         start, length = ctypes.c_uint64(0), ctypes.c_size_t(0)
         if vendor.call("MemGetAddressRange", ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(at)):
             raise OSError(errno.EFAULT, f"{at:#x} is not an address of this process's memory on a GPU")
-        found.append((start.value, length.value))
+        allocations.append((start.value, length.value))
         at = start.value + length.value
-    return found
+    return allocations
 
 
 def _pci_address(vendor: _Vendor, address: int) -> str:

@@ -6,15 +6,20 @@ import errno
 import os
 import threading
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client import _daemons
-from gpufs.client._array_memory import ArrayMemory, memory_of
 from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import Share, share_host_memory
-from gpufs.formats.typed import TYPE_ATTRIBUTE, GivenType
+from gpufs.drivers import HOST
+from gpufs.exceptions import NotOnMount, failure_of_mount
+from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
+
+if TYPE_CHECKING:
+    from gpufs.engine._arrays import ArrayMemory
 
 # Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
 _registrations: set[Registration] = set()
@@ -34,7 +39,7 @@ class Registration:
 
     def __init__(self, connection: Connection, number: int, path: str, memory: ArrayMemory) -> None:
         self.path = path
-        self.nbytes = memory.size
+        self.nbytes = memory.bytes
         self._connection = connection
         self._number = number
         self._memory: ArrayMemory | None = memory  # kept allocated
@@ -113,9 +118,11 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
 
     Raises
     ------
+    NotOnMount
+        ``path`` is not on a gpufs mount.
     OSError
-        EEXIST: the file exists. EXDEV: ``path`` is not on a gpufs mount, or below the directory of another GPU.
-        EINVAL: the memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
+        EEXIST: the file exists. EXDEV: ``path`` is below the directory of another GPU than the memory's. EINVAL: the
+        memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
     TypeError, ValueError
         ``array`` is not an array, is empty, or is not contiguous.
 
@@ -125,17 +132,16 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     >>> with gpufs.register(activations, "/mnt/gpufs/gpu0/act7"):
     ...     subprocess.run(["sha256sum", "/mnt/gpufs/gpu0/act7"])
     """
-    memory = memory_of(array, size)
+    memory = _memory_of(array, size)
     kind = GivenType.of_array(array)
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     device = os.stat(directory).st_dev
-    if device not in _daemons.mounts_by_device():
-        raise OSError(errno.EXDEV, "is not on a gpufs mount", directory)
+    mounts = mounting.by_device().get(device)
+    if mounts is None:
+        raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", directory)
     try:
-        connection = _daemons.shared_connection(device)
-        if not connection.driver:
-            connection.driver = _daemons.status_of(device)["driver"]
+        connection = _daemons.shared_connection(device, mounts)
         share = _share(memory, connection.driver)
         try:
             return _create(connection, share, name, mode, memory, kind)
@@ -143,18 +149,45 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
             share.close()
     except OSError as error:
         if error.filename is None:
-            raise OSError(error.errno, error.strerror, name) from None
+            raise failure_of_mount(error, name) from None
         raise
 
 
+def _memory_of(array: Any, size: int | None) -> ArrayMemory:
+    """The memory of an array, or of an address and a size in bytes. TypeError, ValueError."""
+    from gpufs.engine._arrays import ArrayMemory, array_memory
+
+    if isinstance(array, int):
+        if size is None:
+            raise TypeError("an address needs a size in bytes")
+        memory = ArrayMemory(array, size, read_only=False, keep=None, on_host=None)
+    elif size is not None:
+        raise TypeError("size is for addresses: an array has its own")
+    elif hasattr(array, "data_ptr") and hasattr(array, "is_contiguous"):
+        # A torch tensor: the protocols refuse those that require a gradient, and some element types.
+        if array.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"a tensor on the device {array.device} has no memory that can be shared")
+        if not array.is_contiguous():
+            raise ValueError("the tensor is not contiguous: register a contiguous copy, or what it is a view of")
+        on_host = array.device.type == "cpu"
+        memory = ArrayMemory(array.data_ptr(), array.nbytes, read_only=False, keep=array, on_host=on_host)
+    else:
+        memory = array_memory(array)
+    if memory.bytes <= 0:
+        raise ValueError("the array is empty")
+    if memory.address <= 0:
+        raise ValueError(f"{memory.address:#x} is not an address")
+    return memory
+
+
 def _share(memory: ArrayMemory, driver: str) -> Share:
-    if driver == "host":
-        if memory.on_device:
+    if driver == HOST:
+        if memory.on_host is False:
             raise OSError(errno.EINVAL, "the array is on a GPU, and this is a mount of host memory")
-        return share_host_memory(memory.address, memory.size, writable=memory.writable)
-    if memory.on_device is False:
+        return share_host_memory(memory.address, memory.bytes, writable=not memory.read_only)
+    if memory.on_host:
         raise OSError(errno.EINVAL, "the array is in memory of the host, and this is a mount of GPUs")
-    return share_gpu_memory(driver, memory.address, memory.size, writable=memory.writable)
+    return share_gpu_memory(driver, memory.address, memory.bytes, writable=not memory.read_only)
 
 
 def _create(
@@ -166,7 +199,7 @@ def _create(
             if kind is not None:
                 with suppress(OSError):  # in a file that its owner may not write, or without memory for metadata
                     os.setxattr(file, TYPE_ATTRIBUTE, str(kind).encode("ascii", "replace"))
-            number = connection.register(share, memory.size, file)
+            number = connection.register(share, memory.bytes, file)
             return Registration(connection, number, path, memory)
         except BaseException:
             if os.path.samestat(os.fstat(file), os.lstat(path)):

@@ -38,7 +38,7 @@ class Share:
     handle: bytes = b""
 
     def close(self) -> None:
-        """Closes the descriptor."""
+        """Close the descriptor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -60,7 +60,7 @@ def share_host_memory(address: int, size: int, *, writable: bool) -> Share:
 
     OSError EINVAL if it is not shared memory, with what to do about it.
     """
-    run = [one for one in _mappings() if one.end > address and one.start < address + size]
+    run = [mapping for mapping in _mappings() if mapping.end > address and mapping.start < address + size]
     if not run or run[0].start > address:
         raise OSError(errno.EFAULT, f"no memory is mapped at address {address:#x}")
     first = run[0]
@@ -68,8 +68,8 @@ def share_host_memory(address: int, size: int, *, writable: bool) -> Share:
         raise OSError(errno.EINVAL, f"the memory is private to this process, so no other can show it: {_REMEDY}")
     # Mappings side by side may show one part of a file: the kernel splits a mapping whose attributes change.
     together = all(
-        (two.start, two.file, two.offset) == (one.end, one.file, one.offset + one.end - one.start)
-        for one, two in pairwise(run)
+        (after.start, after.file, after.offset) == (before.end, before.file, before.offset + before.end - before.start)
+        for before, after in pairwise(run)
     )
     if not together or run[-1].end < address + size:
         raise OSError(errno.EINVAL, f"the memory is not one part of one file in memory: {_REMEDY}")
@@ -84,7 +84,7 @@ def share_host_memory(address: int, size: int, *, writable: bool) -> Share:
 
 
 def _mappings() -> list[_Mapping]:
-    found = []
+    mappings = []
     with open("/proc/self/maps", errors="surrogateescape") as lines:
         for line in lines:
             match = _LINE.match(line)
@@ -92,10 +92,10 @@ def _mappings() -> list[_Mapping]:
                 continue
             start, end, mode, offset, major, minor, ino, path = match.groups()
             file = (os.makedev(int(major, 16), int(minor, 16)), int(ino))
-            found.append(
+            mappings.append(
                 _Mapping(int(start, 16), int(end, 16), mode[3] == "s", "w" in mode, int(offset, 16), file, path)
             )
-    return found
+    return mappings
 
 
 def _open(mapping: _Mapping, *, writable: bool) -> int | None:
@@ -126,5 +126,5 @@ def _fits(fd: int, mapping: _Mapping, *, writable: bool) -> bool:
     access = flags & os.O_ACCMODE
     if flags & os.O_PATH or not (access == os.O_RDWR or (access == os.O_RDONLY and not writable)):
         return False
-    found = os.fstat(fd)
-    return (found.st_dev, found.st_ino) == mapping.file
+    status = os.fstat(fd)
+    return (status.st_dev, status.st_ino) == mapping.file

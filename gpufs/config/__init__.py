@@ -5,7 +5,7 @@ from typing import Any
 
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
-from gpufs.config.memory import check_host, host_devices, host_memory, metadata_memory, numbers
+from gpufs.config.memory import check_host, host_devices, host_memory, is_memory_limited, metadata_memory, numbers
 
 __all__ = [
     "BY_NAME",
@@ -23,6 +23,7 @@ __all__ = [
     "host_devices",
     "host_memory",
     "io_options",
+    "is_memory_limited",
     "load",
     "metadata_memory",
     "numbers",
@@ -32,11 +33,11 @@ __all__ = [
 
 
 def io_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs of transfers by the names that :func:`gpufs.engine.io_configure` has for them."""
+    """Return the knobs of transfers by the names that :func:`gpufs.engine.io_configure` has for them."""
     return {name.removeprefix("io_"): values[name] for name in BY_NAME if name.startswith("io_")}
 
 
 def hip_memory(values: Mapping[str, Any]) -> Any:
-    """The engine's ``hip_memory``. If it is auto, ``io_fastpath`` decides before the kernel's abilities do."""
+    """Return the engine's ``hip_memory``. If it is auto, ``io_fastpath`` decides before the kernel's abilities do."""
     wanted = {"off": "virtual", "require": "plain"}.get(values["io_fastpath"], "auto")
     return wanted if values["hip_memory"] == "auto" else values["hip_memory"]

@@ -4,8 +4,9 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 MOST_DEVICES: Final = 64
 
@@ -14,7 +15,7 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value. ``parse`` raises ValueError for a text that is not allowed."""
+    """A kind of value. ``parse`` takes a text, and raises ValueError for one that is not allowed."""
 
     allowed: str  # ends the sentence "... is not allowed: "
     metavar: str
@@ -22,9 +23,31 @@ class Kind:
     choices: tuple[str, ...] = ()  # if only these words are allowed
     join: Callable[[Sequence[str]], str] | None = None  # makes one text of a list, where lists are allowed
 
+    def coerce(self, value: object) -> Any:
+        """Return the value for a text, or what a program or a TOML file gives. ValueError if it is not allowed."""
+        return self.parse(self.text_of(value))
+
+    def text_of(self, value: object) -> str:
+        """Return the text for a value of Python's types. ValueError for types that no kind has."""
+        if isinstance(value, (str, os.PathLike)):
+            return os.fsdecode(value)
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, float):
+            return f"{value:f}"  # without an exponent
+        if isinstance(value, SupportsIndex):
+            return str(index(value))
+        if self.join is not None and isinstance(value, Sequence) and all(map(_is_word, value)):
+            return self.join([str(word) for word in value])
+        raise ValueError(value)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, (str, SupportsIndex)) and not isinstance(value, bool)
+
 
 def size_text(size: int) -> str:
-    """A size in bytes as the shortest exact text that a size knob reads, for example "512M"."""
+    """Return a size in bytes as the shortest exact text that a size knob reads, for example "512M"."""
     for unit in ("T", "G", "M", "K"):
         if size and size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"
@@ -32,7 +55,7 @@ def size_text(size: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "4096", "512M", "1.5G", "4GiB"; K, M, G, T are powers of 1024. ValueError for anything else."""
+    """Return the bytes in "4096", "512M", "1.5G", "4GiB"; K to T are powers of 1024. ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if not match:
         raise ValueError(text)
@@ -43,7 +66,7 @@ def parse_size(text: str) -> int:
 
 
 def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False) -> Kind:
-    """A size in bytes within these bounds."""
+    """Return the kind of a size in bytes within these bounds."""
 
     def parse(text: str) -> int:
         value = parse_size(text)
@@ -60,12 +83,12 @@ def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False
 
 
 def duration_text(seconds: float) -> str:
-    """A time as the text that a duration knob reads, for example "100us"."""
+    """Return a time as the text that a duration knob reads, for example "100us"."""
     return f"{seconds * 1e6:g}us" if 0 < seconds < 1e-3 else f"{seconds:g}s"
 
 
 def integer(least: int, most: int) -> Kind:
-    """A whole number within these bounds."""
+    """Return the kind of a whole number within these bounds."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"\d+", text.strip(), re.ASCII) or not least <= int(text) <= most:
@@ -76,7 +99,7 @@ def integer(least: int, most: int) -> Kind:
 
 
 def flags(bits: int) -> Kind:
-    """A number of so many bits."""
+    """Return the kind of a number of ``bits`` bits."""
 
     def parse(text: str) -> int:
         value = int(text, 0)
@@ -88,7 +111,7 @@ def flags(bits: int) -> Kind:
 
 
 def duration(least: float, most: float) -> Kind:
-    """A time in seconds within these bounds."""
+    """Return the kind of a time in seconds within these bounds."""
 
     factors = {"": 1.0, "us": 1e-6, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -102,7 +125,7 @@ def duration(least: float, most: float) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """One of these words."""
+    """Return the kind of one of these words."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -130,7 +153,7 @@ def _parse_path(text: str) -> str:
 
 
 def join_backings(words: Sequence[str]) -> str:
-    """Joins several directories to show, each NAME=DIR or NAME=DIR:ro, to one setting; DIR may contain anything."""
+    """Join several directories to show, each NAME=DIR or NAME=DIR:ro, to one setting; DIR may contain anything."""
     return ",".join(word.replace("\\", "\\\\").replace(",", "\\,") for word in words)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpufs.config import kinds
+from gpufs.drivers import DRIVERS
 
 GRANULE: Final = 2 << 20  # the least memory that a device can have
 
@@ -41,16 +42,23 @@ class Knob:
         """The environment variable."""
         return "GPUFS_" + self.name.upper()
 
-    def parse(self, text: str, origin: str) -> Any:
-        """Parses a text. ConfigError names the knob, the origin and what is allowed."""
+    def coerce(self, value: object, origin: str) -> Any:
+        """Return the value for a text or what a program or a file gives instead.
+
+        ConfigError names the knob, the origin and what is allowed.
+        """
         try:
-            return self.kind.parse(text)
+            return self.kind.coerce(value)
         except ValueError:
-            shown = repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
+            try:
+                value = self.kind.text_of(value)
+            except ValueError:
+                pass  # a type that this knob does not have
+            shown = repr(value[: _SHOWN - 3] + "..." if isinstance(value, str) and len(value) > _SHOWN else value)
             raise ConfigError(f"{self.name}: {shown} ({origin}) is not allowed: {self.kind.allowed}") from None
 
     def describe_default(self) -> str:
-        """The default, for people."""
+        """Return the default, for people."""
         if self.default_text:
             return self.default_text
         if self.kind.metavar == "SIZE":
@@ -65,7 +73,7 @@ class Knob:
 KNOBS: Final[tuple[Knob, ...]] = (
     Knob(
         "driver",
-        kinds.choice("auto", "cuda", "hip", "host"),
+        kinds.choice("auto", *DRIVERS),
         "auto",
         "Driver to use. auto picks CUDA or HIP if the machine has a GPU, and fails if that GPU cannot be used. Only "
         "without a GPU it picks host memory, and says so.",
@@ -170,10 +178,16 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "Mount on a directory that has files, which the mount hides. By mount(8) and fstab that is always allowed.",
     ),
     Knob(
+        "survive",
+        kinds.BOOLEAN,
+        True,
+        "Start another daemon if the mount's daemon dies. Files, names and open files stay as they are.",
+    ),
+    Knob(
         "auto_unmount",
         kinds.BOOLEAN,
         True,
-        "Unmount automatically if the daemon dies. Needs one small process for each mount.",
+        "Unmount automatically if the daemon dies and the mount does not survive it.",
     ),
     Knob(
         "core_dumps",

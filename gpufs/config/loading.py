@@ -33,7 +33,7 @@ class Settings:
 
 
 def user_file(environ: Mapping[str, str]) -> Path | None:
-    """The calling user's configuration file; None if there is none, or if it or that directory is another user's.
+    """Return the calling user's configuration file; None if it is missing, or it or its directory is another user's.
 
     With sudo, HOME may be another user's: files there must not configure what root does.
     """
@@ -48,8 +48,8 @@ def user_file(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-def _read_file(path: Path, required: bool) -> dict[str, str]:
-    """The texts by knob in a TOML file; empty if a file that is not required does not exist."""
+def _read_file(path: Path, required: bool) -> dict[str, Any]:
+    """Return the values by knob in a TOML file, unchecked; empty if a file that is not required does not exist."""
     import tomllib  # most starts have no file to read
 
     try:
@@ -65,37 +65,27 @@ def _read_file(path: Path, required: bool) -> dict[str, str]:
         raise ConfigError(f"configuration file {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, not TOML
         raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
-    texts = {}
-    for key, value in table.items():
+    for key in table:
         if key not in BY_NAME:
             raise ConfigError(f"configuration file {path}: unknown key {key!r}{suggestion(key, BY_NAME)}")
-        if isinstance(value, bool):
-            texts[key] = str(value).lower()
-        elif isinstance(value, (str, int, float)):
-            texts[key] = str(value)
-        elif isinstance(value, list) and (join := BY_NAME[key].kind.join) and all(type(v) in (str, int) for v in value):
-            texts[key] = join([str(one) for one in value])
-        else:
-            raise ConfigError(f"{key}: {value!r} ({path}) is not allowed: {BY_NAME[key].kind.allowed}")
-    return texts
+    return table
 
 
 def load(
-    arguments: Mapping[str, str | bool | None],
+    arguments: Mapping[str, object],
     environ: Mapping[str, str] = os.environ,
     config_file: str | None = None,
     *,
     system_file: Path = SYSTEM_FILE,
-    said_by: Callable[[Knob], str] = lambda knob: knob.option,
+    origin_of: Callable[[Knob], str] = lambda knob: knob.option,
 ) -> Settings:
-    """The settings from the command line's ``arguments`` (None: not given), the environment and the files.
+    """Load the settings from ``arguments`` of a command line or a program (None: not given), environment and files.
 
-    ``said_by`` is how messages name an argument, by default as the option of the command line.
+    ``origin_of`` is how messages name an argument, by default as the option of the command line.
     ConfigError for a value that is not allowed, in whatever place, and for a file that cannot be read.
     """
-    layers: list[tuple[Callable[[Knob], str], Mapping[str, str]]] = []
-    given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in arguments.items()}
-    layers.append((said_by, {name: text for name, text in given.items() if text is not None}))
+    layers: list[tuple[Callable[[Knob], str], Mapping[str, object]]] = []
+    layers.append((origin_of, {name: value for name, value in arguments.items() if value is not None}))
     layers.append((lambda knob: knob.variable, {k.name: environ[k.variable] for k in KNOBS if k.variable in environ}))
     named = config_file or environ.get(CONFIG_VARIABLE)
     files = [Path(named)] if named else [file for file in (user_file(environ), system_file) if file]
@@ -106,17 +96,17 @@ def load(
     for knob in KNOBS:
         values[knob.name], origins[knob.name] = knob.default, "default"
         # From the weakest to the strongest, so that a bad value is found even if another one overrides it.
-        for origin, texts in reversed(layers):
-            if knob.name in texts:
+        for origin, given in reversed(layers):
+            if knob.name in given:
                 origins[knob.name] = origin(knob)
-                values[knob.name] = knob.parse(texts[knob.name], origins[knob.name])
+                values[knob.name] = knob.coerce(given[knob.name], origins[knob.name])
     settings = Settings(values, origins)
     _check_together(settings)
     return settings
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each variable of the environment that looks like a knob's and is none, with what was perhaps meant."""
+    """Return a line for each unknown variable of the environment that begins as a knob's does, with a suggestion."""
     known = [CONFIG_VARIABLE, *(knob.variable for knob in (*KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT))]
     return [
         f"the environment variable {name} is unknown and has no effect{suggestion(name, known)}"
@@ -126,7 +116,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a wrong word: which of the known ones is meant, if one is close."""
+    """Return the end of a message about a wrong word: which of the known ones is meant, if one is close."""
     import difflib  # for messages alone
 
     near = difflib.get_close_matches(word, known, 1)
@@ -134,7 +124,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _check_together(settings: Settings) -> None:
-    """ConfigError for values that are allowed alone but not together."""
+    """Raise ConfigError for values that are allowed alone but not together."""
     origins = settings.origins
     chunk, pinned = settings["io_chunk_bytes"], settings["io_pinned_bytes"]
     if pinned < chunk:

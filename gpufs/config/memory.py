@@ -2,15 +2,17 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from gpufs.config.knobs import GRANULE, ConfigError
+from gpufs.drivers import HOST
 from gpufs.units import bytes_text
 
 _LEAST_METADATA: Final = 16 << 20  # of the default
+_UNLIMITED: Final = 1 << 62  # or more, in version 1 of cgroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Memory:
 
 
 def numbers(path: Path) -> dict[str, int]:
-    """The numbers in a file of the kernel by the word before them, "" where a number is alone."""
+    """Return the numbers in a file of the kernel by the word before them, "" where a number is alone."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -31,26 +33,38 @@ def numbers(path: Path) -> dict[str, int]:
     return {name: int(value) for name, value in lines}  # "max", unlimited, is left out
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
-    found = []
+def _cgroups(root: Path, controller: str, base: str) -> Iterator[Path]:
+    """Yield the folder of our own cgroup, and those of the cgroups above it up to ``base``."""
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
-        return []
-    base = root / "sys/fs/cgroup"
-    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
-        folder = base / path
-        for group in (folder, *(above for above in folder.parents if above.is_relative_to(base))):
-            if (bound := numbers(group / "memory.max").get("")) is not None:
-                reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
-                used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
-                found.append((bound, max(bound - used, 0)))
+        return
+    for _, name, path in (line.split(":", 2) for line in lines):
+        if controller in name.split(","):
+            folder = root / base / path.lstrip("/")
+            yield from (folder, *(above for above in folder.parents if above.is_relative_to(root / base)))
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
+    found = []
+    for group in _cgroups(root, "", "sys/fs/cgroup"):
+        if (bound := numbers(group / "memory.max").get("")) is not None:
+            reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
+            used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
+            found.append((bound, max(bound - used, 0)))
     return found
 
 
+def is_memory_limited(root: Path = Path("/")) -> bool:
+    """Return whether a cgroup, of either version, limits the memory of this process."""
+    groups = _cgroups(root, "memory", "sys/fs/cgroup/memory")
+    bounds = [numbers(group / "memory.limit_in_bytes").get("", 0) for group in groups]
+    return bool(_cgroup_limits(root)) or any(0 < bound < _UNLIMITED for bound in bounds)
+
+
 def memory_of_machine(root: Path = Path("/")) -> Memory:
-    """This machine's memory. ``root`` contains /proc and /sys."""
+    """Return this machine's memory. ``root`` contains /proc and /sys."""
     fields = numbers(root / "proc/meminfo")
     total, available = fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024
     for limit, left in _cgroup_limits(root):
@@ -60,12 +74,12 @@ def memory_of_machine(root: Path = Path("/")) -> Memory:
 
 
 def metadata_memory(metadata: int | None) -> int:
-    """Bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
+    """Return bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
     return metadata or max(memory_of_machine().total_bytes // 16, _LEAST_METADATA)
 
 
 def host_devices(devices: int | Sequence[str]) -> int:
-    """How many devices the host driver simulates. ConfigError if particular GPUs are asked for."""
+    """Return how many devices the host driver simulates. ConfigError if particular GPUs are asked for."""
     if not isinstance(devices, int):
         raise ConfigError(
             f"devices: {','.join(devices)} names GPUs, but the host driver simulates devices: give their number"
@@ -74,13 +88,13 @@ def host_devices(devices: int | Sequence[str]) -> int:
 
 
 def check_host(values: Mapping[str, Any]) -> None:
-    """ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
-    if values["driver"] == "host":
+    """Raise ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
+    if values["driver"] == HOST:
         host_memory(values["memory"], host_devices(values["devices"]))
 
 
 def host_memory(memory: int | None, count: int) -> int:
-    """Bytes for each of ``count`` simulated devices; ``memory`` is the user's choice, if any.
+    """Return bytes for each of ``count`` simulated devices; ``memory`` is the user's choice, if any.
 
     The default is half of the available memory divided by the devices, in whole granules. ConfigError if the sum is
     more than this machine or container has, or if too little is available for the default.

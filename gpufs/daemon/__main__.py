@@ -1,8 +1,289 @@
-"""`python -m gpufs.daemon` is the daemon of one mount."""
+"""The process that serves one mount: it builds the parts in order and takes them apart again whatever happens.
 
+``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--journal-fd N] MOUNTPOINT`` in a session of its
+own, with a :class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line
+there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}. ``--journal-fd`` is a
+descriptor of systemd's journal, for the log. The keeper starts it as ``python -m gpufs.daemon --takeover-fd N
+MOUNTPOINT`` in place of a daemon that has died.
+
+It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
+a mount that is in use is detached, and calls on its open files fail from then on. If the daemon dies in another way,
+the keeper (gpufs/daemon/keeper.py) starts another one, or the guard (gpufs/daemon/guard.py), which unmounts.
+"""
+
+import argparse
+import errno
+import logging
+import os
+import select
+import signal
+import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
-from gpufs.daemon.main import main
+import trio
+
+from gpufs import config, engine, service
+from gpufs._version import __version__
+from gpufs.daemon import control_plane, guard, limits, mountpoint, takeover
+from gpufs.daemon.devices import open_engine
+from gpufs.daemon.keeper import Keeper, Key
+from gpufs.daemon.logs import Log
+from gpufs.daemon.runtime import CountersFile, runtime_directory
+from gpufs.daemon.serving import SIGNALS, TASKS, Serving
+from gpufs.daemon.startup import Answer, MountRequest, StartFailure
+from gpufs.fs.connection import Connection
+
+log = logging.getLogger("gpufs.daemon")
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _reraise_simplified(failures: BaseExceptionGroup[BaseException]) -> None:
+    """Raise the one failure that the user gets a line about, if it is among these: no start, or no memory."""
+    if failures.split(StartFailure)[0] is not None:
+        failure: BaseException = failures
+        while isinstance(failure, BaseExceptionGroup):
+            failure = next(iter((failure.subgroup(StartFailure) or failure).exceptions))
+        raise failure from None
+    if failures.subgroup(lambda each: isinstance(each, MemoryError) or getattr(each, "errno", 0) == errno.ENOMEM):
+        raise MemoryError from None
+
+
+def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Takeover | None) -> None:
+    """Serves one mount from its engine to its end, a new one or one whose daemon has died (``taken``).
+
+    StartFailure if it cannot be started.
+    """
+    values = request.config
+    for _, path, _ in values["backing"] or ():
+        mountpoint.refuse_itself(path, request.mountpoint)
+    runtime = runtime_directory(allow_other=bool(values["allow_other"]))
+    with ExitStack() as parts, _start_of(taken) as started:
+        owner = _watch(request.owner, parts) if taken is None else taken.held.get(Key.OWNER, -1)
+        counters = CountersFile(runtime, request.mountpoint)
+        service.sweep(runtime)
+        parts.callback(counters.remove)
+        opened, notes = open_engine(values, counters.path)
+        parts.callback(opened.close)
+        with _start_failures():
+            engine.io_configure(opened, **config.io_options(values))
+            relay_fd, control_fd = engine.relay_pair()
+        control = parts.enter_context(socket.socket(fileno=control_fd))
+        early = _note_signals()
+        obstacle = takeover.obstacle(values, opened)
+        keeper = _start_keeper(request, obstacle, parts) if taken is None else parts.enter_context(taken.keeper)
+        ended = threading.Event()  # the kernel has ended the connection
+        if taken is None:
+            try:
+                fuse_fd, entry = parts.enter_context(mountpoint.mounted(request, ended.is_set))
+            except BaseException:
+                os.close(relay_fd)
+                raise
+        else:
+            fuse_fd, entry = os.dup(taken.held[Key.CONNECTION]), taken.entry
+            parts.enter_context(mountpoint.unmounted_at_the_end(entry, ended.is_set))
+        survives = keeper is not None and obstacle is None
+        if keeper is not None and values["auto_unmount"]:
+            # What survives stays mounted if no daemon can be started: `gpufs restart` starts one later.
+            keeper.give_up_with([] if survives else _guard(request, entry.identity))
+        counters.belongs_to(entry.device)
+        with _start_failures():
+            mount = engine.Mount(
+                opened,
+                fuse_fd,
+                relay_fd,
+                reader_threads=values["reader_threads"],
+                worker_threads=values["worker_threads"],
+                reader_spin=values["reader_spin"],
+                max_write=values["max_write"],
+                mask_flags=values["mask_flags"],
+                entry_timeout=values["entry_timeout"],
+                attribute_timeout=values["attribute_timeout"],
+                metadata_bytes=config.metadata_memory(values["metadata"]),
+                user_bytes=values["user_memory"],
+                keeper_fd=keeper.socket_fd if keeper is not None and survives else -1,
+                journal_fd=-1 if taken is None else os.dup(taken.held[Key.JOURNAL]),
+                kept=None if taken is None else taken.memory,
+            )
+        parts.callback(mount.close)
+        if keeper is not None and survives:
+            takeover.prepare(keeper, request, logs, mount, entry, connection=fuse_fd, owner=owner)
+        # fusermount3, which mounts for plain users, does not take all flags.
+        asked = frozenset(request.flags) if os.geteuid() != 0 else frozenset()
+        mountpoint.set_access_times(mount, entry.flags, asked)
+        socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
+        serving = Serving(
+            request,
+            answer,
+            logs,
+            mount,
+            entry,
+            keeper,
+            socket_path=socket_path,
+            early=early,
+            owner=owner,
+            notes=notes,
+            died=None if taken is None else taken.died,
+        )
+        operations = control_plane.build(request, mount, serving)
+        mount.start()
+        started()
+        log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
+        try:
+            trio.run(serving.run, Connection(control, operations, TASKS), operations)
+        except BaseExceptionGroup as failures:
+            if survives and serving.answers and mount.obstacle() is None:
+                log.critical("the daemon has failed: another one takes over", exc_info=True)
+                takeover.leave_to_the_keeper(1)
+            _reraise_simplified(failures)
+            raise
+        finally:
+            if _is_readable(mount.ended_fd):
+                ended.set()
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
+    log.info("the mount at %s has ended", request.mountpoint)
+
+
+@contextmanager
+def _start_of(taken: takeover.Takeover | None) -> Iterator[Callable[[], None]]:
+    """The time until the mount is served again, if it is taken over: a failure must take nothing apart until then.
+
+    Yields the function that ends this time.
+    """
+    over = threading.Event()
+    try:
+        yield over.set
+    except BaseException as failure:
+        if taken is not None and not over.is_set():
+            known = isinstance(failure, StartFailure)
+            log.critical("cannot take over: %s", failure if known else "internal failure", exc_info=not known)
+            takeover.leave_to_the_keeper(1)
+        raise
+
+
+def _start_keeper(request: MountRequest, obstacle: str | None, parts: ExitStack) -> Keeper | None:
+    """Start the keeper, which ends with the ``parts``. None if nothing is to be done after the daemon's death.
+
+    The mount is useful without it, so a keeper that cannot be started is only logged.
+    """
+    unmounts = request.config["auto_unmount"]
+    if not unmounts and obstacle is not None:
+        return None
+    try:
+        keeper = parts.enter_context(Keeper(request.mountpoint))
+    except OSError as failure:
+        log.error("the mount ends with its daemon, and no auto_unmount: %s", failure)
+        return None
+    if unmounts:
+        keeper.give_up_with(_guard(request, ""))
+    return keeper
+
+
+def _guard(request: MountRequest, identity: str) -> list[str]:
+    """Return the command that unmounts if this daemon has died."""
+    words = [str(os.getpid()), request.mountpoint, request.config["log_file"] or "", identity]
+    return [sys.executable, "-I", "-S", guard.__file__, *words]
+
+
+def _watch(process: int | None, parts: ExitStack) -> int:
+    """Return a descriptor that becomes readable when the process ends; -1 without one."""
+    if process is None:
+        return -1
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        raise StartFailure(errno.ESRCH, "the program that mounts has ended") from None
+    parts.callback(os.close, descriptor)
+    return descriptor
+
+
+def _note_signals() -> list[int]:
+    """Block the signals that end the mount. The list gets those that arrive all the same.
+
+    A vendor library's threads may receive them. And while the mount ends, another signal must not end the process
+    before everything is taken apart.
+    """
+    early: list[int] = []
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    for number in SIGNALS:
+        signal.signal(number, lambda arrived, _: early.append(arrived))
+    return early
+
+
+@contextmanager
+def _start_failures() -> Iterator[None]:
+    """Turn an engine's failure into one line for the user."""
+    try:
+        yield
+    except engine.EngineError as failure:
+        raise StartFailure.of(failure) from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve the mount of the command line, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="gpufs.daemon")
+    parser.add_argument("--answer-fd", type=int)
+    parser.add_argument("--journal-fd", type=int, default=-1)
+    parser.add_argument("--takeover-fd", type=int)
+    parser.add_argument("mountpoint")
+    chosen = parser.parse_args(arguments)
+    if chosen.answer_fd is not None:
+        os.set_inheritable(chosen.answer_fd, False)
+    if chosen.journal_fd >= 0:
+        os.set_inheritable(chosen.journal_fd, False)
+    answer = Answer(chosen.answer_fd)
+    logs = None
+    try:
+        taken = None
+        if chosen.takeover_fd is not None:
+            taken = takeover.begin(chosen.takeover_fd, chosen.mountpoint)
+        request = taken.request if taken is not None else MountRequest.decode(sys.stdin.buffer.read())
+        limits.set_limits(core_dumps=bool(request.config["core_dumps"]))
+        logs = Log(
+            request.config["log_file"],
+            request.config["log_level"],
+            foreground=request.foreground and taken is None,
+            journal=chosen.journal_fd if taken is None else taken.held.get(Key.LOG, -1),
+        )
+        limits.spare_from_oom_killer()
+        os.umask(0)
+        _serve(request, answer, logs, taken)
+    except StartFailure as failure:
+        if chosen.takeover_fd is not None:
+            log.error("%s", failure.message)  # no launcher waits for it
+        _report(answer, failure.errno, failure.message)
+        return 1
+    except MemoryError:
+        log.error("out of memory: the mount ends")
+        _report(answer, errno.ENOMEM, "out of memory")
+        return 1
+    except Exception as failure:
+        log.exception("the mount failed")
+        code = failure.errno if isinstance(failure, OSError) else None
+        _report(answer, code or errno.EIO, str(failure) if code else f"internal failure: {failure}")
+        return 1
+    finally:
+        if logs is not None:
+            logs.close()
+    return 0
+
+
+def _report(answer: Answer, code: int, message: str) -> None:
+    """Report to the launcher, or to the user if it runs in the foreground, why there is no mount."""
+    try:
+        if not answer.give({"error": code, "message": message}):
+            print(f"gpufs: {message}", file=sys.stderr)
+    except OSError:
+        pass  # the launcher has gone
+
 
 if __name__ == "__main__":
     sys.exit(main())

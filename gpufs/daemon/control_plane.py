@@ -1,4 +1,4 @@
-"""Joins the parts of the control plane: the tree of names, the files below .gpufs, and the answers to requests."""
+"""Joins the parts of the control plane: the files below .gpufs, the host's files, and the answers to requests."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,19 +12,18 @@ from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases
 from gpufs.fs.control_files import Content
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.handles import Handles
-from gpufs.fs.nodes import Directory, Node
+from gpufs.fs.layout import place_names
 from gpufs.fs.quotas import Quotas
 from gpufs.fs.replies import Replies
-from gpufs.fs.tree import Tree
 
 
-def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple[Operations, Tree]:
-    """The control plane's answers to requests, and the tree of names that they are about."""
+def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Operations:
+    """Create the names that every mount has, and what answers for control files and the host's files."""
     values, opened, entry = request.config, mount.engine, serving.entry
 
     def leases(uid: int) -> list[dict[str, Any]]:
         found = serving.service.leases(uid) if serving.service is not None else []
-        return _with_present_names(found, tree, request.mountpoint)
+        return _with_present_names(found, mount, request.mountpoint)
 
     status = MountStatus(
         mountpoint=request.mountpoint,
@@ -32,16 +31,16 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         devices=opened.devices,
         knobs=values,
         statistics=mount.statistics,
-        files=lambda index: tree.files[index],
+        files=mount.files,
         transfers=lambda: serving.service.statistics() if serving.service is not None else {},
         leases=leases,
         io=opened.io_statistics,
-        quotas=lambda uid: Quotas(tree, mount).as_list(uid),
+        quotas=Quotas(mount).as_list,
+        obstacle=serving.obstacle,
     )
     activity = MountActivity(
         status,
         mount,
-        paths=lambda inos: tree.paths(inos),
         copies=lambda uid: serving.service.copies(uid) if serving.service is not None else [],
     )
     counted = MountStatistics(opened, request.mountpoint)
@@ -55,7 +54,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
         "leases": lambda uid: leases_text(leases(uid)),
         "trace": lambda _: engine.Trace(),
     }
-    tree = Tree(
+    control_files = place_names(
         mount,
         [device.info.uuid for device in opened.devices],
         uid=os.geteuid(),
@@ -68,18 +67,18 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> tuple
     handles = Handles()
     replies = Replies(values["entry_timeout"], values["attribute_timeout"])
     if not values["backing"]:
-        return Operations(mount, handles, tree, replies), tree
+        return Operations(handles, control_files)
     shares = [Share(*one) for one in values["backing"]]
     ids = {"uid": os.geteuid(), "gid": os.getegid()}
     try:
-        backing = BackingHandler(tree, mount, handles, replies, shares, device=entry.st_dev, **ids)
+        backing = BackingHandler(mount, handles, replies, shares, device=entry.st_dev, **ids)
     except OSError as failure:
         path = os.fsdecode(failure.filename) if failure.filename else "backing"
         raise StartFailure.of(failure, f"backing: {path}: ") from None
-    return Operations(mount, handles, tree, replies, backing), tree
+    return Operations(handles, control_files, backing)
 
 
-def _with_present_names(leases: Sequence[dict[str, Any]], tree: Tree, mountpoint: str) -> list[dict[str, Any]]:
+def _with_present_names(leases: Sequence[dict[str, Any]], mount: engine.Mount, mountpoint: str) -> list[dict[str, Any]]:
     """Leases with the paths that their files have now, and "state".
 
     "present": a name leads to the file; "removed": none does, "path" is the former one; "replaced": that is another
@@ -87,28 +86,16 @@ def _with_present_names(leases: Sequence[dict[str, Any]], tree: Tree, mountpoint
     """
     prefix = mountpoint.rstrip("/") + "/"
     paths = {lease["path"] for lease in leases}
-    former = {path: _at(tree, path.removeprefix(prefix)) for path in paths if path.startswith(prefix)}
-    moved = set()
-    for lease in leases:
-        node = former.get(lease["path"])
-        if node is None or node.ino != lease["inode"]:
-            moved.add(lease["inode"])
-    names = tree.paths(moved)
-    found = []
+    former = {path: mount.find(os.fsencode(path.removeprefix(prefix))) for path in paths if path.startswith(prefix)}
+    moved = {lease["inode"] for lease in leases if former.get(lease["path"]) != lease["inode"]}
+    names = {ino: path for ino in moved if (path := mount.path(ino)) is not None}
+    named = []
     for lease in leases:
         ino = lease["inode"]
         if ino not in moved:
-            found.append({**lease, "state": "present"})
+            named.append({**lease, "state": "present"})
         elif ino in names:
-            found.append({**lease, "path": prefix + os.fsdecode(names[ino]), "state": "present"})
+            named.append({**lease, "path": prefix + os.fsdecode(names[ino]), "state": "present"})
         else:
-            found.append({**lease, "state": "replaced" if former.get(lease["path"]) else "removed"})
-    return found
-
-
-def _at(tree: Tree, path: str) -> Node | None:
-    """The node at a path below the root, without following symbolic links."""
-    node: Node | None = tree.root
-    for name in os.fsencode(path).split(b"/"):
-        node = node.entries.get(name) if isinstance(node, Directory) else None
-    return node
+            named.append({**lease, "state": "replaced" if former.get(lease["path"]) else "removed"})
+    return named

@@ -7,38 +7,35 @@ from typing import Any, Final
 
 from gpufs import config, engine
 from gpufs.daemon.startup import StartFailure
+from gpufs.drivers import DRIVERS, HOST
 from gpufs.units import bytes_text
 
-# The drivers of GPUs that `auto` tries, in this order, and what the kernel shows if it drives such a GPU.
-_KERNEL_DEVICES: Final = {"cuda": "/dev/nvidiactl", "hip": "/dev/kfd"}
-# Variables by which users hide GPUs from programs.
-_HIDING: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GIB: Final = float(1 << 30)
 
 
 def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, list[str]]:
-    """The engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
+    """Return the engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
 
     The driver ``auto`` takes host memory only if the machine has no GPU and none is asked for by name.
     """
     wanted: str = values["driver"]
     reasons: dict[str, engine.EngineError] = {}
-    for driver in (*_KERNEL_DEVICES, "host") if wanted == "auto" else (wanted,):
-        if reasons and driver == "host":
+    for driver in DRIVERS if wanted == "auto" else (wanted,):
+        if reasons and driver == HOST:
             _refuse_host_memory(values["devices"], reasons)
         try:
             opened = _open(driver, values, statistics_path)
         except config.ConfigError as failure:
             raise StartFailure(errno.EINVAL, str(failure)) from None
         except engine.EngineError as failure:
-            if wanted == "auto" and failure.errno in (errno.ENODEV, errno.ENXIO) and driver != "host":
+            if wanted == "auto" and failure.errno in (errno.ENODEV, errno.ENXIO) and driver != HOST:
                 reasons[driver] = failure
                 continue
             remedy = _remedy() if failure.errno == errno.ENODEV else ""
             raise StartFailure(failure.errno or errno.EIO, _text(failure) + remedy) from None
         break
     notes = []
-    if wanted == "auto" and opened.driver == "host":
+    if wanted == "auto" and opened.driver == HOST:
         sizes = [device.info.total_bytes / _GIB for device in opened.devices]
         each = f"{sizes[0]:.1f} GiB" + (f" on each of {len(sizes)} devices" if len(sizes) > 1 else "")
         notes.append(f"no GPU was found: the files are in host memory, {each} (--driver host is the same without this)")
@@ -50,7 +47,7 @@ def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.En
 
 def _open(driver: str, values: dict[str, Any], statistics_path: str) -> engine.Engine:
     devices, memory = values["devices"], values["memory"] or 0
-    if driver == "host":
+    if driver == HOST:
         devices = config.host_devices(devices)
         memory = config.host_memory(values["memory"], devices)
     return engine.Engine(
@@ -66,14 +63,15 @@ def _open(driver: str, values: dict[str, Any], statistics_path: str) -> engine.E
 
 
 def _refuse_host_memory(devices: int | list[str], reasons: dict[str, engine.EngineError]) -> None:
-    """StartFailure if the user has a GPU or asks for one, and so does not expect host memory."""
+    """Raise StartFailure if the user has a GPU or asks for one, and so does not expect host memory."""
     if wrong := [reason for reason in reasons.values() if reason.errno == errno.ENXIO]:
         raise StartFailure(errno.ENXIO, "; ".join(map(_text, wrong)))
-    present = {driver: path for driver, path in _KERNEL_DEVICES.items() if os.access(path, os.F_OK)}
+    paths = {name: driver.kernel_device for name, driver in DRIVERS.items() if driver.kernel_device}
+    present = {name: path for name, path in paths.items() if os.access(path, os.F_OK)}
     if present:
         what = f"this machine has a GPU ({', '.join(present.values())}) that cannot be used: "
     elif not isinstance(devices, int):
-        what = f"the GPUs {','.join(devices)} are asked for, but there is none: "
+        what = f"the GPUs {','.join(devices)} are asked for, but this machine has no GPU: "
     else:
         return
     texts = [_text(reason) for driver, reason in reasons.items() if driver in present or not present]
@@ -81,7 +79,8 @@ def _refuse_host_memory(devices: int | list[str], reasons: dict[str, engine.Engi
 
 
 def _remedy() -> str:
-    hiding = [f"{name}={os.environ[name]}" for name in _HIDING if name in os.environ]
+    names = [name for driver in DRIVERS.values() for name in driver.hiding]
+    hiding = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     may_hide = f"; {' and '.join(hiding)} may hide it" if hiding else ""
     return f"{may_hide}; gpufs doctor says what to do"
 

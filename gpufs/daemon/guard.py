@@ -1,28 +1,16 @@
-"""Unmounts if the daemon dies: a small process that waits beside the daemon, in a session of its own.
+"""Unmounts after the daemon has died: the keeper becomes this program when no daemon can take over.
 
-Started by the daemon as ``python -I -S guard.py PID MOUNTPOINT LOG_FILE`` with the end of a pipe as standard input. The
-daemon writes there which mount is its own ("ID MAJOR:MINOR"), and "end" when it ends as it should. If the pipe closes
-without that, the daemon was killed or has crashed. The guard then detaches that mount, but only if it is still there
-and its connection is dead: something that was mounted there later stays.
-
-It imports almost nothing while it waits, because there is one guard for each mount. The daemon blocks the signals that
-end processes before it starts the guard, so the guard ends with the daemon and not before.
+The command is ``python -I -S guard.py PID MOUNTPOINT LOG_FILE IDENTITY``: the daemon's process, and the identity of its
+mount, "ID MAJOR:MINOR", which is empty if it died before it had mounted. The guard detaches that mount, but only if it
+is still there and its connection is dead: something that was mounted there later stays.
 """
 
 import os
 import sys
 
 
-def _wait() -> list[str]:
-    """The lines that the daemon wrote before it closed the pipe or ended."""
-    text = b""
-    while part := os.read(0, 4096):
-        text += part
-    return text.decode(errors="replace").split("\n")
-
-
 def _log(log_file: str, text: str) -> None:
-    """Writes a line to the mount's log, or to the system's log if the mount has none."""
+    """Write a line to the mount's log, or to the system's log if the mount has none."""
     import time
 
     from gpufs.daemon.log_file import open_log_file
@@ -44,15 +32,11 @@ def _log(log_file: str, text: str) -> None:
     syslog.syslog(syslog.LOG_ERR, text)
 
 
-def main(pid: str, mountpoint: str, log_file: str) -> None:
-    """The entry point."""
-    lines = _wait()
-    if "end" in lines:
-        return
+def main(pid: str, mountpoint: str, log_file: str, identity: str) -> None:
+    """Unmount, if the mount is still there."""
     sys.path.insert(0, os.path.abspath(__file__).rsplit(os.sep, 3)[0])
     from gpufs import mounting
 
-    identity = lines[0]
     entry = mounting.entry_with(identity) if identity else mounting.entry_of(mountpoint)
     if entry is None:
         return

@@ -12,7 +12,7 @@ _MOST_LINKS: Final = 40
 
 
 def open_log_file(path: str) -> int:
-    """A descriptor for appending to the file at an absolute path, which is created if it is missing.
+    """Return a descriptor for appending to the file at an absolute path, which is created if it is missing.
 
     The path may lead through directories of other users, but not through their symbolic links: those could lead root's
     daemon to any file. A regular file must belong to root or to this user, and below another user's directory it must
@@ -36,16 +36,16 @@ def open_log_file(path: str) -> int:
                 except OSError as failure:
                     if failure.errno != ELOOP:
                         raise
-            found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            status = os.fstat(found)
+            step = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            status = os.fstat(step)
             if not stat.S_ISLNK(status.st_mode):
                 os.close(folder)
-                folder = found
+                folder = step
                 continue
             try:
-                target = os.readlink("", dir_fd=found)
+                target = os.readlink("", dir_fd=step)
             finally:
-                os.close(found)
+                os.close(step)
             links += 1
             if status.st_uid not in ours or links > _MOST_LINKS:
                 raise OSError(ELOOP, f"leads through the symbolic link {name} of user {status.st_uid}")

@@ -107,7 +107,7 @@ class _Lines(logging.Handler):
 
 
 def _encoded(text: str) -> bytes:
-    """The text in UTF-8. File names are bytes that stay as they are."""
+    """Return the text in UTF-8. File names are bytes that stay as they are."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:  # half of a surrogate pair, as JSON can have it
@@ -115,7 +115,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _copy_lines(queue: int, sink: int, path: str | None) -> None:
-    """Until the queue's other end is closed. What cannot be written (a full disk) is lost.
+    """Copy lines until the queue's other end is closed. What cannot be written (a full disk) is lost.
 
     If the file at ``path`` has been renamed or removed, as logrotate does, a new one gets the next lines.
     """
@@ -147,7 +147,7 @@ def _is_at(path: str, fd: int) -> bool:
 
 
 def _journal_line(line: bytes) -> bytes:
-    """A line of the log with its priority instead of time and level."""
+    """Return a line of the log with its priority instead of time and level."""
     words = line.split(b" ", 3)  # date, time, level, text
     if len(words) == 4 and words[2] in _PRIORITIES:
         return b"<%d>%s\n" % (_PRIORITIES[words[2]], words[3])
@@ -209,7 +209,7 @@ class Log:
         return self._fd
 
     def close(self) -> None:
-        """Waits at most a second until the queued lines are written. Later lines are dropped."""
+        """Wait at most a second until the queued lines are written. Later lines are dropped."""
         if self._writer is None:
             return
         engine.log_configure(-1, self._level)

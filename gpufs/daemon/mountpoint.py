@@ -18,7 +18,7 @@ from gpufs.daemon.startup import MountRequest, StartFailure
 log = logging.getLogger("gpufs.daemon")
 
 # Seconds to wait for another daemon that is mounting at the same place.
-_LOCK_PATIENCE = 5.0
+_LOCK_SECONDS = 5.0
 # Seconds until a mount in use is detached instead of unmounted.
 _BUSY_GRACE = 0.5
 _BUSY_PAUSE = 0.05
@@ -27,39 +27,37 @@ _READ_AHEAD_PIECE = 1 << 20
 
 
 def refuse_itself(path: str, mountpoint: str) -> None:
-    """StartFailure if a directory to show below backing/ will be inside the mount."""
+    """Raise StartFailure if a directory to show below backing/ will be inside the mount."""
     if os.path.commonpath((os.path.realpath(path), mountpoint)) == mountpoint:
         raise StartFailure(errno.EDEADLK, f"backing: {path} is the mountpoint or below it; a mount cannot show itself")
 
 
 @contextmanager
-def _nobody_else_mounts(mountpoint: str) -> Iterator[None]:
-    """StartFailure if another daemon mounts here first, also if both were started at the same time."""
+def _locked(mountpoint: str) -> Iterator[None]:
+    """Keep other daemons from mounting here: of two that are started at the same time, one fails."""
     with ExitStack() as held:
         with suppress(OSError):  # the directory cannot be opened or locked
             directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, directory)
-            deadline = time.monotonic() + _LOCK_PATIENCE
+            deadline = time.monotonic() + _LOCK_SECONDS
             while time.monotonic() < deadline:
                 try:
                     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:  # a lock that stays has nothing to do with gpufs
                     time.sleep(_BUSY_PAUSE)
-        if mounting.entry_of(mountpoint) is not None:
-            raise StartFailure(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
         yield
 
 
 @contextmanager
 def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tuple[int, mounting.MountEntry]]:
-    """Mounts; yields the descriptor of the connection and the mount's entry. Always unmounts at the end.
+    """Mount; yield the descriptor of the connection and the mount's entry. Always unmount at the end.
 
     ``has_ended``: whether the kernel has ended the connection. The mount is dead or gone then, and the kernel may have
     reused its numbers for another mount.
     """
     try:
-        with _nobody_else_mounts(request.mountpoint):
+        with _locked(request.mountpoint):
             fd, entry = mounting.mount(
                 request.mountpoint,
                 source=request.source,
@@ -68,8 +66,15 @@ def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tu
             )
     except OSError as failure:
         raise StartFailure.of(failure) from None
-    try:
+    with unmounted_at_the_end(entry, has_ended):
         yield fd, entry
+
+
+@contextmanager
+def unmounted_at_the_end(entry: mounting.MountEntry, has_ended: Callable[[], bool]) -> Iterator[None]:
+    """Unmounts at the end. ``has_ended``: as for :func:`mounted`."""
+    try:
+        yield
     finally:
         if (now := present(entry)) is not None:
             try:
@@ -83,7 +88,7 @@ def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tu
 
 
 def present(entry: mounting.MountEntry) -> mounting.MountEntry | None:
-    """The mount's present entry, None if it is gone or hidden. The old entry if mountinfo cannot be read."""
+    """Return the mount's present entry, None if it is gone or hidden. The old entry if mountinfo cannot be read."""
     try:
         return mounting.entry_with(entry.identity)
     except OSError:
@@ -91,7 +96,7 @@ def present(entry: mounting.MountEntry) -> mounting.MountEntry | None:
 
 
 def set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozenset[str] = frozenset()) -> None:
-    """Follows the mount's flags for access times, which the kernel leaves to the daemon for FUSE."""
+    """Follow the mount's flags for access times, which the kernel leaves to the daemon for FUSE."""
     if "noatime" in shown or "ro" in shown:
         policy = engine.NOATIME
     elif "relatime" in shown and "strictatime" not in asked:
@@ -102,7 +107,7 @@ def set_access_times(mount: engine.Mount, shown: frozenset[str], asked: frozense
 
 
 def set_read_ahead(mount: engine.Mount, entry: mounting.MountEntry, size: int) -> None:
-    """Sets how many bytes the kernel reads ahead on the mount, and helps it to: both need root's rights.
+    """Set how many bytes the kernel reads ahead on the mount, and read ahead for it: both need root's rights.
 
     The kernel takes 128 KiB for every FUSE mount, so a scan through a mapping waits for many small requests.
     """
@@ -115,7 +120,7 @@ def set_read_ahead(mount: engine.Mount, entry: mounting.MountEntry, size: int) -
 
 
 async def unmount(entry: mounting.MountEntry) -> None:
-    """Unmounts, or detaches the mount if it stays in use. Other mounts at the same place stay."""
+    """Unmount, or detach the mount if it stays in use. Other mounts at the same place stay."""
     deadline = trio.current_time() + _BUSY_GRACE
     while (now := present(entry)) is not None:
         lazy = trio.current_time() >= deadline

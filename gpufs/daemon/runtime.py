@@ -18,7 +18,7 @@ _LONGEST: Final = 107 - 32
 
 
 def runtime_directory(*, allow_other: bool) -> str:
-    """The directory of this user's sockets, created if necessary. StartFailure if no place for it is usable.
+    """Return the directory of this user's sockets, created if necessary. StartFailure if no place for it is usable.
 
     With ``allow_other`` everybody may search it, because other users must find the socket. Root's is below /run; the
     other places serve containers without /run and the root of a user namespace. In /tmp another user may have taken the
@@ -49,15 +49,15 @@ def runtime_directory(*, allow_other: bool) -> str:
 
 
 def _own_directory(path: str, mode: int, *, chmod: bool) -> None:
-    """Creates a directory or accepts one that this user owns. OSError, with its name, if neither is possible."""
+    """Create a directory, or accept one that this user owns. OSError, with its name, if neither is possible."""
     try:
         os.mkdir(path, mode)
     except FileExistsError:
         pass
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise OSError(errno.EPERM, "belongs to another user: remove it or set XDG_RUNTIME_DIR", path)
-    if stat.S_IMODE(found.st_mode) & 0o777 != mode and chmod:
+    if stat.S_IMODE(status.st_mode) & 0o777 != mode and chmod:
         os.chmod(path, mode)
 
 
@@ -73,7 +73,7 @@ class CountersFile:
         statistics.sweep(Path(folder), [entry.device for entry in mounting.mounts()], mountpoint)
 
     def belongs_to(self, device: str) -> None:
-        """Renames it after the mount's device number, "major:minor"."""
+        """Rename it after the mount's device number, "major:minor"."""
         path = os.path.join(self._folder, statistics.file_name(os.getpid(), device))
         try:
             os.rename(self.path, path)
@@ -83,7 +83,7 @@ class CountersFile:
             self.path = path
 
     def remove(self) -> None:
-        """Removes it if it exists."""
+        """Remove it if it exists."""
         try:
             os.unlink(self.path)
         except OSError:

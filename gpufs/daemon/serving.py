@@ -5,21 +5,23 @@ import logging
 import os
 import select
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import trio
 
 from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
-from gpufs.daemon import mountpoint, supervision
+from gpufs.daemon import mountpoint, supervision, takeover
+from gpufs.daemon.keeper import Keeper
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
-from gpufs.daemon.upkeep import keep_up
 from gpufs.fs.connection import Connection
+from gpufs.fs.dispatch import Operations
 from gpufs.fs.quotas import Quotas
-from gpufs.fs.tree import Tree
 from gpufs.service import Service
 
 log = logging.getLogger("gpufs.daemon")
@@ -39,11 +41,17 @@ _REQUESTS_GRACE = 2.0
 _PUBLISH_SECONDS = 1.0
 # Seconds between two looks at the mount's flags when many mounts come and go.
 _FLAGS_PAUSE = 0.2
+# Seconds until files are freed whose end a daemon that has died did not get to know.
+_FORGOTTEN_PAUSE = 5.0
+# Seconds, at least, between two keepers.
+_KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
 _SERVICE_PAUSE = 5.0
 # Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
 _TRIM_SECONDS = 5.0
 _TRIM_INODES = 1000
+# Seconds, at least, until upkeep that has failed is tried again.
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -58,6 +66,8 @@ class Serving:
         A descriptor of the process with which the mount ends; -1 for none.
     notes
         What the user gets to read once the mount answers.
+    died
+        When the daemon died that served the mount before, in nanoseconds of CLOCK_MONOTONIC; None for a new mount.
     """
 
     request: MountRequest
@@ -65,11 +75,14 @@ class Serving:
     log: Log
     mount: engine.Mount
     entry: mounting.MountEntry
+    keeper: Keeper | None
     socket_path: str
     early: list[int]
     owner: int
     notes: list[str]
+    died: int | None
     service: Service | None = field(default=None, init=False)
+    answers: bool = field(default=False, init=False)  # the launcher knows that the mount works
     _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
@@ -80,20 +93,25 @@ class Serving:
     def __post_init__(self) -> None:
         self._flags = self.entry.flags
 
-    async def run(self, connection: Connection, tree: Tree) -> None:
+    async def run(self, connection: Connection, operations: Operations) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
         self._connection = connection
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
+            nursery.start_soon(self._watch_restart)
             nursery.start_soon(self._watch_end)
             if self.owner >= 0:
                 nursery.start_soon(self._watch_owner)
-            nursery.start_soon(self._serve_clients, tree)
-            nursery.start_soon(self._answer_launcher)
+            nursery.start_soon(self._serve_clients)
+            nursery.start_soon(self._answer_launcher if self.died is None else self._resume)
             # The files do not depend on these.
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
-            nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(tree), _TRIM_SECONDS)
+            nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(operations), _TRIM_SECONDS)
+            if self.died is not None:
+                nursery.start_soon(keep_up, "freeing forgotten files", self._release_forgotten, _FORGOTTEN_PAUSE)
+            if self.keeper is not None:
+                nursery.start_soon(keep_up, "replacing the keeper", self._replace_keeper, _KEEPER_PAUSE)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
@@ -101,19 +119,35 @@ class Serving:
             self._copies.cancel()
             nursery.cancel_scope.cancel()
 
-    async def _serve_clients(self, tree: Tree) -> None:
+    def obstacle(self) -> str | None:
+        """Return the reason why the mount does not survive this daemon; None if it does."""
+        if self.keeper is None:
+            return takeover.obstacle(self.request.config, self.mount.engine) or "its keeper could not be started"
+        return takeover.obstacle(self.request.config, self.mount.engine) or self.mount.obstacle()
+
+    async def _watch_restart(self) -> None:
+        """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""
+        with trio.open_signal_receiver(signal.SIGUSR2) as arriving:
+            async for _ in arriving:
+                if self.keeper is None or (obstacle := self.obstacle()) is not None:
+                    log.warning("cannot restart: the mount does not survive its daemon: %s", obstacle)
+                    continue
+                log.info("another daemon takes over")
+                self.keeper.hand_over()
+                takeover.leave_to_the_keeper(0)
+
+    async def _serve_clients(self) -> None:
         """Runs the service that copies for other processes and lets them attach files, until copies are cancelled."""
         with self._copies:
-            await keep_up("serving clients", functools.partial(self._run_service, tree), _SERVICE_PAUSE)
+            await keep_up("serving clients", self._run_service, _SERVICE_PAUSE)
         self._copies_ended.set()
 
-    async def _run_service(self, tree: Tree) -> None:
+    async def _run_service(self) -> None:
         config = self.request.config
         try:
             await service.serve(
                 self.mount,
-                tree,
-                Quotas(tree, self.mount).set,
+                Quotas(self.mount).set,
                 path=self.socket_path,
                 device=self.entry.st_dev,
                 allow_other=bool(config["allow_other"]),
@@ -124,7 +158,7 @@ class Serving:
             self.service = None
 
     def started(self, value: Service | None = None) -> None:
-        """The service calls it when clients can connect."""
+        """Take the service, once clients can connect; trio calls it for ``task_status``."""
         self.service = value
 
     async def _answer_launcher(self) -> None:
@@ -136,9 +170,9 @@ class Serving:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
         # After INIT, which sets it too.
-        await threads.run(
-            functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
-        )
+        read_ahead = self.request.config["read_ahead"]
+        with suppress(threads.NoThreadError):  # the mount is useful without it
+            await threads.run(functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
         if not self.request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -169,31 +203,56 @@ class Serving:
             log.error("the launcher has gone: the mount ends")
             await mountpoint.unmount(self.entry)
             return
+        self.answers = True
         await self._manager.notify(
             f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serves {printable(self.request.mountpoint)}"
         )
         if self.request.foreground and self.notes:
             threads.in_background(functools.partial(_print_notes, self.notes))
 
+    async def _resume(self) -> None:
+        """Reports that this daemon serves the mount of another one."""
+        assert self.died is not None
+        self.answers = True
+        log.warning(
+            "this daemon has taken over %s, %.2f s after the end of the one before",
+            self.request.mountpoint,
+            (time.monotonic_ns() - self.died) / 1e9,
+        )
+        await self._manager.notify(f"MAINPID={os.getpid()}")
+        await threads.run(
+            functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
+        )
+
+    async def _release_forgotten(self) -> None:
+        self.mount.release_forgotten()
+
+    async def _replace_keeper(self) -> None:
+        assert self.keeper is not None
+        await self.keeper.replace()
+        if takeover.obstacle(self.request.config, self.mount.engine) is None:
+            await threads.run(self.mount.hold_again)
+
     async def _publish_statistics(self) -> None:
-        """Writes the gauges to the counters' file."""
+        """Write the gauges to the counters' file."""
         self.mount.engine.statistics_publish()
 
-    def _heap_trimmer(self, tree: Tree) -> Callable[[], Awaitable[None]]:
+    def _heap_trimmer(self, operations: Operations) -> Callable[[], Awaitable[None]]:
         """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
         most = 0
 
         async def trim() -> None:
             nonlocal most
-            most = max(most, len(tree.nodes))
-            if most >= _TRIM_INODES and len(tree.nodes) < most // 2:
-                most = len(tree.nodes)
+            inodes = self.mount.statistics()["table"]["inodes"] + operations.host_inodes
+            most = max(most, inodes)
+            if most >= _TRIM_INODES and inodes < most // 2:
+                most = inodes
                 syscalls.trim_heap()
 
         return trim
 
     async def _feed_watchdog(self) -> None:
-        """Reports to the service manager that the control plane runs."""
+        """Report to the service manager that the control plane runs."""
         await self._manager.notify("WATCHDOG=1")
 
     async def _watch_signals(self) -> None:
@@ -211,7 +270,7 @@ class Serving:
         await self._end("the program that mounted has ended")
 
     async def _end(self, why: str) -> None:
-        """Cancels running copies, unmounts, and ends the loop that answers requests."""
+        """Cancel running copies, unmount, and end the loop that answers requests."""
         log.info("%s: the mount ends", why)
         await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {printable(self.request.mountpoint)}")
         self._copies.cancel()
@@ -222,7 +281,7 @@ class Serving:
         self._stop_serving()
 
     async def _watch_flags(self) -> None:
-        """Follows a remount, which may change which reads set access times. Returns at the next change of any mount."""
+        """Follow a remount, which may change which reads set access times. Return at the next change of any mount."""
         with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - never waits
             changes = select.poll()
             changes.register(mountinfo, select.POLLPRI)
@@ -240,12 +299,32 @@ class Serving:
         self._stop_serving()
 
     def _stop_serving(self) -> None:
-        """Ends the loop that answers requests once those in progress are answered, or soon."""
+        """End the loop that answers requests once those in progress are answered, or soon."""
         self._connection.stop()
         self._requests.deadline = min(self._requests.deadline, trio.current_time() + _REQUESTS_GRACE)
 
 
 def _print_notes(notes: list[str]) -> None:
-    """Runs on a thread, because standard error may block; uses write(2), so that no lock delays the exit."""
+    """Print the notes: on a thread because standard error may block, by write(2) so that no lock delays the exit."""
     with suppress(OSError):
         os.write(2, "".join(f"gpufs: {note}\n" for note in notes).encode(errors="surrogateescape"))
+
+
+async def keep_up(what: str, work: Callable[[], Awaitable[None]], pause: float) -> NoReturn:
+    """Call ``work`` repeatedly, ``pause`` seconds after it returned, until cancelled.
+
+    For what the files of a mount do not depend on: the mount goes on if a call fails. A failure is logged unless the
+    one before it had the same text.
+    """
+    last = ""
+    while True:
+        try:
+            await work()
+            last = ""
+        except Exception as failure:
+            text = f"{type(failure).__name__}: {failure}"
+            if text != last:
+                last = text
+                known = isinstance(failure, OSError)  # no thread, descriptor or permission
+                log.error("%s has failed, the mount goes on: %s", what, text, exc_info=not known)
+        await trio.sleep(max(pause, _RETRY_SECONDS) if last else pause)

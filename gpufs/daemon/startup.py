@@ -5,9 +5,15 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from gpufs import config, mounting
+
+# Never with the current directory in the module search path: another user may own it. The daemon ignores PYTHON
+# variables and the user's own packages if the process that starts it does.
+_PYTHON_OPTIONS: Final = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
+# Start it with the working directory "/".
+DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
 
 
 class StartFailure(Exception):
@@ -20,17 +26,17 @@ class StartFailure(Exception):
 
     @classmethod
     def of(cls, failure: OSError, prefix: str = "") -> "StartFailure":
-        """The failure that an OSError describes."""
+        """Return the failure that an OSError describes."""
         return cls(failure.errno or errno.EIO, prefix + (failure.strerror or str(failure)))
 
 
 def is_journal(fd: int) -> bool:
-    """Whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
+    """Return whether a descriptor leads to systemd's journal: systemd names the journal's stream in JOURNAL_STREAM."""
     try:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
     except OSError:
         return False
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,14 @@ class MountRequest:
         return bool(self.config["foreground"])
 
     def encode(self) -> bytes:
-        """The JSON object."""
+        """Return the JSON object."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def read(cls) -> "MountRequest":
-        """Reads the request from standard input. StartFailure if that is not what a launcher sends."""
+    def decode(cls, data: bytes) -> "MountRequest":
+        """The request of such an object. StartFailure if that is not what a launcher sends."""
         try:
-            request = cls(**json.loads(sys.stdin.buffer.read()))
+            request = cls(**json.loads(data))
             defaults = {name: knob.default for name, knob in config.BY_NAME.items()}
             flags = tuple(name for name in mounting.FLAGS if name in request.flags)
             return cls(request.mountpoint, request.source, defaults | request.config, flags, request.owner)
@@ -71,7 +77,7 @@ class Answer:
         self._fd = fd
 
     def give(self, fields: dict[str, Any]) -> bool:
-        """Returns False if no launcher waits for it (any more). OSError if the launcher has gone."""
+        """Return False if no launcher waits for it (any more). OSError if the launcher has gone."""
         if self._fd is None:
             return False
         fd, self._fd = self._fd, None

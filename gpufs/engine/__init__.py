@@ -20,16 +20,16 @@ except ModuleNotFoundError:
         " another directory, because this one hides it; otherwise run make build here"
     ) from None
 
-from gpufs.engine._arrays import DeviceRange
-from gpufs.engine._batch import Batch, OperationResult
+from gpufs.engine._arrays import DeviceRange, dlpack_capsule
+from gpufs.engine._backing import BackingFile, BackingInfo
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo, Lease
-from gpufs.engine._dlpack import dlpack_capsule
 from gpufs.engine._engine import (
     Device,
     DeviceInfo,
     DeviceMemory,
     Engine,
+    Trace,
     fastpath_probe,
     io_configure,
     refusal_names,
@@ -37,7 +37,7 @@ from gpufs.engine._engine import (
 from gpufs.engine._futures import OperationFuture
 from gpufs.engine._in_use import keep_for_ever
 from gpufs.engine._locks import HostLock
-from gpufs.engine._mapping import Mapping, SharedPiece
+from gpufs.engine._mapping import TORCH_ALLOCATOR, AddressPool, Mapping, SharedPiece
 from gpufs.engine._mount import (
     DEFAULT_LIMIT,
     NO_LIMIT,
@@ -46,12 +46,12 @@ from gpufs.engine._mount import (
     STRICTATIME,
     Attributes,
     Mount,
+    journal_format,
     relay_pair,
 )
-from gpufs.engine._pool import TORCH_ALLOCATOR, AddressPool
+from gpufs.engine._operations import Batch, Operation, OperationResult
 from gpufs.engine._streams import Cells, Late, Stream, SupportsCudaStream, configure_operations
-from gpufs.engine._trace import Trace
-from gpufs.engine._transfer import BackingFile, BackingInfo, Operation, Transfer, TransferError, TransferProgress
+from gpufs.engine._transfer import Transfer, TransferError, TransferProgress
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -99,6 +99,7 @@ __all__ = [
     "engine_version",
     "fastpath_probe",
     "io_configure",
+    "journal_format",
     "keep_for_ever",
     "log_configure",
     "refusal_names",

@@ -102,7 +102,7 @@ def _remedy(said: str, memory: object) -> str:
 
 
 def has_references(memory: Any) -> bool:
-    """Whether it is an array of Python objects, whose bytes are references."""
+    """Return whether it is an array of Python objects, whose bytes are references."""
     kind = getattr(memory, "dtype", None)
     if kind is not None:
         return bool(getattr(kind, "hasobject", False))

@@ -102,8 +102,8 @@ def json_of(call: Callable[[int, Any], Any], handle: int) -> dict[str, Any]:
     """Return the JSON object that a call gives."""
     text = ffi.new("char **")
     check(call(handle, text))
-    found: dict[str, Any] = json.loads(ffi.string(text[0]))
-    return found
+    value: dict[str, Any] = json.loads(ffi.string(text[0]))
+    return value
 
 
 def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> Any:

@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from gpufs.drivers import DRIVERS
 from gpufs.engine._arguments import instance, signed, text, unsigned
-from gpufs.engine._arrays import host_range
+from gpufs.engine._arrays import dlpack_capsule, host_memory
 from gpufs.engine._binding import Handle, check
-from gpufs.engine._dlpack import KIND_OF_DRIVER, dlpack_capsule
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
 from gpufs.engine._native import ffi, lib
@@ -112,7 +112,7 @@ class Buffer(Handle):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's kind and number of the device."""
-        return KIND_OF_DRIVER[self.engine.driver], self.info.device
+        return DRIVERS[self.engine.driver].dlpack, self.info.device
 
     def __dlpack__(
         self,
@@ -180,8 +180,8 @@ class Buffer(Handle):
         """What is known about the buffer now."""
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
-        room = None if info.room_bytes == _NO_LIMIT else info.room_bytes
-        return BufferInfo(info.size, info.held_bytes, room, info.device)
+        limit = None if info.room_bytes == _NO_LIMIT else info.room_bytes
+        return BufferInfo(info.size, info.held_bytes, limit, info.device)
 
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Copy into host memory. Holes read as zeros.
@@ -243,7 +243,7 @@ class Buffer(Handle):
         return self._move(lib.gpufs_buffer_write, offset, source, writable=False)
 
     def _move(self, call: Any, offset: int, memory: Any, *, writable: bool) -> int:
-        host = host_range(memory, writable=writable)
+        host = host_memory(memory, writable=writable)
         try:
             done = ffi.new("uint64_t *")
             check(call(self._handle, unsigned("offset", offset), ffi.cast("void *", host.address), host.bytes, done))
@@ -274,6 +274,13 @@ class Buffer(Handle):
         place = unsigned("source_offset", source_offset), self._handle, unsigned("offset", offset)
         check(lib.gpufs_buffer_copy(source._handle, *place, count, done))
         return int(done[0])
+
+    def await_memory(self, size: int, seconds: float) -> None:
+        """Before a growth by ``size`` bytes: wait while they are missing and memory of removed files is coming back.
+
+        Waits at most ``seconds``, and does not report whether the memory is free now.
+        """
+        check(lib.gpufs_buffer_await_memory(self._handle, size, round(seconds * 1000)))
 
     def resize(self, size: int) -> None:
         """Set the size: growing makes a hole, shrinking releases memory."""
@@ -313,9 +320,9 @@ class Buffer(Handle):
         EngineError
             ENXIO if ``offset`` is past the end, or no data follows it.
         """
-        found = ffi.new("uint64_t *")
-        check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), found))
-        return int(found[0])
+        position = ffi.new("uint64_t *")
+        check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), position))
+        return int(position[0])
 
 
 class Lease(Handle):
@@ -403,11 +410,11 @@ class Lease(Handle):
             while True:
                 capacity = _AT_ONCE if most is None else min(_AT_ONCE, unsigned("most", most) - len(pieces))
                 check(lib.gpufs_lease_pieces(self._handle, unsigned("start", start), memory, capacity, count))
-                found = [SharedPiece(piece.offset, piece.bytes, piece.fd) for piece in memory[0 : count[0]]]
-                pieces += found
-                if len(found) < capacity or len(pieces) == most:
+                part = [SharedPiece(piece.offset, piece.bytes, piece.fd) for piece in memory[0 : count[0]]]
+                pieces += part
+                if len(part) < capacity or len(pieces) == most:
                     return pieces
-                start = found[-1].offset + found[-1].bytes
+                start = part[-1].offset + part[-1].bytes
         except BaseException:
             for piece in pieces:
                 os.close(piece.fd)

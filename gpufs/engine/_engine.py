@@ -1,9 +1,10 @@
-"""The engine and its devices."""
+"""The engine and its devices, and traces of what its threads do."""
 
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from types import TracebackType
+from typing import Any, Final, Literal, Self
 
 from gpufs import statistics
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
@@ -58,6 +59,8 @@ class DeviceInfo:
         Whether the CPU can use its addresses.
     fastpath_memory
         Whether the fastpath can reach the memory of buffers.
+    keeps_memory
+        Whether the memory of a mount's files can outlive its process.
     """
 
     index: int
@@ -69,6 +72,7 @@ class DeviceInfo:
     granule: int
     cpu_addressable: bool
     fastpath_memory: bool
+    keeps_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class Device:
             granule=info.granule,
             cpu_addressable=bool(info.cpu_addressable),
             fastpath_memory=bool(info.fastpath_memory),
+            keeps_memory=bool(info.keeps_memory),
         )
 
     def memory(self) -> DeviceMemory:
@@ -263,12 +268,12 @@ class Engine(Handle):
 
     def io_statistics(self) -> dict[str, Any]:
         """Return the counters of transfers: which path moved how much, and what the fastpath refused."""
-        found = statistics.parse(self.statistics_read())
-        gauges = found["gauges"]
+        counters = statistics.parse(self.statistics_read())
+        gauges = counters["gauges"]
         return {
             "active": gauges["transfers_active"],
             "devices": [
-                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in found["devices"]
+                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in counters["devices"]
             ],
             "bounce_pool": {
                 name.removeprefix("bounce_"): value for name, value in gauges.items() if name.startswith("bounce_")
@@ -277,7 +282,7 @@ class Engine(Handle):
 
 
 def _transfers(device: dict[str, Any], flow: str) -> dict[str, Any]:
-    """The transfers of a device in one direction."""
+    """Return the transfers of a device in one direction."""
     backends = {name: counts[flow] for name, counts in device["backends"].items()}
     details = device["transfers"][flow]
     moved = {path: {name: backends[path][name] for name in ("bytes", "operations", "errors")} for path in _PATHS}
@@ -303,7 +308,7 @@ def io_configure(
     file_systems: str = "",
     fastpath_min_bytes: int = 0,
 ) -> None:
-    """Sets the options of an engine's transfers, before its first transfer, mount or statistics.
+    """Set the options of an engine's transfers, before its first transfer, mount or statistics.
 
     Parameters
     ----------
@@ -374,3 +379,57 @@ def refusal_names(mask: int) -> list[str]:
     mask = unsigned("mask", mask)
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
     return [_REFUSALS[bit] if bit < len(_REFUSALS) else f"bit {bit}" for bit in bits]
+
+
+class Trace:
+    """Records the whole process from its creation to close(), or the end of ``with``.
+
+    docs/internals/trace-records.md describes the records.
+
+    Raises
+    ------
+    EngineError
+        EBUSY if a trace is being recorded already.
+    """
+
+    __slots__ = ("_open", "_owner")
+
+    def __init__(self) -> None:
+        check(lib.gpufs_trace_start())
+        self._open = True
+        self._owner = os.getpid()
+
+    def read(self, size: int) -> bytes:
+        """Take records out, those of each thread in order.
+
+        Parameters
+        ----------
+        size
+            The most bytes to return.
+
+        Returns
+        -------
+        bytes
+            The next part of the stream, a multiple of 64 bytes. Empty if there are no records now.
+        """
+        if not self._open:
+            return b""
+        space = ffi.new("char[]", unsigned("size", size))
+        count = ffi.new("uint64_t *")
+        check(lib.gpufs_trace_read(space, size, count))
+        data: bytes = ffi.buffer(space, count[0])[:]
+        return data
+
+    def close(self) -> None:
+        """End the recording and drop what has not been read. Does nothing if it has ended, and in a forked child."""
+        if self._open and self._owner == os.getpid():
+            self._open = False
+            check(lib.gpufs_trace_stop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -5,15 +5,23 @@ import functools
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from errno import ECANCELED
 from typing import Any, Final
 
+from gpufs.engine._binding import EngineError
+from gpufs.engine._engine import Engine
 from gpufs.engine._native import lib
+from gpufs.engine._operations import Operation, OperationQueue
+from gpufs.engine._transfer import error_of
 
-_EXIT_PATIENCE: Final = 1.0  # seconds that the exit waits for a callback
+_THREAD_STAYS: Final = 1.0  # seconds, when there is nothing to collect
+_EXIT_SECONDS: Final = 1.0  # seconds that the exit waits for a callback
 # How long a task that was cancelled waits until its memory is no longer in use: seconds.
-_MEMORY_PATIENCE: Final = 10.0
+_MEMORY_SECONDS: Final = 10.0
 
 
 class OperationFuture(Future[int]):
@@ -80,14 +88,14 @@ class OperationFuture(Future[int]):
             await over.wait()
         except (trio.Cancelled, KeyboardInterrupt) as stopped:
             self.cancel()
-            with trio.CancelScope(deadline=trio.current_time() + _MEMORY_PATIENCE, shield=True):
+            with trio.CancelScope(deadline=trio.current_time() + _MEMORY_SECONDS, shield=True):
                 await over.wait()  # until the memory is free
             if isinstance(stopped, KeyboardInterrupt) or not self.done() or self.cancelled():
                 raise
         return self.result()
 
     def _over(self, outcome: int | Exception | None) -> None:
-        """The operation has ended with this; None: it was cancelled."""
+        """Set the outcome with which the operation has ended; None: it was cancelled."""
         try:
             if outcome is None:
                 super().cancel()
@@ -120,7 +128,7 @@ def watch_the_exit() -> None:
 
 def _end() -> None:
     _ending.set()
-    if _calling[0].acquire(timeout=_EXIT_PATIENCE):
+    if _calling[0].acquire(timeout=_EXIT_SECONDS):
         _calling[0].release()
 
 
@@ -129,3 +137,77 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+# ---- the thread that sets results ----
+
+
+class _Futures(OperationQueue):
+    """All operations of an engine that have futures. The queue is closed with the engine.
+
+    A thread sets the results. It runs while there are futures, and a second longer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, 0, self._outcome)
+        self._changed = threading.Condition(self.lock)  # guards all below, too
+        self._starting = 0  # futures whose operation is not under way yet
+        self._running = False
+
+    @staticmethod
+    def _outcome(future: OperationFuture, ended: Any) -> tuple[OperationFuture, int | Exception | None]:
+        if ended.outcome.error == ECANCELED:
+            return future, None
+        return future, error_of(ended.outcome) or int(ended.outcome.prefix)
+
+    def start(self, operation: Operation) -> OperationFuture:
+        future = OperationFuture(self.handle)
+        with self._changed:
+            if not self._running:  # without a thread nothing is submitted
+                watch_the_exit()
+                threading.Thread(target=self._run, name="gpufs-futures", daemon=True).start()
+                self._running = True
+            self._starting += 1
+        try:
+            (future._id,) = self.submit([(operation, future)])
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self.under_way and not self._changed.wait_for(lambda: self.under_way, _THREAD_STAYS):
+                    if self._starting:
+                        continue
+                    self._running = False
+                    return
+            try:
+                none = not self.collect(1, _THREAD_STAYS)
+            except EngineError:  # the engine was closed over them
+                with self.lock:
+                    lost, self.under_way = list(self.under_way.values()), {}
+                set_outcomes([(future, None) for future, _ in lost])
+                continue
+            if none:
+                time.sleep(0.001)  # the only one is not in the engine's queue yet
+            with self.lock:
+                over, self.ended = self.ended, []
+            set_outcomes(over)
+            over.clear()
+
+
+_futures: Final[weakref.WeakKeyDictionary[Engine, _Futures]] = weakref.WeakKeyDictionary()
+_futures_lock: Final = threading.Lock()
+
+
+def start(operation: Operation) -> OperationFuture:
+    """Submit an operation, and return its future."""
+    engine = operation.file.engine
+    with _futures_lock:
+        futures = _futures.get(engine)
+        if futures is None:
+            futures = _futures[engine] = _Futures(engine)
+    return futures.start(operation)

@@ -13,12 +13,12 @@ from gpufs.engine._native import lib
 class InUse:
     """What work in progress uses. It is kept as long as this object lives."""
 
-    def __init__(self, *things: object) -> None:
-        self._things = things
+    def __init__(self, *used: object) -> None:
+        self._used = used
 
     def in_use(self) -> object:
         """Return what must live until the work is over."""
-        return self._things
+        return self._used
 
 
 class Users:
@@ -43,7 +43,7 @@ class Users:
         return status
 
 
-def keep_for_ever(things: object) -> None:
+def keep_for_ever(held: object) -> None:
     """Keep objects until the process ends, even after the interpreter has ended.
 
     Parameters
@@ -51,10 +51,10 @@ def keep_for_ever(things: object) -> None:
     things
         An object, with all that it refers to.
     """
-    new_reference(things)
+    new_reference(held)
 
 
-def close_or_leave(wait: Callable[[int], bool], used: InUse, handle: int) -> Any:
+def close_or_defer(wait: Callable[[int], bool], used: InUse, handle: int) -> Any:
     """Close a handle that has work in progress.
 
     Parameters

@@ -5,7 +5,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from gpufs.engine._arguments import instance, unsigned
-from gpufs.engine._arrays import HostRange, host_range
+from gpufs.engine._arrays import ArrayMemory, host_memory
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gpufs.engine._arrays import MemoryBuffer, SupportsDLPack
 
 
-def _unlock(host: HostRange, engine: int) -> Any:
+def _unlock(host: ArrayMemory, engine: int) -> Any:
     return lib.gpufs_host_unlock(engine, ffi.cast("void *", host.address), host.bytes)
 
 
@@ -62,20 +62,20 @@ class HostLock(Handle):
         if isinstance(memory, int):
             if size is None:
                 raise TypeError("an address needs a size")
-            host = HostRange(unsigned("memory", memory), unsigned("size", size), bool(read_only), None)
+            host = ArrayMemory(unsigned("memory", memory), unsigned("size", size), bool(read_only), None)
         elif size is not None:
             raise TypeError("only an address has a size")
         else:
-            found = host_range(memory, writable=read_only is False)
-            readable_only = found.read_only if read_only is None else read_only
-            host = HostRange(found.address, found.bytes, readable_only, found.keep)
+            array = host_memory(memory, writable=read_only is False)
+            readable_only = array.read_only if read_only is None else read_only
+            host = ArrayMemory(array.address, array.bytes, readable_only, array.keep)
         try:
             check(lib.gpufs_host_lock(engine._handle, ffi.cast("void *", host.address), host.bytes, host.read_only))
         except BaseException:
             host.release()
             raise
         self.engine = engine
-        self._host: HostRange = host
+        self._host: ArrayMemory = host
         # It has the memory, which so lives until it is unlocked.
         self._own(engine._handle, functools.partial(_unlock, host))
 
@@ -123,7 +123,7 @@ class HostLock(Handle):
         return info
 
     def unlock(self) -> None:
-        """Unlocks it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
+        """Unlock it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
         # Of several threads one alone gets it: the range may be locked by others, whose lock must not be undone.
         if self._finalizer.detach() is None:
             raise EngineError(
@@ -139,7 +139,7 @@ class HostLock(Handle):
         check(status)
 
     def close(self) -> None:
-        """Unlocks it. A second call does nothing, nor does one after the engine was closed or in a forked child."""
+        """Unlock it. A second call does nothing, nor does one after the engine was closed or in a forked child."""
         try:
             self.unlock()
         except EngineError as error:

@@ -1,13 +1,17 @@
-"""Memory that another program leases, mapped into this one."""
+"""Memory that another program leases, mapped into this one; and pools, which divide its addresses among allocations."""
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+from gpufs.engine import _native
 from gpufs.engine._arguments import text, unsigned
 from gpufs.engine._binding import Handle, check
 from gpufs.engine._native import ffi, lib
 
+# The functions for torch.cuda.memory.CUDAPluggableAllocator: library, allocation, release.
+TORCH_ALLOCATOR: Final = (str(_native.__file__), "gpufs_torch_allocate", "gpufs_torch_free")
 Bytes: TypeAlias = bytes  # whose name is also a property's
 
 
@@ -134,3 +138,53 @@ class Mapping(Handle):
     def device(self) -> int:
         """The number of the device in this process, as CUDA or HIP counts."""
         return int(self._info().device)
+
+
+# ---- pools of addresses ----
+
+
+class _Entered(threading.local):
+    """The pools that the calling thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.pools: list[AddressPool] = []
+
+
+_entered: Final = _Entered()
+
+
+class AddressPool(Handle):
+    """Divides a range of addresses among allocations. Touches no memory.
+
+    Parameters
+    ----------
+    address
+        Where the range begins.
+    size
+        Its bytes.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, address: int, size: int) -> None:
+        handle = ffi.new("gpufs_handle *")
+        check(lib.gpufs_pool_open(address, size, handle))
+        self._own(handle[0])
+
+    def enter(self) -> None:
+        """Have the calling thread allocate from this pool until leave()."""
+        check(lib.gpufs_pool_enter(self._handle))
+        _entered.pools.append(self)
+
+    @staticmethod
+    def leave() -> None:
+        """Have the calling thread allocate from the pool that it had entered before, or from none."""
+        _entered.pools.pop()
+        outer = _entered.pools[-1]._handle if _entered.pools else 0
+        check(lib.gpufs_pool_enter(outer))
+
+    def usage(self) -> tuple[int, int]:
+        """Return the bytes that are allocated, and those of the largest free range."""
+        used, largest = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        check(lib.gpufs_pool_usage(self._handle, used, largest))
+        return int(used[0]), int(largest[0])

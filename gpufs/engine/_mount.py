@@ -1,13 +1,13 @@
 """A mount's data plane and the inode table that both planes share."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from errno import EBUSY
+from errno import ENOENT
 from operator import attrgetter
 from typing import Any, Final, Literal
 
-from gpufs.engine._binding import Handle, check, failure, json_of
+from gpufs.engine._binding import EngineError, Handle, check, json_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
@@ -27,13 +27,10 @@ _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
     "ipc": lib.GPUFS_SHARE_IPC,
 }
 
-# Handles that the engine gives to directories: a bit, and the inode below (native/src/fuse/open_files.h).
-_DIRECTORY_HANDLE: Final = 1 << 60
-_DIRECTORY_INODE: Final = (1 << 48) - 1
-
 # Looked up once: parsing a type's name costs more than the calls that use it.
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
-_FH = ffi.typeof("uint64_t *")
+_NUMBER = ffi.typeof("uint64_t *")
+_TEXT = ffi.typeof("const char **")
 
 
 @dataclass(slots=True)
@@ -75,6 +72,17 @@ class Attributes:
 _VALUES: Final = attrgetter(*(field.name for field in fields(Attributes)))
 
 
+def journal_format() -> int:
+    """Return the format of the journals by which this version continues mounts of other processes.
+
+    Returns
+    -------
+    int
+        A number; only mounts with the same one can be continued.
+    """
+    return int(lib.gpufs_journal_format())
+
+
 def relay_pair() -> tuple[int, int]:
     """Make the socket pair between the planes.
 
@@ -92,7 +100,7 @@ def relay_pair() -> tuple[int, int]:
 class Mount(Handle):
     """The data plane of one FUSE connection. It keeps its engine alive.
 
-    No method may be called for an inode from inside a native handler; close() not from what answers a request.
+    close() may not be called by what answers a request.
 
     Parameters
     ----------
@@ -114,6 +122,11 @@ class Mount(Handle):
         Host memory that names and attributes may take before new ones fail with ENOSPC; 0 for no limit.
     user_bytes
         Device memory on each device for each user except root and this process's; 0 for no limit.
+    keeper_fd
+        The caller's socket to the keeper of descriptors; -1 if the mount is to end with this process.
+    journal_fd, kept
+        To continue the mount of another process: its :attr:`journal_fd`, and the descriptors that the engine had the
+        keeper keep, by their keys. The mount takes them over, also when this fails.
     """
 
     __slots__ = ("engine",)
@@ -133,7 +146,11 @@ class Mount(Handle):
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
         user_bytes: int = 0,
+        keeper_fd: int = -1,
+        journal_fd: int = -1,
+        kept: Mapping[int, int] | None = None,
     ) -> None:
+        listed = ffi.new("gpufs_kept_fd[]", list((kept or {}).items()))
         options = ffi.new(
             "gpufs_mount_options *",
             {
@@ -148,6 +165,10 @@ class Mount(Handle):
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
                 "user_bytes": user_bytes,
+                "keeper_fd": keeper_fd,
+                "journal_fd": journal_fd,
+                "kept": listed,
+                "kept_count": len(listed),
             },
         )
         handle = ffi.new("gpufs_handle *")
@@ -155,12 +176,35 @@ class Mount(Handle):
         self.engine = engine
         self._own(handle[0])
 
+    @property
+    def journal_fd(self) -> int:
+        """A descriptor of the mount's, by which another process can continue it. EngineError without a keeper."""
+        fd = ffi.new("int32_t *")
+        check(lib.gpufs_mount_journal(self._handle, fd))
+        return int(fd[0])
+
+    def release_forgotten(self) -> None:
+        """Free the memory of files of the process before that the kernel has forgotten: call it from time to time."""
+        check(lib.gpufs_mount_release_forgotten(self._handle))
+
+    def hold_again(self) -> None:
+        """Hand all memory to the keeper again, because another one is at the other end of the socket."""
+        check(lib.gpufs_mount_hold_again(self._handle))
+
+    def obstacle(self) -> str | None:
+        """Return the reason why no other process can continue the mount; None if one can."""
+        try:
+            check(lib.gpufs_mount_survives(self._handle))
+        except EngineError as reason:
+            return reason.strerror
+        return None
+
     def start(self) -> None:
-        """Starts the threads; after the descriptor is mounted and before requests are answered."""
+        """Start the threads; after the descriptor is mounted and before requests are answered."""
         check(lib.gpufs_mount_start(self._handle))
 
     def read_ahead(self, directory: str, piece: int) -> None:
-        """Reads ahead of programs that go through mappings from front to back; once.
+        """Read ahead of programs that go through mappings from front to back; once.
 
         ``directory`` is where the mount is, which must answer already. ``piece``: bytes to ask the kernel for at a
         time, at most what it reads ahead on this mount. PermissionError without the right to open files by their
@@ -176,137 +220,136 @@ class Mount(Handle):
         return int(fd[0])
 
     def statistics(self) -> dict[str, Any]:
-        """The data plane's counters."""
+        """Return the data plane's counters."""
         return json_of(lib.gpufs_mount_statistics, self._handle)
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
-        """(inode, bytes read, bytes written) of the files with the most bytes moved since the last call, these first.
+        """Return (inode, bytes read, bytes written) of the files that moved most bytes since the last call, sorted.
 
         The bytes count from the creation of the file. Files whose bytes were never moved are left out.
         """
         files, count = ffi.new("gpufs_file_activity[]", most), ffi.new("uint64_t *", most)
         check(lib.gpufs_mount_busiest(self._handle, files, count))
-        return [(one.ino, one.bytes_read, one.bytes_written) for one in files[0 : count[0]]]
+        return [(file.ino, file.bytes_read, file.bytes_written) for file in files[0 : count[0]]]
+
+    def files(self, device: int) -> int:
+        """Return how many regular files a device has, those without a name included."""
+        count = ffi.new(_NUMBER)
+        check(lib.gpufs_mount_files(self._handle, device, count))
+        return int(count[0])
 
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
-        """Which reads set access times: RELATIME, STRICTATIME or NOATIME; ``not_directories``: nodiratime as well."""
+        """Set which reads change access times: RELATIME, STRICTATIME, NOATIME; ``not_directories``: nodiratime too."""
         check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))
 
     def limit_user(self, device: int, uid: int, limit: int) -> None:
-        """Limits the memory of a user's files on a device, in bytes: more fails with EDQUOT.
+        """Limit the memory of a user's files on a device, in bytes: more fails with EDQUOT.
 
         NO_LIMIT: nothing fails. DEFAULT_LIMIT: ``user_bytes`` applies again.
         """
         check(lib.gpufs_quota_user(self._handle, device, uid, limit))
 
     def limit_directory(self, ino: int, limit: int) -> None:
-        """Limits the memory of what is created in a directory from now on; NO_LIMIT: not any more."""
+        """Limits the memory of all that is and will be below a directory on a device; NO_LIMIT: no longer.
+
+        EngineError EINVAL for another inode, EBUSY if a directory above or below it has a limit.
+        """
         check(lib.gpufs_quota_directory(self._handle, ino, limit))
 
-    def charge_to(self, ino: int, directory: int) -> None:
-        """Counts an inode as if it had been created in this limited directory; 0: in none."""
-        check(lib.gpufs_quota_charge(self._handle, ino, directory))
-
     def charge_buffer(self, buffer: Buffer, uid: int) -> None:
-        """Counts the memory of a buffer without a file as memory of a user's files on its device."""
+        """Count the memory of a buffer without a file as memory of a user's files on its device."""
         check(lib.gpufs_quota_buffer(self._handle, buffer._handle, uid))
 
     def quotas(self) -> dict[str, dict[str, dict[str, int]]]:
-        """What is used and allowed: "users" by "device:uid" and "directories" by inode.
+        """Return what is used and allowed: "users" by "device:uid" and "directories" by inode.
 
         Each has ``used_bytes``, and ``limit_bytes`` if there is a limit. Users who use nothing and have no limit are
         left out.
         """
         return json_of(lib.gpufs_quota_list, self._handle)
 
-    def inode_add(self, attributes: Attributes, parent: int = 0, umask: int = 0) -> None:
-        """Adds an inode; a regular file with a device gets an empty buffer there. EngineError EEXIST if known.
+    def place(self, directory: int, name: bytes, attributes: Attributes, target: bytes | None = None) -> int:
+        """Create an inode of the mount's own.
 
-        ``parent``: the directory in which a user creates it, which passes on its group and access control lists; the
-        mode is then the requested one, from which ``umask`` is removed unless a list replaces it. 0: everything is as
-        in ``attributes``.
+        Parameters
+        ----------
+        directory, name
+            Where it appears; 0 and an empty name for the root.
+        attributes
+            ``mode``, ``uid``, ``gid``, ``size``, ``device`` and ``ino`` count; ``ino`` 0 for the next number. Users can
+            change nothing where ``device`` is -1.
+        target
+            Of a symbolic link.
+
+        Returns
+        -------
+        int
+            The inode number.
         """
-        check(lib.gpufs_inode_add(self._handle, ffi.new(_ATTRIBUTES, _VALUES(attributes)), parent, umask))
+        ino = ffi.new(_NUMBER)
+        wanted = ffi.new(_ATTRIBUTES, _VALUES(attributes))
+        check(lib.gpufs_name_place(self._handle, directory, name, wanted, ffi.NULL if target is None else target, ino))
+        return int(ino[0])
 
-    def inode_remove(self, ino: int) -> bool:
-        """Removes an inode that has no references; False if it has. EngineError ENOENT if unknown.
+    def find(self, path: bytes) -> int | None:
+        """Return the inode at a path below the root, without following symbolic links; None if absent."""
+        ino = ffi.new(_NUMBER)
+        status = lib.gpufs_name_find(self._handle, path, ino)
+        if status.error == ENOENT:
+            return None
+        check(status)
+        return int(ino[0])
 
-        Its buffer lives until the last open file on it ends.
-        """
-        status = lib.gpufs_inode_remove(self._handle, ino)
-        if status.error == EBUSY:
-            return False
-        if status.error:
-            raise failure(status)
-        return True
+    def path(self, ino: int) -> bytes | None:
+        """Return a path of an inode below the root; None if it has no name."""
+        text = ffi.new(_TEXT)
+        status = lib.gpufs_name_path(self._handle, ino, text)
+        if status.error == ENOENT:
+            return None
+        check(status)
+        return bytes(ffi.string(text[0]))
+
+    def remove_names(self, ino: int) -> None:
+        """Remove all names of a file, and queue notifications of the kernel. EngineError ENOENT if unknown."""
+        check(lib.gpufs_name_remove_all(self._handle, ino))
 
     def inode_hold(self, ino: int) -> None:
-        """Adds a reference, for the kernel if a reply gives it the inode. EngineError ENOENT if unknown."""
+        """Keep an inode until :meth:`inode_release`, as the kernel does. EngineError ENOENT if unknown."""
         check(lib.gpufs_inode_hold(self._handle, ino))
 
-    def inode_drop(self, ino: int, count: int) -> None:
-        """Drops references. EngineError ENOENT if unknown."""
-        check(lib.gpufs_inode_drop(self._handle, ino, count))
-
-    def name_set(self, directory: int, name: bytes, ino: int) -> None:
-        """Gives an inode a name in a directory, whose times become now. Lookups find it from now on."""
-        check(lib.gpufs_name_set(self._handle, directory, name, len(name), ino))
-
-    def name_remove(self, directory: int, name: bytes) -> None:
-        """Removes a name from a directory, whose times become now."""
-        check(lib.gpufs_name_set(self._handle, directory, name, len(name), 0))
+    def inode_release(self, ino: int) -> None:
+        """Drop a reference; an inode without names goes with the last one. EngineError ENOENT if unknown."""
+        check(lib.gpufs_inode_release(self._handle, ino))
 
     def inode_get(self, ino: int) -> Attributes:
-        """The attributes of an inode as they are now. EngineError ENOENT if unknown."""
+        """Return the attributes of an inode as they are now. EngineError ENOENT if unknown."""
         attributes = ffi.new(_ATTRIBUTES)
         check(lib.gpufs_inode_get(self._handle, ino, attributes))
         return Attributes(*_VALUES(attributes))
 
-    def inode_links(self, ino: int, links: int) -> None:
-        """Sets the link count, and the change time to now. EngineError ENOSPC if names may not take more memory."""
-        check(lib.gpufs_inode_links(self._handle, ino, links))
-
-    def inode_read(self, ino: int) -> None:
-        """Sets the access time, if that is due, after a read by other means than the mount's native operations."""
-        check(lib.gpufs_inode_read(self._handle, ino))
-
     def inode_written(self, ino: int) -> None:
-        """Sets the times and clears set-id bits after a change by other means, for example by a transfer.
+        """Set the times and clear set-id bits after a change by other means, for example by a transfer.
 
         Queues a notification of the kernel. EngineError ENOENT if unknown.
         """
         check(lib.gpufs_inode_written(self._handle, ino))
 
-    def file_open(self, ino: int, flags: int) -> int:
-        """Opens a regular file that open(2) creates, with its ``flags``; the result is the reply's file handle.
-
-        The engine itself answers the kernel when a file is opened that exists.
-        """
-        fh = ffi.new(_FH)
-        check(lib.gpufs_file_open(self._handle, ino, flags, fh))
-        return int(fh[0])
-
-    @staticmethod
-    def directory_of(fh: int) -> int | None:
-        """The inode of a directory that the engine has opened; None for another file handle."""
-        return fh & _DIRECTORY_INODE if fh & _DIRECTORY_HANDLE else None
-
     def backing_file_open(self, fd: int) -> int:
-        """Opens a file of the host below backing/ by a descriptor, which the caller keeps.
+        """Open a file of the host below backing/ by a descriptor, which the caller keeps.
 
         The result is the reply's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
         """
-        fh = ffi.new(_FH)
+        fh = ffi.new(_NUMBER)
         check(lib.gpufs_backing_file_open(self._handle, fd, fh))
         return int(fh[0])
 
     def file_release(self, fh: int) -> None:
-        """The answer to RELEASE. EngineError EBADF for an unknown file handle."""
+        """Close a file for RELEASE. EngineError EBADF for an unknown file handle."""
         check(lib.gpufs_file_release(self._handle, fh))
 
     def buffer(self, ino: int) -> Buffer:
-        """The buffer of a regular file, which lives at least as long as the result is open.
+        """Return the buffer of a regular file, which lives at least as long as the result is open.
 
         EngineError ENOENT if unknown, EISDIR or EINVAL without a buffer.
         """
@@ -326,7 +369,7 @@ class Mount(Handle):
         handle: bytes = b"",
         pieces: Sequence[SharedPiece] = (),
     ) -> None:
-        """Makes memory of another program the contents of a file, whose size is fixed then.
+        """Make memory of another program the contents of a file, whose size is fixed then.
 
         ``fd``: of the memory for "file", -1 otherwise; ``handle``: for "ipc"; ``pieces``: all the physical memory, for
         "descriptor". Descriptors stay the caller's. ``offset`` and ``size`` in bytes. On return the kernel knows the
@@ -349,14 +392,10 @@ class Mount(Handle):
         )
         check(lib.gpufs_inode_register(self._handle, ino, memory))
 
-    def inode_revoke(self, ino: int, patience: float) -> None:
-        """Withdraws that memory: all calls on the file fail with ESTALE from now on.
+    def inode_revoke(self, ino: int, timeout: float) -> None:
+        """Withdraw that memory: all calls on the file fail with ESTALE from now on.
 
-        Returns when nothing uses the memory any more. EngineError ETIMEDOUT if something still does after ``patience``
+        Returns when nothing uses the memory any more. EngineError ETIMEDOUT if something still does after ``timeout``
         seconds; the memory is unmapped once that ends.
         """
-        check(lib.gpufs_inode_revoke(self._handle, ino, round(patience * 1000)))
-
-    def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Notifies the kernel that its cached entry of a name is stale. Queued; never blocks."""
-        check(lib.gpufs_mount_invalidate_entry(self._handle, parent, name, len(name)))
+        check(lib.gpufs_inode_revoke(self._handle, ino, round(timeout * 1000)))

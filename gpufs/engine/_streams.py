@@ -29,7 +29,7 @@ _FIXED: Final[dict[str, int]] = {
 _NUMBER_BYTES: Final = 8
 # Formats of memory that may contain a number: 64-bit integers, or bytes.
 _INTEGERS: Final = frozenset("qQlLnNBbc")
-_LONGEST_PATIENCE: Final = (1 << 31) - 1  # milliseconds
+_LONGEST_TIMEOUT: Final = (1 << 31) - 1  # milliseconds
 # The main thread, which handles signals, waits in parts of at most so many seconds, or of this share of the time that
 # it has waited so far.
 _PART_SECONDS: Final = 0.05
@@ -76,7 +76,7 @@ def configure_operations(
     options = {
         "operations": unsigned("operations", operations),
         "stream_depth": unsigned("stream_depth", stream_depth),
-        "patience_ms": -1 if patience is None else int(min(seconds("patience", patience) * 1000, _LONGEST_PATIENCE)),
+        "patience_ms": -1 if patience is None else int(min(seconds("patience", patience) * 1000, _LONGEST_TIMEOUT)),
         "stream_waits": choice("stream_waits", {"auto": lib.GPUFS_AUTO, "off": lib.GPUFS_OFF}, stream_waits),
     }
     check(lib.gpufs_async_configure(engine._handle, ffi.new("gpufs_async_options *", options)))
@@ -229,7 +229,7 @@ class Stream(Handle):
         return bool(self._info().waits_for_values)
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol's version and the handle, for other libraries."""
+        """Return the protocol's version and the handle, for other libraries."""
         return 0, self.handle
 
     def call(self, function: Callable[[], object]) -> None:

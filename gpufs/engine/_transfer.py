@@ -1,34 +1,22 @@
-"""Files of the host, and the reads and writes between them and device memory: transfers, and operations on streams."""
+"""Transfers between files of the host and device memory."""
 
 import functools
-import itertools
 import math
-import numbers
-import os
-import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from errno import EAGAIN, ECANCELED
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned
 from gpufs.engine._arrays import device_range
-from gpufs.engine._binding import EngineError, Handle, check, failure
+from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import SWITCHES, Engine, Switch, refusal_names
-from gpufs.engine._futures import OperationFuture, set_outcomes, watch_the_exit
-from gpufs.engine._in_use import InUse, close_or_leave
+from gpufs.engine._in_use import InUse, close_or_defer
 from gpufs.engine._native import ffi, lib
-from gpufs.engine._streams import Stream, StreamLike, native_handle, number_address
 
 if TYPE_CHECKING:
-    import ctypes
-
-    from gpufs.engine._arrays import MemoryBuffer
     from gpufs.engine._buffer import Memory
-    from gpufs.engine._streams import Late, Number
+    from gpufs.engine._streams import Number
 
 Direction = Literal["load", "store"]
 Sync = Literal["none", "data", "full"]
@@ -42,8 +30,6 @@ _SYNCS: Final[dict[str, int]] = {
 _STATES: Final[tuple[Literal["queued", "running", "done"], ...]] = ("queued", "running", "done")  # as GPUFS_TRANSFER_
 _TO_THE_END: Final = (1 << 64) - 1
 _PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can handle signals
-MOST_AT_ONCE: Final = 64  # results
-_THREAD_STAYS: Final = 1.0  # seconds, when there is nothing to collect
 
 
 class TransferError(EngineError):
@@ -110,12 +96,20 @@ def error_of(ended: Any) -> TransferError | None:
     return TransferError(ended.error, text, ended.device_code, ended.prefix)
 
 
+class HostFile(Handle):
+    """A file of the host, as transfers need it; a :class:`BackingFile` is one."""
+
+    __slots__ = ("engine",)
+
+    engine: Engine
+
+
 @dataclass(slots=True)
-class _Request:
+class Request:
     """What is to be moved, and how."""
 
     direction: Direction
-    file: "BackingFile"
+    file: "HostFile"
     memory: "Memory"
     size: "Number | None" = None
     file_offset: "Number" = 0
@@ -136,16 +130,16 @@ class _Request:
 
     def _fill_transfer(self, request: Any, size: Any, file_offset: Any, buffer_offset: Any) -> object:
         """Fill in the C interface's request. Returns what must live until the work is over."""
-        instance("file", BackingFile, self.file)
+        instance("file", HostFile, self.file)
         keep: object = None
         request.backing = self.file._handle
         if isinstance(self.memory, Buffer):
             request.buffer = self.memory._handle
         else:
-            found, keep = device_range(self.file.engine, self.memory, writable=self.direction == "load")
-            request.device = signed("device", found.device)
-            request.address = unsigned("address", found.address)
-            request.address_bytes = unsigned("bytes", found.bytes)
+            memory, keep = device_range(self.file.engine, self.memory, writable=self.direction == "load")
+            request.device = signed("device", memory.device)
+            request.address = unsigned("address", memory.address)
+            request.address_bytes = unsigned("bytes", memory.bytes)
         request.file_offset = unsigned("file_offset", file_offset)
         request.buffer_offset = unsigned("buffer_offset", buffer_offset)
         request.bytes = _TO_THE_END if size is None else unsigned("size", size)
@@ -157,378 +151,6 @@ class _Request:
         request.share = signed("share", self.share)
         request.client = unsigned("client", self.client)
         return self.file, self.memory, keep
-
-
-@dataclass(slots=True)
-class Operation(_Request):
-    """A read or write to be submitted.
-
-    Parameters
-    ----------
-    size, file_offset, buffer_offset
-        In bytes. A size of None is as much as there is and fits. Late numbers are a :class:`Late`, a 64-bit ctypes
-        integer or 8 bytes of memory, read when the stream reaches the operation. A late size must not grow after the
-        submission.
-    stream
-        A :class:`Stream`, an object with ``__cuda_stream__`` or a handle. None: the operation starts at once, in no
-        order with others.
-    count
-        Writable memory as for late numbers. Receives the bytes moved, or a negative errno, before the stream continues.
-    cookie
-        Is returned with the result. Traces show integers.
-
-    Raises
-    ------
-    ValueError
-        ``direction`` is neither "load" nor "store", or ``fastpath``, ``fallback`` or ``sync`` is another word than
-        those of :class:`Transfer`.
-    """
-
-    _: KW_ONLY
-    stream: "Stream | StreamLike | None" = None
-    count: "Late | ctypes.c_int64 | MemoryBuffer | None" = None
-    cookie: object = None
-
-    def _fill(self, target: Any, cookie: int) -> object:
-        """Fill in the C interface's structure. Returns what must live until the operation has ended."""
-        keep: list[object] = [self.stream]
-
-        def number(name: str, cell: str, value: Any) -> Any:
-            """The number, or 0 where it is late."""
-            if value is None or isinstance(value, numbers.Integral):
-                return value
-            address, kept = number_address(name, value, writable=False)
-            keep.append(kept)
-            setattr(target, cell, ffi.cast("uint64_t *", address))
-            return 0
-
-        size = number("size", "bytes_cell", self.size)
-        file_offset = number("file_offset", "file_offset_cell", self.file_offset)
-        buffer_offset = number("buffer_offset", "buffer_offset_cell", self.buffer_offset)
-        keep.append(self._fill_transfer(target.transfer, size, file_offset, buffer_offset))
-        if isinstance(self.stream, Stream):
-            target.stream = self.stream._handle
-        elif self.stream is not None:
-            target.implied = 1
-            target.native_device = -1
-            target.native_stream = native_handle(self.stream)
-        if self.count is not None:
-            address, kept = number_address("count", self.count, writable=True)
-            keep.append(kept)
-            target.count = ffi.cast("int64_t *", address)
-        target.cookie = cookie
-        if isinstance(self.cookie, int) and 0 <= self.cookie < 1 << 64:
-            target.trace_cookie = self.cookie
-        return keep
-
-
-class OperationQueue(InUse):
-    """Operations that were submitted and not collected, each with what its collector wants to know."""
-
-    def __init__(self, engine: Engine, capacity: int, end: Callable[[Any, Any], Any]) -> None:
-        """``end`` makes the result of what was submitted with an operation, and the C interface's completion."""
-        super().__init__()
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_queue_open(engine._handle, unsigned("capacity", capacity), handle))
-        self.handle = int(handle[0])
-        self.lock = threading.Lock()  # guards all below
-        self.under_way: dict[int, tuple[Any, object]] = {}
-        self.ended: list[Any] = []  # results
-        self._end = end
-        self._cookies = itertools.count(1)
-        engine._users.add(self)
-
-    def in_use(self) -> object:
-        """Return what the operations use."""
-        with self.lock:
-            return list(self.under_way.values())
-
-    def submit(self, operations: Sequence[tuple[Operation, Any]]) -> list[int]:
-        """Submit operations, each with something to end: all of them, or none. Returns their numbers."""
-        count = len(operations)
-        array, ids, bad = ffi.new("gpufs_operation[]", count), ffi.new("uint64_t[]", count), ffi.new("uint64_t *")
-        kept = {}
-        for index, (operation, wanted) in enumerate(operations):
-            cookie = next(self._cookies)
-            kept[cookie] = (wanted, operation._fill(array[index], cookie))
-        with self.lock:
-            self.under_way |= kept
-        status = lib.gpufs_queue_submit(self.handle, array, count, ids, bad)
-        if status.error:
-            error = failure(status)
-            with self.lock:
-                for cookie in kept:
-                    self.under_way.pop(cookie, None)
-            if count > 1 and error.errno != EAGAIN:
-                error.add_note(f"operation {bad[0]} of {count}")
-            raise error
-        return list(ids)
-
-    def collect(self, fewest: int, seconds: float, most: int = MOST_AT_ONCE) -> int:
-        """Add at most so many results to ``ended``: wait so long for ``fewest``. Returns how many operations ended."""
-        found = ffi.new("gpufs_completion[]", most)
-        count = ffi.new("uint64_t *")
-        check(lib.gpufs_queue_collect(self.handle, found, most, fewest, math.ceil(seconds * 1000), count))
-        with self.lock:
-            for index in range(count[0]):
-                # One that was cancelled while it was refused was never submitted.
-                kept = self.under_way.pop(found[index].cookie, None)
-                if kept is not None:
-                    self.ended.append(self._end(kept[0], found[index]))
-        return int(count[0])
-
-    def wait(self, handle: int) -> bool:
-        """Wait a second at most until all operations have ended, and return whether they have, or the queue is gone."""
-        try:
-            self.collect(MOST_AT_ONCE, 1)
-        except EngineError:
-            return True
-        with self.lock:
-            self.ended.clear()
-            return not self.under_way
-
-
-class _Futures(OperationQueue):
-    """All operations of an engine that have futures. The queue is closed with the engine.
-
-    A thread sets the results. It runs while there are futures, and a second longer.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, 0, self._outcome)
-        self._changed = threading.Condition(self.lock)  # guards all below, too
-        self._starting = 0  # futures whose operation is not under way yet
-        self._running = False
-
-    @staticmethod
-    def _outcome(future: OperationFuture, ended: Any) -> tuple[OperationFuture, int | Exception | None]:
-        if ended.outcome.error == ECANCELED:
-            return future, None
-        return future, error_of(ended.outcome) or int(ended.outcome.prefix)
-
-    def start(self, operation: Operation) -> OperationFuture:
-        future = OperationFuture(self.handle)
-        with self._changed:
-            if not self._running:  # without a thread nothing is submitted
-                watch_the_exit()
-                threading.Thread(target=self._run, name="gpufs-futures", daemon=True).start()
-                self._running = True
-            self._starting += 1
-        try:
-            (future._id,) = self.submit([(operation, future)])
-        finally:
-            with self._changed:
-                self._starting -= 1
-                self._changed.notify()
-        return future
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self.under_way and not self._changed.wait_for(lambda: self.under_way, _THREAD_STAYS):
-                    if self._starting:
-                        continue
-                    self._running = False
-                    return
-            try:
-                none = not self.collect(1, _THREAD_STAYS)
-            except EngineError:  # the engine was closed over them
-                with self.lock:
-                    lost, self.under_way = list(self.under_way.values()), {}
-                set_outcomes([(future, None) for future, _ in lost])
-                continue
-            if none:
-                time.sleep(0.001)  # the only one is not in the engine's queue yet
-            with self.lock:
-                over, self.ended = self.ended, []
-            set_outcomes(over)
-            over.clear()
-
-
-_futures: Final[weakref.WeakKeyDictionary[Engine, _Futures]] = weakref.WeakKeyDictionary()
-_futures_lock: Final = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class BackingInfo:
-    """What the engine knows about a file of the host.
-
-    Attributes
-    ----------
-    file_system
-        Its type, for example "ext4"; "" if its mount is not visible to this process.
-    block_device, readable, writable
-        What it is, and what its descriptor allows.
-    direct
-        Whether it could also be opened with O_DIRECT.
-    offset_align, memory_align
-        What O_DIRECT asks of offsets and of memory, in bytes.
-    fastpath_refusals
-        Why the fastpath does not take the file.
-    """
-
-    file_system: str
-    block_device: bool
-    readable: bool
-    writable: bool
-    direct: bool
-    offset_align: int
-    memory_align: int
-    fastpath_refusals: tuple[str, ...]
-
-
-class BackingFile(Handle):
-    """A regular file or block device of the host, for transfers. It keeps its engine alive.
-
-    The engine opens descriptors of its own with the access mode of ``fd``, never a wider one. This may block for as
-    long as the file's server does.
-
-    Parameters
-    ----------
-    engine
-        The engine of the transfers.
-    fd
-        A descriptor of the file, which stays the caller's.
-
-    Raises
-    ------
-    EngineError
-        EBADF for an O_PATH descriptor, EISDIR or EINVAL for another kind of file, EDEADLK for a file on a mount of
-        gpufs.
-    """
-
-    __slots__ = ("engine",)
-
-    def __init__(self, engine: Engine, fd: int) -> None:
-        handle = ffi.new("gpufs_handle *")
-        instance("engine", Engine, engine)
-        check(lib.gpufs_backing_open(engine._handle, signed("fd", fd), handle))
-        self.engine = engine
-        self._own(handle[0])
-
-    @classmethod
-    def open(
-        cls,
-        engine: Engine,
-        path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
-        mode: Literal["r", "r+", "w"] = "r",
-    ) -> Self:
-        """Opens a file by its path: "r" for reading, "r+" for both, "w" for both, created or emptied.
-
-        Raises OSError like os.open(), and EngineError like the constructor.
-        """
-        modes = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
-        flags = choice("mode", modes, mode)
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        try:
-            return cls(engine, fd)
-        finally:
-            os.close(fd)
-
-    @property
-    def info(self) -> BackingInfo:
-        """What is known about the file."""
-        info = ffi.new("gpufs_backing_info *")
-        check(lib.gpufs_backing_info_get(self._handle, info))
-        return BackingInfo(
-            ffi.string(info.file_system).decode(errors="replace"),
-            bool(info.block_device),
-            bool(info.readable),
-            bool(info.writable),
-            bool(info.direct),
-            info.offset_align,
-            info.memory_align,
-            tuple(refusal_names(info.fastpath_refusals)),
-        )
-
-    def read(
-        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> int:
-        """Reads from the file into device memory and waits for the end.
-
-        An exception that arrives during the wait (KeyboardInterrupt) cancels the read.
-
-        Parameters
-        ----------
-        memory
-            A buffer, or device memory of the program: a :class:`DeviceRange` or an array.
-        size
-            In bytes; None: as much as there is and fits.
-        file_offset, buffer_offset
-            In bytes.
-        options
-            Those of :class:`Transfer`.
-
-        Returns
-        -------
-        int
-            The bytes read: fewer than ``size`` at the end of the file.
-
-        Raises
-        ------
-        TransferError
-            The read failed, also after progress.
-        EngineError, TypeError, ValueError
-            The read could not be queued.
-        """
-        with Transfer("load", self, memory, size, file_offset, buffer_offset, **options) as transfer:
-            return transfer.finish()
-
-    def write(
-        self, memory: "Memory", size: int | None = None, file_offset: int = 0, buffer_offset: int = 0, **options: Any
-    ) -> int:
-        """Writes device memory to the file and waits; returns the bytes written. Otherwise like :meth:`read`.
-
-        The bytes are durable only with ``sync="data"`` or ``sync="full"``.
-        """
-        with Transfer("store", self, memory, size, file_offset, buffer_offset, **options) as transfer:
-            return transfer.finish()
-
-    def read_async(
-        self,
-        memory: "Memory",
-        size: "Number | None" = None,
-        file_offset: "Number" = 0,
-        buffer_offset: "Number" = 0,
-        *,
-        stream: Stream | StreamLike | None = None,
-        **options: Any,
-    ) -> OperationFuture:
-        """Queues a read on a stream: it starts when the stream reaches it, and the stream waits for its end.
-
-        Numbers may be late, ``options`` are those of :class:`Operation`. Without a stream the read starts at once.
-
-        Raises
-        ------
-        EngineError
-            EAGAIN if too many operations are under way, EINVAL if memory and stream are on different devices, EBUSY for
-            a stream that is being captured into a graph.
-        TypeError, ValueError
-            An argument cannot be used.
-        """
-        operation = Operation("load", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
-        return self._start(operation)
-
-    def write_async(
-        self,
-        memory: "Memory",
-        size: "Number | None" = None,
-        file_offset: "Number" = 0,
-        buffer_offset: "Number" = 0,
-        *,
-        stream: Stream | StreamLike | None = None,
-        **options: Any,
-    ) -> OperationFuture:
-        """Queues a write of device memory to the file on a stream. Otherwise like :meth:`read_async`."""
-        operation = Operation("store", self, memory, size, file_offset, buffer_offset, stream=stream, **options)
-        return self._start(operation)
-
-    def _start(self, operation: Operation) -> OperationFuture:
-        with _futures_lock:
-            futures = _futures.get(self.engine)
-            if futures is None:
-                futures = _futures[self.engine] = _Futures(self.engine)
-        return futures.start(operation)
 
 
 class Transfer(Handle):
@@ -570,20 +192,20 @@ class Transfer(Handle):
     def __init__(
         self,
         direction: Direction,
-        file: BackingFile,
+        file: HostFile,
         memory: "Memory",
         size: int | None = None,
         file_offset: int = 0,
         buffer_offset: int = 0,
         **options: Any,
     ) -> None:
-        wanted = _Request(direction, file, memory, size, file_offset, buffer_offset, **options)
+        wanted = Request(direction, file, memory, size, file_offset, buffer_offset, **options)
         request = ffi.new("gpufs_transfer_request *")
         used = InUse(wanted._fill_transfer(request, size, file_offset, buffer_offset))
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_transfer_start(file.engine._handle, request, handle))
         file.engine._users.add(used)
-        self._own(handle[0], functools.partial(close_or_leave, _over_within_a_second, used))
+        self._own(handle[0], functools.partial(close_or_defer, _over_within_a_second, used))
 
     @property
     def event_fd(self) -> int:
@@ -598,7 +220,7 @@ class Transfer(Handle):
         return now
 
     def progress(self) -> TransferProgress:
-        """The transfer's progress."""
+        """Return the transfer's progress."""
         now = self._now()
         return TransferProgress(
             state=_STATES[now.state],
@@ -615,11 +237,11 @@ class Transfer(Handle):
         )
 
     def failure(self) -> TransferError | None:
-        """What went wrong, once it is done."""
+        """Return what went wrong, once it is done."""
         return error_of(self._now())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is done, up to ``timeout`` seconds (None: without limit). Returns whether it is done."""
+        """Wait until it is done, up to ``timeout`` seconds (None: without limit). Return whether it is done."""
         done = ffi.new("int32_t *")
         left = seconds("timeout", timeout)
         deadline = time.monotonic() + left
@@ -630,11 +252,11 @@ class Transfer(Handle):
                 return bool(done[0])
 
     def cancel(self) -> None:
-        """Stops it at its next chunk; never blocks."""
+        """Stop it at its next chunk; never blocks."""
         check(lib.gpufs_transfer_cancel(self._handle))
 
     def finish(self) -> int:
-        """Waits until it is done and returns the bytes moved. Raises TransferError if it failed, also after progress.
+        """Wait until it is done and return the bytes moved. Raise TransferError if it failed, also after progress.
 
         An exception that arrives during the wait (KeyboardInterrupt) cancels the transfer, and is raised once it ended.
         """

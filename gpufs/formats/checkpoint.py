@@ -68,14 +68,14 @@ def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
 
 def _without_checkpoint(folder: str) -> str:
     text = f"the directory has neither {INDEX_NAME} nor {FILE_NAME}"
-    found = sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".safetensors.index.json")))
-    if not found:
+    names = sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".safetensors.index.json")))
+    if not names:
         return text
-    return f"{text}, but {', '.join(found[:3])}{' and others' if len(found) > 3 else ''}: give the name of one"
+    return f"{text}, but {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: give the name of one"
 
 
 def link_error(error: OSError, path: str) -> OSError:
-    """The error of opening a file, which names the target if the path is a link to nowhere or to another place."""
+    """Return the error of opening a file; it names the target of a link to nowhere or off the mount."""
     if error.errno in (errno.ENOENT, errno.EXDEV) and os.path.islink(path):
         target = os.readlink(path)
         place = "does not exist" if error.errno == errno.ENOENT else "is not on a gpufs mount"
@@ -85,7 +85,7 @@ def link_error(error: OSError, path: str) -> OSError:
 
 
 def _read_index(path: str) -> dict[str, str]:
-    """The file of each tensor, in the order of the file names."""
+    """Return the file of each tensor, in the order of the file names."""
     try:
         places = parse_json(_read_text(path))["weight_map"]
         for name in places.values():
@@ -98,7 +98,7 @@ def _read_index(path: str) -> dict[str, str]:
 
 
 def _read_text(path: str) -> str:
-    """A small regular file: others may have put anything there."""
+    """Return a small regular file: others may have put anything there."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -117,7 +117,7 @@ class _Cursor:
         return self.take(length).decode(errors="replace")
 
     def value(self, kind: int) -> Any:
-        """A value of the metadata. Arrays are only counted: they are vocabularies."""
+        """Return a value of the metadata. Arrays are only counted: they are vocabularies."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:

@@ -16,6 +16,7 @@ from math import isinf
 from typing import Any, NamedTuple, NoReturn
 
 from gpufs.formats import FormatError
+from gpufs.formats.element_types import IN_SAFETENSORS
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -29,30 +30,7 @@ _UNUSUAL_INTEGER = re.compile(r"-0|[0-9]{20}")
 _FIELDS = ("dtype", "shape", "data_offsets")
 _METADATA = "__metadata__"
 
-BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+BITS = {name: element.bits for name, element in IN_SAFETENSORS.items()}
 
 
 class HeaderEntry(NamedTuple):
@@ -74,7 +52,7 @@ class Header:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switches Python's garbage collector off in this block.
+    """Switch Python's garbage collector off in this block.
 
     It searches for cycles whenever many objects are created. That is half of the time of a header with 100,000 tensors.
     """
@@ -88,7 +66,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def header_bytes(prefix: bytes, file_bytes: int) -> int:
-    """Returns the length of the header, from the first 8 bytes of a file of file_bytes bytes."""
+    """Return the length of the header, from the first 8 bytes of a file of file_bytes bytes."""
     if len(prefix) < LENGTH_BYTES:
         raise FormatError(f"the file has {file_bytes} bytes; a safetensors file has at least {LENGTH_BYTES}")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -101,7 +79,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
 
 @without_garbage_collection()
 def parse_header(text: bytes, data_bytes: int) -> Header:
-    """Checks a header and the offsets in it against the data_bytes bytes that follow it."""
+    """Check a header and the offsets in it against the data_bytes bytes that follow it."""
     try:
         fields = parse_json(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -130,7 +108,7 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
 
 
 def parse_json(text: str) -> Any:
-    """Reads JSON as strictly as the format asks: ValueError for a key that appears twice, NaN, or half a character."""
+    """Read JSON as strictly as the format asks: ValueError for a key that appears twice, NaN, or half a character."""
     value = json.loads(
         text,
         object_pairs_hook=_unique,
@@ -145,11 +123,11 @@ def parse_json(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {twice[:100]!r} appears twice")
-    return found
+    return unique
 
 
 def _parse_integer(text: str) -> int | float:
@@ -207,7 +185,7 @@ def _tensor_bytes(name: str, entry: HeaderEntry) -> int:
 
 
 def build_header(entries: Iterable[tuple[str, HeaderEntry]], metadata: Mapping[str, str], *, size: int = 0) -> bytes:
-    """Returns the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned.
+    """Return the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned.
 
     size: how many bytes these are, if that is given. ValueError if the header is longer.
     """

@@ -59,11 +59,11 @@ def _texts(body: bytes, at: int = 0) -> tuple[bytes, bytes]:
 
 
 async def _lookup(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return (await to.lookup(inode, _text(body), caller)).message
+    return (await to.host(inode).lookup(inode, _text(body), caller)).message
 
 
 async def _getattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return (await to.getattr(inode, caller)).attributes()
+    return (await to.host(inode).getattr(inode, caller)).attributes()
 
 
 async def _setattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -85,55 +85,55 @@ async def _setattr(to: Operations, inode: int, body: bytes, caller: Caller) -> b
         atime=set_time(1 << 4, 1 << 7, atime, atime_ns),
         mtime=set_time(1 << 5, 1 << 8, mtime, mtime_ns),
     )
-    return (await to.setattr(inode, changes, fh if valid & (1 << 6) else None, caller)).attributes()
+    return (await to.host(inode).setattr(inode, changes, fh if valid & (1 << 6) else None, caller)).attributes()
 
 
 async def _readlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return await to.readlink(inode, caller)
+    return await to.host(inode).readlink(inode, caller)
 
 
 async def _symlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     name, target = _texts(body)
-    return (await to.symlink(inode, name, target, caller)).message
+    return (await to.host(inode).symlink(inode, name, target, caller)).message
 
 
 async def _mknod(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     mode, device, caller.umask, _ = _FOUR.unpack_from(body)
-    return (await to.mknod(inode, _text(body, _FOUR.size), mode, device, caller)).message
+    return (await to.host(inode).mknod(inode, _text(body, _FOUR.size), mode, device, caller)).message
 
 
 async def _mkdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     mode, caller.umask = _TWO.unpack_from(body)
-    return (await to.mkdir(inode, _text(body, _TWO.size), mode, caller)).message
+    return (await to.host(inode).mkdir(inode, _text(body, _TWO.size), mode, caller)).message
 
 
 async def _unlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    await to.unlink(inode, _text(body), caller)
+    await to.host(inode).unlink(inode, _text(body), caller)
     return b""
 
 
 async def _rmdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    await to.rmdir(inode, _text(body), caller)
+    await to.host(inode).rmdir(inode, _text(body), caller)
     return b""
 
 
 async def _rename(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     (directory,) = _HANDLE.unpack_from(body)
     old, new = _texts(body, _HANDLE.size)
-    await to.rename(inode, old, directory, new, 0, caller)
+    await to.host(inode).rename(inode, old, directory, new, 0, caller)
     return b""
 
 
 async def _rename2(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     directory, flags = _HANDLE_AND_FLAGS.unpack_from(body)
     old, new = _texts(body, _HANDLE_AND_FLAGS.size)
-    await to.rename(inode, old, directory, new, flags, caller)
+    await to.host(inode).rename(inode, old, directory, new, flags, caller)
     return b""
 
 
 async def _link(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     (linked,) = _HANDLE.unpack_from(body)
-    return (await to.link(linked, inode, _text(body, _HANDLE.size), caller)).message
+    return (await to.host(inode).link(linked, inode, _text(body, _HANDLE.size), caller)).message
 
 
 async def _open(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -143,7 +143,7 @@ async def _open(to: Operations, inode: int, body: bytes, caller: Caller) -> byte
 
 async def _create(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     flags, mode, caller.umask, _ = _FOUR.unpack_from(body)
-    handle, entry = await to.create(inode, _text(body, _FOUR.size), mode, flags, caller)
+    handle, entry = await to.host(inode).create(inode, _text(body, _FOUR.size), mode, flags, caller)
     return entry.message + _OPENED.pack(handle, _OPEN_DIRECT_IO)
 
 
@@ -156,7 +156,7 @@ async def _write(to: Operations, inode: int, body: bytes, caller: Caller) -> byt
 
 
 async def _statfs(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return await to.statfs(inode, caller)
+    return await to.host(inode).statfs(inode, caller)
 
 
 async def _release(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -172,7 +172,7 @@ async def _setxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> 
     size, flags = _TWO.unpack_from(body)
     name = _text(body, _TWO.size)
     value = body[_TWO.size + len(name) + 1 :][:size]
-    await to.setxattr(inode, name, value, flags, caller)
+    await to.host(inode).setxattr(inode, name, value, flags, caller)
     return b""
 
 
@@ -187,21 +187,21 @@ def _fitting(value: bytes, size: int) -> bytes:
 
 async def _getxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     (size,) = _ONE.unpack_from(body)
-    return _fitting(await to.getxattr(inode, _text(body, _ONE.size), caller), size)
+    return _fitting(await to.host(inode).getxattr(inode, _text(body, _ONE.size), caller), size)
 
 
 async def _listxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     (size,) = _ONE.unpack_from(body)
-    return _fitting(b"".join(name + b"\0" for name in await to.listxattr(inode, caller)), size)
+    return _fitting(b"".join(name + b"\0" for name in await to.host(inode).listxattr(inode, caller)), size)
 
 
 async def _removexattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    await to.removexattr(inode, _text(body), caller)
+    await to.host(inode).removexattr(inode, _text(body), caller)
     return b""
 
 
 async def _opendir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return _OPENED.pack(await to.opendir(inode, caller), 0)
+    return _OPENED.pack(await to.host(inode).opendir(inode, caller), 0)
 
 
 async def _readdirplus(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:

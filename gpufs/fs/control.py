@@ -3,13 +3,13 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpufs import statistics
 from gpufs._version import __version__
-from gpufs.engine import Device, Engine, EngineError, Mount, refusal_names
+from gpufs.engine import Device, Engine, EngineError, Mount, journal_format, refusal_names
 
 _PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
 _BUSIEST = 32  # files that `.gpufs/activity` lists at most
@@ -41,6 +41,7 @@ class MountStatus:
     leases: Callable[[int], list[dict[str, Any]]]  # and registrations, that a user may see
     quotas: Callable[[int], list[dict[str, Any]]]  # that a user may see
     io: Callable[[], Mapping[str, Any]]  # the engine's: what moved by which path, and what was refused
+    obstacle: Callable[[], str | None]  # to surviving the daemon
     started: float = field(default_factory=time.time)
 
     def as_dict(self, uid: int) -> dict[str, Any]:
@@ -54,6 +55,9 @@ class MountStatus:
             "driver": self.driver,
             "started": self.started,
             "uptime": max(0.0, time.time() - self.started),
+            "survives": (obstacle := self.obstacle()) is None,
+            "survives_not_because": obstacle,
+            "journal_format": journal_format(),
             "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
             "statistics": dict(self.statistics()),
@@ -141,7 +145,6 @@ class MountActivity:
 
     status: MountStatus
     mount: Mount
-    paths: Callable[[Iterable[int]], Mapping[int, bytes]]  # of files, by their inodes
     copies: Callable[[int], list[dict[str, Any]]]  # in progress, that a user may see
 
     def as_bytes(self, uid: int) -> bytes:
@@ -157,14 +160,14 @@ class MountActivity:
 
     def _files(self) -> Iterator[dict[str, Any]]:
         busiest = self.mount.busiest(_BUSIEST)
-        paths = self.paths(ino for ino, _, _ in busiest)
         for ino, read, written in busiest:
             try:
                 attributes = self.mount.inode_get(ino)
             except EngineError:
                 continue  # gone by now
+            path = self.mount.path(ino)
             yield {
-                "path": os.fsdecode(paths[ino]) if ino in paths else None,
+                "path": None if path is None else os.fsdecode(path),
                 "inode": ino,
                 "uid": attributes.uid,
                 "device": f"gpu{attributes.device}",

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ import trio
 from gpufs import threads
 from gpufs.engine import Trace
 from gpufs.fs.handles import Opened
-from gpufs.fs.nodes import Node
 
 # Bytes that one read of a stream returns at most: the kernel may find no memory for a larger message.
 _STREAM_READ_BYTES: Final = 64 << 10
@@ -62,14 +60,10 @@ class _Reader:
     next: float = 0.0
 
 
-class ControlFile(Node):
+class ControlFile:
     """A file whose content ``produce`` makes for the user that opens it. A trace grows without an end."""
 
-    __slots__ = ("_privileged", "_produce", "_readers")
-
-    def __init__(self, ino: int, produce: Callable[[int], Content]) -> None:
-        super().__init__(ino, stat.S_IFREG, -1)
-        self.fixed = True
+    def __init__(self, produce: Callable[[int], Content]) -> None:
         self._produce = produce
         self._privileged = (0, os.geteuid())
         self._readers: dict[int, _Reader] = {}  # by user

@@ -1,5 +1,6 @@
 """What the file handles lead to that Python answers for: listings, control files, and files below ``backing/``."""
 
+import time
 from errno import EBADF
 
 from gpufs.fs.errors import error
@@ -27,11 +28,14 @@ class Opened:
 
 
 class Handles:
-    """The open files by handle. Handles made here count from 1; the engine's have one of the bits 60 to 62 set."""
+    """The open files by handle. The engine's handles have one of the bits 60 to 62 set, those made here none of them.
+
+    They count from the present time: the kernel may still use handles of a daemon that has died.
+    """
 
     def __init__(self) -> None:
         self._opened: dict[int, Opened] = {}
-        self._next = 1
+        self._next = time.monotonic_ns() % (1 << 60)
 
     def add(self, opened: Opened, handle: int = 0) -> int:
         """Gives an open file a handle: the engine's if there is one, otherwise the next number."""

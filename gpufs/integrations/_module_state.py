@@ -23,7 +23,7 @@ class ModuleState:
         self._tensors = _forms(module)
 
     def changes(self, module: torch.nn.Module) -> tuple[dict[str, Any], str | None]:
-        """Returns the attributes that the module has got since then.
+        """Return the attributes that the module has got since then.
 
         Returns
         -------
@@ -34,21 +34,21 @@ class ModuleState:
         """
         tensors = _forms(module)
         obstacle = next((name for name, form in self._tensors.items() if tensors.get(name) != form), None)
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         names = set()
         for name, value in _attributes(module):
             names.add(name)
             if self._attributes.get(name, _MISSING) == _comparable(value):
                 continue
             if is_json(value):
-                found[name] = value
+                attributes[name] = value
             else:
                 obstacle = obstacle or name
-        return found, obstacle or next((name for name in self._attributes if name not in names), None)
+        return attributes, obstacle or next((name for name in self._attributes if name not in names), None)
 
 
 def set_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Gives another module of the same kind the attributes that :meth:`ModuleState.changes` has found."""
+    """Give another module of the same kind the attributes that :meth:`ModuleState.changes` has found."""
     for name, value in attributes.items():
         prefix, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(prefix), attribute, value)

@@ -13,10 +13,19 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
-from gpufs.integrations._directories import NoDirectoryError, device_directory, is_on_mount
 from gpufs.integrations._module_state import ModuleState
 from gpufs.integrations._shared_weights import SharedWeights
-from gpufs.integrations._sharing import RELOAD_REFUSED, SLEEP_REFUSED, Engine, Settings, get_model, refuse_reload
+from gpufs.integrations._sharing import (
+    RELOAD_REFUSED,
+    SLEEP_REFUSED,
+    Engine,
+    NoDirectoryError,
+    Settings,
+    device_directory,
+    get_model,
+    is_on_mount,
+    refuse_reload,
+)
 from gpufs.torch import load_file
 
 pieces: Any
@@ -72,7 +81,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return loaded.model
 
     def _find_shared(self, model_config: Any, device_config: Any) -> SharedWeights | None:
-        """Where the weights of this engine are to be shared; None if they are not."""
+        """Return where the weights of this engine are to be shared; None if they are not."""
         try:
             reason = pieces.obstacle(self.load_config, model_config)
             if reason is None:

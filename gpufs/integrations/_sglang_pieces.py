@@ -48,17 +48,17 @@ _WITHOUT_PREFIXES = ("weight_loader_", "weight_cache_", "remote_instance_", "mod
 
 
 def ranks() -> Any:
-    """Returns the group of ranks that load a model together."""
+    """Return the group of ranks that load a model together."""
     return get_parallel().tp_group
 
 
 def uses_memory_saver() -> bool:
-    """Whether the engine may free its weights, as `--enable-memory-saver` lets it."""
+    """Return whether the engine may free its weights, as `--enable-memory-saver` lets it."""
     return bool(get_exec().features.enable_memory_saver)
 
 
 def obstacle(load_config: Any, model_config: Any) -> str | None:
-    """Why weights of an engine with these settings cannot be shared, None if they can."""
+    """Return why weights of an engine with these settings cannot be shared, None if they can."""
     if REASON_AGAINST_CHANGES not in inspect.getsource(weight_updater):
         return "this SGLang cannot refuse to change them"
     execution = get_exec()
@@ -75,7 +75,7 @@ def obstacle(load_config: Any, model_config: Any) -> str | None:
 
 
 def reason_against(model: torch.nn.Module) -> str | None:
-    """Why the weights of this model, once processed, cannot be used by other engines. None if they can."""
+    """Return why the weights of this model, once processed, cannot be used by other engines. None if they can."""
     if getattr(model, "secondary_weights", ()):
         return "the model has weights from several places"
     for name in _collect_extra_tensors(model):
@@ -84,7 +84,7 @@ def reason_against(model: torch.nn.Module) -> str | None:
 
 
 def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> dict[str, Any]:
-    """All that decides about processed weights."""
+    """Return all that decides about processed weights."""
     parallel = get_parallel()
     settings = {
         "settings": _settings(),
@@ -111,11 +111,11 @@ def _is_setting(variable: str) -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    found = get_context().resolved_server_args_dict()
+    arguments = get_context().resolved_server_args_dict()
     groups = namespace_of(type(get_context().server_args))
     return {
         name: value
-        for name, value in found.items()
+        for name, value in arguments.items()
         if groups.get(name, "").split(".")[0] in _GROUPS
         and groups[name] not in _WITHOUT_GROUPS
         and name not in _WITHOUT
@@ -124,7 +124,7 @@ def _settings() -> dict[str, Any]:
 
 
 def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
-    """A name that people read: of the model, of SGLang's version, and of the rank if there are several."""
+    """Return a name that people read: of the model, of SGLang's version, and of the rank if there are several."""
     parts = [os.path.basename(os.path.normpath(model_config.model_path)), f"sglang-{key['sglang_version']}"]
     parts += ["draft"] if model_config.is_draft_model else []
     for name in ("pp", "tp"):
@@ -134,7 +134,7 @@ def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
 
 
 def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
-    """Builds a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
+    """Build a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
 
     Raises
     ------
@@ -160,13 +160,13 @@ def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn
 
 
 def rebind(model: torch.nn.Module) -> None:
-    """Renews the tensors that are views of parameters, after these have moved."""
+    """Renew the tensors that are views of parameters, after these have moved."""
     _rebind_aliases(model)
 
 
 @contextmanager
 def restored_on_failure() -> Iterator[None]:
-    """Rotary embeddings are in a list when they are built, and later models take them from there."""
+    """Restore the list of rotary embeddings that are built, from which later models take them."""
     embeddings = dict(_ROPE_DICT)
     try:
         yield

@@ -79,7 +79,7 @@ class SharedWeights:
         return self.directory / self.folder / f"{label}-{_digest_of(_json(self.key))[:16]}.safetensors"
 
     def open(self, *, verify: bool = True) -> OpenWeights | None:
-        """Attaches the weights. None if there are none, or they are being written.
+        """Attach the weights. None if there are none, or they are being written.
 
         Parameters
         ----------
@@ -135,11 +135,11 @@ class SharedWeights:
                 raise ValueError("fields have the wrong type")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{self.path}: the note of the engine that wrote it is damaged: {error}") from None
-        found: dict[str, Any] = note
-        return found
+        checked: dict[str, Any] = note
+        return checked
 
     def claim(self, seconds: float, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
-        """Claims the name for publishing, until the context ends. Others that claim it wait for that.
+        """Claim the name for publishing, until the context ends. Others that claim it wait for that.
 
         Parameters
         ----------
@@ -198,14 +198,14 @@ class SharedWeights:
             os.close(file)
 
     def discard(self) -> None:
-        """Removes the contents of a damaged file, within a claim. Without effect while a program has it attached."""
+        """Remove the contents of a damaged file, within a claim. Does nothing while a program has it attached."""
         with suppress(OSError):
             os.truncate(self.path, 0)
 
     def publish(self, module: torch.nn.Module, attributes: Mapping[str, Any]) -> OpenWeights:
-        """Writes the parameters and buffers of a module, within a claim, and attaches them.
+        """Write the parameters and buffers of a module, within a claim, and attach them.
 
-        A GPU that has no room for both copies gets the new one by way of host memory. Then the parameters are there
+        A GPU that has no space for both copies gets the new one by way of host memory. Then the parameters are there
         until :func:`use_in_place` is called.
 
         Raises
@@ -238,17 +238,17 @@ class SharedWeights:
     def _write(self, module: torch.nn.Module, note: Mapping[str, Any]) -> OpenWeights:
         publish(module, self.path, metadata={METADATA_KEY: _json(note)})
         try:
-            found = self.open()
+            weights = self.open()
         except FormatError:
             self.path.unlink(missing_ok=True)
             raise
-        if found is None:
+        if weights is None:
             raise FileNotFoundError(f"{self.path} was removed")
-        return found
+        return weights
 
 
 def _move_to_host(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.device]]:
-    """Moves the parameters that will be shared to host memory, and returns them with their devices."""
+    """Move the parameters that will be shared to host memory, and return them with their devices."""
     moved = []
     for parameter in module.parameters():
         if parameter.is_cuda and parameter.nbytes >= SMALLEST_SHARED:
@@ -260,20 +260,20 @@ def _move_to_host(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, tor
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers, tied ones under each of their names."""
+    """Return all parameters and buffers, tied ones under each of their names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def use_in_place(module: torch.nn.Module, weights: OpenWeights) -> None:
-    """Moves the parameters of the module that was published into the file's memory. Their old memory becomes free."""
+    """Move the parameters of the module that was published into the file's memory. Their old memory becomes free."""
     for name, parameter in module.named_parameters():
         if parameter.nbytes >= SMALLEST_SHARED:
             parameter.data = weights.checkpoint.tensor(name)
 
 
 def fill(module: torch.nn.Module, weights: OpenWeights) -> None:
-    """Gives a module all parameters and buffers of the file; those that it does not have are added.
+    """Give a module all parameters and buffers of the file; those that it does not have are added.
 
     Raises
     ------
@@ -335,7 +335,7 @@ def _digest_of(text: str) -> str:
 
 
 def _digest(kinds: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
-    """A digest of names, kinds, dtypes, shapes and contents, which do not leave the device."""
+    """Return a digest of names, kinds, dtypes, shapes and contents, which do not leave the device."""
     lines = (
         f"{name!r} {kinds[name]} {tensor.dtype} {list(tensor.shape)} {_sum(tensor)}"
         for name, tensor in sorted(tensors.items())
@@ -344,7 +344,7 @@ def _digest(kinds: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> st
 
 
 def _sum(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's words, in the widest words that fill it: 20 GB/s on one core."""
+    """Return the sum of a tensor's words, in the widest words that fill it: 20 GB/s on one core."""
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.permute(by_stride).contiguous().view(-1).view(torch.uint8)
     word = _WORDS[min(tensor.nbytes & -tensor.nbytes or 1, 8)]

@@ -1,18 +1,24 @@
-"""How an engine gets its weights: it maps those that an earlier engine has published, or loads and publishes them."""
+"""How an engine gets its weights: it maps those that an earlier engine has published, or loads and publishes them.
+
+They are in the directory of its device on a mount.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpufs import mounting
 from gpufs.formats import FormatError
 from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, use_in_place
 from gpufs.units import bytes_text
@@ -79,7 +85,7 @@ class Engine:
     ranks: Any
 
     def all_agree(self, answer: bool) -> bool:
-        """Whether all ranks say yes. Loading may need all of them, so they load together or map together."""
+        """Return whether all ranks say yes. Loading may need all of them, so they load together or map together."""
         if self.ranks.world_size == 1:
             return answer
         answers: list[Any] = [None] * self.ranks.world_size
@@ -97,7 +103,7 @@ class Loaded:
 
 
 def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
-    """Returns a model with shared weights if that is possible, and with weights of its own otherwise.
+    """Return a model with shared weights if that is possible, and with weights of its own otherwise.
 
     Parameters
     ----------
@@ -119,10 +125,10 @@ def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
                     return Loaded(model, _publish(engine, model, shared))
                 return Loaded(model)
     assert weights is not None
-    found = _map(engine, weights)
-    if found is not None:
+    mapped = _map(engine, weights)
+    if mapped is not None:
         preloaded = weights.bytes if was_there and not weights.private else 0
-        return Loaded(found, weights, preloaded)
+        return Loaded(mapped, weights, preloaded)
     del weights
     return Loaded(engine.load())
 
@@ -130,7 +136,7 @@ def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
 def open_weights(
     shared: SharedWeights, logger: logging.Logger | None = None, *, verify: bool = True, claimed: bool = False
 ) -> OpenWeights | None:
-    """Attaches shared weights. None if there are none that can be used.
+    """Attach shared weights. None if there are none that can be used.
 
     Parameters
     ----------
@@ -156,7 +162,7 @@ def open_weights(
 
 @contextmanager
 def _claim(engine: Engine, shared: SharedWeights) -> Iterator[bool]:
-    """Claims the names of the weights of all ranks, the first rank's before the others.
+    """Claim the names of the weights of all ranks, the first rank's before the others.
 
     So of two engines that start at the same time one has all names, and they never wait for each other.
     """
@@ -181,7 +187,7 @@ def _claim(engine: Engine, shared: SharedWeights) -> Iterator[bool]:
 
 
 def _map(engine: Engine, weights: OpenWeights) -> torch.nn.Module | None:
-    """Builds a model from shared weights. None if a rank fails."""
+    """Build a model from shared weights. None if a rank fails."""
     start = time.perf_counter()
     try:
         with engine.restored_on_failure():
@@ -206,7 +212,7 @@ def _map(engine: Engine, weights: OpenWeights) -> torch.nn.Module | None:
 
 
 def _publish(engine: Engine, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
-    """Publishes the weights of a model, and moves the model to the published memory. None if that is not possible."""
+    """Publish the weights of a model, and move the model to the published memory. None if that is not possible."""
     start = time.perf_counter()
     reason = engine.reason_against(model)
     if reason is None:
@@ -231,7 +237,7 @@ def _publish(engine: Engine, model: torch.nn.Module, shared: SharedWeights) -> O
 
 
 def refuse_reload(model: torch.nn.Module) -> None:
-    """Loading weights into the model would write to memory that is mapped read-only, which ends the process."""
+    """Refuse to load weights into the model: it would write to read-only memory, which ends the process."""
 
     def load_weights(*_: object, **__: object) -> None:
         raise RuntimeError(RELOAD_REFUSED)
@@ -240,7 +246,7 @@ def refuse_reload(model: torch.nn.Module) -> None:
 
 
 def device_name() -> str:
-    """Returns the name and capability of the GPU in use, or "cpu"."""
+    """Return the name and capability of the GPU in use, or "cpu"."""
     if not torch.cuda.is_available():
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -248,6 +254,87 @@ def device_name() -> str:
 
 
 def file_identity(path: str) -> list[Any]:
-    """Returns what changes whenever the contents of a file do. Two copies of a model have different ones."""
+    """Return what changes whenever the contents of a file do. Two copies of a model have different ones."""
     status = os.stat(path)
     return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+# ---- the directory of a device ----
+
+
+class NoDirectoryError(Exception):
+    """No mount has a directory for the device, or several have."""
+
+
+def is_on_mount(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file or directory, or what a link leads to, lies on a gpufs mount."""
+    device = os.stat(path).st_dev
+    return any(entry.st_dev == device for entry in mounting.mounts())
+
+
+def device_directory(device: torch.device, near: str | os.PathLike[str], mountpoint: str | None = None) -> Path:
+    """Return the directory of a mount in which files are memory of the device.
+
+    Parameters
+    ----------
+    device : torch.device
+        A GPU, or the CPU for mounts of host memory.
+    near : path
+        A directory. If it lies on a mount, only that one counts.
+    mountpoint : str, optional
+        The one mount that counts.
+
+    Raises
+    ------
+    NoDirectoryError
+        No mount has the device, or several have it.
+    """
+    entries = [entry for entry in mounting.mounts() if entry.root == "/"]
+    if mountpoint is not None:
+        wanted = mounting.absolute(mountpoint)
+        entries = [entry for entry in entries if entry.mountpoint == wanted]
+        if not entries:
+            raise NoDirectoryError(f"{mountpoint} is not a gpufs mount")
+    real = Path(os.path.realpath(near))
+    near_device = os.stat(real).st_dev if real.exists() else -1
+    entries = [entry for entry in entries if entry.st_dev == near_device] or entries
+    candidates = {
+        entry.mountpoint: directories for entry in entries if (directories := _directories(entry.mountpoint, device))
+    }
+    if not candidates:
+        raise NoDirectoryError(f"no gpufs mount here has a directory for {_name(device)}")
+    if len(candidates) > 1:
+        raise NoDirectoryError(f"{_name(device)} is on several gpufs mounts ({', '.join(candidates)}): choose one")
+    (directories,) = candidates.values()
+    return next((directory for directory in directories if directory in real.parents), directories[0])
+
+
+def _directories(mountpoint: str, device: torch.device) -> list[Path]:
+    """Return the directories of a mount whose memory the device uses."""
+    try:
+        status = json.loads(Path(mountpoint, ".gpufs/status").read_bytes())
+    except (OSError, ValueError):
+        return []  # closed to this user, or its daemon is dead
+    if device.type == "cpu":
+        return [Path(mountpoint, entry["name"]) for entry in status["devices"] if status["driver"] == "host"]
+    own = _pci_of(device)
+    return [
+        Path(mountpoint, entry["name"])
+        for entry in status["devices"]
+        if entry["pci_address"] and _pci_numbers(entry["pci_address"]) == own
+    ]
+
+
+def _pci_of(device: torch.device) -> tuple[int, int, int]:
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave these out
+    return properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+
+
+def _pci_numbers(address: str) -> tuple[int, int, int]:
+    """Return domain, bus and device of an address such as 0000:1b:00.0."""
+    domain, bus, rest = address.split(":")
+    return int(domain, 16), int(bus, 16), int(rest.split(".")[0], 16)
+
+
+def _name(device: torch.device) -> str:
+    return "host memory" if device.type == "cpu" else f"the GPU {torch.cuda.get_device_name(device)} ({device})"

@@ -13,9 +13,18 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from gpufs.integrations._directories import NoDirectoryError, device_directory, is_on_mount
 from gpufs.integrations._shared_weights import SharedWeights, named_tensors
-from gpufs.integrations._sharing import SLEEP_REFUSED, Engine, Settings, get_model, open_weights, refuse_reload
+from gpufs.integrations._sharing import (
+    SLEEP_REFUSED,
+    Engine,
+    NoDirectoryError,
+    Settings,
+    device_directory,
+    get_model,
+    is_on_mount,
+    open_weights,
+    refuse_reload,
+)
 from gpufs.torch import load_file
 
 pieces: Any
@@ -68,7 +77,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return loaded.model
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Returns the bytes of the weights that this engine will map, and that are in the GPU's memory already."""
+        """Return the bytes of the weights that this engine will map, and that are in the GPU's memory already."""
         configs = [vllm_config.model_config]
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.draft_model_config is not None:
@@ -82,7 +91,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return total
 
     def _find_shared(self, vllm_config: Any, model_config: Any) -> SharedWeights | None:
-        """Where the weights of this engine are to be shared; None if they are not."""
+        """Return where the weights of this engine are to be shared; None if they are not."""
         if not self._settings.share or pieces is None:
             return None
         reason = pieces.obstacle(vllm_config)
@@ -106,7 +115,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         super().load_weights(model, model_config)
 
     def _emptied(self, model: torch.nn.Module) -> str | None:
-        """Says which parameter vLLM has emptied: its bytes are where no other engine finds them. None if none is."""
+        """Report which parameter vLLM has emptied: its bytes are where no other engine finds them. None if none is."""
         for name, tensor in named_tensors(model).items():
             if not tensor.numel() and self._elements.get(name):
                 return f"vLLM keeps {name} in a form of its own (on CPUs oneDNN's)"

@@ -50,7 +50,7 @@ __all__ = [
 
 
 def obstacle(vllm_config: Any) -> str | None:
-    """Why weights of an engine with these settings cannot be shared, None if they can."""
+    """Return why weights of an engine with these settings cannot be shared, None if they can."""
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing moves weights while the engine runs"
     offload = getattr(vllm_config, "offload_config", None)
@@ -60,7 +60,7 @@ def obstacle(vllm_config: Any) -> str | None:
 
 
 def reason_against(model: torch.nn.Module) -> str | None:
-    """Why the weights of this model, once processed, cannot be used by other engines. None if they can."""
+    """Return why the weights of this model, once processed, cannot be used by other engines. None if they can."""
     try:
         check_ipc_quant_support(model)
     except UnsupportedQuantForIPCError as error:
@@ -69,7 +69,7 @@ def reason_against(model: torch.nn.Module) -> str | None:
 
 
 def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> dict[str, Any]:
-    """All that decides about processed weights.
+    """Return all that decides about processed weights.
 
     vLLM's own key knows only the headers of the files, which two fine-tuned models have in common, and not the settings
     that select kernels, whose weights have different layouts. Here the identities of the files stand for their headers.
@@ -104,7 +104,7 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> di
 
 
 def weights_label(model_config: Any, key: dict[str, Any]) -> str:
-    """A name that people read: of the model, of vLLM's version, and of the rank if there are several."""
+    """Return a name that people read: of the model, of vLLM's version, and of the rank if there are several."""
     parts = [os.path.basename(os.path.normpath(model_config.model)), f"vllm-{key['vllm_version']}"]
     parts += ["draft"] if key["is_draft"] else []
     for name in ("dp", "pp", "tp"):
@@ -114,7 +114,7 @@ def weights_label(model_config: Any, key: dict[str, Any]) -> str:
 
 
 def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
-    """Builds a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
+    """Build a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
 
 @contextmanager
 def restored_on_failure(config: Any) -> Iterator[None]:
-    """Layers enter their names into these lists when they are built, and no name may be there twice."""
+    """Restore the lists into which layers enter their names when they are built: no name may be there twice."""
     layers, moe_layers = dict(config.static_forward_context), list(config.static_all_moe_layers)
     try:
         yield

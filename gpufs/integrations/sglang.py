@@ -13,7 +13,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Adds the load format; SGLang calls this in each of its processes."""
+    """Add the load format; SGLang calls this in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_load_format_choices
 
@@ -23,7 +23,7 @@ def register() -> None:
 
 
 def _choose_loader(original: Callable[[Any], None], load_config: Any) -> None:
-    """Puts the class in the place of its name: SGLang takes a class as the load format."""
+    """Put the class in the place of its name: SGLang takes a class as the load format."""
     if load_config.load_format == "gpufs":
         load_config.load_format = loader_class()
     else:
@@ -31,7 +31,7 @@ def _choose_loader(original: Callable[[Any], None], load_config: Any) -> None:
 
 
 def loader_class() -> type:
-    """Returns the loader, which SGLang also takes as `LoadConfig(load_format=...)`."""
+    """Return the loader, which SGLang also takes as `LoadConfig(load_format=...)`."""
     from gpufs.integrations._sglang_loader import GpufsModelLoader
 
     return GpufsModelLoader

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Adds the load format; vLLM calls this in each of its processes."""
+    """Add the load format; vLLM calls this in each of its processes."""
     from vllm.model_executor.model_loader import register_model_loader
 
     from gpufs.integrations._vllm_loader import GpufsModelLoader

@@ -2,24 +2,25 @@
 
 A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes, its kind under "type". Every field of
 a kind is there, and no other: both sides know the version they speak.
+
+A new message is a class here, which names its kind and the bounds of its fields, and a handler on the side that
+receives it: in service/_client.py, or in client/_connection.py.
 """
 
 import errno
 import itertools
-import math
 import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args
 
-import msgpack
+import msgspec
+from msgspec import Meta
 
-from gpufs.modes import MODES
-
-Check: TypeAlias = Callable[[Any], bool]
+from gpufs.modes import Mode
+from gpufs.syscalls import close_all
 
 VERSION: Final = 1
 MAX_MESSAGE: Final = 16384
@@ -29,18 +30,29 @@ MAX_MEMORY_PIECES: Final = 1024  # of one registration
 MAX_TEXT: Final = 1024  # characters of a text in a message
 MAX_OFFSET: Final = (1 << 63) - 1
 
+Direction: TypeAlias = Literal["load", "store"]
 LOAD: Final = "load"  # from the host's file into the buffer
 STORE: Final = "store"  # from the buffer into the host's file
-FASTPATH: Final = ("auto", "off", "require")
-SYNC: Final = ("none", "data", "full")
+Fastpath: TypeAlias = Literal["auto", "off", "require"]
+Sync: TypeAlias = Literal["none", "data", "full"]
 # How a client passes on its memory: a file in memory, descriptors of a GPU's physical memory, the vendor's handle.
 ShareKind: TypeAlias = Literal["file", "descriptor", "ipc"]
-SHARE_KINDS: Final[tuple[ShareKind, ...]] = ("file", "descriptor", "ipc")
+SHARE_KINDS: Final[tuple[ShareKind, ...]] = get_args(ShareKind)
 HANDLE_BYTES: Final = 64
 NO_LIMIT: Final = -1  # instead of bytes
 DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
 
 _INT = struct.Struct("@i")
+
+# Types of fields, each with its bounds. A number of msgpack is at most 2^64 - 1.
+Id = Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]
+Count = Annotated[int, Meta(ge=0)]
+Offset = Annotated[int, Meta(ge=0, le=MAX_OFFSET)]
+Errno = Annotated[int, Meta(ge=0, le=4095)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Texts = Annotated[list[Text], Meta(max_length=64)]
+Counts = Annotated[dict[Text, Count], Meta(max_length=16)]
+Sizes = Annotated[list[Count], Meta(max_length=MAX_PIECES)]
 
 
 class ProtocolError(OSError):
@@ -50,294 +62,222 @@ class ProtocolError(OSError):
         super().__init__(error, message)
 
 
-def _integer(least: int, most: int) -> Check:
-    return lambda value: type(value) is int and least <= value <= most
+class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
+    """A message, whose kind is the class's tag. A default is for the sender's code: every field is sent."""
 
 
-def _one_of(*values: str) -> Check:
-    return lambda value: type(value) is str and value in values
+class ClientMessage(Message):
+    """A message of a client."""
 
 
-def _text(value: Any) -> bool:
-    return type(value) is str and len(value) <= MAX_TEXT
+class Request(ClientMessage):
+    """What a client asks for. It chooses the ``id`` of a copy, a lease or a registration; later requests name it."""
+
+    id: Id
 
 
-def _optional(check: Check) -> Check:
-    return lambda value: value is None or check(value)
+class ServerMessage(Message):
+    """A message of the daemon."""
 
 
-def _number(most: float) -> Check:
-    return lambda value: type(value) in (int, float) and 0 <= value <= most
+class Answer(ServerMessage):
+    """A message about the request with this ``id``."""
+
+    id: Id
 
 
-def _list(least: int, most: int, check: Check) -> Check:
-    return lambda value: type(value) is list and least <= len(value) <= most and all(map(check, value))
+# ---- messages of a client ----
 
 
-def _counts(value: Any) -> bool:
-    return type(value) is dict and len(value) <= 16 and all(_text(key) and _count(item) for key, item in value.items())
-
-
-_count = _integer(0, (1 << 64) - 1)
-_offset = _integer(0, MAX_OFFSET)
-
-# Types of fields, each with what a received value must fulfil.
-Id = Annotated[int, _integer(1, (1 << 32) - 1)]
-Count = Annotated[int, _count]
-Counts = Annotated[dict[str, int], _counts]
-Offset = Annotated[int, _offset]
-Errno = Annotated[int, _integer(0, 4095)]
-Text = Annotated[str, _text]
-Texts = Annotated[list[str], _list(0, 64, _text)]
-Sizes = Annotated[list[int], _list(0, MAX_PIECES, _count)]
-Flag = Annotated[bool, lambda value: type(value) is bool]
-
-
-@dataclass(frozen=True)
-class Hello:
+class Hello(ClientMessage, tag="hello"):
     """The client's first message: the versions it speaks and who it is, for logs."""
 
-    TYPE: ClassVar[str] = "hello"
-    versions: Annotated[list[int], _list(1, 16, _integer(1, 1 << 16))]
+    versions: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 16)]], Meta(min_length=1, max_length=16)]
     program: Text
 
 
-@dataclass(frozen=True)
-class Welcome:
-    """The daemon's answer: the version that is spoken from now on and how many requests may be under way."""
+class Copy(Request, tag="copy"):
+    """Ask for a copy between the two descriptors that come with it: the host's file, then the file on the mount.
 
-    TYPE: ClassVar[str] = "welcome"
-    version: Id
-    server: Text
-    requests: Count
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Asks for a copy between the two descriptors that come with it: the host's file, then the file on the mount.
-
-    Offsets and size in bytes; size None: up to the end of the source. ``sync`` is for the host's file, after a store.
-    ``progress``: seconds between two progress messages, 0 for none.
+    Offsets and size in bytes; size None: up to the end of the source. ``fastpath`` None: as the mount is configured.
+    ``sync`` is for the host's file, after a store. ``progress``: seconds between two progress messages, 0 for none.
     """
 
-    TYPE: ClassVar[str] = "copy"
-    id: Id
-    direction: Annotated[str, _one_of(LOAD, STORE)]
+    direction: Direction
     host_offset: Offset = 0
     offset: Offset = 0
-    size: Annotated[int | None, _optional(_offset)] = None
-    fastpath: Annotated[str | None, _optional(_one_of(*FASTPATH))] = None
-    sync: Annotated[str, _one_of(*SYNC)] = "none"
-    progress: Annotated[float, _number(3600)] = 0.0
+    size: Offset | None = None
+    fastpath: Fastpath | None = None
+    sync: Sync = "none"
+    progress: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
-@dataclass(frozen=True)
-class Cancel:
-    """Ends a copy; its result comes as ever. One that is not under way is not an error: it may just have ended."""
-
-    TYPE: ClassVar[str] = "cancel"
-    id: Id
+class Cancel(Request, tag="cancel"):
+    """End a copy, whose result still comes. One that is not in progress is not an error: it may just have ended."""
 
 
-@dataclass(frozen=True)
-class Register:
-    """Makes memory of the client the contents of a file that it has just created.
+class Attach(Request, tag="attach"):
+    """Ask for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
+
+    ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
+    memory of a GPU is then always a copy, and the client maps memory of the host privately.
+    """
+
+    mode: Mode
+
+
+class Refresh(Request, tag="refresh"):
+    """Ask for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
+
+    start: Offset
+
+
+class Detach(Request, tag="detach"):
+    """End a lease. The end of the connection ends all of them."""
+
+
+class Revoke(Request, tag="revoke"):
+    """End all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
+
+
+class Register(Request, tag="register"):
+    """Make memory of the client the contents of a file that it has just created.
 
     Its descriptor comes with it, open for writing. Then comes for "file" that of the memory, and for "descriptor" a
     socket from which the daemon takes the memory's pieces (:func:`send_pieces`); "ipc" has a ``handle``. The memory
     begins ``offset`` bytes into what these stand for. ``pci_address``: of the GPU, "" for memory of the host.
     """
 
-    TYPE: ClassVar[str] = "register"
-    id: Id
-    kind: Annotated[ShareKind, _one_of(*SHARE_KINDS)]
+    kind: ShareKind
     offset: Offset
-    size: Annotated[int, _integer(1, MAX_OFFSET)]
-    writable: Flag = True
+    size: Annotated[int, Meta(ge=1, le=MAX_OFFSET)]
+    writable: bool = True
     pci_address: Text = ""
-    handle: Annotated[bytes, lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES)] = b""
+    handle: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.handle) not in (0, HANDLE_BYTES):
+            raise ValueError(f"Expected `bytes` of length 0 or {HANDLE_BYTES} - at `$.handle`")
 
 
-@dataclass(frozen=True)
-class Unregister:
-    """Ends a registration: the file loses its names, and its contents are gone."""
-
-    TYPE: ClassVar[str] = "unregister"
-    id: Id
+class Unregister(Request, tag="unregister"):
+    """End a registration: the file loses its names, and its contents are gone."""
 
 
-@dataclass(frozen=True)
-class SetQuota:
-    """Sets a limit, in bytes, NO_LIMIT or DEFAULT_LIMIT. The descriptor of a directory comes with it.
+class SetQuota(Request, tag="set_quota"):
+    """Set a limit, in bytes, NO_LIMIT or DEFAULT_LIMIT. The descriptor of a directory comes with it.
 
     ``uid``: a user's limit on the device of that directory, or with the root of the mount on every device. None: a
     limit for all files below the directory.
     """
 
-    TYPE: ClassVar[str] = "set_quota"
-    id: Id
-    uid: Annotated[int | None, _optional(_integer(0, (1 << 32) - 2))]
-    limit: Annotated[int, _integer(DEFAULT_LIMIT, MAX_OFFSET)]
+    uid: Annotated[int, Meta(ge=0, le=(1 << 32) - 2)] | None
+    limit: Annotated[int, Meta(ge=DEFAULT_LIMIT, le=MAX_OFFSET)]
 
 
-@dataclass(frozen=True)
-class Progress:
+# ---- messages of the daemon ----
+
+
+class Welcome(ServerMessage, tag="welcome"):
+    """The daemon's answer to Hello: the version that is spoken from now on, and what the client needs to know of it.
+
+    ``requests``: how many may be in progress. ``driver``: of the mount's devices.
+    """
+
+    version: Id
+    server: Text
+    requests: Count
+    driver: Text
+
+
+class Progress(Answer, tag="progress"):
     """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
 
-    TYPE: ClassVar[str] = "progress"
-    id: Id
     total: Count
     moved: Count
     paths: Counts
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(Answer, tag="result"):
     """The end of a copy, exactly one for each. ``done``: bytes from the start without a gap, also after a failure."""
 
-    TYPE: ClassVar[str] = "result"
-    id: Id
     error: Errno
-    device_code: Annotated[int, _integer(-(1 << 31), (1 << 31) - 1)]
+    device_code: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
     message: Text
     done: Count
     paths: Counts
     refusals: Texts
-    seconds: Annotated[float, _number(math.inf)]
+    seconds: Annotated[float, Meta(ge=0)]
 
 
-@dataclass(frozen=True)
-class Attach:
-    """Asks for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
-
-    ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
-    memory of a GPU is then always a copy, and the client maps memory of the host privately.
-    """
-
-    TYPE: ClassVar[str] = "attach"
-    id: Id
-    mode: Annotated[str, _one_of(*MODES)]
-
-
-@dataclass(frozen=True)
-class Refresh:
-    """Asks for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
-
-    TYPE: ClassVar[str] = "refresh"
-    id: Id
-    start: Offset
-
-
-@dataclass(frozen=True)
-class Detach:
-    """Ends a lease. The end of the connection ends all of them."""
-
-    TYPE: ClassVar[str] = "detach"
-    id: Id
-
-
-@dataclass(frozen=True)
-class Revoke:
-    """Ends all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
-
-    TYPE: ClassVar[str] = "revoke"
-    id: Id
-
-
-@dataclass(frozen=True)
-class Attached:
+class Attached(Answer, tag="attached"):
     """The answer to Attach and Refresh; ``pieces`` pieces of memory follow in Pieces messages unless ``error`` is set.
 
     ``size``: of the file in bytes. ``driver``, ``pci_address``: the device; ``device``: its number in the mount.
     ``private``: the memory is a copy of the file's contents, for this client alone.
     """
 
-    TYPE: ClassVar[str] = "attached"
-    id: Id
     error: Errno = 0
     message: Text = ""
     driver: Text = ""
     pci_address: Text = ""
-    device: Annotated[int, _integer(0, 1 << 16)] = 0
+    device: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     size: Offset = 0
-    private: Flag = False
-    pieces: Annotated[int, _integer(0, 1 << 32)] = 0
+    private: bool = False
+    pieces: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(Answer, tag="pieces"):
     """Pieces of memory, in the file's order, each with a descriptor. Offsets and sizes in bytes of the file."""
 
-    TYPE: ClassVar[str] = "pieces"
-    id: Id
     offsets: Sizes
     sizes: Sizes
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(Answer, tag="done"):
     """The answer to the other requests about leases, memory and limits: ``error`` is 0, or ``message`` says why not."""
 
-    TYPE: ClassVar[str] = "done"
-    id: Id
     error: Errno = 0
     message: Text = ""
 
 
-@dataclass(frozen=True)
-class Goodbye:
+class Goodbye(ServerMessage, tag="goodbye"):
     """The daemon's last message on a connection that it ends, and why."""
 
-    TYPE: ClassVar[str] = "goodbye"
     error: Errno
     message: Text
 
 
-ClientMessage = Hello | Copy | Cancel | Attach | Refresh | Detach | Register | Unregister | SetQuota | Revoke
-ServerMessage = Welcome | Progress | Result | Attached | Pieces | Done | Goodbye
+# ---- packets ----
 
 
-class _Kind(NamedTuple):
-    message: type
-    checks: dict[str, Check]  # by field
+def kinds(base: type[Message]) -> list[type[Message]]:
+    """The kinds of messages below ``base``."""
+    return [kind for below in base.__subclasses__() for kind in kinds(below) or [below]]
 
 
-def _kinds(messages: Any) -> dict[str, _Kind]:
-    return {
-        kind.TYPE: _Kind(kind, {field.name: cast(Any, field.type).__metadata__[0] for field in fields(kind)})
-        for kind in get_args(messages)
-    }
+_CLIENT: Final = msgspec.msgpack.Decoder(Union[tuple(kinds(ClientMessage))])  # noqa: UP007
+_SERVER: Final = msgspec.msgpack.Decoder(Union[tuple(kinds(ServerMessage))])  # noqa: UP007
+_MAP: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-_CLIENT: Final = _kinds(ClientMessage)
-_SERVER: Final = _kinds(ServerMessage)
-
-
-def encode(message: ClientMessage | ServerMessage) -> bytes:
+def encode(message: Message) -> bytes:
     """The packet of a message."""
-    packed: bytes = msgpack.packb({"type": message.TYPE, **vars(message)})
-    return packed
+    return _ENCODER.encode(message)
 
 
-def _decode(data: bytes, kinds: Mapping[str, _Kind]) -> Any:
+def _decode(data: bytes, decoder: Any) -> Any:
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
     try:
-        content = msgpack.unpackb(data)
-    except ValueError:
-        raise ProtocolError("a message that is not msgpack") from None
-    if type(content) is not dict:
-        raise ProtocolError("a message that is not a map")
-    name = content.pop("type", None)
-    kind = kinds.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ProtocolError("a message of an unknown type")
-    if content.keys() != kind.checks.keys():
-        raise ProtocolError(f"a {name} message with missing or unknown fields")
-    for field, check in kind.checks.items():
-        if not check(content[field]):
-            raise ProtocolError(f"a {name} message whose {field} is not allowed")
-    return kind.message(**content)
+        message = decoder.decode(data)
+        complete = len(_MAP.decode(data)) == len(message.__struct_fields__) + 1  # the kind, too
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(shorten(f"an invalid message: {error}")) from None
+    if not complete:
+        raise ProtocolError(f"an invalid message: {type(message).__name__} without all of its fields")
+    return message
 
 
 def decode_client(data: bytes) -> ClientMessage:
@@ -355,15 +295,6 @@ def decode_server(data: bytes) -> ServerMessage:
 def shorten(text: str) -> str:
     """A text that fits into a message."""
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Closes descriptors, whatever their closing says. May block as their file systems do."""
-    for fd in descriptors:
-        try:
-            os.close(fd)
-        except OSError:
-            pass
 
 
 def receive(
@@ -394,8 +325,8 @@ def receive(
     return data, descriptors
 
 
-def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptors: Sequence[int] = ()) -> None:
-    """Sends one message, with copies of the descriptors. Waits as the socket does."""
+def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Send one message, with copies of the descriptors. Waits as the socket does."""
     ancillary = []
     if descriptors:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_INT.pack, descriptors)))]
@@ -406,7 +337,7 @@ def send(sock: socket.socket, message: ClientMessage | ServerMessage, descriptor
 
 
 def send_pieces(sock: socket.socket, offset: int, pieces: Sequence[tuple[int, int]]) -> int:
-    """Puts pieces of memory into a socket, for the daemon to take. Returns the end of the last one.
+    """Put pieces of memory into a socket, for the daemon to take. Returns the end of the last one.
 
     ``pieces``: descriptor and size in bytes of each, at most MAX_PIECES; the first is at ``offset``. OSError E2BIG if
     the socket takes no more of them.
@@ -430,7 +361,7 @@ def receive_pieces(fd: int, taken: list[int]) -> list[tuple[int, int, int]]:
     OSError EINVAL for anything else than such a socket, E2BIG for more than MAX_MEMORY_PIECES.
     """
     bad = "the pieces of the memory are not as they should be"
-    found: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, int]] = []
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):  # socket.socket() would leave the duplicate open
         raise OSError(errno.EINVAL, bad)
     try:
@@ -442,7 +373,7 @@ def receive_pieces(fd: int, taken: list[int]) -> list[tuple[int, int, int]]:
                 data, descriptors = receive(sock, MAX_PIECES, taken.extend)
                 taken += descriptors
                 if not data and not descriptors:
-                    return found
+                    return pieces
                 message = decode_server(data)
                 if (
                     not isinstance(message, Pieces)
@@ -450,8 +381,8 @@ def receive_pieces(fd: int, taken: list[int]) -> list[tuple[int, int, int]]:
                     or not len(message.offsets) == len(message.sizes) == len(descriptors)
                 ):
                     raise OSError(errno.EINVAL, bad)
-                found += zip(message.offsets, message.sizes, descriptors, strict=True)
-                if len(found) > MAX_MEMORY_PIECES:
+                pieces += zip(message.offsets, message.sizes, descriptors, strict=True)
+                if len(pieces) > MAX_MEMORY_PIECES:
                     raise OSError(errno.E2BIG, f"the memory is in more than {MAX_MEMORY_PIECES} pieces")
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EPROTO):

@@ -13,9 +13,8 @@ import trio
 
 from gpufs import protocol, syscalls, threads
 from gpufs.protocol import ClientMessage, Goodbye, ProtocolError, ServerMessage
-from gpufs.service._holdings import Descriptor, Holdings
-from gpufs.service._limits import Limits
-from gpufs.service._user import Both, Place, User
+from gpufs.service._resources import Descriptor, Resources
+from gpufs.service._user import Both, Limits, Place, User
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class Channel:
         log.log(level, "connection %d, %s: " + text, self.number, self.peer, *arguments, extra={"user": self.peer.uid})
 
     async def wait_for_message(self) -> None:
-        """Waits for a message, and until its user may have one more here."""
+        """Wait for a message, and until its user may have one more here."""
         await trio.lowlevel.checkpoint()
         await trio.lowlevel.wait_readable(self._sock)
         if self._place is None:
@@ -111,7 +110,7 @@ class Channel:
             self._place = None
 
     async def answer(self, message: ServerMessage, descriptors: Sequence[int] = (), seconds: float = 0) -> None:
-        """Sends a message. A client that does not take it would wait forever for it: its connection ends.
+        """Send a message. A client that does not take it would wait forever for it: its connection ends.
 
         ``seconds``: how long it may take, by default as the limits say.
         """
@@ -145,17 +144,17 @@ class Channel:
         self.send_if_possible(Goodbye(error, protocol.shorten(text)))
 
     def discard(self, descriptors: list[Descriptor]) -> None:
-        """Closes descriptors on a thread."""
+        """Close descriptors on a thread."""
         self.user.close(descriptors)
 
-    async def in_thread(self, work: Callable[[], T], holdings: Holdings, *, may_hang: bool = False) -> T:
-        """Runs work that may block on one of the user's threads, with these holdings in use.
+    async def in_thread(self, work: Callable[[], T], resources: Resources, *, may_hang: bool = False) -> T:
+        """Run work that may block on one of the user's threads, with these resources in use.
 
-        ``may_hang``: as a file of the client's may. Cancellation abandons the thread. OSError ECANCELED if the holdings
-        are closed by then.
+        ``may_hang``: as a file of the client's may. Cancellation abandons the thread. OSError ECANCELED if they are
+        closed by then.
         """
         limiter = cast(Any, self._threads) if may_hang else self.user.calls
-        return await threads.run(functools.partial(self._use, holdings, work), abandon_on_cancel=True, limiter=limiter)
+        return await threads.run(functools.partial(self._use, resources, work), abandon_on_cancel=True, limiter=limiter)
 
-    def _use(self, holdings: Holdings, work: Callable[[], T]) -> T:
-        return holdings.use(work)  # in a method, so that a thread that hangs keeps the user's share in use
+    def _use(self, resources: Resources, work: Callable[[], T]) -> T:
+        return resources.use(work)  # in a method, so that a thread that hangs keeps the user's share in use

@@ -14,6 +14,7 @@ from typing import Final
 
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import LOAD
+from gpufs.service._resources import Descriptor
 from gpufs.service._user import trusted
 from gpufs.syscalls import Identity, file_system_type, identity, open_flags
 
@@ -79,14 +80,14 @@ def _check_mode(fd: int, *, write: bool, what: str) -> None:
 
 def _device_file(fd: int, what: str, device: int) -> Identity:
     """The identity of a regular file of our mount, whose st_dev is ``device``. OSError for anything else."""
-    found = identity(fd)
-    if found.device != device:
+    file = identity(fd)
+    if file.device != device:
         raise OSError(EXDEV, f"{what} is not on this mount")
-    if stat.S_ISDIR(found.mode):
+    if stat.S_ISDIR(file.mode):
         raise OSError(EISDIR, os.strerror(EISDIR))
-    if not stat.S_ISREG(found.mode):
+    if not stat.S_ISREG(file.mode):
         raise OSError(EINVAL, f"{what} is not a regular file")
-    return found
+    return file
 
 
 def check_copy(direction: str, host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identity]:
@@ -162,7 +163,7 @@ def check_shareable(fd: int) -> None:
             raise OSError(EINVAL, "the descriptor is not that of memory") from None
 
 
-def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
+def check_limitable(descriptors: Sequence[Descriptor], uid: int, device: int) -> int:
     """The inode of the directory whose limits a client wants to change. Asks no file system anything.
 
     ``uid``: the client's user; ``device``: the st_dev of our mount. OSError EPERM unless it is root or the mount's
@@ -172,22 +173,22 @@ def check_limitable(descriptors: Sequence[int], uid: int, device: int) -> int:
         raise OSError(EPERM, "only root and the user who mounted may change limits")
     if len(descriptors) != 1:
         raise OSError(EINVAL, "a limit takes the descriptor of one directory")
-    found = identity(descriptors[0])
-    if found.device != device:
+    directory = identity(descriptors[0].fd)
+    if directory.device != device:
         raise OSError(EXDEV, "the directory is not on this mount")
-    if not stat.S_ISDIR(found.mode):
+    if not stat.S_ISDIR(directory.mode):
         raise OSError(ENOTDIR, os.strerror(ENOTDIR))
-    return found.ino
+    return directory.ino
 
 
-def check_revocable(descriptors: Sequence[int], device: int) -> int:
+def check_revocable(descriptors: Sequence[Descriptor], device: int) -> int:
     """The inode of the file whose leases a client wants to end, by any descriptor of it. Asks no file system anything.
 
     OSError EINVAL without one descriptor, and as of :func:`check_attachable`.
     """
     if len(descriptors) != 1:
         raise OSError(EINVAL, "a revocation takes the descriptor of one file")
-    return _device_file(descriptors[0], "the file", device).ino
+    return _device_file(descriptors[0].fd, "the file", device).ino
 
 
 def check_file_system(fd: int) -> bool:

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import socket
+from collections.abc import Awaitable
 from typing import Any
 
 import trio
@@ -29,11 +30,11 @@ from gpufs.protocol import (
 )
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, Peer
-from gpufs.service._copies import ClientCopies
-from gpufs.service._holdings import Descriptor
-from gpufs.service._leases import ClientLeases
-from gpufs.service._mount import ServedMount
-from gpufs.service._register import Registrations
+from gpufs.service._client_copies import ClientCopies
+from gpufs.service._client_leases import ClientLeases
+from gpufs.service._client_registrations import ClientRegistrations
+from gpufs.service._resources import Descriptor
+from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import User, trusted
 
 
@@ -46,7 +47,7 @@ class ClientConnection:
         self._sock = sock
         self._served = served
         self._channel = Channel(sock, peer, number, served.limits, user)
-        self._registrations = Registrations(self._channel, served)
+        self._registrations = ClientRegistrations(self._channel, served)
         self._leases = ClientLeases(self._channel, served)
         self._copies = ClientCopies(self._channel, served)
 
@@ -101,7 +102,10 @@ class ClientConnection:
             if protocol.VERSION not in message.versions:
                 raise ProtocolError(f"only version {protocol.VERSION} is spoken here", errno.EPROTONOSUPPORT)
             channel.log(logging.DEBUG, "%r", message.program)
-            await channel.answer(Welcome(protocol.VERSION, f"gpufs {__version__}", self._served.limits.requests))
+            driver = self._served.mount.engine.driver
+            await channel.answer(
+                Welcome(protocol.VERSION, f"gpufs {__version__}", self._served.limits.requests, driver)
+            )
         violation = None
         async with trio.open_nursery() as nursery:
             try:
@@ -124,46 +128,49 @@ class ClientConnection:
                 if message is None:
                     channel.discard(descriptors)
                     return
-                if isinstance(message, Register | Unregister | SetQuota | Revoke):
-                    await self._change(message, descriptors)
-                else:
-                    self._begin(message, descriptors, nursery)
+                try:
+                    await self._handle(message, descriptors, nursery)
+                except ProtocolError:
+                    channel.discard(descriptors)
+                    raise
 
-    def _begin(self, message: ClientMessage, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Begins what a task of its own serves."""
-        try:
-            if isinstance(message, Copy):
+    async def _handle(self, message: ClientMessage, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
+        """Do what a message asks for, or begin it in a task of its own. Takes over the descriptors.
+
+        They stay the caller's after a ProtocolError.
+        """
+        match message:
+            case Copy():
                 self._copies.accept(message, descriptors, nursery)
-            elif isinstance(message, Attach | Refresh | Detach):
+            case Attach() | Refresh() | Detach():
                 self._leases.accept(message, descriptors, nursery)
-            elif isinstance(message, Cancel):
+            case Cancel():
                 self._channel.discard(descriptors)
                 self._copies.cancel(message.id)
-            else:
+            case Register():
+                await self._change(message.id, descriptors, self._registrations.add(message, descriptors))
+            case Unregister():
+                await self._change(message.id, descriptors, self._registrations.remove(message.id))
+            case Revoke():
+                await self._change(message.id, descriptors, self._leases.revoke(descriptors))
+            case SetQuota():
+                await self._change(message.id, descriptors, self._set_quota(message, descriptors))
+            case _:
                 raise ProtocolError("a second hello")
-        except ProtocolError:
-            self._channel.discard(descriptors)
-            raise
 
-    async def _change(self, message: Register | Unregister | SetQuota | Revoke, descriptors: list[Descriptor]) -> None:
-        """Serves one message. Registrations end with the connection, also if the answer is not sent."""
-        answer = Done(message.id)
+    async def _change(self, number: int, descriptors: list[Descriptor], work: Awaitable[None]) -> None:
+        """Do the work of a request and answer it with Done."""
+        answer = Done(number)
         try:
-            if isinstance(message, Register):
-                await self._registrations.add(message, descriptors)
-            elif isinstance(message, Unregister):
-                await self._registrations.remove(message.id)
-            elif isinstance(message, Revoke):
-                await self._leases.revoke([one.fd for one in descriptors])
-            else:
-                ino = _checks.check_limitable(
-                    [one.fd for one in descriptors], self._channel.peer.uid, self._served.device
-                )
-                self._served.set_limit(ino, message.uid, message.limit)
-                self._channel.log(logging.INFO, "%s", message)
+            await work
         except OSError as failure:
             error = failure.errno or errno.EIO
-            answer = Done(message.id, error, protocol.shorten(failure.strerror or os.strerror(error)))
+            answer = Done(number, error, protocol.shorten(failure.strerror or os.strerror(error)))
         finally:
             self._channel.discard(descriptors)
         await self._channel.answer(answer)
+
+    async def _set_quota(self, message: SetQuota, descriptors: list[Descriptor]) -> None:
+        ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.device)
+        self._served.set_limit(ino, message.uid, message.limit)
+        self._channel.log(logging.INFO, "%s", message)

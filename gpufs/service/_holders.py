@@ -8,9 +8,8 @@ from errno import EBUSY, EMFILE, ENOSPC
 from typing import Any, Final
 
 from gpufs.service._channel import Peer
-from gpufs.service._holdings import Holdings
-from gpufs.service._limits import Limits
-from gpufs.service._user import trusted
+from gpufs.service._resources import Resources
+from gpufs.service._user import Limits, trusted
 from gpufs.units import bytes_text
 
 REGISTERED: Final = "registered"  # the mode of a registration
@@ -28,7 +27,7 @@ class Holder:
     bytes: int = 0
     charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
-    holdings: Holdings | None = None  # of a lease, which ends with them
+    resources: Resources | None = None  # of a lease, which ends with them
     revoked: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class HolderTable:
         self._private: Counter[tuple[int, int]] = Counter()  # bytes of private copies by user and device
 
     def enter(self, holder: Holder) -> None:
-        """Adds one. OSError EMFILE or EBUSY if its user has too many."""
+        """Add one. OSError EMFILE or EBUSY if its user has too many."""
         uid, registered = key = holder.peer.uid, holder.mode == REGISTERED
         with self._lock:
             if registered and self._counts[key] >= self._limits.registrations_per_user:
@@ -68,7 +67,7 @@ class HolderTable:
             self._holders.add(holder)
 
     def leave(self, holder: Holder) -> None:
-        """Removes one that has been entered."""
+        """Remove one that has been entered."""
         with self._lock:
             self._holders.remove(holder)
             self._counts[holder.peer.uid, holder.mode == REGISTERED] -= 1
@@ -76,7 +75,7 @@ class HolderTable:
             self._private[holder.peer.uid, device] -= size
 
     def charge(self, holder: Holder, device: int, size: int, total: int) -> None:
-        """Counts a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
+        """Count a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
         uid = holder.peer.uid
         with self._lock:
             used = self._private[uid, device]
@@ -90,14 +89,14 @@ class HolderTable:
             self._private[uid, device] += size
             holder.charged = (device, size)
 
-    def leases_on(self, ino: int) -> list[tuple[Holder, Holdings]]:
+    def leases_on(self, ino: int) -> list[tuple[Holder, Resources]]:
         """The leases on the file itself; private copies keep nobody from anything."""
         with self._lock:
-            on_it = [one for one in self._holders if one.ino == ino and not one.private]
-        return [(one, one.holdings) for one in on_it if one.holdings is not None]
+            holders = [holder for holder in self._holders if holder.ino == ino and not holder.private]
+        return [(holder, holder.resources) for holder in holders if holder.resources is not None]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """Those that a user may see, oldest first: root and the mount's owner all, others their own."""
         with self._lock:
-            seen = [one for one in self._holders if trusted(uid) or one.peer.uid == uid]
-        return [one.as_dict() for one in sorted(seen, key=lambda one: one.since)]
+            seen = [holder for holder in self._holders if trusted(uid) or holder.peer.uid == uid]
+        return [holder.as_dict() for holder in sorted(seen, key=lambda holder: holder.since)]

@@ -15,13 +15,11 @@ import trio
 
 from gpufs import protocol
 from gpufs.engine import Mount
-from gpufs.fs.tree import Tree
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._holders import HolderTable
-from gpufs.service._limits import Limits
-from gpufs.service._mount import ServedMount
-from gpufs.service._user import Users, trusted
+from gpufs.service._served_mount import ServedMount
+from gpufs.service._user import Limits, Users, trusted
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class Service:
     def copies(self, uid: int) -> list[dict[str, Any]]:
         """The copies in progress that a user may see, oldest first."""
         copies = [copy for client in self._clients for copy in client.copies(uid)]
-        return sorted(copies, key=lambda one: float(one["since"]))
+        return sorted(copies, key=lambda copy: float(copy["since"]))
 
     async def _run(self, listener: socket.socket) -> None:
         number = 0
@@ -125,7 +123,7 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
 
 
 def sweep(folder: str) -> None:
-    """Removes the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
+    """Remove the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
 
     If its daemon's counters are not beside it, and it is not new, a connection attempt shows whether anybody listens.
     """
@@ -138,8 +136,12 @@ def sweep(folder: str) -> None:
         if not _NAME.fullmatch(name) or name.removesuffix(".socket") + ".stats" in names:
             continue
         try:
-            found = os.lstat(path)
-            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW or not stat.S_ISSOCK(found.st_mode):
+            status = os.lstat(path)
+            if (
+                status.st_uid != os.geteuid()
+                or time.time() - status.st_mtime < _NEW
+                or not stat.S_ISSOCK(status.st_mode)
+            ):
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as asking:
                 asking.connect(path)
@@ -152,7 +154,6 @@ def sweep(folder: str) -> None:
 
 async def serve(
     mount: Mount,
-    tree: Tree,
     set_limit: Callable[[int, int | None, int], None],
     *,
     path: str,
@@ -161,7 +162,7 @@ async def serve(
     trust_readers: bool = False,
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serves copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
+    """Serve copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.
@@ -170,7 +171,7 @@ async def serve(
     at most. OSError if the socket cannot be created.
     """
     limits = Limits()
-    service = Service(ServedMount(mount, tree, set_limit, device, trust_readers, limits, HolderTable(limits)))
+    service = Service(ServedMount(mount, set_limit, device, trust_readers, limits, HolderTable(limits)))
     with _listen(path, allow_other=allow_other) as listener:
         created = os.lstat(path)
         try:

@@ -1,4 +1,4 @@
-"""What the connections of one user take together: threads, descriptors and time of the loop.
+"""How much clients may use, and what the connections of one user take together: threads, descriptors, time of the loop.
 
 A user whose file server hangs, or who sends without an end, waits for a share of their own. Everybody else's is free.
 """
@@ -6,18 +6,53 @@ A user whose file server hangs, or who sends without an end, waits for a share o
 import contextlib
 import functools
 import os
+import resource
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import trio
 
 from gpufs import threads
-from gpufs.protocol import close_all
-from gpufs.service._limits import Limits
+from gpufs.syscalls import close_all
 
 _PRIVILEGED_SHARES: Final = 4  # of root and the mount's owner, where another user has one
+_DESCRIPTORS_OF_A_MESSAGE: Final = 4  # of this process, at most: the two that came with it, and the engine's own
+_SHARE_OF_DESCRIPTORS: Final = 8  # a user may take one of so many parts
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much clients may use. Times in seconds. Root and the mount's owner have four times the shares of a user."""
+
+    connections: int = 1024  # of all users together except root and the mount's owner
+    connections_per_user: int = 256  # a program that has files attached keeps one
+    requests: int = 16  # in progress on one connection
+    attachments: int = 4096  # of one connection
+    attachments_per_user: int = 16384
+    private_share: float = 0.5  # of a device's memory, for private copies of one user except root and the mount's owner
+    threads: int = 4  # that one connection may block on its files
+    threads_per_user: int = 16
+    closers_per_user: int = 4  # threads that close what came with a user's messages
+    ends_per_user: int = 2  # threads that end the leases and registrations of a user's closed connections
+    turns: int = 4  # requests of a user that the loop works on at a time
+    messages: int = 512  # of a user, whose descriptors are open here
+    hello: float = 15.0  # until the first message
+    prepare: float = 30.0  # for a file's server to answer before a copy starts
+    send: float = 10.0  # for a client to receive a result
+    progress: float = 0.02  # the least time between two progress messages
+    last_send: float = 1.0  # for a client to receive a result when the mount is ending
+    abandoned: float = 1.0  # for a thread that still works for a copy that was cancelled before it started
+    registrations_per_user: int = 256
+    withdrawal: float = 5.0  # for what uses memory that a client withdraws
+    grace: float = 5.0  # for a cancelled copy to end and its files to be closed
+
+    def messages_per_user(self) -> int:
+        """``messages``, or fewer where this process may have few descriptors."""
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return max(min(self.messages, most // (_SHARE_OF_DESCRIPTORS * _DESCRIPTORS_OF_A_MESSAGE)), self.requests)
 
 
 def trusted(uid: int) -> bool:
@@ -33,7 +68,7 @@ class Both:
         self._second = second
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
-        """Waits for both."""
+        """Wait for both."""
         await self._first.acquire_on_behalf_of(borrower)
         try:
             await self._second.acquire_on_behalf_of(borrower)
@@ -42,7 +77,7 @@ class Both:
             raise
 
     def release_on_behalf_of(self, borrower: object) -> None:
-        """Releases both."""
+        """Release both."""
         self._second.release_on_behalf_of(borrower)
         self._first.release_on_behalf_of(borrower)
 
@@ -107,7 +142,7 @@ class User:
         self._pieces = trio.CapacityLimiter(1)
 
     async def take_place(self) -> Place:
-        """Waits until one more message may be received."""
+        """Wait until one more message may be received."""
         await self._places.acquire()
         return Place(self)
 
@@ -139,12 +174,12 @@ class User:
                 self._pieces.release_on_behalf_of(borrower)
 
     def close(self, items: Iterable[Closable]) -> None:
-        """Closes descriptors on one of this user's threads: that calls the file's server, which may be this process."""
-        if found := list(items):
-            self.start(self.closers, functools.partial(_close_all, found))
+        """Close descriptors on one of this user's threads: that calls the file's server, which may be this process."""
+        if closables := list(items):
+            self.start(self.closers, functools.partial(_close_all, closables))
 
     def start(self, limiter: trio.CapacityLimiter, work: Callable[[], None]) -> None:
-        """Runs work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""
+        """Run work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""
         threads.in_background(functools.partial(self._run, work), limiter)
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -152,9 +187,9 @@ class User:
 
 
 def _close_all(items: list[Closable]) -> None:
-    for one in items:
+    for item in items:
         with contextlib.suppress(OSError):
-            one.close()
+            item.close()
 
 
 class Users:

@@ -26,7 +26,7 @@ _F_OFD_GETLK: Final = 36
 
 
 def file_name(pid: int, device: str) -> str:
-    """The name of the file of a mount with this device number ("0:52"), which this process serves."""
+    """Return the name of the file of a mount with this device number ("0:52"), which this process serves."""
     return f"{pid}{_ending(device)}"
 
 
@@ -35,24 +35,24 @@ def _ending(device: str) -> str:
 
 
 def device_of(name: str) -> str | None:
-    """The device number in a file_name(), also with the kernel's mark of a deleted file; None for other names."""
-    found = re.fullmatch(r"\d+-(\d+)-(\d+)" + re.escape(_SUFFIX) + r"(?: \(deleted\))?", name)
-    return f"{found[1]}:{found[2]}" if found else None
+    """Return the device number in a file_name(), also of a file that the kernel marks as deleted; None for others."""
+    match = re.fullmatch(r"\d+-(\d+)-(\d+)" + re.escape(_SUFFIX) + r"(?: \(deleted\))?", name)
+    return f"{match[1]}:{match[2]}" if match else None
 
 
 def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """The directories in which the files of a user's mounts may be."""
+    """Return the directories in which the files of a user's mounts may be."""
     if uid == 0:
         return [Path("/run/gpufs"), *temporary_folders(uid)]
-    found = [Path(f"/run/user/{uid}/gpufs"), *temporary_folders(uid)]
+    places = [Path(f"/run/user/{uid}/gpufs"), *temporary_folders(uid)]
     own = environ.get("XDG_RUNTIME_DIR")
-    if own and Path(own) / "gpufs" not in found:
-        found.insert(0, Path(own) / "gpufs")
-    return found
+    if own and Path(own) / "gpufs" not in places:
+        places.insert(0, Path(own) / "gpufs")
+    return places
 
 
 def temporary_folders(uid: int) -> list[Path]:
-    """A user's directories below /tmp. The first may be missing, or another user may have taken its name."""
+    """Return a user's directories below /tmp. The first may be missing, or another user may have taken its name."""
     usual = f"gpufs-{_outer(uid)}"
     others = []
     with suppress(OSError), os.scandir("/tmp") as entries:
@@ -65,7 +65,7 @@ def temporary_folders(uid: int) -> list[Path]:
 
 
 def _outer(uid: int) -> int:
-    """A user's number outside of this user namespace: unique in /tmp, which namespaces share."""
+    """Return a user's number outside of this user namespace: unique in /tmp, which namespaces share."""
     try:
         with open("/proc/self/uid_map", encoding="ascii") as file:
             for line in file:
@@ -78,26 +78,26 @@ def _outer(uid: int) -> int:
 
 
 def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Path]:
-    """The files of the mount with this device number that are the user's own, the newest first."""
-    found = []
+    """Return the files of the mount with this device number that are the user's own, the newest first."""
+    dated = []
     for folder in folders(uid) if places is None else places:
         for path in _listed(folder, _ending(device)):
             with suppress(OSError):
                 status = path.lstat()
                 if status.st_uid == uid and stat.S_ISREG(status.st_mode):
-                    found.append((status.st_mtime_ns, path))
-    return [path for _, path in sorted(found, reverse=True)]
+                    dated.append((status.st_mtime_ns, path))
+    return [path for _, path in sorted(dated, reverse=True)]
 
 
 def _listed(folder: Path, ending: str = _SUFFIX) -> list[Path]:
-    """The files of counters in a folder."""
+    """Return the files of counters in a folder."""
     with suppress(OSError):
         return [folder / name for name in os.listdir(folder) if name.endswith(ending)]
     return []
 
 
 def _readable(paths: Iterable[Path], uid: int) -> Iterator[dict[str, Any]]:
-    """The counters in those of the files that are the user's own and can be read."""
+    """Yield the counters in those of the files that are the user's own and can be read."""
     for path in paths:
         with suppress(OSError, StatisticsError):
             yield read(path, uid)
@@ -108,7 +108,7 @@ def _open(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _is_locked(fd: int) -> bool:
-    """Whether a process holds the writer's lock on a file that is open for reading."""
+    """Return whether a process holds the writer's lock on a file that is open for reading."""
     wanted = struct.pack("hhlli", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     (kind,) = struct.unpack_from("h", fcntl.fcntl(fd, _F_OFD_GETLK, wanted))
     return bool(kind != fcntl.F_UNLCK)
@@ -167,11 +167,11 @@ def read_mount(device: str, uid: int, mountpoint: str) -> dict[str, Any]:
     """
     newest: dict[str, Any] | None = None
     for folder in folders(uid):  # the last is below /tmp, where another user may have made it
-        for found in _readable(find(device, uid, [folder])[:_MOST_FILES], uid):
-            if found["alive"]:
-                return found
-            if found["mountpoint"] == mountpoint:
-                newest = newest or found
+        for counters in _readable(find(device, uid, [folder])[:_MOST_FILES], uid):
+            if counters["alive"]:
+                return counters
+            if counters["mountpoint"] == mountpoint:
+                newest = newest or counters
     if newest is None:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
     return newest
@@ -183,8 +183,10 @@ def read_left_behind(mountpoint: str, uid: int) -> dict[str, Any] | None:
     None if there are none. They stay until the user's next mount there, or for an hour.
     """
     paths = [path for folder in folders(uid) for path in _listed(folder)]
-    dead = [found for found in _readable(paths, uid) if not found["alive"] and found["mountpoint"] == mountpoint]
-    return max(dead, key=lambda found: found["updated"], default=None)
+    dead = [
+        counters for counters in _readable(paths, uid) if not counters["alive"] and counters["mountpoint"] == mountpoint
+    ]
+    return max(dead, key=lambda counters: counters["updated"], default=None)
 
 
 def remove_dead(device: str, uid: int) -> None:
@@ -212,10 +214,10 @@ def sweep(folder: Path, devices: Iterable[str], mountpoint: str = "") -> None:
         if path.name.endswith(keep):
             continue
         try:
-            found = read(path, os.getuid())
-            elsewhere = found["mountpoint"] not in (None, mountpoint)
-            if not found["alive"] and elsewhere and time.time() - found["updated"] < _KEPT_SECONDS:
-                kept.append((found["updated"], path))
+            counters = read(path, os.getuid())
+            elsewhere = counters["mountpoint"] not in (None, mountpoint)
+            if not counters["alive"] and elsewhere and time.time() - counters["updated"] < _KEPT_SECONDS:
+                kept.append((counters["updated"], path))
                 continue
         except OSError:
             continue

@@ -120,7 +120,7 @@ def parse(data: bytes, *, alive: bool = True) -> dict[str, Any]:
 
 
 def _devices(data: bytes, header: _Header, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each device has counted, added up over the stripes."""
+    """Return what each device has counted, added up over the stripes."""
     stripe_bytes = header.devices * header.backends * header.flows * header.block_bytes
     columns = [_words(data, header.blocks_at + stripe * stripe_bytes, stripe_bytes) for stripe in range(header.stripes)]
     totals = [sum(row) & _WRAP for row in zip(*columns, strict=True)]
@@ -149,7 +149,7 @@ def _devices(data: bytes, header: _Header, facts: dict[str, Any]) -> list[dict[s
 
 
 def _counts(block: Sequence[int], reasons: int, buckets: int, names: Sequence[str]) -> dict[str, Any]:
-    """What one backend of a device has done in one direction."""
+    """Return what one backend of a device has done in one direction."""
     begun, operations, errors, moved, nanoseconds = block[:5]
     refusals = block[_SCALARS : _SCALARS + reasons]
     sizes = block[_SCALARS + reasons : _SCALARS + reasons + buckets]
@@ -167,13 +167,13 @@ def _counts(block: Sequence[int], reasons: int, buckets: int, names: Sequence[st
 
 
 def _histogram(numbers: Sequence[int], scale: float) -> list[list[float | None]]:
-    """The upper bound and the number of each bucket that is not empty; null bounds what is beyond all others."""
+    """Return the upper bound and the number of each bucket that is not empty; null bounds what is beyond all others."""
     bounds = [(1 << place) if scale == 1 else (1 << place) / scale for place in range(len(numbers) - 1)]
     return [[bound, number] for bound, number in zip([*bounds, None], numbers, strict=True) if number]
 
 
 def _facts(text: bytes) -> dict[str, Any]:
-    """What the text beside the counters says; nothing where it is damaged."""
+    """Return what the text beside the counters says; nothing where it is damaged."""
     try:
         facts = json.loads(text)
     except (ValueError, RecursionError):

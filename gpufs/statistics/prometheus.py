@@ -17,7 +17,7 @@ _GROWING: Final = frozenset({"bounce_waits", "bounce_pin_failures"})
 
 
 def metrics(mounts: Iterable[dict[str, Any]]) -> bytes:
-    """The counters of mounts in Prometheus' text format.
+    """Return the counters of mounts in Prometheus' text format.
 
     Parameters
     ----------
@@ -35,10 +35,10 @@ def metrics(mounts: Iterable[dict[str, Any]]) -> bytes:
 
 
 def registry(read: Callable[[], Iterable[dict[str, Any]]]) -> CollectorRegistry:
-    """A registry whose metrics are those of the mounts that ``read`` returns at each scrape, as for `metrics`."""
-    found = CollectorRegistry()
-    found.register(_Collector(read))
-    return found
+    """Return a registry of the metrics of the mounts that ``read`` returns at each scrape, as for `metrics`."""
+    collectors = CollectorRegistry()
+    collectors.register(_Collector(read))
+    return collectors
 
 
 class _Collector(Collector):
@@ -48,22 +48,22 @@ class _Collector(Collector):
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        named = {_label(found["mountpoint"]): found for found in self._read()}
+        named = {_label(counters["mountpoint"]): counters for counters in self._read()}
         up = GaugeMetricFamily(
             "gpufs_up", "1 if the mount's counters can be read and its process lives.", labels=_MOUNT
         )
-        for mountpoint, found in named.items():
-            up.add_metric([mountpoint], float(_is_up(found)))
+        for mountpoint, counters in named.items():
+            up.add_metric([mountpoint], float(_is_up(counters)))
         yield up
-        yield from _families({mountpoint: found for mountpoint, found in named.items() if _is_up(found)})
+        yield from _families({mountpoint: counters for mountpoint, counters in named.items() if _is_up(counters)})
 
 
-def _is_up(found: dict[str, Any]) -> bool:
-    return bool(not found.get("error") and found["alive"])
+def _is_up(counters: dict[str, Any]) -> bool:
+    return bool(not counters.get("error") and counters["alive"])
 
 
 def _label(text: str | None) -> str:
-    """Names of files are bytes, the format is UTF-8."""
+    """Make a label of a name: names of files are bytes, and the format is UTF-8."""
     return (text or "").encode(errors="backslashreplace").decode()
 
 
@@ -72,21 +72,21 @@ def _families(mounts: Mapping[str, dict[str, Any]]) -> Iterator[Metric]:
     started = GaugeMetricFamily(
         "gpufs_start_time_seconds", "When the mount's process began, in seconds since 1970.", labels=_MOUNT
     )
-    for mountpoint, found in mounts.items():
-        build.add_metric([mountpoint, _label(found["version"]), _label(found["driver"])], 1)
-        started.add_metric([mountpoint], found["started"])
+    for mountpoint, counters in mounts.items():
+        build.add_metric([mountpoint, _label(counters["version"]), _label(counters["driver"])], 1)
+        started.add_metric([mountpoint], counters["started"])
     yield from (build, started)
     for name, text in ENGINE_GAUGES.items():
         kind = CounterMetricFamily if name in _GROWING else GaugeMetricFamily
         gauge = kind(f"gpufs_{name}", text, labels=_MOUNT)
-        for mountpoint, found in mounts.items():
-            gauge.add_metric([mountpoint], found["gauges"][name])
+        for mountpoint, counters in mounts.items():
+            gauge.add_metric([mountpoint], counters["gauges"][name])
         yield gauge
 
     devices = [
         ([mountpoint, f"gpu{index}"], device)
-        for mountpoint, found in mounts.items()
-        for index, device in enumerate(found["devices"])
+        for mountpoint, counters in mounts.items()
+        for index, device in enumerate(counters["devices"])
     ]
     for name, text in DEVICE_GAUGES.items():
         gauge = GaugeMetricFamily(f"gpufs_device_{name}", text, labels=_DEVICE)
@@ -129,7 +129,7 @@ def _of_backends(devices: Sequence[tuple[list[str], dict[str, Any]]]) -> Iterato
 
 
 def _cumulative(buckets: Sequence[Sequence[Any]], bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """For each bound, how many values are not above it."""
+    """Return for each bound how many values are not above it."""
     shown = [
         (str(limit), sum(number for bound, number in buckets if bound is not None and bound <= limit))
         for limit in bounds

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -14,7 +15,8 @@ import gpufs
 from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
-from gpufs.formats.kinds import PREFIX_BYTES, check_safetensors
+from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.layout import PREFIX_BYTES, check_safetensors
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -24,15 +26,26 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
-from gpufs.torch._dtypes import TORCH_DTYPES, stored_elements
 from gpufs.torch._record import TensorRecord, parse_records, span
 
 if TYPE_CHECKING:
     from typing import Self
 
 Device: TypeAlias = "torch.device | str | int | None"
+_PACKED: Final = {"F4": "float4_e2m1fn_x2"}  # dtypes of safetensors of which an element of torch has two
+# By the names of safetensors, without those that this torch does not have.
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, torch_name)
+    for name, element in IN_SAFETENSORS.items()
+    if hasattr(torch, torch_name := _PACKED.get(name, element.name))
+}
 _NO_RECORD = TensorRecord()
 _FEW_DIMENSIONS = 8
+
+
+def stored_elements(dtype: str) -> int:
+    """Return how many elements of the file are one element of torch."""
+    return 2 if dtype in _PACKED else 1
 
 
 class TensorFile:
@@ -83,7 +96,7 @@ class TensorFile:
         return self.records.get(name, _NO_RECORD)
 
     def _owner(self, name: str) -> str:
-        """The name in the header of the bytes that a tensor lies in."""
+        """Return the name in the header of the bytes that a tensor lies in."""
         if not self.records:
             return name
         record = self._record(name)
@@ -93,13 +106,13 @@ class TensorFile:
         return record.entry or name
 
     def names(self) -> list[str]:
-        """All tensors, ordered by offset; those that lie in the bytes of others come last."""
+        """Return all tensors, ordered by offset; those that lie in the bytes of others come last."""
         renamed = {record.entry: name for name, record in self.records.items() if record.entry is not None}
         names = [renamed.get(entry, entry) for entry in self._entries if not entry.startswith(PADDING_NAME)]
         return names + [name for name, record in self.records.items() if record.same_as is not None]
 
     def entry(self, name: str) -> HeaderEntry:
-        """The bytes that the tensor lies in."""
+        """Return the bytes that the tensor lies in."""
         return self._entries[self._owner(name)]
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -109,7 +122,7 @@ class TensorFile:
         return TORCH_DTYPES[dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape in torch."""
+        """Return the tensor's shape in torch."""
         record = self._record(name)
         if record.shape is not None:
             return record.shape
@@ -122,20 +135,20 @@ class TensorFile:
         return (*entry.shape[:-1], entry.shape[-1] // packed)
 
     def strides(self, name: str) -> tuple[int, ...] | None:
-        """The tensor's strides in elements; None if it is contiguous."""
+        """Return the tensor's strides in elements; None if it is contiguous."""
         return self._record(name).strides
 
     def _whole(self, name: str, dtype: str) -> torch.Tensor:
-        """The file as elements of one dtype: a view of it by strides is one call of torch."""
+        """Return the file as elements of one dtype: a view of it by strides is one call of torch."""
         whole = self._typed.get(dtype)
         if whole is None:
-            found = self._dtype(name)
-            whole = self._bytes[: len(self._bytes) // found.itemsize * found.itemsize].view(found)
+            torch_dtype = self._dtype(name)
+            whole = self._bytes[: len(self._bytes) // torch_dtype.itemsize * torch_dtype.itemsize].view(torch_dtype)
             self._typed[dtype] = whole
         return whole
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns the tensor as a view; a copy if its address is not a multiple of its dtype's size."""
+        """Return the tensor as a view; a copy if its address is not a multiple of its dtype's size."""
         entry = self.entry(name)
         plain = not self.records and entry.start < entry.end and len(entry.shape) <= _FEW_DIMENSIONS
         if plain and stored_elements(entry.dtype) == 1:
@@ -156,7 +169,7 @@ class TensorFile:
 
 @functools.lru_cache(maxsize=256)  # a model has few shapes
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor that is not empty."""
+    """Return the strides of a contiguous tensor that is not empty."""
     strides = []
     stride = 1
     for extent in reversed(shape):
@@ -174,34 +187,34 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
-        found = find_files(path)
-        files = {name: TensorFile(name, mode) for name in found.files}
+        listed = find_files(path)
+        files = {name: TensorFile(name, mode) for name in listed.files}
         self.files = list(files.values())
-        if found.places is None:
+        if listed.places is None:
             self.places = {name: file for file in self.files for name in file.names()}
             return
         held = {name: set(file.names()) for name, file in files.items()}
-        for tensor, name in found.places.items():
+        for tensor, name in listed.places.items():
             if tensor not in held[name]:
                 raise FormatError(f"{self.path}: the index says that tensor {tensor!r} is in {name}, and it is not")
-        self.places = {tensor: files[name] for tensor, name in found.places.items()}
+        self.places = {tensor: files[name] for tensor, name in listed.places.items()}
 
     def tensor(self, name: str, device: Device = None) -> torch.Tensor:
-        """Returns the tensor in place; a copy if it is on another device than the one asked for."""
-        found = self.places[name].tensor(name)
-        return found if device is None else found.to(device)
+        """Return the tensor in place; a copy if it is on another device than the one asked for."""
+        tensor = self.places[name].tensor(name)
+        return tensor if device is None else tensor.to(device)
 
     def memory(self, name: str) -> tuple[object, ...]:
-        """What is equal for tensors that are the same bytes of a file in the same layout."""
+        """Return what is equal for tensors that are the same bytes of a file in the same layout."""
         file = self.places[name]
         return id(file), file.entry(name), file.shape(name), file.strides(name)
 
     def record(self, name: str) -> TensorRecord:
-        """What publish() noted about the tensor."""
+        """Return what publish() noted about the tensor."""
         return self.places[name].records.get(name, _NO_RECORD)
 
     def tensors(self, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All names and tensors, in the order of the files."""
+        """Return all names and tensors, in the order of the files."""
         return ((name, self.tensor(name, device)) for name in self.places)
 
 
@@ -209,7 +222,7 @@ class Checkpoint:
 def load_file(
     filename: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r", backend: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a safetensors file in place.
+    """Return the tensors of a safetensors file in place.
 
     Parameters
     ----------
@@ -256,17 +269,17 @@ class TensorSlice:
         self._device = device
 
     def get_shape(self) -> list[int]:
-        """Returns the tensor's shape."""
+        """Return the tensor's shape."""
         return list(self._checkpoint.places[self._name].shape(self._name))
 
     def get_dtype(self) -> str:
-        """Returns the dtype as the file names it, for example "BF16"."""
+        """Return the dtype as the file names it, for example "BF16"."""
         return self._checkpoint.places[self._name].entry(self._name).dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Returns a part of the tensor; a view where torch's indexing gives one."""
-        found = self._checkpoint.tensor(self._name)[index]
-        return found if self._device is None else found.to(self._device)
+        """Return a part of the tensor; a view where torch's indexing gives one."""
+        part = self._checkpoint.tensor(self._name)[index]
+        return part if self._device is None else part.to(self._device)
 
 
 @named_in("gpufs.torch")
@@ -315,32 +328,56 @@ class safe_open:
         return checkpoint
 
     def keys(self) -> list[str]:
-        """Returns the names of the tensors, sorted."""
+        """Return the names of the tensors, sorted."""
         return sorted(self._open().places)
 
     def offset_keys(self) -> list[str]:
-        """Returns the names of the tensors, ordered by offset."""
+        """Return the names of the tensors, ordered by offset."""
         return list(self._open().places)
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the metadata of the file; of the first one if there are several."""
+        """Return the metadata of the file; of the first one if there are several."""
         return next((file.metadata for file in self._open().files), None)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor in place."""
+        """Return a tensor in place."""
         return self._known(name).tensor(name, self._device)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors in place, ordered by offset."""
+        """Return all tensors in place, ordered by offset."""
         return dict(self._open().tensors(self._device))
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Returns an object that gives parts of a tensor when it is indexed."""
+        """Return an object that gives parts of a tensor when it is indexed."""
         return TensorSlice(self._known(name), name, self._device)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the file. Tensors that it gave stay valid."""
+        """Close the file. Tensors that it gave stay valid."""
         self._checkpoint = None
+
+
+class InPlaceFile(safe_open):
+    """What programs get in the place of safetensors' open files; see gpufs/in_place.py. Its errors are safetensors'."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in place."""
+        with _errors_of_safetensors():
+            return super().get_tensor(name)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Return an object that gives parts of a tensor when it is indexed."""
+        with _errors_of_safetensors():
+            return super().get_slice(name)
+
+
+@contextmanager
+def _errors_of_safetensors() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        from safetensors import SafetensorError  # which the program has imported
+
+        raise SafetensorError(error.args[0]) from None

@@ -12,14 +12,12 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs._naming import named_in
-from gpufs.formats import FormatError, archive, gguf, layout, torch_archive
+from gpufs.formats import FormatError, archives, gguf, layout
 from gpufs.formats.checkpoint import link_error
 from gpufs.modes import Mode
-from gpufs.torch._dtypes import TORCH_DTYPES
-from gpufs.torch._file import Device, load_file
+from gpufs.torch._file import TORCH_DTYPES, Device, load_file
 
 _MAGIC_BYTES = 8
-_NPY_MAGIC = b"\x93NUMPY"
 
 
 class _File:
@@ -45,13 +43,13 @@ class _File:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """The tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
+        """Return the tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
         data = self._bytes[offset : offset + count]
         if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
             data = data.clone()
         typed = data.view(dtype)
-        found = typed.view(shape) if strides is None else typed.as_strided(shape, strides)
-        return found if self._device is None else found.to(self._device)
+        shaped = typed.view(shape) if strides is None else typed.as_strided(shape, strides)
+        return shaped if self._device is None else shaped.to(self._device)
 
 
 @named_in("gpufs.torch")
@@ -81,7 +79,7 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     ------
     FormatError
         The file is damaged, or cannot be used in place: compressed members, a pickle that needs more than tensors and
-        containers, an old file of ``torch.save()`` that is not a zip archive. The text says what to use instead.
+        containers, an old file of ``torch.save()`` that is not a zip archives. The text says what to use instead.
     OSError
         As of :func:`gpufs.attach`.
 
@@ -104,12 +102,12 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     try:
         if magic.startswith(gguf.MAGIC):
             return _load_gguf(file)
-        if magic.startswith(_NPY_MAGIC):
+        if magic.startswith(layout.NPY_MAGIC):
             return _array(file, layout.read_npy(file.size, file.read), 0)
-        if magic.startswith(archive.MAGIC):
-            members = archive.read_members(file.size, file.read)
-            if torch_archive.pickle_name(members) is not None:
-                return _restore(torch_archive.read_torch_archive(file.size, file.read), file, {})
+        if magic.startswith(archives.MAGIC):
+            members = archives.read_members(file.size, file.read)
+            if archives.pickle_name(members) is not None:
+                return _restore(archives.read_torch_archive(file.size, file.read), file, {})
             return _load_npz(file, members)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
@@ -117,17 +115,17 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
 
 
 def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for entry in gguf.read_gguf(file.size, file.read)[0]:
         dtype = TORCH_DTYPES[entry.type] if entry.block == 1 else torch.uint8
         tensor = file.tensor(dtype, entry.offset, entry.bytes, entry.stored_shape)
         vars(tensor).update(ggml_type=entry.type, ggml_shape=entry.shape)
-        found[entry.name] = tensor
-    return found
+        tensors[entry.name] = tensor
+    return tensors
 
 
-def _load_npz(file: _File, members: dict[str, archive.Member]) -> dict[str, torch.Tensor]:
-    found = {}
+def _load_npz(file: _File, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
+    tensors = {}
     for name, member in members.items():
         if not name.endswith(".npy"):
             raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {name!r}")
@@ -135,8 +133,8 @@ def _load_npz(file: _File, members: dict[str, archive.Member]) -> dict[str, torc
         def read(offset: int, count: int, start: int = member.offset) -> bytes:
             return file.read(start + offset, count)
 
-        found[name.removesuffix(".npy")] = _array(file, layout.read_npy(member.bytes, read), member.offset)
-    return found
+        tensors[name.removesuffix(".npy")] = _array(file, layout.read_npy(member.bytes, read), member.offset)
+    return tensors
 
 
 def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
@@ -151,8 +149,8 @@ def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
 
 
 def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
-    """The saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
-    if isinstance(value, torch_archive.StoredTensor):
+    """Return the saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
+    if isinstance(value, archives.StoredTensor):
         if id(value) not in known:
             known[id(value)] = _stored(value, file)
         return known[id(value)]
@@ -166,7 +164,7 @@ def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def _stored(value: torch_archive.StoredTensor, file: _File) -> torch.Tensor:
+def _stored(value: archives.StoredTensor, file: _File) -> torch.Tensor:
     if value.dtype not in TORCH_DTYPES:
         raise FormatError(f"torch {torch.__version__} has no dtype for {value.dtype}")
     dtype = TORCH_DTYPES[value.dtype]

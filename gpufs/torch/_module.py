@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -11,7 +11,6 @@ import torch
 
 from gpufs._naming import named_in
 from gpufs.modes import Mode
-from gpufs.torch._buffers import compute_buffers
 from gpufs.torch._file import Checkpoint, Device
 
 _SHOWN_LINES: Final = 5
@@ -50,7 +49,7 @@ def attach_module(
     device: Device = None,
     mode: Mode = "r",
 ) -> Module:
-    """Gives a module the parameters of a file, in place.
+    """Give a module the parameters of a file, in place.
 
     Each parameter becomes a view of the file's memory, which all processes share that attach it. Buffers become private
     copies, since modules write to them. Parameters that were tied when the file was published, or that are tied in the
@@ -109,7 +108,7 @@ def load_model(
     *,
     backend: str | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Loads a file into a module, as the function of this name in safetensors does.
+    """Load a file into a module, as the function of this name in safetensors does.
 
     Parameters that have memory get the values by a copy. Those on the meta device become read-only views of the file,
     as with :func:`attach_module`; buffers there become private copies.
@@ -156,7 +155,7 @@ def _shortened(lines: list[str]) -> list[str]:
 def _fill(
     module: torch.nn.Module, checkpoint: Checkpoint, strict: bool, device: Device, *, writable: bool, copy: bool
 ) -> tuple[list[str], list[str]]:
-    """Sets parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
+    """Set parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
     slots = list(_slots(module))
     # Tied in the module: one of their names in the file is enough.
     tied: dict[int, list[_Slot]] = {}
@@ -171,13 +170,13 @@ def _fill(
         else:
             missing += [slot.name for slot in group if slot.needed]
     lost = {(slot.owner, slot.attribute): slot for slot in slots if slot.name in missing and not slot.persistent}
-    computed = compute_buffers(module, lost)
+    computed = _compute_buffers(module, lost)
     missing = [name for name in missing if name not in {lost[place].name for place in computed}]
     unexpected = sorted(checkpoint.places.keys() - {slot.name for slot in slots})
     wrong = [
-        f"{name}: shape {list(found)} in the file, {list(group[0].value.shape)} in the module"
+        f"{name}: shape {list(shape)} in the file, {list(group[0].value.shape)} in the module"
         for name, group in chosen
-        if (found := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
+        if (shape := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
     ]
     if wrong or (strict and (missing or unexpected)):
         lines = [f"{type(module).__name__} does not fit {checkpoint.path}:", *_shortened(wrong)]
@@ -216,3 +215,65 @@ def _new_value(name: str, old: torch.Tensor, checkpoint: Checkpoint, device: Dev
         new = tensor.clone()
     vars(new).update({**vars(old), **record.attributes})
     return new
+
+
+# ---- buffers that are in no file, because the model computes them, such as the frequencies of rotary embeddings ----
+#
+# A model that is built on the meta device has no values for them. Models of transformers compute them again for one of
+# their modules in ``_init_weights``, as ``from_pretrained`` has them do.
+
+
+def _compute_buffers(
+    model: torch.nn.Module, wanted: Iterable[tuple[torch.nn.Module, str]]
+) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
+    """Compute buffers as the model's own class does.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The whole model. It is not changed.
+    wanted : iterable of (torch.nn.Module, str)
+        Buffers on the meta device: their modules and their names there.
+
+    Returns
+    -------
+    dict
+        The values in host memory, by module and name. Without those that the class does not compute.
+    """
+    initialize = getattr(model, "_init_weights", None)
+    names: dict[torch.nn.Module, list[str]] = {}
+    for owner, name in wanted:
+        names.setdefault(owner, []).append(name)
+    computed = {}
+    for owner, listed in names.items():
+        # It would also initialize the module's own parameters.
+        if initialize is None or next(owner.parameters(recurse=False), None) is not None:
+            continue
+        before = {name: owner.get_buffer(name) for name in listed}
+        values = {name: _unset(value) for name, value in before.items()}
+        try:
+            for name, value in values.items():
+                setattr(owner, name, value)
+            with torch.no_grad():
+                initialize(owner)
+            computed.update(
+                {(owner, name): owner.get_buffer(name) for name in listed if _is_set(owner.get_buffer(name))}
+            )
+        finally:
+            for name, value in before.items():
+                setattr(owner, name, value)
+    return computed
+
+
+def _unset(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a buffer in host memory with a value that no computed buffer has."""
+    return torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
+
+
+def _mark(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _is_set(buffer: torch.Tensor) -> bool:
+    mark = _mark(buffer.dtype)
+    return not bool((buffer.isnan() if mark != mark else buffer == mark).any())

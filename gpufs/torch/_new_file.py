@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs import mounting
+from gpufs.exceptions import NotOnMount, failure_of_mount
 
 _PREFIX = ".publish-"
 _ROOT_INODE = 1  # FUSE_ROOT_ID
@@ -53,11 +54,11 @@ class NewFile:
         return file
 
     def _check_place(self) -> None:
-        """OSError if the directory takes no files of a mount."""
+        """Raise OSError if the directory takes no files of a mount."""
         here = os.fstat(self._directory)
-        entry = next((one for one in mounting.mounts() if one.st_dev == here.st_dev), None)
+        entry = next((each for each in mounting.mounts() if each.st_dev == here.st_dev), None)
         if entry is None:
-            raise OSError(EXDEV, "is not on a gpufs mount: only files there can be published", str(self._path))
+            raise NotOnMount(EXDEV, "is not on a gpufs mount: only files there can be published", str(self._path))
         if here.st_ino == _ROOT_INODE:
             text = f"the root of a mount takes no files: publish below {entry.mountpoint}/gpu0"
             raise OSError(EPERM, text, str(self._path))
@@ -77,36 +78,37 @@ class NewFile:
                 pass  # locked by its writer, gone, or another user's
 
     def allocate(self, size: int) -> None:
-        """Allocates the file's memory."""
+        """Allocate the file's memory."""
         try:
             os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             number = error.errno or EIO
-            raise OSError(number, f"{os.strerror(number)}; {size} bytes are needed", str(self._path)) from None
+            failure = OSError(number, f"{os.strerror(number)}; {size} bytes are needed")
+            raise failure_of_mount(failure, str(self._path)) from None
 
     def attach(self) -> gpufs.DeviceArray:
-        """Returns the file's bytes as an array."""
+        """Return the file's bytes as an array."""
         try:
             return gpufs.attach(self._descriptor_path(), mode="r+")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def map(self) -> torch.Tensor:
-        """Returns the file's bytes as a tensor."""
+        """Return the file's bytes as a tensor."""
         mapped: torch.Tensor = from_dlpack(self.attach())
         return mapped
 
-    def could_be(self, path: Path) -> bool:
-        """Whether the file can take this name: whether both are in one directory of a device."""
+    def can_be_named(self, path: Path) -> bool:
+        """Return whether the file can take this name: whether both are in one directory of a device."""
         parent, own = os.stat(path.parent), os.fstat(self._directory)
         return (parent.st_dev, parent.st_ino) == (own.st_dev, own.st_ino)
 
     def _descriptor_path(self) -> str:
-        """A path by which this process opens the file, which has no name."""
+        """Return a path by which this process opens the file, which has no name."""
         return f"/proc/self/fd/{self._file}"
 
     def take_name(self, path: Path | None = None) -> None:
-        """Puts the file in the place of the one with this name, its own by default, in its directory."""
+        """Put the file in the place of the one with this name, its own by default, in its directory."""
         name = (path or self._path).name
         directory = self._directory
         try:
@@ -131,7 +133,7 @@ class NewFile:
         self.close()
 
     def close(self) -> None:
-        """Closes the file. Without a name it is gone. A second call does nothing."""
+        """Close the file. Without a name it is gone. A second call does nothing."""
         if self._file < 0:
             return
         if self._named:

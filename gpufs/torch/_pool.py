@@ -78,20 +78,20 @@ class PoolMemory:
         _pools.add(self)
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether all bytes of the tensor are here."""
+        """Return whether all bytes of the tensor are here."""
         if self.bytes is None or tensor.device != self.device or not tensor.is_contiguous():
             return False
         offset = tensor.data_ptr() - self.bytes.data_ptr()
         return not tensor.nbytes or self.header_bytes <= offset <= len(self.bytes) - tensor.nbytes
 
     def release(self) -> None:
-        """Gives the memory back once no tensor uses it. Torch keeps freed memory in its cache until it is emptied."""
+        """Give the memory back once no tensor uses it. Torch keeps freed memory in its cache until it is emptied."""
         self.torch_pool = None
         _released.append(self)
         release_unused()
 
     def close(self) -> bool:
-        """Closes the file if nothing is allocated in it."""
+        """Close the file if nothing is allocated in it."""
         if self.addresses.usage()[0]:
             return False
         self.addresses.close()
@@ -101,18 +101,18 @@ class PoolMemory:
 
 
 def _bytes_of(size: int | str) -> int:
-    """A pool's size in bytes. TypeError, ValueError."""
+    """Return a pool's size in bytes. TypeError, ValueError."""
     try:
-        found = parse_size(size) if isinstance(size, str) else operator.index(size)
+        count = parse_size(size) if isinstance(size, str) else operator.index(size)
     except ValueError:
         raise ValueError(f'size: {size!r} is neither a number of bytes nor a text such as "16G"') from None
-    if found <= 0:
+    if count <= 0:
         raise ValueError(f"size: {size!r} is too small: a pool has at least one byte")
-    return found
+    return count
 
 
 def _bytes_like(like: torch.nn.Module | Mapping[str, torch.Tensor]) -> int:
-    """What torch takes for copies of these tensors, by the steps in which its allocator asks for memory."""
+    """Return what torch takes for copies of these tensors, by the steps in which its allocator asks for memory."""
     if isinstance(like, torch.nn.Module):
         tensors = [*like.parameters(), *like.buffers()]  # tied ones once
     else:
@@ -140,7 +140,7 @@ def _allocator() -> Any:
 
 
 def release_unused() -> None:
-    """Releases the memory of pools that are gone and whose tensors are gone as well."""
+    """Release the memory of pools that are gone and whose tensors are gone as well."""
     if _released:
         torch.cuda.empty_cache()
     for memory in list(_released):
@@ -148,11 +148,11 @@ def release_unused() -> None:
             _released.remove(memory)
 
 
-def that_holds(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
-    """The pool in which all these tensors are, and whose file can be published under this name."""
+def find_pool(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
+    """Return the pool in which all these tensors are, and whose file can be published under this name."""
     every = list(tensors)
     for memory in _pools:
-        if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.could_be(path):
+        if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.can_be_named(path):
             return memory
     return None
 

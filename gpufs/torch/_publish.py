@@ -12,14 +12,14 @@ import torch
 from gpufs._naming import named_in
 from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
 from gpufs.torch import _pool
-from gpufs.torch._dtypes import FILE_DTYPES, stored_elements
+from gpufs.torch._file import TORCH_DTYPES, stored_elements
 from gpufs.torch._new_file import NewFile
 from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
 _MAX_SPREAD = 1.25
 _LARGEST_ALIGNMENT = 4096
-
+_FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _Source = torch.nn.Module | Mapping[str, torch.Tensor]
 
@@ -55,7 +55,7 @@ def publish(
     metadata: Mapping[str, str] | None = None,
     buffers: bool = True,
 ) -> Published:
-    """Writes the tensors of a module or a dict into a safetensors file of a mount.
+    """Write the tensors of a module or a dict into a safetensors file of a mount.
 
     The new file takes the name at once when it is complete, as `mv` does: readers see the old file or the new one, and
     programs that have the old one attached keep it. A process that dies while it writes leaves nothing: until the end
@@ -84,8 +84,8 @@ def publish(
     ------
     TypeError
         A tensor has no form in the file: its dtype, sparse tensors, those on the meta device, tensors that wrap others.
-    OSError
-        ENOSPC if the device is full. The old file stays.
+    DeviceFull
+        The device has too little memory. The old file stays.
 
     Notes
     -----
@@ -109,7 +109,7 @@ def publish(
         records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
     notes = {METADATA_KEY: format_records(records)} if records else {}
     notes = {"format": "pt", **(metadata or {}), **notes}
-    pool = _pool.that_holds(parts.values(), Path(path))
+    pool = _pool.find_pool(parts.values(), Path(path))
     if pool is not None and _publish_in_place(pool, parts, notes, Path(path)):
         return Published(Path(path), tuple(tensors), pool.file_bytes, in_place=True)
     entries = _place(parts)
@@ -132,7 +132,7 @@ def publish(
 def _publish_in_place(
     pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path
 ) -> bool:
-    """Writes a header before a pool's tensors and gives its file the name. False if they need a file of their own."""
+    """Write a header before a pool's tensors and give its file the name. False if they need a file of their own."""
     entries = _entries_in_place(pool, parts)
     if entries is None:
         return False
@@ -152,7 +152,7 @@ def _publish_in_place(
 
 
 def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry] | None:
-    """The header's entries for tensors where they are, with padding between them. None if some overlap."""
+    """Return the header's entries for tensors where they are, with padding between them. None if some overlap."""
     assert pool.bytes is not None
     base = pool.bytes.data_ptr() + pool.header_bytes
     entries: dict[str, HeaderEntry] = {}
@@ -176,12 +176,12 @@ def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor])
 def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
     if not isinstance(source, torch.nn.Module):
         return dict(source)
-    found: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
     persistent = source.state_dict(keep_vars=True).keys()
     for name, tensor in source.named_buffers(remove_duplicate=False):
         if buffers or name in persistent:
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
@@ -200,7 +200,7 @@ def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def is_json(value: object) -> bool:
-    """Whether the value survives being written as JSON and read again."""
+    """Return whether the value survives being written as JSON and read again."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError, RecursionError):
@@ -208,7 +208,7 @@ def is_json(value: object) -> bool:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without what no file can hold."""
+    """Return the tensor without what no file can hold."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is not a tensor but {type(tensor).__name__}")
     if hasattr(tensor, "__tensor_flatten__"):
@@ -217,13 +217,13 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"tensor {name!r} is sparse or quantized by torch: convert it first")
     if tensor.is_meta:
         raise TypeError(f"tensor {name!r} is on the meta device and has no bytes")
-    if tensor.dtype not in FILE_DTYPES:
+    if tensor.dtype not in _FILE_DTYPES:
         raise TypeError(f"tensor {name!r}: safetensors has no dtype for {tensor.dtype}")
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Returns what is written under which name, and the layout of the tensors that are not written as they are."""
+    """Return what is written under which name, and the layout of the tensors that are not written as they are."""
     parts: dict[str, torch.Tensor] = {}
     layouts: dict[str, dict[str, Any]] = {}
     owners: dict[tuple[object, ...], str] = {}
@@ -251,7 +251,7 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
 
 
 def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
-    """Returns the header's entries.
+    """Return the header's entries.
 
     Tensors whose size is a multiple of a larger power of two come first. So each begins at a multiple of the largest
     power of two, up to 4096, that its size is a multiple of, without gaps.
@@ -269,8 +269,8 @@ def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
 
 
 def _entry(name: str, part: torch.Tensor, start: int) -> HeaderEntry:
-    """The entry of a tensor whose bytes begin there."""
-    dtype = FILE_DTYPES[part.dtype]
+    """Return the entry of a tensor whose bytes begin there."""
+    dtype = _FILE_DTYPES[part.dtype]
     shape = tuple(part.shape)
     if stored_elements(dtype) > 1:
         if not shape:
@@ -280,6 +280,6 @@ def _entry(name: str, part: torch.Tensor, start: int) -> HeaderEntry:
 
 
 def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Waits until all streams of the GPUs of these tensors have finished."""
+    """Wait until all streams of the GPUs of these tensors have finished."""
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)

@@ -32,7 +32,7 @@ class TensorRecord:
 
 
 def format_records(records: Mapping[str, TensorRecord]) -> str:
-    """Returns the text for the metadata."""
+    """Return the text for the metadata."""
     empty = TensorRecord()
     return json.dumps(
         {
@@ -44,13 +44,13 @@ def format_records(records: Mapping[str, TensorRecord]) -> str:
 
 
 def parse_records(metadata: Mapping[str, str] | None) -> dict[str, TensorRecord]:
-    """Reads the notes of a file, checked for form. FormatError if they are damaged."""
+    """Read the notes of a file, checked for form. FormatError if they are damaged."""
     text = (metadata or {}).get(METADATA_KEY)
     if text is None:
         return {}
     try:
-        found = parse_json(text)
-        return {name: _parse_record(fields) for name, fields in found.items()}
+        records = parse_json(text)
+        return {name: _parse_record(fields) for name, fields in records.items()}
     except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise FormatError(f"the notes of gpufs in the metadata are damaged: {error}") from None
 
@@ -75,7 +75,7 @@ def _parse_record(fields: Mapping[str, Any]) -> TensorRecord:
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Returns how many elements lie between the first and the last element, both included."""
+    """Return how many elements lie between the first and the last element, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))

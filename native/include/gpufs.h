@@ -90,6 +90,7 @@ typedef struct {
   uint64_t granule; /* bytes in which memory is allocated */
   int32_t cpu_addressable;
   int32_t fastpath_memory; /* the fastpath can reach the memory of buffers */
+  int32_t keeps_memory;    /* the memory of buffers can outlive the process: gpufs_mount_options.keeper_fd */
 } gpufs_device_info;
 
 typedef struct {
@@ -139,6 +140,9 @@ typedef struct {
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer);
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info);
+/* Before a growth by so many bytes: waits while there is less free memory and memory of removed files is coming back.
+ * Success also if the time is over. */
+gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint32_t timeout_ms);
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size);
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes);
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* found);
@@ -277,6 +281,12 @@ gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, 
 
 /* ---- mount: the data plane of one FUSE connection ---- */
 
+/* A descriptor that the keeper keeps. The engine's keys have more than 32 bits; the others are the caller's. */
+typedef struct {
+  uint64_t key;
+  int32_t fd;
+} gpufs_kept_fd;
+
 typedef struct {
   int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
   int32_t relay_fd;         /* native end of gpufs_relay_pair(); taken over too */
@@ -289,6 +299,10 @@ typedef struct {
   double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
+  int32_t keeper_fd;        /* the socket to the keeper of descriptors, the caller's; -1: the mount dies with it */
+  int32_t journal_fd; /* of gpufs_mount_journal() of the process that served the mount before; taken over. -1: new */
+  const gpufs_kept_fd* kept; /* what that process had the keeper keep; taken over */
+  uint64_t kept_count;
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
@@ -297,6 +311,17 @@ typedef struct {
 gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
+/* The format of the journals that this version reads and writes. */
+uint32_t gpufs_journal_format(void);
+/* Where the state of a mount with a keeper is, for the process that continues it. The mount's descriptor. */
+gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd);
+/* Frees the memory of files of the process before that the kernel has forgotten without this process's knowledge:
+ * call it from time to time. */
+gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount);
+/* Fails, with the reason for users, if no other process can continue the mount. */
+gpufs_status gpufs_mount_survives(gpufs_handle mount);
+/* Hands everything to the keeper again, because another one is at the other end of the socket. */
+gpufs_status gpufs_mount_hold_again(gpufs_handle mount);
 /* Starts the threads. Call after the descriptor is mounted and before requests are answered. */
 gpufs_status gpufs_mount_start(gpufs_handle mount);
 /* Reads ahead of programs that go through mappings from front to back. directory: where the mount is; it must answer,
@@ -318,12 +343,15 @@ typedef struct {
  * files, then how many there are. Files whose bytes were never moved are left out. */
 gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count);
 
+/* How many regular files a device has, those without a name included. */
+gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count);
+
 /* Which reads set access times: as mount(8) has it for relatime (the default), strictatime and noatime;
  * not_directories != 0: nodiratime. At any time. */
 enum { GPUFS_RELATIME = 0, GPUFS_STRICTATIME = 1, GPUFS_NOATIME = 2 };
 gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories);
 
-/* ---- the inode table: attributes of every inode of a mount, shared by both planes ---- */
+/* ---- inodes and names. The engine keeps them, and serves the kernel's requests about them. ---- */
 
 typedef struct {
   uint64_t ino;
@@ -340,37 +368,27 @@ typedef struct {
   int32_t device; /* where a regular file has its buffer and where STATFS looks; -1: no device */
 } gpufs_attributes;
 
-/* Adds an inode. A regular file with device >= 0 gets an empty buffer there (size is ignored). EEXIST if known.
- * parent: the directory that a user makes it in. It hands down its group (set-gid) and access control lists; mode is
- * what the user asked for, from which `umask` is taken unless a list stands in for it. 0: attributes are as they shall
- * be. */
-gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes, uint64_t parent, uint32_t umask);
-/* Removes it; the buffer lives until the last open file and running operation on it end. ENOENT if unknown, EBUSY while
- * it has references. */
-gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino);
-/* References keep an inode. The control plane adds one for each time that a reply of its own gives the kernel the
- * inode, and drops those of the FORGETs that it gets. The engine counts those of LOOKUPs that it answers itself, and of
- * all FORGETs except the last one of an inode without a name. ENOENT if unknown. */
+/* Creates an inode of the mount's own, under a name in a directory; directory 0: the root, without a name. Of the
+ * attributes mode, uid, gid, size and device count, and the number; 0: the next one. The engine counts links.
+ * target: of a symbolic link, else null. Users can change nothing where device is -1. */
+gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char* name,
+                              const gpufs_attributes* attributes, const char* target, uint64_t* ino);
+/* The inode at a path below the root, without following symbolic links. ENOENT if it does not exist. */
+gpufs_status gpufs_name_find(gpufs_handle mount, const char* path, uint64_t* ino);
+/* The path of an inode below the root: one of them if it has several. As gpufs_mount_statistics(); paths may hold any
+ * bytes but 0. ENOENT without a name. */
+gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path);
+/* Removes all names of a file, and queues notifications of the kernel. ENOENT if unknown. */
+gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino);
+
+/* References keep an inode that has no names, as the kernel's do. ENOENT if unknown. */
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino);
-gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count);
-/* The names in a directory, so that the engine can answer LOOKUP in directories below 2^48. Each change sets the
- * directory's modification and change time. ino 0: removes the name. ENOENT if the directory is unknown. */
-gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
-                            uint64_t ino);
+gpufs_status gpufs_inode_release(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
-/* Sets its link count, and its change time to now. ENOSPC if names may not take more memory. */
-gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links);
-
-/* It was read by other means than the mount's native operations: its access time follows gpufs_mount_access_times(). */
-gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino);
-
 /* Its contents were changed by other means than the mount's operations (a transfer): modification and change time
  * become now, set-id bits are cleared, and the kernel drops what it has cached. ENOENT if unknown. */
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino);
 
-/* Opens a regular file: *fh goes into the reply, and READ and WRITE on it never reach Python.
- * flags: as open(2), without effect on the contents. Bit 62 of *fh is set: handles of Python's own must not have it. */
-gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh);
 /* Opens a regular file or block device of the host below backing/ by a descriptor, which stays the caller's and whose
  * mode and O_APPEND count: *fh goes into the reply. Natively answered like those of buffers: READ, WRITE,
  * LSEEK, FALLOCATE, FLUSH, FSYNC, COPY_FILE_RANGE; everything else about the inode is the control plane's. Bit 61 of
@@ -389,11 +407,9 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
 enum { GPUFS_NO_LIMIT = -1, GPUFS_DEFAULT_LIMIT = -2 };
 /* Of a user on a device, in bytes. GPUFS_DEFAULT_LIMIT: user_bytes; none for root and this process's user. */
 gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, int64_t limit);
-/* Of a directory, in bytes: what is created in it from now on is charged to it. GPUFS_NO_LIMIT: to nothing. */
+/* Of a directory on a device, in bytes: all that is and will be below it is charged to it. GPUFS_NO_LIMIT: no longer.
+ * EINVAL for another inode, EBUSY if a directory above or below has a limit. */
 gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit);
-/* What exists already: charges an inode, and what is created in it from now on, as if it had been created in
- * `directory`; 0: to no directory. */
-gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory);
 /* Charges a buffer of the mount's engine to a user, whatever the limit; its growth needs space below it. */
 gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_t uid);
 /* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
@@ -425,9 +441,6 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
  * dropped what it had cached. ETIMEDOUT: something still uses the memory, and it is unmapped later. EINVAL: the file is
  * not a registered one. Threads as above. */
 gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patience_ms);
-
-/* Makes the kernel drop what it has cached of a name, on the notification thread. Returns once queued; never blocks. */
-gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes);
 
 /* ---- backing files and transfers: bytes between files and device memory ---- */
 

@@ -41,39 +41,28 @@ class BufferConcurrencyTest : public BufferFixture, public ::testing::WithParamI
   void TearDown() override { expect_nothing_left(); }
 };
 
-// Runs it on a thread that must not wait.
-template <typename Call>
-auto without_waiting(Call call) {
-  decltype(call()) outcome = Status(EIO, "");
-  std::thread([&] {
-    forbid_waiting();
-    outcome = call();
-  }).join();
-  return outcome;
-}
-
-TEST_P(BufferConcurrencyTest, SomeThreadsNeverWait) {
+TEST_P(BufferConcurrencyTest, SomeCallsNeverWait) {
   const auto buffer = make();
   const auto data = pattern(3000, 1);
-  ASSERT_TRUE(without_waiting([&] { return buffer->write(0, data); }).ok());
+  ASSERT_TRUE(buffer->write(0, data, Wait::kForbidden).ok());
   {
     Result<Buffer::Pin> pinned = buffer->pin_for_read(0, 3000);  // by a transfer that stalls
     ASSERT_TRUE(pinned.ok());
-    EXPECT_EQ(without_waiting([&] { return buffer->resize(0); }).error(), EAGAIN);
+    EXPECT_EQ(buffer->resize(0, Wait::kForbidden).error(), EAGAIN);
     EXPECT_EQ(buffer->size(), 3000U);
-    EXPECT_TRUE(without_waiting([&] { return buffer->resize(4000); }).ok());
+    EXPECT_TRUE(buffer->resize(4000, Wait::kForbidden).ok());
     std::thread shrinking([&] { EXPECT_TRUE(buffer->resize(0).ok()); });
     while (buffer->size() != 0) std::this_thread::yield();
-    EXPECT_EQ(without_waiting([&] { return buffer->write(0, data); }).error(), EAGAIN);
-    EXPECT_EQ(without_waiting([&] { return buffer->resize(4000); }).error(), EAGAIN);
-    EXPECT_EQ(without_waiting([&] { return buffer->seek_data(0); }).error(), ENXIO);
+    EXPECT_EQ(buffer->write(0, data, Wait::kForbidden).error(), EAGAIN);
+    EXPECT_EQ(buffer->resize(4000, Wait::kForbidden).error(), EAGAIN);
+    EXPECT_EQ(buffer->seek_data(0).error(), ENXIO);
     EXPECT_GT(buffer->limit(), 0U);
     pinned.value() = {};
     shrinking.join();
   }
-  ASSERT_TRUE(without_waiting([&] { return buffer->write(0, data); }).ok());
+  ASSERT_TRUE(buffer->write(0, data, Wait::kForbidden).ok());
   std::vector<std::byte> got(3000);
-  EXPECT_EQ(without_waiting([&] { return buffer->read(0, got); }).value(), 3000U);
+  EXPECT_EQ(buffer->read(0, got, Wait::kForbidden).value(), 3000U);
   EXPECT_EQ(got, data);
 }
 

@@ -49,14 +49,7 @@ class BufferPreallocationTest : public BufferFixture {
     }
   }
   // Whether reading has to wait.
-  static bool would_wait(Buffer& buffer) {
-    int error = 0;
-    std::thread([&] {
-      forbid_waiting();
-      error = buffer.pin_for_read(0, 1).error();
-    }).join();
-    return error == EAGAIN;
-  }
+  static bool would_wait(Buffer& buffer) { return buffer.pin_for_read(0, 1, Wait::kForbidden).error() == EAGAIN; }
   // Bytes held beyond the granules of the contents.
   static std::uint64_t preallocated(Buffer& buffer) {
     return buffer.bytes_held() - (buffer.size() + kGranule - 1) / kGranule * kGranule;

@@ -82,10 +82,10 @@ class FaultyMemory : public DeviceMemory {
     return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes, populated); });
   }
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans) override {
+  Status populate(std::span<const MemorySpan> spans, Wait wait) override {
     for (std::size_t i = 0; i < spans.size(); ++i) {
       Status status = plan_->populate.next("populate");
-      if (status.ok()) status = inner_->populate(spans[i].offset, spans[i].bytes);
+      if (status.ok()) status = inner_->populate(spans[i].offset, spans[i].bytes, wait);
       if (status.ok()) continue;
       inner_->release(spans.first(i));
       return status;
@@ -176,7 +176,8 @@ class FaultyDevice : public Device {
     info_.cpu_addressable = plan_->cpu_addressable;
   }
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
-  Result<MemoryInfo> memory() override { return inner_->memory(); }
+  using Device::memory;
+  Result<MemoryInfo> memory(Wait wait) override { return inner_->memory(wait); }
   Status bind_thread() override { return {}; }
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override {

@@ -191,16 +191,28 @@ class FakeKernel {
     return unique;
   }
 
-  // The next message of any kind; nothing when none comes.
+  // The next message of any kind; nothing when none comes. INTERRUPTs that the mount asks for again are repeated, as
+  // long as their requests have no reply.
   std::optional<Reply> receive(std::chrono::milliseconds patience = kPatience) {
-    if (!readable(fd_.get(), patience)) return std::nullopt;
-    const Bytes buffer = receive_message(fd_.get());
-    if (buffer.empty()) return std::nullopt;
-    Reply reply;
-    EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &reply.header));
-    EXPECT_EQ(reply.header.len, buffer.size());
-    reply.body.assign(buffer.begin() + sizeof(reply.header), buffer.end());
-    return reply;
+    const auto end = std::chrono::steady_clock::now() + patience;
+    for (;;) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+      if (!readable(fd_.get(), std::max(left, 0ms))) return std::nullopt;
+      const Bytes buffer = receive_message(fd_.get());
+      if (buffer.empty()) return std::nullopt;
+      Reply reply;
+      EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &reply.header));
+      EXPECT_EQ(reply.header.len, buffer.size());
+      if (reply.header.unique != 0 && (reply.header.unique & kUniqueInterruptBit) != 0) {
+        EXPECT_EQ(reply.error(), EAGAIN);
+        const std::uint64_t unique = reply.header.unique & ~kUniqueInterruptBit;
+        if (interrupted_.contains(unique)) interrupt(unique);
+        continue;
+      }
+      interrupted_.erase(reply.header.unique);
+      reply.body.assign(buffer.begin() + sizeof(reply.header), buffer.end());
+      return reply;
+    }
   }
   // The reply to this request; others that come before it are kept.
   Reply wait(std::uint64_t unique) {
@@ -222,6 +234,7 @@ class FakeKernel {
   }
   Reply call(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) { return wait(send(opcode, nodeid, body)); }
   void interrupt(std::uint64_t unique) {
+    interrupted_.insert(unique);
     send_raw(message(FUSE_INTERRUPT, unique | kUniqueInterruptBit, 0, bytes_of(fuse_interrupt_in{unique})));
   }
 
@@ -256,6 +269,7 @@ class FakeKernel {
   UniqueFd fd_;
   std::uint64_t unique_ = 0;
   std::map<std::uint64_t, Reply> kept_;
+  std::set<std::uint64_t> interrupted_;  // requests without a reply
 };
 
 struct RelayedRequest {
@@ -392,11 +406,12 @@ class MountTest : public DevicesTest {
   }
 
   std::uint64_t add_file(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644, std::int32_t device = 0) {
-    EXPECT_TRUE(table->add(file_attributes(ino, mode, device)).ok());
+    EXPECT_TRUE(table->add(file_attributes(ino, mode, device), nullptr, 0, 1).ok());  // the kernel's reference
     return open_file(ino);
   }
+  void unlink_file(std::uint64_t ino) { EXPECT_TRUE(table->set_links(table->find(ino), 0).ok()); }
   std::uint64_t open_file(std::uint64_t ino, int flags = O_RDWR) {
-    Result<std::uint64_t> fh = table->open(ino, flags);
+    Result<std::uint64_t> fh = table->open(table->find(ino), flags);
     EXPECT_TRUE(fh.ok());
     return fh.ok() ? fh.value() : 0;
   }

@@ -18,33 +18,35 @@ class InodeTableTest : public DevicesTest {
     ASSERT_TRUE(table.find(ino)->buffer()->write(0, pattern(bytes, 1)).ok());
   }
   Executor executor{Executor::Limits{}};
-  InodeTable table{contexts, executor};
+  Records records{nullptr};
+  InodeTable table{contexts, executor, records};
 };
 
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
-  ASSERT_TRUE(table.add(file_attributes(2)).ok());
+  ASSERT_TRUE(table.add(file_attributes(2), nullptr, 0, 1).ok());
   write(2, 3 * kGranule);
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
-  (void)table.set_links(2, 0);  // the kernel may still hold it
-  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
-  EXPECT_EQ(table.orphan_bytes(1), 0U);
-  EXPECT_EQ(table.orphan_bytes(-1), 3 * kGranule);
-  const std::uint64_t fh = table.open(2, O_RDONLY).take();  // through /proc/self/fd
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
+  (void)table.set_links(table.find(2), 0);  // the kernel may still hold it
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
+  EXPECT_EQ(contexts[1]->reclaim().expected_bytes(), 0U);
+  EXPECT_EQ(table.counts().orphan_bytes, 3 * kGranule);
+  const std::uint64_t fh = table.open(table.find(2), O_RDONLY).take();  // through /proc/self/fd
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
   ASSERT_TRUE(table.release(fh).ok());
-  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
-  (void)table.set_links(2, 1);  // linked again
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
-  (void)table.set_links(2, 0);
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
+  (void)table.set_links(table.find(2), 1);  // linked again
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
+  (void)table.set_links(table.find(2), 0);
 
   frees.close();
-  ASSERT_TRUE(table.remove(2).ok());  // returns although freeing takes long
+  ASSERT_TRUE(table.forget(2, 1));  // returns although freeing takes long
   EXPECT_TRUE(frees.wait_for_visitors(1));
-  EXPECT_EQ(table.orphan_bytes(0), 3 * kGranule);
-  const std::uint64_t noted = executor.freed_count();
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
+  const std::uint64_t seen = contexts[0]->reclaim().release_count();
   frees.open();
-  EXPECT_TRUE(eventually([&] { return executor.freed_count() == noted + 1; }));
-  EXPECT_EQ(table.orphan_bytes(0), 0U);
+  contexts[0]->reclaim().wait_for_release(seen, std::chrono::steady_clock::now() + kPatience);
+  EXPECT_TRUE(eventually([&] { return table.counts().orphans == 0; }));
+  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
 }
 
@@ -55,16 +57,18 @@ TEST_F(InodeTableTest, ManyThreads) {
       for (std::uint64_t i = 0; i < 300; ++i) {
         const std::uint64_t ino = 10 + (i * 7 + t) % 5;  // several threads on one inode
         static_cast<void>(table.add(file_attributes(ino)));
-        Result<std::uint64_t> fh = table.open(ino, O_RDWR);
+        const std::shared_ptr<Inode> inode = table.find(ino);
+        if (!inode) continue;
+        const Result<std::uint64_t> fh = table.open(inode, O_RDWR);
         if (fh.ok()) {
           const std::shared_ptr<OpenFile> file = table.file(fh.value());
           EXPECT_TRUE(file->inode->buffer()->write(std::uint64_t{100} * t, pattern(100, t)).ok());
           file->inode->was_written(SetIdLoss::kExecutable);
           file->inode->was_read(AccessTimes::kRelative);
         }
-        static_cast<void>(table.set_links(ino, i % 2 == 0 ? 0 : 1));
-        static_cast<void>(table.orphan_bytes(-1));
-        if (i % 3 == 0) static_cast<void>(table.remove(ino));
+        static_cast<void>(table.set_links(inode, i % 2 == 0 ? 0 : 1));
+        static_cast<void>(table.counts().orphan_bytes);
+        if (i % 3 == 0) table.remove_if_unused(inode);
         if (fh.ok()) {
           EXPECT_TRUE(table.release(fh.value()).ok());
         }
@@ -72,10 +76,13 @@ TEST_F(InodeTableTest, ManyThreads) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  for (std::uint64_t ino = 10; ino < 15; ++ino) static_cast<void>(table.remove(ino));
+  for (const std::shared_ptr<Inode>& inode : table.all()) {
+    static_cast<void>(table.set_links(inode, 0));
+    table.remove_if_unused(inode);
+  }
   EXPECT_TRUE(eventually([&] { return held() == 0; }));
   EXPECT_EQ(table.counts().files, 0U);
-  EXPECT_TRUE(eventually([&] { return table.orphan_bytes(-1) == 0; }));
+  EXPECT_TRUE(eventually([&] { return table.counts().orphan_bytes == 0; }));
 }
 
 }  // namespace

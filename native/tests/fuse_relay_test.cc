@@ -12,16 +12,6 @@ class RelayTest : public MountTest {
  protected:
   void SetUp() override { open_and_initialize(); }
 
-  static fuse_entry_out entry_of(std::uint64_t ino) {
-    fuse_entry_out entry{};
-    entry.nodeid = ino;
-    entry.generation = 7;
-    entry.entry_valid = 3;
-    entry.attr.ino = ino;
-    entry.attr.mode = S_IFREG | 0600;
-    entry.attr.size = 1;  // what the control plane believes
-    return entry;
-  }
   Reply relay_reply(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& request, const Bytes& reply) {
     const std::uint64_t unique = kernel->send(opcode, nodeid, request);
     EXPECT_EQ(control->expect(opcode).header.unique, unique);
@@ -65,13 +55,6 @@ TEST_F(RelayTest, BuffersOpenForDirectIo) {
   const auto opened = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
   EXPECT_EQ(opened.open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
   EXPECT_NE(opened.fh, open.fh);
-
-  Bytes create = bytes_of(entry_of(2));
-  append(create, open);
-  const Reply created = relay_reply(FUSE_CREATE, 1, name(), create);
-  EXPECT_EQ(created.as<fuse_open_out>(sizeof(fuse_entry_out)).open_flags,
-            kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
-  EXPECT_EQ(created.as<fuse_entry_out>().attr.mode, S_IFREG | 0644U);
 }
 
 TEST_F(RelayTest, FilesOfTheHostOpenForDirectIo) {
@@ -91,61 +74,17 @@ TEST_F(RelayTest, ControlFilesNeverKeepTheirCache) {
   EXPECT_EQ(opened.as<fuse_open_out>().open_flags, kOpenDirectIo);
 }
 
-TEST_F(RelayTest, NamesAreFoundWithoutTheControlPlane) {
-  add_file(2);
-  ASSERT_TRUE(table->add(file_attributes(3, S_IFDIR | 0755)).ok());
-  ASSERT_TRUE(table->add(file_attributes(kFirstHostInode, S_IFDIR | 0755, -1)).ok());
-  ASSERT_TRUE(table->set_name(3, "some", 2).ok());
-  const auto look_up = [&](std::string_view text) {
-    Bytes body;
-    append_text(body, text);
-    return kernel->call(FUSE_LOOKUP, 3, body);
-  };
-  const auto found = look_up("some").as<fuse_entry_out>();
-  EXPECT_EQ(found.nodeid, 2U);
-  EXPECT_EQ(found.attr.ino, 2U);
-  EXPECT_EQ(found.attr.mode, S_IFREG | 0644U);
-  EXPECT_EQ(found.entry_valid, 1U);
-  EXPECT_EQ(found.attr_valid, 1U);
-  const auto missing = look_up("other").as<fuse_entry_out>();
-  EXPECT_EQ(missing.nodeid, 0U);
-  EXPECT_EQ(missing.entry_valid, 1U);
-  ASSERT_TRUE(table->set_name(3, "some", 0).ok());
-  EXPECT_EQ(look_up("some").as<fuse_entry_out>().nodeid, 0U);
-
-  // Of the control plane: special names, impossible ones, and those in directories of the host.
-  for (const std::string& text : {std::string("."), std::string(".."), std::string(256, 'x'), std::string()}) {
-    Bytes body;
-    append_text(body, text);
-    kernel->send(FUSE_LOOKUP, 3, body);
+TEST_F(RelayTest, NamesOfTheHostAreTheControlPlanes) {
+  ASSERT_TRUE(mount->names().place(0, "", file_attributes(0, S_IFDIR | 0755, -1), {}).ok());
+  ASSERT_TRUE(mount->names().place(1, "backing", file_attributes(kFirstHostInode, S_IFDIR | 0755, -1), {}).ok());
+  for (const std::uint64_t inode : {kFirstHostInode, kFirstHostInode + 1}) {
+    kernel->send(FUSE_LOOKUP, inode, name());
     control->expect(FUSE_LOOKUP);
   }
-  kernel->send(FUSE_LOOKUP, 3, Bytes(4, std::byte{'x'}));
-  control->expect(FUSE_LOOKUP);
-  kernel->send(FUSE_LOOKUP, kFirstHostInode, name());
-  control->expect(FUSE_LOOKUP);
-}
-
-TEST_F(RelayTest, TheLastForgetOfARemovedFileIsTheControlPlanes) {
-  ASSERT_TRUE(table->add(file_attributes(2)).ok());
-  ASSERT_TRUE(table->hold(2).ok());
-  ASSERT_TRUE(table->hold(2).ok());
-  ASSERT_TRUE(table->hold(2).ok());
-  EXPECT_EQ(table->remove(2).error(), EBUSY);
-  kernel->send(FUSE_FORGET, 2, bytes_of(fuse_forget_in{1}));
-  ASSERT_TRUE(table->set_links(2, 0).ok());
-  Bytes body = bytes_of(fuse_batch_forget_in{2, 0});
-  append(body, fuse_forget_one{2, 1});
-  append(body, fuse_forget_one{2, 1});
+  Bytes link = bytes_of(fuse_link_in{kFirstHostInode + 1});
+  append_text(link, "name");
+  EXPECT_EQ(kernel->call(FUSE_LINK, 1, link).error(), EXDEV);
   EXPECT_FALSE(control->receive(kQuiet));
-  kernel->send(FUSE_BATCH_FORGET, 0, body);
-  const RelayedRequest relayed = control->expect(FUSE_BATCH_FORGET);
-  EXPECT_EQ(relayed.as<fuse_batch_forget_in>().count, 1U);
-  EXPECT_EQ(relayed.as<fuse_forget_one>(sizeof(fuse_batch_forget_in)).nodeid, 2U);
-  EXPECT_EQ(table->remove(2).error(), EBUSY);
-  ASSERT_TRUE(table->drop(2, 1).ok());
-  EXPECT_TRUE(table->remove(2).ok());
-  EXPECT_EQ(table->hold(2).error(), ENOENT);
 }
 
 TEST_F(RelayTest, LargeBatchesOfForgetsAreSplit) {
@@ -455,7 +394,7 @@ TEST_F(RelayTest, ConfusedMessages) {
   stop = true;
   answers.join();
   // The file is served as before; the handle may have been closed by a RELEASE among them.
-  const Result<std::uint64_t> again = table->open(2, O_RDWR);
+  const Result<std::uint64_t> again = table->open(table->find(2), O_RDWR);
   ASSERT_TRUE(again.ok());
   EXPECT_EQ(kernel->read(2, again.value(), 0, 0).error(), 0);
 }

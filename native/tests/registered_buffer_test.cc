@@ -152,16 +152,16 @@ TEST_P(RegisteredGpuTest, EndsWhenItIsRevoked) {
   const int before = allocations();
   const auto buffer = registered(0, kMiB);
   EXPECT_EQ(allocations(), before + 1);
-  auto pin = must(buffer->pin_for_read(0, kMiB));
+  auto pin = must(buffer->pin_for_read(0, kMiB, Wait::kAllowed));
   EXPECT_FALSE(buffer->revoke(milliseconds(1)));
   EXPECT_EQ(allocations(), before + 1);  // the pin has it
   std::vector<std::byte> some(100);
-  EXPECT_EQ(buffer->read(0, some).error(), ESTALE);
-  EXPECT_EQ(buffer->write(0, some).error(), ESTALE);
-  EXPECT_EQ(buffer->pin_for_read(0, 1).error(), ESTALE);
-  EXPECT_EQ(buffer->pin_for_write(0, 1).error(), ESTALE);
+  EXPECT_EQ(buffer->read(0, some, Wait::kAllowed).error(), ESTALE);
+  EXPECT_EQ(buffer->write(0, some, Wait::kAllowed).error(), ESTALE);
+  EXPECT_EQ(buffer->pin_for_read(0, 1, Wait::kAllowed).error(), ESTALE);
+  EXPECT_EQ(buffer->pin_for_write(0, 1, Wait::kAllowed).error(), ESTALE);
   EXPECT_EQ(buffer->seek_data(0).error(), ESTALE);
-  EXPECT_EQ(buffer->resize(kMiB).error(), ESTALE);
+  EXPECT_EQ(buffer->resize(kMiB, Wait::kAllowed).error(), ESTALE);
   EXPECT_OK(device().copy_out(some.data(), pin.pieces.at(0).address, some.size()));
   std::atomic<bool> waited{false};
   std::thread waiter([&] {
@@ -201,10 +201,10 @@ TEST_P(RegisteredDescriptorTest, ShowsAPartOfPhysicalMemory) {
   const auto buffer =
       std::make_shared<RegisteredBuffer>(context_, must(device().map_foreign(exported(kInside, kMiB))), kMiB, true);
   std::vector<std::byte> read(kMiB);
-  ASSERT_EQ(must(buffer->read(0, read)), kMiB);
+  ASSERT_EQ(must(buffer->read(0, read, Wait::kAllowed)), kMiB);
   EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin() + kInside));
   const std::vector<std::byte> news = pattern(1000, 9);
-  ASSERT_EQ(must(buffer->write(5000, news)), news.size());
+  ASSERT_EQ(must(buffer->write(5000, news, Wait::kAllowed)), news.size());
   EXPECT_EQ(program_sees(kInside + 5000, 1000), news);
   EXPECT_TRUE(buffer->revoke(milliseconds(0)));
 }
@@ -222,7 +222,7 @@ TEST_P(RegisteredDescriptorTest, ShowsSeveralPiecesAsOne) {
   const auto mapped =
       std::make_shared<RegisteredBuffer>(context_, must(device().map_foreign(memory)), memory.bytes, true);
   std::vector<std::byte> read(memory.bytes);
-  ASSERT_EQ(must(mapped->read(0, read)), read.size());
+  ASSERT_EQ(must(mapped->read(0, read, Wait::kAllowed)), read.size());
   EXPECT_TRUE(std::equal(data_.begin() + kInside, data_.end(), read.begin()));
   EXPECT_TRUE(std::equal(data_.begin(), data_.end(), read.end() - std::ssize(data_)));
   EXPECT_TRUE(mapped->revoke(milliseconds(0)));
@@ -290,7 +290,7 @@ TEST_F(RegisteredHostTest, HolesAreReadWithoutMemory) {
   const auto before = blocks();
   const auto buffer = registered(kMiB, 3 * kMiB);
   std::vector<std::byte> seen(3 * kMiB, std::byte{1});
-  ASSERT_EQ(must(buffer->read(0, seen)), seen.size());
+  ASSERT_EQ(must(buffer->read(0, seen, Wait::kAllowed)), seen.size());
   std::vector<std::byte> expected(3 * kMiB);
   std::copy(data.begin(), data.end(), expected.begin() + (kData - kMiB));
   EXPECT_TRUE(seen == expected);
@@ -319,13 +319,13 @@ TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
   const std::vector<std::byte> data = pattern(kBytes, 3);
   ASSERT_EQ(::write(fd_.get(), data.data(), kBytes), static_cast<ssize_t>(kBytes));
   const auto buffer = registered(0, kBytes);
-  const auto pin = must(buffer->pin_for_read(0, kBytes));
+  const auto pin = must(buffer->pin_for_read(0, kBytes, Wait::kAllowed));
   EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);
   std::vector<std::byte> seen(kBytes, std::byte{1});
   EXPECT_OK(context_->device().copy_out(seen.data(), pin.pieces.at(0).address, kBytes));
   EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](std::byte byte) { return byte == std::byte{0}; }));
   EXPECT_EQ(::ftruncate(fd_.get(), kBytes), 0);  // too late: the range no longer shows the file
-  EXPECT_EQ(buffer->read(0, seen).error(), ESTALE);
+  EXPECT_EQ(buffer->read(0, seen, Wait::kAllowed).error(), ESTALE);
 }
 
 // What was cut off reads as zeros, which must not pass for the program's data.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 
 from gpufs import protocol
 from support.cli import user_gpufs
@@ -181,7 +181,7 @@ class Attacker:
     def receive(self) -> tuple[Any, list[int]]:
         """The next message as a map, None at the end, and its descriptors."""
         data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 16, _CAN_HAVE)
-        return (msgpack.unpackb(data) if data else None), descriptors
+        return (msgspec.msgpack.decode(data) if data else None), descriptors
 
     def ask(self, message: protocol.ClientMessage, descriptors: list[int] | None = None) -> tuple[Any, list[int]]:
         """The answer to a message, and the descriptors that came with all of it."""
@@ -325,7 +325,7 @@ class Fuzzer:
             offset, size = chooser.choice((0, 1, 4096, 1 << 62)), chooser.choice((1, 5000, 4 * MIB, 1 << 62))
             handle = chooser.randbytes(protocol.HANDLE_BYTES) if shared == "ipc" else b""
             register = protocol.Register(number, shared, offset, size, True, "", handle)
-            return msgpack.unpackb(protocol.encode(register)), 1 if shared == "ipc" else 2
+            return msgspec.to_builtins(register, builtin_types=(bytes,)), 1 if shared == "ipc" else 2
         if kind < 0.65:
             return {"type": "unregister", "id": number}, 0
         if kind < 0.75:
@@ -334,14 +334,14 @@ class Fuzzer:
         if kind < 0.85:
             return {"type": "detach", "id": number}, 0
         copy = protocol.Copy(number, chooser.choice(("load", "store")))
-        return msgpack.unpackb(protocol.encode(copy)), 2
+        return msgspec.to_builtins(copy), 2
 
     def _spoiled(self, message: dict[str, Any]) -> bytes:
         """The packet, now and then with a wrong field, or damaged."""
         chooser = self.chooser
         if chooser.random() < 0.02:
             message[chooser.choice(list(message))] = chooser.choice((None, -1, "", "x" * 5000, [], {}, 1 << 63, True))
-        packet = bytearray(msgpack.packb(message))
+        packet = bytearray(msgspec.msgpack.encode(message))
         if chooser.random() < 0.02:
             packet[chooser.randrange(len(packet))] = chooser.randrange(256)
         if chooser.random() < 0.01:

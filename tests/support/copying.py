@@ -53,7 +53,7 @@ def raw_connection(mount: Path) -> socket.socket:
 
 
 def connection(mount: Path) -> Connection:
-    return Connection(raw_connection(mount))
+    return Connection(socket_path(mount), trusting=True)
 
 
 def greeted(mount: Path) -> socket.socket:

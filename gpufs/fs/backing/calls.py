@@ -8,16 +8,16 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from errno import EBUSY
+from errno import EBUSY, EMFILE
 from typing import Any, Final, TypeVar
 
 import trio
 
 from gpufs import threads
-from gpufs.fs.backing.identity import acting_as
 from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
 from gpufs.fs.errors import error
 from gpufs.fs.requests import Caller
+from gpufs.syscalls import set_thread_groups, setfsgid, setfsuid
 
 T = TypeVar("T")
 
@@ -42,29 +42,29 @@ class HostCalls:
         self._privileged = (0, os.geteuid())
 
     async def run(self, uid: int, node: BackingNode, work: Callable[[], T], *others: BackingNode) -> T:
-        """Runs work that calls the server of a node's file, with the daemon's rights. It may use ``others`` as well."""
+        """Run work that calls the server of a node's file, with the daemon's rights. It may use ``others`` as well."""
         key = uid, node.device_number
         used = (node, *others)
         with self._counted(uid):
             limiter = self._limiters.setdefault(key, trio.CapacityLimiter(_THREADS))
-            for one in used:
-                one.users += 1
+            for each in used:
+                each.users += 1
             try:
-                for one in used:
-                    await self._inodes.wake(one, functools.partial(self.look_up, uid))
+                for each in used:
+                    await self._inodes.wake(each, functools.partial(self.look_up, uid))
                 return await threads.run(work, abandon_on_cancel=True, limiter=limiter)
             finally:
-                for one in used:
-                    one.users -= 1
+                for each in used:
+                    each.users -= 1
                 if not limiter.borrowed_tokens and not limiter.statistics().tasks_waiting:
                     self._limiters.pop(key, None)
 
     async def look_up(self, uid: int, parent: BackingNode, name: bytes) -> Found:
-        """What a name in a directory leads to."""
+        """Return what a name in a directory leads to."""
         return await self.run(uid, parent, lambda: look_up(parent.fd, name))
 
     async def run_as_caller(self, caller: Caller, node: BackingNode, work: Callable[[], T], *others: BackingNode) -> T:
-        """Runs work with the rights of the process that made the request."""
+        """Run work with the rights of the process that made the request."""
         uid, gid, pid = caller.uid, caller.gid, caller.pid
 
         def run() -> T:
@@ -74,7 +74,7 @@ class HostCalls:
         return await self.run(uid, node, run, *others)
 
     async def retry_past_leases(self, uid: int, flags: int, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Retries a non-blocking open until the file's lease is released; the kernel breaks it in the end.
+        """Retry a non-blocking open until the file's lease is released; the kernel breaks it in the end.
 
         With O_NONBLOCK in ``flags`` the caller gets EAGAIN at once.
         """
@@ -89,7 +89,7 @@ class HostCalls:
                 await trio.sleep(_LEASE_RETRY_SECONDS)
 
     def release(self, uid: int, node: BackingNode, work: Callable[[], None]) -> None:
-        """Starts work that releases something of a node and raises nothing. Does not wait for it.
+        """Start work that releases something of a node and raises nothing. Do not wait for it.
 
         The kernel sends few RELEASE requests at a time, for all files together, so they must not wait.
         """
@@ -98,7 +98,7 @@ class HostCalls:
 
     @contextlib.contextmanager
     def _counted(self, uid: int) -> Iterator[None]:
-        """Counts a call that may wait for the host. EBUSY if there are too many."""
+        """Count a call that may wait for the host. EBUSY if there are too many."""
         most = _CALLS if uid in self._privileged else _CALLS_OF_A_USER
         if self._waiting[uid] >= most or self._waiting.total() >= _CALLS:
             raise error(EBUSY)
@@ -109,3 +109,50 @@ class HostCalls:
             self._waiting[uid] -= 1
             if not self._waiting[uid]:
                 del self._waiting[uid]
+
+
+# ---- acting as the caller: threads of root's daemon take over the caller's user and groups ----
+
+
+def _groups_of(pid: int) -> list[int]:
+    """Return the supplementary groups of a process. OSError if it has gone."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        groups = next((line for line in file if line.startswith(b"Groups:")), b"")
+    return sorted({int(group) for group in groups.split()[1:]})
+
+
+@contextlib.contextmanager
+def acting_as(uid: int, gid: int, pid: int) -> Iterator[None]:
+    """Give the calling thread a user's rights over files. Only root's daemon can do that; a user's acts as itself."""
+    if os.geteuid() != 0 or uid == 0:
+        yield
+        return
+    try:
+        groups = _groups_of(pid) if pid else []
+    except OSError as failure:
+        if failure.errno == EMFILE:
+            raise
+        groups = []  # the caller has gone or is in another PID namespace: it gets only its group
+    before = os.getgroups()
+    set_thread_groups(groups)
+    try:
+        setfsgid(gid)
+        setfsuid(uid)  # drops the capabilities over files too
+        yield
+    finally:
+        setfsuid(0)
+        setfsgid(os.getegid())
+        set_thread_groups(before)
+
+
+@contextlib.contextmanager
+def with_daemons_rights() -> Iterator[None]:
+    """Give the thread the daemon's own rights over files, inside of acting_as()."""
+    if os.geteuid() != 0:
+        yield
+        return
+    caller = setfsuid(0)
+    try:
+        yield
+    finally:
+        setfsuid(caller)

@@ -7,19 +7,27 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, EROFS, ESTALE, EXDEV
-from typing import Any, Final
+from typing import Final
 
 from gpufs import syscalls
-from gpufs.fs.backing.calls import HostCalls
-from gpufs.fs.backing.identity import with_daemons_rights
+from gpufs.engine import Attributes, Mount
+from gpufs.fs.backing.calls import HostCalls, with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
-from gpufs.fs.backing.open_files import SET_ID, OpenDirectory, OpenFile, OpenFiles, changes, close_quietly, new_mode
+from gpufs.fs.backing.open_files import (
+    SET_ID,
+    UNNAMED,
+    OpenDirectory,
+    OpenFile,
+    OpenFiles,
+    changes,
+    close_quietly,
+    new_mode,
+)
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
-from gpufs.fs.nodes import Directory
+from gpufs.fs.layout import ROOT_INODE
 from gpufs.fs.replies import Entry, Listing, Replies
 from gpufs.fs.requests import Caller, Changes
-from gpufs.fs.tree import UNNAMED, Tree
 
 DIRECTORY_NAME: Final = b"backing"
 _ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
@@ -37,9 +45,9 @@ def _truncate(node: BackingNode, size: int) -> None:
 
 def _file_system_status(fd: int) -> bytes:
     """statfs(2) of a file's file system in FUSE's form (struct fuse_kstatfs)."""
-    found = os.fstatvfs(fd)
-    blocks = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
-    return struct.pack("=5Q4I24x", *blocks, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+    status = os.fstatvfs(fd)
+    blocks = (status.f_blocks, status.f_bfree, status.f_bavail, status.f_files, status.f_ffree)
+    return struct.pack("=5Q4I24x", *blocks, status.f_bsize, status.f_namemax, status.f_frsize, 0)
 
 
 def _change_mode(node: BackingNode, wanted: int) -> None:
@@ -58,7 +66,7 @@ def _change_mode(node: BackingNode, wanted: int) -> None:
 
 
 def _read_link(node: BackingNode, share: BackingNode) -> bytes:
-    """The target of a symbolic link. ELOOP if it is absolute or leads out of the share from where the link is now."""
+    """Return the target of a symbolic link. ELOOP if it is absolute, or leads out of the share from its place."""
     target = os.readlink(b"", dir_fd=node.fd)
     parts = target.split(b"/")
     if target.startswith(b"/"):
@@ -100,12 +108,11 @@ class _ShareListing(Opened):
 
 
 class BackingHandler:
-    """Shows directories of the host below ``backing/``. Its methods are those of Operations in gpufs/fs/dispatch.py."""
+    """Shows directories of the host below ``backing/``: answers the requests about their inodes."""
 
     def __init__(
         self,
-        tree: Tree,
-        engine: Any,
+        mount: Mount,
         handles: Handles,
         replies: Replies,
         shares: Sequence[Share],
@@ -114,32 +121,35 @@ class BackingHandler:
         uid: int,
         gid: int,
     ) -> None:
-        """``engine``: the mount's; ``device``: its st_dev. OSError, with the path, if a directory cannot be opened."""
-        self._tree = tree
+        """``device``: the mount's st_dev. OSError, with the path, if a directory cannot be opened."""
+        self._mount = mount
         self._handles = handles
         self.replies = replies
-        self._inodes = HostInodes(tree.nodes, device)
+        self._inodes = HostInodes(device)
         self._calls = HostCalls(self._inodes)
-        self._files = OpenFiles(engine, handles, self._calls)
-        directory = Directory(FIRST_INODE, -1)
-        directory.fixed = True
-        tree.place(tree.root, DIRECTORY_NAME, directory, 0o555, uid, gid)
-        engine.inode_links(tree.root.ino, 2 + tree.root.subdirectories)
+        self._files = OpenFiles(mount, handles, self._calls)
+        directory = Attributes(ino=FIRST_INODE, mode=stat.S_IFDIR | 0o555, uid=uid, gid=gid)
+        mount.place(ROOT_INODE, DIRECTORY_NAME, directory)
         self.shares: dict[bytes, tuple[BackingNode, os.stat_result]] = {}
         try:
             for share in shares:
                 fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 found = fd, os.fstat(fd)
                 node = self._inodes.meet(found, share, None)
-                node.names = 1  # so it stays
+                node.shown = True
                 self.shares[os.fsencode(share.name)] = node, found[1]
         except OSError:
             self.close()
             raise
 
     def close(self) -> None:
-        """Closes the inodes' descriptors."""
+        """Close the inodes' descriptors."""
         self._inodes.close()
+
+    @property
+    def inode_count(self) -> int:
+        """How many inodes of the host the kernel knows."""
+        return len(self._inodes)
 
     # ---- helpers ----
 
@@ -155,16 +165,16 @@ class BackingHandler:
             raise error(EROFS)
         return node
 
-    def _adopt(self, found: Found, parent: BackingNode, name: bytes) -> Entry:
-        """The reply that gives the kernel one more reference; takes the descriptor over."""
-        node = self._inodes.meet(found, parent.share, None if name == UNNAMED else (parent.ino, name))
+    def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> Entry:
+        """Return the reply that gives the kernel one more reference; takes the descriptor over."""
+        node = self._inodes.meet(opened, parent.share, None if name == UNNAMED else (parent.ino, name))
         node.lookups += 1
-        return self.replies.host_entry(node.ino, found[1])
+        return self.replies.host_entry(node.ino, opened[1])
 
     def share_reply(self, name: bytes) -> Entry:
-        """The reply for a shown directory. Does not ask its server: the kernel asks for attributes if it needs them."""
-        node, found = self.shares[name]
-        return self.replies.host_entry(node.ino, found, lasts=False)
+        """Return the reply for a shown directory, without asking its server: the kernel asks for attributes itself."""
+        node, status = self.shares[name]
+        return self.replies.host_entry(node.ino, status, lasts=False)
 
     async def _find(self, uid: int, parent: BackingNode, name: bytes) -> Entry:
         return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
@@ -179,9 +189,9 @@ class BackingHandler:
     async def lookup(self, parent_inode: int, name: bytes, caller: Caller) -> Entry:
         if parent_inode == FIRST_INODE:
             if name in (b".", b".."):
-                node = self._tree.lookup(parent_inode, name)
-                self._tree.hold(node.ino)
-                return self.replies.entry(node.ino, node.kind)
+                ino = FIRST_INODE if name == b"." else ROOT_INODE
+                self._mount.inode_hold(ino)
+                return self.replies.entry(ino, stat.S_IFDIR)
             if name not in self.shares:
                 return self.replies.no_entry
             self.shares[name][0].lookups += 1
@@ -195,12 +205,10 @@ class BackingHandler:
             return self.replies.no_entry
 
     def forget(self, inode: int, count: int) -> None:
-        """The kernel drops references."""
+        """Drop references of the kernel."""
         node = self._inodes.get(inode)
         if node is not None:
             self._inodes.forget(node, count)
-        else:
-            self._tree.forget(inode, count)
 
     async def create(self, parent_inode: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
         with self._files.count.entered(caller.uid):
@@ -210,11 +218,11 @@ class BackingHandler:
         self, parent: BackingNode, name: bytes, mode: int, flags: int, caller: Caller
     ) -> tuple[int, Entry]:
         umask = caller.umask
-        fd, found = await self._calls.run_as_caller(
+        fd, opened = await self._calls.run_as_caller(
             caller, parent, lambda: self._files.create(parent, name, mode, flags, umask)
         )
         try:
-            reply = self._adopt(found, parent, name)
+            reply = self._adopt(opened, parent, name)
             node = self._node(reply.ino)
         except BaseException:
             os.close(fd)
@@ -288,8 +296,8 @@ class BackingHandler:
 
     async def getattr(self, inode: int, caller: Caller) -> Entry:
         node = self._node(inode)
-        found = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
-        return self.replies.host_entry(inode, found)
+        status = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
+        return self.replies.host_entry(inode, status)
 
     async def setattr(
         self,

@@ -14,10 +14,9 @@ from errno import EDEADLK, ESTALE
 from typing import Final
 
 from gpufs.fs.errors import error
-from gpufs.fs.nodes import Node
 from gpufs.syscalls import openat2
 
-FIRST_INODE: Final = 1 << 48  # the tree's own numbers are below (native/src/fuse/open_files.h)
+FIRST_INODE: Final = 1 << 48  # the numbers of the engine's table are below (native/src/fuse/open_files.h)
 _TRIED: Final = 8  # inodes whose descriptors may be closed for each new one
 _RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 
@@ -34,19 +33,20 @@ class Share:
     read_only: bool
 
 
-class BackingNode(Node):
-    """An inode of the host; ``fd`` is an O_PATH descriptor of it, -1 while it has none.
-    ``lookups`` counts the kernel's references.
+class BackingNode:
+    """An inode of the host; ``kind`` is its S_IF type, ``fd`` an O_PATH descriptor of it, -1 while it has none.
 
+    ``lookups`` counts the kernel's references; a node that is ``shown`` as a directory below ``backing/`` needs none.
     ``users`` counts its open handles and the calls in progress; while there are any it keeps its descriptor. ``entry``:
     the directory's number and the name by which the kernel last looked it up. ``nameless``: an open has already failed
     because the inode has no name any more.
     """
 
-    __slots__ = ("entry", "fd", "key", "lookups", "nameless", "share", "users")
+    __slots__ = ("entry", "fd", "ino", "key", "kind", "lookups", "nameless", "share", "shown", "users")
 
     def __init__(self, ino: int, kind: int, fd: int, key: _Key, share: Share) -> None:
-        super().__init__(ino, kind, -1)
+        self.ino = ino
+        self.kind = kind
         self.fd = fd
         self.key = key
         self.lookups = 0
@@ -54,6 +54,7 @@ class BackingNode(Node):
         self.entry: tuple[int, bytes] | None = None
         self.users = 0
         self.nameless = False
+        self.shown = False
 
     @property
     def device_number(self) -> int:
@@ -72,7 +73,7 @@ def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0) -> int:
 
 
 def look_up(directory: int, path: bytes) -> Found:
-    """What a name leads to. The caller owns the descriptor."""
+    """Return what a name leads to. The caller owns the descriptor."""
     fd = open_beneath(directory, path, os.O_PATH | os.O_NOFOLLOW)
     try:
         return fd, os.fstat(fd)
@@ -84,11 +85,11 @@ def look_up(directory: int, path: bytes) -> Found:
 class HostInodes:
     """See above. Owns the descriptors; only the trio thread uses it.
 
-    ``nodes`` is the tree's table of inodes, to which these belong as well; ``device`` the st_dev of this mount.
+    ``device`` is the st_dev of this mount.
     """
 
-    def __init__(self, nodes: dict[int, Node], device: int) -> None:
-        self._nodes = nodes
+    def __init__(self, device: int) -> None:
+        self._nodes: dict[int, BackingNode] = {}
         self._device = device
         self._next_ino = FIRST_INODE + 1  # FIRST_INODE is the directory backing/
         self._known: dict[_Key, BackingNode] = {}
@@ -96,7 +97,7 @@ class HostInodes:
         self._open: OrderedDict[int, BackingNode] = OrderedDict()
 
     def close(self) -> None:
-        """Closes the descriptors."""
+        """Close the descriptors."""
         for node in self._open.values():
             os.close(node.fd)
         self._known.clear()
@@ -104,12 +105,14 @@ class HostInodes:
 
     def get(self, ino: int) -> BackingNode | None:
         """The inode with a number, None if it is none of the host's."""
-        node = self._nodes.get(ino)
-        return node if isinstance(node, BackingNode) else None
+        return self._nodes.get(ino)
 
-    def meet(self, found: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
-        """The node that was found by a name; takes the descriptor over. EDEADLK for an inode of this mount."""
-        fd, status = found
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def meet(self, opened: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
+        """Return the node that was found by a name; takes the descriptor over. EDEADLK for an inode of this mount."""
+        fd, status = opened
         if status.st_dev == self._device:
             os.close(fd)
             raise error(EDEADLK)
@@ -125,7 +128,7 @@ class HostInodes:
         return node
 
     async def wake(self, node: BackingNode, find: Callable[[BackingNode, bytes], Awaitable[Found]]) -> None:
-        """Makes sure that an inode has a descriptor. ESTALE if its name leads elsewhere now.
+        """Make sure that an inode has a descriptor. ESTALE if its name leads elsewhere now.
 
         ``find`` looks a name up in a directory.
         """
@@ -142,9 +145,9 @@ class HostInodes:
         self._give_descriptor(node, fd)
 
     def forget(self, node: BackingNode, count: int) -> None:
-        """The kernel drops references; the node goes with the last one."""
+        """Drop references of the kernel; the last one removes the node."""
         node.lookups = max(0, node.lookups - count)
-        if node.lookups == 0 and node.names == 0:
+        if node.lookups == 0 and not node.shown:
             del self._nodes[node.ino]
             if self._known.get(node.key) is node:
                 del self._known[node.key]
@@ -153,7 +156,7 @@ class HostInodes:
                 os.close(node.fd)
 
     def _give_descriptor(self, node: BackingNode, fd: int) -> None:
-        """Takes a descriptor over for an inode, and closes one that has not been used for long if there are many."""
+        """Take a descriptor over for an inode, and close one that has not been used for long if there are many."""
         if node.fd >= 0:
             os.close(fd)
         else:

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from errno import EDEADLK, EINVAL, EMFILE, ESTALE
 from typing import Any, Final
 
-from gpufs.fs.backing.calls import HostCalls
-from gpufs.fs.backing.identity import acting_as, with_daemons_rights
+from gpufs.fs.backing.calls import HostCalls, acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
 from gpufs.fs.errors import error
 from gpufs.fs.handles import Handles, Opened
 from gpufs.fs.replies import Entry, Listing
 from gpufs.fs.requests import Caller
-from gpufs.fs.tree import UNNAMED
 from gpufs.syscalls import file_system_type
 
 log = logging.getLogger(__name__)
@@ -35,22 +33,23 @@ _IN_MEMORY: Final = (0x01021994, 0x858458F6, 0x958458F6)  # statfs(2)'s types of
 _DEFAULT_ACL: Final = "system.posix_acl_default"
 _SHARE: Final = 16  # one user may have as many files open as this process may have descriptors, divided by this
 _AT_ONCE: Final = 32  # names that a thread looks up for a listing
+UNNAMED: Final = b"/"  # the name that the data plane gives for O_TMPFILE
 SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 
 
 def close_quietly(fd: int) -> None:
-    """Closes a descriptor. close(2) may report that earlier writes failed, but the descriptor is closed."""
+    """Close a descriptor. close(2) may report that earlier writes failed, but the descriptor is closed."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
 def changes(flags: int) -> bool:
-    """Whether an open with these flags may change the file."""
+    """Return whether an open with these flags may change the file."""
     return bool(flags & _CHANGES)
 
 
 def new_mode(parent: BackingNode, mode: int, umask: int) -> int:
-    """Permission bits for a new file. The directory's default access control list replaces the umask."""
+    """Return the permission bits for a new file. The directory's default access control list replaces the umask."""
     try:
         os.getxattr(parent.link, _DEFAULT_ACL)
     except OSError:
@@ -59,26 +58,26 @@ def new_mode(parent: BackingNode, mode: int, umask: int) -> int:
 
 
 def _passed_on(flags: int) -> int:
-    """Which of the caller's flags open(2) on the host gets."""
+    """Return which of the caller's flags open(2) on the host gets."""
     flags &= ~_NOT_PASSED_ON
     # Access mode 3 needs the rights to read and write but allows neither, which the kernel enforces.
     return flags & ~os.O_WRONLY if flags & os.O_ACCMODE == os.O_ACCMODE else flags
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Whether a file lives only in the page cache."""
+    """Return whether a file lives only in the page cache."""
     try:
         return file_system_type(fd) in _IN_MEMORY
     except OSError:
         return False
 
 
-def _drop_set_id(fd: int, found: os.stat_result, in_group: bool) -> None:
+def _drop_set_id(fd: int, status: os.stat_result, in_group: bool) -> None:
     """Before the first write by a plain user, who need not be the owner."""
-    mode = stat.S_IMODE(found.st_mode) & ~stat.S_ISUID
+    mode = stat.S_IMODE(status.st_mode) & ~stat.S_ISUID
     if mode & stat.S_IXGRP or not in_group:
         mode &= ~stat.S_ISGID
-    if mode != stat.S_IMODE(found.st_mode):
+    if mode != stat.S_IMODE(status.st_mode):
         with with_daemons_rights():
             os.fchmod(fd, mode)
 
@@ -131,7 +130,7 @@ class OpenCount:
 
     @contextlib.contextmanager
     def entered(self, uid: int) -> Iterator[None]:
-        """One more, which the block opens. EMFILE beyond the share of a user other than root and the mount's owner."""
+        """Count a file that the block opens. EMFILE beyond a user's share; root and the mount's owner have none."""
         self._enter(uid)
         try:
             yield
@@ -147,7 +146,7 @@ class OpenCount:
             self._open[uid] += 1
 
     def leave(self, uid: int) -> None:
-        """One is closed."""
+        """Count a file that is closed."""
         with self._lock:
             self._open[uid] -= 1
             if not self._open[uid]:
@@ -181,11 +180,11 @@ class OpenFiles:
             try:
                 if not flags & os.O_NONBLOCK:
                     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
-                found = os.fstat(fd)
+                status = os.fstat(fd)
                 # The engine writes as root, and root's writes would leave these bits.
-                if changes(flags) and uid != 0 and found.st_mode & SET_ID:
-                    _drop_set_id(fd, found, found.st_gid == gid or found.st_gid in os.getgroups())
-                return self._reopen_for_mapping(fd, found, flags)
+                if changes(flags) and uid != 0 and status.st_mode & SET_ID:
+                    _drop_set_id(fd, status, status.st_gid == gid or status.st_gid in os.getgroups())
+                return self._reopen_for_mapping(fd, status, flags)
             except BaseException:
                 os.close(fd)
                 raise
@@ -209,7 +208,7 @@ class OpenFiles:
         return self._opened(node, uid, handle, kept)
 
     def create(self, parent: BackingNode, name: bytes, mode: int, flags: int, umask: int) -> tuple[int, Found]:
-        """As the caller, on a thread: a new file, open, and the same as look_up() gives it.
+        """Create a file as the caller, on a thread. Return it open, and as look_up() does.
 
         It never opens an existing file: that may be a FIFO or have a lease, and the kernel keeps the whole directory
         locked until this call returns.
@@ -222,15 +221,15 @@ class OpenFiles:
         else:
             fd = open_beneath(parent.fd, name, wanted | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, permissions)
         try:
-            found = os.fstat(fd)
-            fd = self._reopen_for_mapping(fd, found, wanted)
-            return fd, (os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), found)
+            status = os.fstat(fd)
+            fd = self._reopen_for_mapping(fd, status, wanted)
+            return fd, (os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), status)
         except BaseException:
             os.close(fd)
             raise
 
     async def opened(self, node: BackingNode, uid: int, fd: int) -> int:
-        """The reply for a file that create() has opened, and its caller has counted. Takes the descriptor over."""
+        """Return the reply for a file that create() opened and its caller counted. Takes the descriptor over."""
         try:
             handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(fd))
         except BaseException:
@@ -244,7 +243,7 @@ class OpenFiles:
         return handle
 
     def _hand_over(self, fd: int) -> tuple[int, int | None]:
-        """On a thread: gives an open file to the engine. Returns the handle and the descriptor that is kept, if any.
+        """Give an open file to the engine, on a thread. Return the handle and the descriptor that is kept, if any.
 
         Takes the descriptor over unless it fails.
         """
@@ -254,18 +253,18 @@ class OpenFiles:
         close_quietly(fd)
         return handle, None
 
-    def _reopen_for_mapping(self, fd: int, found: os.stat_result, flags: int) -> int:
-        """As the caller: opens a write-only file in memory for reading too, if the caller may read it.
+    def _reopen_for_mapping(self, fd: int, status: os.stat_result, flags: int) -> int:
+        """Open, as the caller, a write-only file in memory for reading too, if the caller may read it.
 
         write(2) admits one writer at a time to such a file, but a mapping, which must be readable, admits any number.
         Programs like cp open their destination for writing only. The kernel still refuses reads by this handle. Takes
         the descriptor over; returns it if there is nothing to gain.
         """
-        if flags & os.O_ACCMODE != os.O_WRONLY or not stat.S_ISREG(found.st_mode):
+        if flags & os.O_ACCMODE != os.O_WRONLY or not stat.S_ISREG(status.st_mode):
             return fd
-        if found.st_dev not in self._in_memory:
-            self._in_memory[found.st_dev] = _is_in_memory(fd)
-        if not self._in_memory[found.st_dev]:
+        if status.st_dev not in self._in_memory:
+            self._in_memory[status.st_dev] = _is_in_memory(fd)
+        if not self._in_memory[status.st_dev]:
             return fd
         dropped = _NOT_PASSED_ON | os.O_ACCMODE | os.O_TRUNC
         try:
@@ -277,13 +276,13 @@ class OpenFiles:
 
 
 def _names_in(directory: int) -> list[bytes]:
-    """What an open directory holds now."""
+    """Return what an open directory holds now."""
     with os.scandir(directory) as entries:  # from the beginning, wherever the descriptor's offset is
         return [os.fsencode(entry.name) for entry in entries]
 
 
 def _look_up_each(parent: BackingNode, names: Sequence[bytes]) -> deque[tuple[bytes, Found | None]]:
-    """What each name leads to, None if it no longer exists; ends before a failure unless the first name fails."""
+    """Return what each name leads to, None if it is gone; stop before a failure unless the first name fails."""
     each: deque[tuple[bytes, Found | None]] = deque()
     for name in names:
         try:
@@ -334,12 +333,12 @@ class OpenDirectory(Opened):
                 raise
             try:
                 while each:
-                    name, found = each.popleft()
+                    name, entry = each.popleft()
                     index += 1
-                    if found is None:
+                    if entry is None:
                         continue
                     try:
-                        reply = self.adopt(found, self.node, name)
+                        reply = self.adopt(entry, self.node, name)
                     except OSError as failure:
                         if failure.errno == EDEADLK:
                             continue
@@ -350,9 +349,9 @@ class OpenDirectory(Opened):
                         return
                     listed += 1
             finally:
-                for _, found in each:
-                    if found is not None:
-                        os.close(found[0])
+                for _, entry in each:
+                    if entry is not None:
+                        os.close(entry[0])
 
     async def sync(self, *, data_only: bool) -> None:
         await self.calls.run(self.uid, self.node, functools.partial(os.fdatasync if data_only else os.fsync, self.fd))

@@ -2,7 +2,9 @@
 
 #include "memory/buffer.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -32,6 +34,23 @@ gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info)
   return with<Buffer>(buffer, [&](Buffer& found) -> Status {
     *info = {found.size(), found.bytes_held(), found.charge().room(), found.device()->info().index};
     return {};
+  });
+}
+
+gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint32_t timeout_ms) {
+  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    const DeviceContext& device = *found.device();
+    Reclaim& reclaim = found.device()->reclaim();
+    for (;;) {
+      // In this order: memory that is no longer expected has become free.
+      const std::uint64_t seen = reclaim.release_count();
+      if (reclaim.expected_bytes() == 0 || std::chrono::steady_clock::now() >= deadline) return {};
+      const Result<MemoryInfo> memory = device.memory();
+      if (!memory.ok()) return memory.status();
+      if (std::min(memory.value().free_bytes, found.charge().room()) >= bytes) return {};
+      reclaim.wait_for_release(seen, deadline);
+    }
   });
 }
 

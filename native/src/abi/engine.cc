@@ -269,6 +269,7 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
     info->granule = known.granule;
     info->cpu_addressable = known.cpu_addressable ? 1 : 0;
     info->fastpath_memory = known.files_reach_memory ? 1 : 0;
+    info->keeps_memory = context.value()->device().check_keeping().ok() ? 1 : 0;
     return {};
   });
 }

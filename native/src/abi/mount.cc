@@ -29,9 +29,11 @@
 #include "fuse/relay.h"
 #include "fuse/statistics.h"
 #include "gpufs.h"
+#include "journal/journal.h"
 #include "memory/account.h"
 #include "memory/buffer.h"
 #include "memory/host_locks.h"
+#include "memory/kept_memory.h"
 #include "memory/registered_buffer.h"
 
 namespace gpufs {
@@ -75,6 +77,11 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
   return guarded([&]() -> Status {
     UniqueFd device(options->fuse_fd);
     UniqueFd relay(options->relay_fd);
+    UniqueFd journal_fd(options->journal_fd);
+    std::vector<KeptMemory::Held> held;
+    for (const gpufs_kept_fd& each : std::span(options->kept, options->kept_count)) {
+      held.push_back({each.key, UniqueFd(each.fd)});
+    }
     if (options->reader_threads < 0 || options->worker_threads < 0) {
       return Status(EINVAL, "a negative number of threads");
     }
@@ -103,10 +110,43 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     Result<std::shared_ptr<TransferEngine>> transfers = owner.value()->transfers();
     if (!transfers.ok()) return transfers.status();
     chosen.transfers = transfers.take();
-    Result<std::shared_ptr<Mount>> opened = Mount::create(std::move(device), std::move(relay), devices, chosen);
+    if (options->keeper_fd >= 0) {
+      Result<std::unique_ptr<journal::Journal>> journal =
+          journal_fd.valid() ? journal::Journal::restore(std::move(journal_fd)) : journal::Journal::create();
+      if (!journal.ok()) return journal.status();
+      chosen.journal = journal.take();
+      chosen.kept = std::make_shared<KeptMemory>(chosen.journal, options->keeper_fd, std::move(held));
+    }
+    Result<std::shared_ptr<Mount>> opened =
+        Mount::create(std::move(device), std::move(relay), devices, std::move(chosen));
     if (!opened.ok()) return opened.status();
     return give(HandleTable::instance().put<Mount>(opened.take(), engine, close_of<Mount>), mount);
   });
+}
+
+uint32_t gpufs_journal_format(void) { return journal::Journal::kFormat; }
+
+gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    if (found.journal() == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");
+    *fd = found.journal()->fd();
+    return {};
+  });
+}
+
+gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    found.release_forgotten();
+    return {};
+  });
+}
+
+gpufs_status gpufs_mount_survives(gpufs_handle mount) {
+  return with<Mount>(mount, [&](Mount& found) -> Status { return found.survives(); });
+}
+
+gpufs_status gpufs_mount_hold_again(gpufs_handle mount) {
+  return with<Mount>(mount, [&](Mount& found) -> Status { return found.hold_again(); });
 }
 
 gpufs_status gpufs_mount_start(gpufs_handle mount) {
@@ -152,26 +192,58 @@ gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_
   });
 }
 
-gpufs_status gpufs_inode_add(gpufs_handle mount, const gpufs_attributes* attributes, uint64_t parent, uint32_t umask) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.table().add(*attributes, parent, umask); });
+gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    *count = found.table().file_count(device);
+    return {};
+  });
 }
 
-gpufs_status gpufs_inode_remove(gpufs_handle mount, uint64_t ino) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.table().remove(ino); });
+gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char* name,
+                              const gpufs_attributes* attributes, const char* target, uint64_t* ino) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    const auto placed = found.names().place(directory, name, *attributes, target != nullptr ? target : "");
+    if (placed.ok()) *ino = placed.value()->ino();
+    return placed.status();
+  });
+}
+
+gpufs_status gpufs_name_find(gpufs_handle mount, const char* path, uint64_t* ino) {
+  return with<Mount>(mount, [&](Mount& found) -> Status {
+    const std::shared_ptr<Inode> inode = found.names().find(path);
+    if (!inode) return Status(ENOENT, "no such name");
+    *ino = inode->ino();
+    return {};
+  });
+}
+
+gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path) {
+  return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
+    std::optional<std::string> text = found.names().path_of(inode);
+    if (!text) return Status(ENOENT, "inode " + std::to_string(ino) + " has no name");
+    last_text = std::move(*text);
+    *path = last_text.c_str();
+    return {};
+  });
+}
+
+gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
+  return with_inode(mount, ino, [](Mount& found, Inode& inode) -> Status {
+    Status status;
+    for (const auto& [directory, name] : found.names().remove_names(inode)) {
+      if (status.ok()) status = found.notifier().invalidate_entry(directory, name);
+    }
+    return status;
+  });
 }
 
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino) {
   return with<Mount>(mount, [&](Mount& found) -> Status { return found.table().hold(ino); });
 }
 
-gpufs_status gpufs_inode_drop(gpufs_handle mount, uint64_t ino, uint64_t count) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.table().drop(ino, count); });
-}
-
-gpufs_status gpufs_name_set(gpufs_handle mount, uint64_t directory, const char* name, uint64_t name_bytes,
-                            uint64_t ino) {
+gpufs_status gpufs_inode_release(gpufs_handle mount, uint64_t ino) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
-    return found.table().set_name(directory, std::string_view(name, static_cast<std::size_t>(name_bytes)), ino);
+    return found.table().forget(ino, 1) ? Status() : Status(ENOENT, "no inode " + std::to_string(ino));
   });
 }
 
@@ -182,26 +254,11 @@ gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes*
   });
 }
 
-gpufs_status gpufs_inode_links(gpufs_handle mount, uint64_t ino, uint32_t links) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.table().set_links(ino, links); });
-}
-
-gpufs_status gpufs_inode_read(gpufs_handle mount, uint64_t ino) {
-  return with_inode(mount, ino, [](Mount& found, Inode& inode) -> Status {
-    found.table().was_read(inode);
-    return {};
-  });
-}
-
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
   return with_inode(mount, ino, [ino](Mount& found, Inode& inode) -> Status {
     inode.was_written(fuse::SetIdLoss::kExecutable);
     return found.notifier().invalidate_inode(ino);
   });
-}
-
-gpufs_status gpufs_file_open(gpufs_handle mount, uint64_t ino, int32_t flags, uint64_t* fh) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return give(found.table().open(ino, flags), fh); });
 }
 
 gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh) {
@@ -237,17 +294,8 @@ gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, 
 gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     if (limit < GPUFS_NO_LIMIT) return Status(EINVAL, "a negative limit");
-    if (limit == GPUFS_NO_LIMIT) return found.table().limit_directory(ino, std::nullopt);
-    return found.table().limit_directory(ino, static_cast<std::uint64_t>(limit));
-  });
-}
-
-gpufs_status gpufs_quota_charge(gpufs_handle mount, uint64_t ino, uint64_t directory) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
-    if (directory == 0) return found.table().charge_to(ino, nullptr);
-    const std::shared_ptr<Inode> payer = found.table().find(directory);
-    if (!payer) return Status(ENOENT, "no inode " + std::to_string(directory));
-    return found.table().charge_to(ino, payer->directory_account());
+    if (limit == GPUFS_NO_LIMIT) return found.names().limit_directory(ino, std::nullopt);
+    return found.names().limit_directory(ino, static_cast<std::uint64_t>(limit));
   });
 }
 
@@ -306,12 +354,6 @@ gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patie
     const bool unused = registered->revoke(std::chrono::milliseconds(patience_ms));
     found.notifier().invalidate_inode_now(ino);
     return unused ? Status() : Status(ETIMEDOUT, "the memory is still in use");
-  });
-}
-
-gpufs_status gpufs_mount_invalidate_entry(gpufs_handle mount, uint64_t parent, const char* name, uint64_t name_bytes) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
-    return found.notifier().invalidate_entry(parent, std::string_view(name, static_cast<std::size_t>(name_bytes)));
   });
 }
 

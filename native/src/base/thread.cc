@@ -7,19 +7,6 @@
 #include <utility>
 
 namespace gpufs {
-namespace {
-
-thread_local bool may_wait = true;
-
-}  // namespace
-
-void forbid_waiting() { may_wait = false; }
-
-bool this_thread_may_wait() { return may_wait; }
-
-NoWaiting::NoWaiting() : before_(std::exchange(may_wait, false)) {}
-
-NoWaiting::~NoWaiting() { may_wait = before_; }
 
 Result<std::thread> start_thread(const std::string& name, std::function<void()> body) {
   // A new thread inherits the mask, so every signal is blocked from its first instruction on, except the one that the

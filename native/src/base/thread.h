@@ -1,8 +1,9 @@
-// Starts the engine's threads, and marks those that must not wait.
+// Starts the engine's threads, and says whether a call on one may wait.
 // Ownership: the caller joins the thread that it gets.
 // Thread-safe.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <thread>
@@ -15,21 +16,8 @@ namespace gpufs {
 // interrupt transfers. The first 15 characters of `name` are shown. EAGAIN if the system allows no more threads.
 Result<std::thread> start_thread(const std::string& name, std::function<void()> body);
 
-// A thread that serves every client must not wait for one file or device. What would wait there fails with EAGAIN on
-// such a thread (see Buffer), and another thread does it.
-void forbid_waiting();  // for the calling thread, for good
-[[nodiscard]] bool this_thread_may_wait();
-
-// Forbids it for as long as the object lives.
-class NoWaiting {
- public:
-  NoWaiting();
-  ~NoWaiting();
-  NoWaiting(const NoWaiting&) = delete;
-  NoWaiting& operator=(const NoWaiting&) = delete;
-
- private:
-  const bool before_;
-};
+// Whether a call may wait for a file or a device that others use. A thread that serves every client must not: what
+// would wait there fails with EAGAIN (see Buffer), and another thread does it.
+enum class Wait : std::uint8_t { kAllowed, kForbidden };
 
 }  // namespace gpufs

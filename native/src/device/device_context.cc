@@ -20,7 +20,8 @@ DeviceContext::DeviceContext(std::shared_ptr<Driver> driver, Device& device, std
       copy_chunk_bytes_(copy_chunk_bytes),
       events_(driver_, device_, &Device::create_event, kIdleEvents),
       streams_(driver_, device_, &Device::create_stream, kIdleStreams),
-      pinned_(device_) {}
+      pinned_(device_),
+      reclaim_(device_.info().total_bytes) {}
 
 Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Driver> driver, std::size_t index,
                                                              std::uint64_t copy_chunk_bytes) {
@@ -42,27 +43,6 @@ Result<MemoryInfo> DeviceContext::memory() const {
   MemoryInfo info = found.value();
   info.free_bytes = std::min(info.free_bytes + reclaimable_.load(std::memory_order_relaxed), info.total_bytes);
   return info;
-}
-
-void DeviceContext::add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
-  const std::lock_guard lock(trimmable_mutex_);
-  trimmable_[key] = std::move(buffer);
-}
-
-void DeviceContext::remove_trimmable(const Buffer* key, bool released) {
-  {
-    const std::lock_guard lock(trimmable_mutex_);
-    trimmable_.erase(key);
-  }
-  if (released) note_release();
-}
-
-std::vector<std::weak_ptr<Buffer>> DeviceContext::trimmable() const {
-  std::vector<std::weak_ptr<Buffer>> buffers;
-  const std::lock_guard lock(trimmable_mutex_);
-  buffers.reserve(trimmable_.size());
-  for (const auto& [key, buffer] : trimmable_) buffers.push_back(buffer);
-  return buffers;
 }
 
 }  // namespace gpufs

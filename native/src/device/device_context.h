@@ -4,24 +4,20 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
-#include <vector>
 
 #include "base/status.h"
 #include "device/pinned_pool.h"
 #include "device/pool.h"
+#include "device/reclaim.h"
 #include "drivers/driver.h"
 #include "observe/counters.h"
 
 namespace gpufs {
 
-class Buffer;     // memory/buffer.h
 class HostLocks;  // memory/host_locks.h
 class SlabPool;   // memory/slab_pool.h
 
@@ -59,14 +55,8 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
 
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
-  // Buffers that may hold memory which Buffer::trim() releases. trim_count() counts those that were removed because
-  // they had released some, and slabs that were released: a caller who finds the device full knows by it whether trying
-  // again is worth it.
-  void add_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
-  void remove_trimmable(const Buffer* key, bool released);
-  [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
-  void note_release() { trim_count_.fetch_add(1, std::memory_order_release); }
-  [[nodiscard]] std::uint64_t trim_count() const { return trim_count_.load(std::memory_order_acquire); }
+  // What a call asks that finds the device full, and what reports each release of memory.
+  [[nodiscard]] Reclaim& reclaim() { return reclaim_; }
 
   // The counters of this device, in private memory until set_counters(). Set once, before the context is shared.
   void set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
@@ -93,11 +83,8 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   std::shared_ptr<HostLocks> host_locks_;
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
-  std::atomic<std::uint64_t> trim_count_{0};
   std::atomic<std::uint64_t> reclaimable_{0};  // by moving small files
-
-  mutable std::mutex trimmable_mutex_;  // guards trimmable_; a leaf
-  std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;
+  Reclaim reclaim_;
 };
 
 }  // namespace gpufs

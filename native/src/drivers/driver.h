@@ -19,6 +19,7 @@
 
 #include "base/math.h"
 #include "base/status.h"
+#include "base/thread.h"
 #include "base/unique_fd.h"
 #include "drivers/blocked_streams.h"
 
@@ -74,6 +75,29 @@ struct ExportedMemory {
   UniqueFd descriptor;
 };
 
+// Keeps descriptors of memory for the process that takes over when this one dies. Thread-safe.
+class MemoryKeeper {
+ public:
+  struct Piece {
+    std::uint64_t key = 0;
+    std::uint64_t offset = 0;  // in the memory
+    std::uint64_t bytes = 0;
+    UniqueFd descriptor;
+  };
+  virtual ~MemoryKeeper() = default;
+  // A number for the memory of a buffer.
+  virtual std::uint64_t new_memory() = 0;
+  // Keeps a descriptor until drop(), by the key that this returns.
+  virtual std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) = 0;
+  virtual void drop(std::uint64_t key) = 0;
+  // Waits until what was dropped is closed: it is memory that the device still lacks.
+  virtual void settle() = 0;
+  // Some memory could not be kept: no other process can take over.
+  virtual void lose(const Status& reason) = 0;
+  // What the last process has kept of a memory, in order of the offsets. Once for each.
+  virtual std::vector<Piece> take(std::uint64_t memory) = 0;
+};
+
 // The memory of one buffer: granules that exist or not, at offsets from 0. One thread at a time (the Buffer ensures
 // it). Freed when destroyed, except what ranges still show.
 class DeviceMemory {
@@ -88,11 +112,11 @@ class DeviceMemory {
 
   // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
   // All or nothing: a failure moves no other memory. ENOSPC: the device is full, or its cap is reached. Zeroing is
-  // complete on return.
-  virtual Status populate(std::span<const MemorySpan> spans) = 0;
-  Status populate(std::uint64_t offset, std::uint64_t bytes) {
+  // complete on return. Without waiting, ENOSPC may be premature: cached memory is not released.
+  virtual Status populate(std::span<const MemorySpan> spans, Wait wait) = 0;
+  Status populate(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) {
     const MemorySpan one{offset, bytes};
-    return populate(std::span(&one, 1));
+    return populate(std::span(&one, 1), wait);
   }
 
   // Releases the spans; others can take their memory once no earlier range shows it. Memory that the device does not
@@ -123,6 +147,9 @@ class DeviceMemory {
   // piece may reach beyond `end`. EOPNOTSUPP: see Device::check_sharing().
   virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                             bool writable) = 0;
+
+  // By which a MemoryKeeper knows it; 0: it is not kept.
+  [[nodiscard]] virtual std::uint64_t number() const { return 0; }
 };
 
 // Addresses at which this process sees memory that another program has exported. One thread at a time, except base()
@@ -257,7 +284,9 @@ class Device {
   virtual ~Device() = default;
 
   [[nodiscard]] virtual const DeviceInfo& info() const = 0;
-  virtual Result<MemoryInfo> memory() = 0;
+  // Without waiting, memory that is being released may be missing.
+  virtual Result<MemoryInfo> memory(Wait wait) = 0;
+  Result<MemoryInfo> memory() { return memory(Wait::kAllowed); }
 
   // Makes the device current on the calling thread, which is one of ours, until another one is bound there: calls are
   // cheaper then, and the vendors' calls for files need it. Cheap if the device is current already.
@@ -267,6 +296,17 @@ class Device {
   virtual Status health() = 0;
 
   virtual Result<std::unique_ptr<DeviceMemory>> create_memory() = 0;
+  // Keeps the memory that is created from now on for another process; before the first. Null: it dies with this one.
+  void set_keeper(std::shared_ptr<MemoryKeeper> keeper) { keeper_ = std::move(keeper); }
+  [[nodiscard]] const std::shared_ptr<MemoryKeeper>& keeper() const { return keeper_; }
+  // OK if memory of create_memory() can be kept; else the reason for users.
+  virtual Status check_keeping() { return {}; }
+  // The memory with this number that the last process kept. populated: what exists of it, in ascending order; the rest
+  // is released. Once for each number.
+  virtual Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t /*number*/,
+                                                               std::span<const MemorySpan> /*populated*/) {
+    return Status(EOPNOTSUPP, "this driver's memory dies with the process");
+  }
   // Maps memory of another program. EINVAL: it is not what the caller says, with the reason. EOPNOTSUPP: this driver
   // takes none of that kind. ENOSPC: the host driver counts it as memory of the device, since accesses allocate it.
   virtual Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& /*memory*/) {
@@ -319,6 +359,7 @@ class Device {
 
  private:
   BlockedStreams blocked_streams_;
+  std::shared_ptr<MemoryKeeper> keeper_;
 };
 
 // How the HIP driver takes memory. kPlain: one hipMalloc for a buffer, which hipAmdFile reaches and which grows by a

@@ -21,7 +21,7 @@ constexpr std::uint16_t kMask = 0x10;
 constexpr std::uint16_t kOther = 0x20;
 
 constexpr std::uint32_t kAllPermissions = 0777;
-constexpr std::uint16_t kThree = 7;
+constexpr std::uint16_t kRwxMask = 7;
 
 struct AclEntry {
   std::uint16_t tag;
@@ -37,7 +37,7 @@ std::span<AclEntry> entries_of(std::span<std::byte> acl) {
   return {reinterpret_cast<AclEntry*>(acl.data() + kHeaderBytes), (acl.size() - kHeaderBytes) / sizeof(AclEntry)};
 }
 
-std::uint16_t bits(std::uint32_t mode, int shift) { return static_cast<std::uint16_t>((mode >> shift) & kThree); }
+std::uint16_t bits(std::uint32_t mode, int shift) { return static_cast<std::uint16_t>((mode >> shift) & kRwxMask); }
 
 // The entry whose permissions are the group's bits of a mode: the mask or the owning group.
 std::uint16_t group_class_of(std::span<const std::byte> acl) {
@@ -56,7 +56,7 @@ bool acl_is_valid(std::span<const std::byte> acl) {
   for (const AclEntry& entry : entries_of(acl)) {
     const bool once = entry.tag == kOwner || entry.tag == kOwningGroup || entry.tag == kMask || entry.tag == kOther;
     if (!once && entry.tag != kUser && entry.tag != kGroup) return false;
-    if ((once && (seen & entry.tag) != 0) || entry.permissions > kThree) return false;
+    if ((once && (seen & entry.tag) != 0) || entry.permissions > kRwxMask) return false;
     seen |= entry.tag;
   }
   constexpr std::uint32_t kNeeded = kOwner | kOwningGroup | kOther;

@@ -139,8 +139,8 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
 
   if (size && !inode->buffer()) return responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
   const uid_t user = request.header.uid;
-  const auto apply = [this, inode, wanted, user](Responder& reply) {
-    const Status status = table_.set(*inode, wanted);
+  const auto apply = [this, inode, wanted, user](Responder& reply, Wait wait) {
+    const Status status = table_.set(*inode, wanted, wait);
     if (status.error() == EAGAIN) return false;
     if (status.error() == EBUSY) {
       log_user_warning(user, "truncating inode ", inode->ino(), " failed: ", status.message());
@@ -152,8 +152,9 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
     }
     return true;
   };
-  if (!apply(responder)) {
-    long_requests_.run(*inode, std::move(responder), [apply](Cancellation&, Responder& reply) { apply(reply); });
+  if (!apply(responder, Wait::kForbidden)) {
+    long_requests_.run(*inode, std::move(responder),
+                       [apply](Cancellation&, Responder& reply) { apply(reply, Wait::kAllowed); });
   }
 }
 
@@ -164,17 +165,25 @@ void AttributeOperations::statfs(const Target& inode, Request& request, Responde
   const std::uint32_t uid = request.header.uid;
   // Memory of files that have just been removed is on its way back. As a write that needs it, this is parked for it.
   const auto start = std::chrono::steady_clock::now();
-  const std::optional<std::int32_t> returning = table_.returning(inode->device(), start);
-  if (!waits && !returning) return reply_statfs(*inode, uid, responder);
-  long_requests_.run({Executor::Lane::Kind::kBuffers, returning.value_or(inode->device()), 0}, inode.get(),
+  const std::optional<std::int32_t> device = device_expecting_memory(*inode, start);
+  if (!waits && !device) return reply_statfs(*inode, uid, responder);
+  long_requests_.run({Executor::Lane::Kind::kBuffers, device.value_or(inode->device()), 0}, inode.get(),
                      std::move(responder),
                      [this, inode, uid, start](Cancellation&, Responder& reply) -> std::optional<Executor::TimePoint> {
                        const auto end = start + kReturnTime;
-                       if (std::chrono::steady_clock::now() < end && table_.returning(inode->device(), start))
-                         return end;
+                       if (std::chrono::steady_clock::now() < end && device_expecting_memory(*inode, start)) return end;
                        reply_statfs(*inode, uid, reply);
                        return std::nullopt;
                      });
+}
+
+std::optional<std::int32_t> AttributeOperations::device_expecting_memory(const Inode& inode,
+                                                                         Reclaim::TimePoint before) const {
+  for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
+    const std::int32_t index = device->info().index;
+    if ((inode.device() < 0 || inode.device() == index) && device->reclaim().expects_since(before)) return index;
+  }
+  return std::nullopt;
 }
 
 void AttributeOperations::reply_statfs(const Inode& inode, std::uint32_t uid, Responder& responder) const {

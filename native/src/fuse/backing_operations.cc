@@ -334,8 +334,8 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
   wanted.bytes = copy.in.len;
   wanted.client = client_of(facts, request.header.uid);
   const Caller caller = Caller::of(request.header);
-  const SetIdLoss loss = load ? inode.bare_set_gid_loss_by(caller) : SetIdLoss::kNone;
-  long_requests_.run_with_space(
+  const SetIdLoss loss = load ? inode.bare_set_gid_to_clear(caller) : SetIdLoss::kNone;
+  long_requests_.retry_until_memory(
       {Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr, std::move(responder),
       [this, file, buffer, load, wanted, loss, wide = copy.wide, caller](Cancellation& cancellation, Responder& reply) {
         const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, loss, cancellation);

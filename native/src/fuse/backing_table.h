@@ -1,7 +1,7 @@
 // The host's files that are open in the mount below backing/.
 // Ownership: the Mount's.
-// Thread-safe; open() may block for as long as the file's server does. So may the last reference's end, which closes
-// the file: on a thread that must not wait, the executor does it.
+// Thread-safe; open() may block for as long as the file's server does. So may close(2), which the executor therefore
+// calls when the last reference ends.
 #pragma once
 
 #include <fcntl.h>
@@ -10,11 +10,11 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "base/log.h"
 #include "base/status.h"
-#include "base/thread.h"
 #include "base/unique_fd.h"
 #include "fuse/executor.h"
 #include "fuse/open_files.h"
@@ -29,7 +29,10 @@ struct OpenBacking {
 
 class BackingTable : public OpenFiles<OpenBacking, kBackingHandle> {
  public:
-  explicit BackingTable(Executor& executor) : executor_(executor) {}
+  explicit BackingTable(Executor& executor) : closer_(std::make_shared<Closer>(executor)) {}
+  ~BackingTable() { closer_->detach(); }
+  BackingTable(const BackingTable&) = delete;
+  BackingTable& operator=(const BackingTable&) = delete;
 
   // fd stays the caller's. Fails as BackingFile::open() does.
   Result<std::uint64_t> open(int fd) {
@@ -39,27 +42,44 @@ class BackingTable : public OpenFiles<OpenBacking, kBackingHandle> {
     UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
     if (!copy.valid()) return Status::from_errno(errno, "the backing file's descriptor");
     return add({new OpenBacking{std::move(copy), file.take()},
-                [executor = &executor_](OpenBacking* open) { close(open, executor); }});
+                [closer = closer_](OpenBacking* open) { closer->close(open); }});
   }
 
  private:
-  // executor: gone when a thread that was left behind comes back, which may wait.
-  static void close(OpenBacking* open, Executor* executor) {
-    if (this_thread_may_wait()) {
-      delete open;
-      return;
-    }
-    const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open->file->facts().device};
-    try {
-      executor->submit(lane, nullptr, 0, [open](int refusal, Cancellation&) {
-        if (refusal == 0) delete open;  // else the mount has ended, and the end of the process closes the file
-      });
-    } catch (const std::exception& failure) {
-      log_error("a file below backing/ stays open: ", failure.what());
-    }
-  }
+  // Closes files. A thread that was left behind in one may come back when the executor is gone; it closes its file
+  // itself, since nothing depends on it any more.
+  class Closer {
+   public:
+    explicit Closer(Executor& executor) : executor_(&executor) {}
 
-  Executor& executor_;
+    void detach() {
+      const std::lock_guard lock(mutex_);
+      executor_ = nullptr;
+    }
+
+    void close(OpenBacking* open) {
+      std::unique_lock lock(mutex_);
+      if (executor_ == nullptr) {
+        lock.unlock();
+        delete open;
+        return;
+      }
+      const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open->file->facts().device};
+      try {
+        executor_->submit(lane, nullptr, 0, [open](int refusal, Cancellation&) {
+          if (refusal == 0) delete open;  // else the mount has ended, and the end of the process closes the file
+        });
+      } catch (const std::exception& failure) {
+        log_error("a file below backing/ stays open: ", failure.what());
+      }
+    }
+
+   private:
+    std::mutex mutex_;  // guards what is below; the executor's mutex is taken under it
+    Executor* executor_;
+  };
+
+  const std::shared_ptr<Closer> closer_;
 };
 
 }  // namespace gpufs::fuse

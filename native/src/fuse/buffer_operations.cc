@@ -40,17 +40,17 @@ bool has_hole(Buffer& buffer, std::uint64_t offset, std::uint64_t end) {
 // Whether holes that nobody has touched yet may get memory: there must be enough for those that are touched first.
 bool may_fill_ahead(Buffer& buffer) {
   constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
-  const Result<MemoryInfo> memory = buffer.device()->device().memory();
+  const Result<MemoryInfo> memory = buffer.device()->device().memory(Wait::kForbidden);
   return memory.ok() && std::min(memory.value().free_bytes, buffer.charge().room()) >= kPlenty;
 }
 
 // A write across the largest size ends there; one that begins there fails.
-Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
-  Result<std::size_t> written = buffer.write(offset, data);
+Result<std::size_t> write_to_limit(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data, Wait wait) {
+  Result<std::size_t> written = buffer.write(offset, data, wait);
   if (written.ok() || written.error() != EFBIG) return written;
   const std::uint64_t limit = buffer.limit();
   if (offset >= limit || limit - offset >= data.size()) return written;
-  return buffer.write(offset, data.first(static_cast<std::size_t>(limit - offset)));
+  return buffer.write(offset, data.first(static_cast<std::size_t>(limit - offset)), wait);
 }
 
 }  // namespace
@@ -69,7 +69,8 @@ void BufferOperations::read(const File& file, Request& request, Responder respon
     if (reply_from_memory(inode, in, wanted, responder)) return;
   } else {
     // The request is no longer needed, and devices copy fastest to its memory.
-    const int error = reply_from_copy(inode, in, request.payload.first(static_cast<std::size_t>(wanted)), responder);
+    const int error = reply_from_copy(inode, in, request.payload.first(static_cast<std::size_t>(wanted)),
+                                      Wait::kForbidden, responder);
     if (error == 0) return;
     if (error != EAGAIN) return responder.error(error);
   }
@@ -96,7 +97,7 @@ bool BufferOperations::read_pages(const File& file, const Request& request, cons
   if (!fills) return false;
   // The page that a store needs is read first. Memory for it must come now: when the page is written back, nobody can
   // be told any more that there is none. An error becomes a SIGBUS at the store.
-  const Status filled = buffer.pin_for_write(in.offset, end - in.offset).status();
+  const Status filled = buffer.pin_for_write(in.offset, end - in.offset, Wait::kForbidden).status();
   if (filled.ok()) return false;
   if (!lacks_memory(filled.error()) && filled.error() != EAGAIN) {
     responder.error(client_error(filled, "a page of a mapping"));
@@ -109,7 +110,7 @@ bool BufferOperations::read_pages(const File& file, const Request& request, cons
 bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes,
                                          Responder& responder) {
   observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kOut);
-  const Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, bytes);
+  const Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, bytes, Wait::kForbidden);
   // A registration has just replaced the buffer by one that is copied.
   if (gathered.error() == EAGAIN || gathered.error() == EOPNOTSUPP) {
     measured.dismiss();
@@ -128,12 +129,12 @@ bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, s
   return true;
 }
 
-int BufferOperations::reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory,
+int BufferOperations::reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Wait wait,
                                       Responder& responder) {
   observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kOut);
   const Result<std::size_t> got = [&] {
     const observe::Span copy(observe::TraceKind::kCopyToHost, inode.device(), in.offset, memory.size());
-    return inode.buffer()->read(in.offset, memory);
+    return inode.buffer()->read(in.offset, memory, wait);
   }();
   if (got.error() == EAGAIN) measured.dismiss();
   if (!got.ok()) return got.error() == EAGAIN ? EAGAIN : client_error(got.status(), "read");
@@ -150,19 +151,19 @@ void BufferOperations::read_later(const File& file, const fuse_read_in& in, std:
   long_requests_.run(*file->inode, std::move(responder),
                      [this, file, in, memory = std::vector<std::byte>(static_cast<std::size_t>(bytes))](
                          Cancellation&, Responder& reply) mutable {
-                       const int error = reply_from_copy(*file->inode, in, memory, reply);
+                       const int error = reply_from_copy(*file->inode, in, memory, Wait::kAllowed, reply);
                        if (error != 0) reply.error(error);
                      });
 }
 
 void BufferOperations::fill_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder) {
-  long_requests_.run_with_space(*file->inode, std::move(responder),
-                                [this, file, in, bytes](Cancellation&, Responder& reply) {
-                                  const Status filled = file->inode->buffer()->pin_for_write(in.offset, bytes).status();
-                                  if (!filled.ok()) return client_error(filled, "a page of a mapping");
-                                  std::vector<std::byte> memory(static_cast<std::size_t>(bytes));
-                                  return reply_from_copy(*file->inode, in, memory, reply);
-                                });
+  long_requests_.retry_until_memory(
+      *file->inode, std::move(responder), [this, file, in, bytes](Cancellation&, Responder& reply) {
+        const Status filled = file->inode->buffer()->pin_for_write(in.offset, bytes).status();
+        if (!filled.ok()) return client_error(filled, "a page of a mapping");
+        std::vector<std::byte> memory(static_cast<std::size_t>(bytes));
+        return reply_from_copy(*file->inode, in, memory, Wait::kAllowed, reply);
+      });
 }
 
 void BufferOperations::note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes) {
@@ -189,15 +190,15 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   const Caller caller = Caller::of(request.header);
   SetIdLoss loss = SetIdLoss::kNone;
   if ((in.write_flags & kWriteKillSetId) != 0) {
-    loss = inode.loss_by(caller);
+    loss = inode.set_id_bits_to_clear(caller);
   } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
-    loss = inode.bare_set_gid_loss_by(caller);
+    loss = inode.bare_set_gid_to_clear(caller);
   }
   observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kIn);
   const observe::Span span(observe::TraceKind::kMountWrite, inode.device(), in.offset, in.size, inode.ino());
   const Result<std::size_t> written = [&] {
     const observe::Span copy(observe::TraceKind::kCopyToDevice, inode.device(), in.offset, in.size);
-    return write_to_limit(*inode.buffer(), in.offset, data);
+    return write_to_limit(*inode.buffer(), in.offset, data, Wait::kForbidden);
   }();
   if (written.ok()) {
     finish_write(*file, loss, written.value(), responder);
@@ -228,7 +229,7 @@ void BufferOperations::write_later(const File& file, const fuse_write_in& in, Se
                                                       observe::Backend::kMount, observe::Flow::kIn);
   // Pages that a mapping changed: the kernel does not look at the count, so a part is a failure.
   const bool pages = (in.write_flags & FUSE_WRITE_CACHE) != 0;
-  long_requests_.run_with_space(
+  long_requests_.retry_until_memory(
       *file->inode, std::move(responder),
       [this, file, in, loss, pages, data = std::move(data), measured = std::move(measured)](Cancellation&,
                                                                                             Responder& reply) {
@@ -246,7 +247,7 @@ void BufferOperations::write_later(const File& file, const fuse_write_in& in, Se
 
 std::size_t BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data,
                                               Status* stopped) {
-  const Result<std::size_t> all = write_to_limit(buffer, offset, data);
+  const Result<std::size_t> all = write_to_limit(buffer, offset, data, Wait::kAllowed);
   *stopped = all.status();
   if (all.ok()) return all.value();
   if (!lacks_memory(all.error())) return 0;
@@ -266,7 +267,8 @@ std::size_t BufferOperations::write_what_fits(Buffer& buffer, std::uint64_t offs
 
 void BufferOperations::report_lost_stores(Inode& inode, int error) const {
   if (!inode.first_loss() || !log_enabled(LogLevel::kWarning) || !log_permitted(inode.attributes().uid)) return;
-  log_warning("file \"", table_.name_of(inode.ino()), "\" (inode ", inode.ino(),
+  const std::string path = names_.path_of(inode).value_or("(removed)");
+  log_warning("file \"", path.substr(path.rfind('/') + 1), "\" (inode ", inode.ino(),
               "): stores through a mapping were lost: ", std::strerror(error));
 }
 
@@ -287,9 +289,9 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
   const auto in = request.arguments<fuse_fallocate_in>();
   if (in.length == 0) return responder.error(EINVAL);
   if (!valid_range(in.offset, in.length)) return responder.error(EFBIG);
-  const SetIdLoss loss = file->inode->bare_set_gid_loss_by(Caller::of(request.header));
+  const SetIdLoss loss = file->inode->bare_set_gid_to_clear(Caller::of(request.header));
   const uid_t user = request.header.uid;
-  long_requests_.run_with_space(
+  long_requests_.retry_until_memory(
       *file->inode, std::move(responder), [this, file, in, loss, user](Cancellation& cancellation, Responder& reply) {
         const Status status = allocate(*file->inode, in, cancellation);
         if (status.error() == EBUSY) {
@@ -336,11 +338,11 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
 void BufferOperations::copy(const File& from, const File& to, const Request& request, const CopyRequest& copy,
                             Responder responder) {
   const fuse_copy_file_range_in& in = copy.in;
-  const SetIdLoss loss = to->inode->bare_set_gid_loss_by(Caller::of(request.header));
+  const SetIdLoss loss = to->inode->bare_set_gid_to_clear(Caller::of(request.header));
   Buffer& target = *to->inode->buffer();
   if (target.copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
     const Result<std::uint64_t> copied =
-        target.copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr);
+        target.copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr, Wait::kForbidden);
     if (copied.ok()) {
       finish_copy(*from->inode, *to->inode, loss, copied.value());
       return reply_copied(responder, copy.wide, copied.value());
@@ -349,7 +351,7 @@ void BufferOperations::copy(const File& from, const File& to, const Request& req
       return responder.error(client_error(copied.status(), "copy_file_range"));
     }
   }
-  long_requests_.run_with_space(
+  long_requests_.retry_until_memory(
       *to->inode, std::move(responder), [this, from, to, copy, loss](Cancellation& cancellation, Responder& reply) {
         const Result<std::uint64_t> copied = to->inode->buffer()->copy_from(
             *from->inode->buffer(), copy.in.off_in, copy.in.off_out, copy.in.len, cancellation.flag());

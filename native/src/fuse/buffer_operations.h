@@ -10,6 +10,7 @@
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
+#include "fuse/namespace.h"
 #include "fuse/read_ahead.h"
 #include "fuse/request.h"
 #include "fuse/statistics.h"
@@ -20,9 +21,14 @@ class BufferOperations {
  public:
   using File = std::shared_ptr<OpenFile>;
 
-  BufferOperations(InodeTable& table, LongRequests& long_requests, ReadAhead& read_ahead, const InitNegotiation& init,
-                   Statistics& statistics)
-      : table_(table), long_requests_(long_requests), read_ahead_(read_ahead), init_(init), statistics_(statistics) {}
+  BufferOperations(InodeTable& table, const Namespace& names, LongRequests& long_requests, ReadAhead& read_ahead,
+                   const InitNegotiation& init, Statistics& statistics)
+      : table_(table),
+        names_(names),
+        long_requests_(long_requests),
+        read_ahead_(read_ahead),
+        init_(init),
+        statistics_(statistics) {}
 
   void read(const File& file, Request& request, Responder responder);
   void write(const File& file, Request& request, Responder responder);
@@ -39,7 +45,8 @@ class BufferOperations {
   // Host memory: the reply is made of pieces of the buffer itself. False if another thread has to serve the request.
   bool reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes, Responder& responder);
   // Device memory, through host memory. An error if nothing was read; EAGAIN: another thread has to serve the request.
-  int reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Responder& responder);
+  int reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Wait wait,
+                      Responder& responder);
   void read_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder);
   // Once there is memory for the holes.
   void fill_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder);
@@ -55,6 +62,7 @@ class BufferOperations {
   Status allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const;
 
   InodeTable& table_;
+  const Namespace& names_;
   LongRequests& long_requests_;
   ReadAhead& read_ahead_;
   const InitNegotiation& init_;

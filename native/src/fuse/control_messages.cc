@@ -61,14 +61,14 @@ int short_setxattr(Request& request, bool is_long) {
 // ---- replies ----
 
 // What a reply hands out: entries and an open handle, by their place in the message.
-struct HandedOut {
+struct ReplyLayout {
   bool entry = false;
   bool directory = false;       // entries, from the beginning of the body on
   std::size_t open_at = 0;      // 0: nothing is opened
   std::uint32_t closed_by = 0;  // opcode
 };
 
-HandedOut handed_out_by(std::uint32_t opcode) {
+ReplyLayout layout_of(std::uint32_t opcode) {
   switch (opcode) {
     case FUSE_LOOKUP:
     case FUSE_MKNOD:
@@ -92,9 +92,9 @@ HandedOut handed_out_by(std::uint32_t opcode) {
 
 // Calls visit(offset, name) for each entry of a reply; entries outside directories have no name.
 template <typename Visit>
-void for_each_entry(const HandedOut& handed_out, std::span<const std::byte> message, Visit visit) {
-  if (handed_out.entry) visit(kOut, std::string_view());
-  if (!handed_out.directory) return;
+void for_each_entry(const ReplyLayout& layout, std::span<const std::byte> message, Visit visit) {
+  if (layout.entry) visit(kOut, std::string_view());
+  if (!layout.directory) return;
   fuse_direntplus entry{};
   for (std::size_t at = kOut; at <= message.size() && message.size() - at >= FUSE_NAME_OFFSET_DIRENTPLUS;) {
     std::memcpy(static_cast<void*>(&entry), message.data() + at, FUSE_NAME_OFFSET_DIRENTPLUS);
@@ -126,9 +126,7 @@ std::uint32_t direct_flags(const InitNegotiation& init) {
 void set_open_flags(std::span<std::byte> message, std::size_t at, const InitNegotiation& init) {
   fuse_open_out out{};
   if (!read_struct(message, at, &out)) return;
-  if (is_buffer(out.fh)) {
-    out.open_flags = buffer_open_flags(init);
-  } else if (is_backing(out.fh)) {
+  if (is_backing(out.fh)) {
     // Changes of the host's file by others must show here at once.
     out.open_flags = direct_flags(init);
   } else {
@@ -162,10 +160,10 @@ std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte
     memory.stat = statx_of(from.attr);
     return std::as_bytes(std::span(&memory, 1));
   }
-  const HandedOut handed_out = handed_out_by(opcode);
-  for_each_entry(handed_out, message, [&](std::size_t at, std::string_view) { fill_entry(message, at, table); });
-  if (handed_out.open_at != 0 && opcode != FUSE_OPENDIR) {
-    set_open_flags(message, handed_out.open_at, init);
+  const ReplyLayout layout = layout_of(opcode);
+  for_each_entry(layout, message, [&](std::size_t at, std::string_view) { fill_entry(message, at, table); });
+  if (layout.open_at != 0 && opcode != FUSE_OPENDIR) {
+    set_open_flags(message, layout.open_at, init);
   }
   return message.subspan(kOut);
 }
@@ -175,18 +173,18 @@ std::uint32_t buffer_open_flags(const InitNegotiation& init) {
   return kOpenNoFlush | direct_flags(init);
 }
 
-HandedOver handed_over_by(std::uint32_t opcode, std::span<const std::byte> reply) {
-  HandedOver found;
-  const HandedOut handed_out = handed_out_by(opcode);
+KernelReferences references_in(std::uint32_t opcode, std::span<const std::byte> reply) {
+  KernelReferences found;
+  const ReplyLayout layout = layout_of(opcode);
   fuse_out_header answered{};
   fuse_open_out open{};
-  if (read_struct(reply, 0, &answered) && handed_out.open_at != 0 && read_struct(reply, handed_out.open_at, &open)) {
+  if (read_struct(reply, 0, &answered) && layout.open_at != 0 && read_struct(reply, layout.open_at, &open)) {
     found.release.resize(kIn + sizeof(fuse_release_in));
     const auto length = static_cast<std::uint32_t>(found.release.size());
-    write_struct(found.release, 0, fuse_in_header{length, handed_out.closed_by, answered.unique, 0, 0, 0, 0, 0, 0});
+    write_struct(found.release, 0, fuse_in_header{length, layout.closed_by, answered.unique, 0, 0, 0, 0, 0, 0});
     write_struct(found.release, kIn, fuse_release_in{open.fh, 0, 0, 0});
   }
-  for_each_entry(handed_out, reply, [&](std::size_t at, std::string_view name) {
+  for_each_entry(layout, reply, [&](std::size_t at, std::string_view name) {
     fuse_entry_out entry{};
     if (!read_struct(reply, at, &entry) || entry.nodeid == 0) return;
     if (name != "." && name != "..") found.references.push_back({entry.nodeid, 1});  // these are not references

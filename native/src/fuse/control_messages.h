@@ -28,10 +28,10 @@ std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte
 
 // What a successful reply hands out, for a reply that the kernel never got: references, and the request that closes
 // what was opened (empty: nothing was), which the control plane answers.
-struct HandedOver {
+struct KernelReferences {
   std::vector<fuse_forget_one> references;
   std::vector<std::byte> release;
 };
-[[nodiscard]] HandedOver handed_over_by(std::uint32_t opcode, std::span<const std::byte> reply);
+[[nodiscard]] KernelReferences references_in(std::uint32_t opcode, std::span<const std::byte> reply);
 
 }  // namespace gpufs::fuse

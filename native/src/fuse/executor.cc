@@ -23,8 +23,6 @@ constexpr std::size_t kCopyJobs = 32;
 constexpr std::size_t kReclaimJobs = 2;
 // These stay, so that the system's refusal of further threads delays jobs but does not stop them.
 constexpr std::size_t kPermanentThreads = 2;
-// Most INTERRUPTs are for short requests that have already ended; only the latest can still be early.
-constexpr std::size_t kRemembered = 256;
 
 }  // namespace
 
@@ -61,9 +59,9 @@ bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t
   {
     const std::lock_guard lock(state.mutex);
     stopped = state.stopping;
-    if (!stopped && (id == 0 || std::erase(state.early, id) == 0)) {
+    if (!stopped) {
       if (time) {
-        entry.deadline = *time;
+        entry.time = *time;
         state.parked.splice(state.parked.end(), mine);
         wake_for_parked(state_);
       } else {
@@ -76,7 +74,7 @@ bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t
   }
   entry.cancellation->request();
   static_cast<void>(entry.job(EINTR, *entry.cancellation));
-  return !stopped;
+  return false;
 }
 
 void Executor::wake_for_queue(const std::shared_ptr<State>& state) {
@@ -133,11 +131,7 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
         const auto entry = std::ranges::find_if(*entries, has_id);
         if (entry != entries->end()) mine.splice(mine.end(), *entries, entry);
       }
-      if (mine.empty()) {
-        if (state.early.size() == kRemembered) state.early.pop_front();
-        state.early.push_back(id);
-        return Cancelled::kRemembered;
-      }
+      if (mine.empty()) return Cancelled::kUnknown;
     }
   }
   if (running) {
@@ -149,10 +143,10 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
   return Cancelled::kEnded;
 }
 
-void Executor::memory_freed(std::int32_t device) {
+void Executor::resume(std::int32_t device) {
   State& state = *state_;
   const std::lock_guard lock(state.mutex);
-  ++state.freed;
+  ++state.resumes;
   for (auto entry = state.parked.begin(); entry != state.parked.end();) {
     const auto next = std::next(entry);
     if (entry->lane.device == device) {
@@ -163,12 +157,7 @@ void Executor::memory_freed(std::int32_t device) {
   }
 }
 
-std::uint64_t Executor::freed_count() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->freed;
-}
-
-std::size_t Executor::stop(std::chrono::milliseconds patience) {
+std::size_t Executor::stop(std::chrono::milliseconds timeout) {
   State& state = *state_;
   QueuedJobs mine;
   std::vector<std::shared_ptr<Cancellation>> running;
@@ -191,17 +180,17 @@ std::size_t Executor::stop(std::chrono::milliseconds patience) {
     return std::ranges::all_of(state.active,
                                [](const QueuedJob& entry) { return entry.lane.kind == Lane::Kind::kFiles; });
   });
-  state.ended.wait_for(lock, patience, [&state] { return state.active.empty(); });
+  state.ended.wait_for(lock, timeout, [&state] { return state.active.empty(); });
   if (state.active.empty()) state.ended.wait(lock, [&state] { return state.threads == 0; });
   return state.active.size();
 }
 
 Executor::JobCounts Executor::counts() const {
   const std::lock_guard lock(state_->mutex);
-  const auto timers =
-      std::ranges::count(state_->parked, Lane::Kind::kTimers, [](const QueuedJob& e) { return e.lane.kind; });
-  return {state_->threads, state_->active.size(), state_->queue.size(),
-          state_->parked.size() - static_cast<std::size_t>(timers), state_->submitted};
+  const auto waits_for_memory = [](const QueuedJob& entry) { return entry.lane.device >= 0; };
+  const auto parked = std::ranges::count_if(state_->parked, waits_for_memory);
+  return {state_->threads, state_->active.size(), state_->queue.size(), static_cast<std::size_t>(parked),
+          state_->submitted};
 }
 
 std::size_t Executor::State::limit_of(Lane::Kind kind) const {
@@ -240,9 +229,8 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
   const TimePoint idle_end = Clock::now() + kIdle;
   for (;;) {
     const TimePoint now = Clock::now();
-    const auto first = std::ranges::min_element(parked, {}, &QueuedJob::deadline);
-    if (first != parked.end() && first->deadline <= now) {
-      if (first->refusal == 0 && first->lane.kind != Lane::Kind::kTimers) first->refusal = ENOSPC;
+    const auto first = std::ranges::min_element(parked, {}, &QueuedJob::time);
+    if (first != parked.end() && first->time <= now) {
       active.splice(active.end(), parked, first);
       return std::prev(active.end());
     }
@@ -252,14 +240,14 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
       active.splice(active.end(), queue, ready);
       return std::prev(active.end());
     }
-    // While something is parked one thread stays to watch its deadline.
+    // While something is parked one thread stays to watch the time.
     const bool needed = threads <= kPermanentThreads || (!parked.empty() && idle == 0);
     if (stopping || (now >= idle_end && !needed)) return active.end();
     ++idle;
     if (!parked.empty()) {
       // A copy: wait_until() reads it again at the end, when the entry may be gone.
-      const TimePoint deadline = now < idle_end ? std::min(idle_end, first->deadline) : first->deadline;
-      wanted.wait_until(lock, deadline);
+      const TimePoint end = now < idle_end ? std::min(idle_end, first->time) : first->time;
+      wanted.wait_until(lock, end);
     } else if (now < idle_end) {
       wanted.wait_until(lock, idle_end);
     } else {
@@ -269,11 +257,11 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
   }
 }
 
-void Executor::State::park(QueuedJobs::iterator entry, TimePoint deadline) {
+void Executor::State::park(QueuedJobs::iterator entry, TimePoint time) {
   if (stopping) entry->refusal = EINTR;
-  entry->deadline = entry->refusal == 0 ? deadline : TimePoint::min();  // cancelled since: it runs with that at once
-  // Memory that was freed during the attempt may have come too late for it.
-  const bool again = entry->refusal == 0 && entry->freed != freed && entry->lane.kind != Lane::Kind::kTimers;
+  entry->time = entry->refusal == 0 ? time : TimePoint::min();  // cancelled since: it runs with that at once
+  // What was released during the attempt may have come too late for it.
+  const bool again = entry->refusal == 0 && entry->resumes != resumes && entry->lane.device >= 0;
   QueuedJobs& to = again ? queue : parked;
   to.splice(to.end(), active, entry);
 }
@@ -283,20 +271,20 @@ void Executor::work_loop(const std::shared_ptr<State>& shared) {
   std::unique_lock lock(state.mutex);
   --state.starting;
   for (auto entry = state.next(lock); entry != state.active.end(); entry = state.next(lock)) {
-    wake_for_parked(shared);  // another thread has to watch the deadlines now
-    entry->freed = state.freed;
+    wake_for_parked(shared);  // another thread has to watch the time now
+    entry->resumes = state.resumes;
     const int refusal = entry->refusal;
     const Job& job = entry->job;
-    std::optional<TimePoint> deadline;
+    std::optional<TimePoint> again;
     lock.unlock();
     try {
-      deadline = job(refusal, *entry->cancellation);
+      again = job(refusal, *entry->cancellation);
     } catch (const std::exception& failure) {
       log_error("a worker's job failed: ", failure.what());
     }
     lock.lock();
-    if (refusal == 0 && deadline) {
-      state.park(entry, *deadline);
+    if (refusal == 0 && again) {
+      state.park(entry, *again);
       continue;
     }
     Job last = std::move(entry->job);

@@ -4,7 +4,7 @@
 //
 // Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs on the same subject (a file)
 // have a smaller limit, so a file that makes no progress does not fill its lane. A job that finds the device full holds
-// no thread: it is parked until memory is freed or its deadline passes.
+// no thread: it is parked until memory is released (device/reclaim.h) or its time is over.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <list>
 #include <memory>
@@ -54,10 +53,9 @@ class Executor {
       kReclaim,        // freeing memory of one device
       kNotifications,  // in their order, by one thread at a time
       kRelay,          // likewise
-      kTimers,
     };
     Kind kind = Kind::kBuffers;
-    std::int32_t device = -1;
+    std::int32_t device = -1;       // whose resume() parked jobs wait for, too; -1: none
     std::uint64_t file_system = 0;  // st_dev
     friend auto operator<=>(const Lane&, const Lane&) = default;
   };
@@ -67,10 +65,10 @@ class Executor {
     std::size_t same_subject = 4;
   };
 
-  // A job is a function body(int refusal, Cancellation&). It runs with 0 on a thread of the executor. Or it runs once,
-  // on any thread, with the errno that it ends with instead: EINTR after cancel() and stop(), ENOSPC at its deadline.
-  // It returns nothing, or a std::optional<TimePoint>: the deadline until which it is parked and waits for memory of
-  // its lane's device; it runs again then.
+  // A job is a function body(int refusal, Cancellation&). `refusal` is 0 on a thread of the executor. If the job is
+  // refused or cancelled, the body is called once with EINTR, on any thread.
+  // It returns nothing, or a std::optional<TimePoint>: it is parked then, and runs again at that time, or earlier if
+  // its lane's device is resumed.
 
   explicit Executor(const Limits& limits) : state_(std::make_shared<State>(limits)) {}
   ~Executor() { stop(std::chrono::milliseconds::zero()); }
@@ -86,25 +84,22 @@ class Executor {
   bool submit(const Lane& lane, const void* subject, std::uint64_t id, Body body) {
     return submit_entry(lane, subject, id, std::nullopt, job_of(std::move(body)));
   }
-  // Runs the job with 0 at this time, and again at each time that it returns.
+  // A timer: a job that is parked until this time.
   template <typename Body>
   void submit_at(TimePoint time, Body body) {
-    submit_entry({Lane::Kind::kTimers, -1, 0}, nullptr, 0, time, job_of(std::move(body)));
+    submit_entry({}, nullptr, 0, time, job_of(std::move(body)));
   }
 
-  // A job that is queued or parked ends now. One that runs is asked to end. For one that is not known here, the number
-  // is remembered: another thread may be about to submit it.
-  enum class Cancelled : std::uint8_t { kEnded, kRunning, kRemembered };
+  // A job that is queued or parked ends now. One that runs is asked to end.
+  enum class Cancelled : std::uint8_t { kEnded, kRunning, kUnknown };
   Cancelled cancel(std::uint64_t id);
 
-  // Runs the parked jobs of a device again.
-  void memory_freed(std::int32_t device);
-  // How often memory_freed() was called.
-  [[nodiscard]] std::uint64_t freed_count() const;
+  // Runs the parked jobs of a device again, and those that are about to be parked.
+  void resume(std::int32_t device);
 
-  // Ends what is queued or parked, cancels what runs and waits for it, for jobs of files up to `patience`; returns how
+  // Ends what is queued or parked, cancels what runs and waits for it, for jobs of files up to `timeout`; returns how
   // many of these are left behind. They must use nothing that goes away with the executor's owner. May be called twice.
-  std::size_t stop(std::chrono::milliseconds patience);
+  std::size_t stop(std::chrono::milliseconds timeout);
 
   struct JobCounts {
     std::size_t threads = 0;
@@ -138,9 +133,9 @@ class Executor {
     std::uint64_t id = 0;
     Job job;
     std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
-    TimePoint deadline;       // of a parked job
-    std::uint64_t freed = 0;  // State::freed when it was last started
-    int refusal = 0;          // what it runs with next
+    TimePoint time;             // when a parked job runs again
+    std::uint64_t resumes = 0;  // State::resumes when it was last started
+    int refusal = 0;            // what it runs with next
   };
   using QueuedJobs = std::list<QueuedJob>;
 
@@ -156,11 +151,10 @@ class Executor {
     QueuedJobs queue;
     QueuedJobs parked;
     QueuedJobs active;
-    std::deque<std::uint64_t> early;  // cancelled before they were submitted, or after they had ended
     std::size_t threads = 0;
     std::size_t idle = 0;      // of these, those that wait
     std::size_t starting = 0;  // and those that have been started and look at the queue next
-    std::uint64_t freed = 0;
+    std::uint64_t resumes = 0;
     std::uint64_t submitted = 0;
     bool stopping = false;
     bool start_failed = false;  // logged once, until a thread could be started again
@@ -171,7 +165,7 @@ class Executor {
     [[nodiscard]] std::size_t limit_of(Lane::Kind kind) const;
     // Moves the next job to `active` and returns it; the end of `active` if the thread has to end.
     QueuedJobs::iterator next(std::unique_lock<std::mutex>& lock);
-    void park(QueuedJobs::iterator entry, TimePoint deadline);
+    void park(QueuedJobs::iterator entry, TimePoint time);
   };
 
   bool submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time, Job job);

@@ -35,6 +35,11 @@ class ExtendedAttributes {
   [[nodiscard]] Value* find(std::string_view name);
   // False if there was none.
   bool remove(std::string_view name);
+  // Calls visit(name, value) for all.
+  template <typename Visit>
+  void each(Visit visit) const {
+    for (const auto& [name, value] : values_) visit(name, value);
+  }
   // As listxattr(2) returns them.
   [[nodiscard]] std::string names(bool trusted) const;
   [[nodiscard]] bool has_trusted() const;

@@ -22,7 +22,7 @@ constexpr std::uint32_t kPagesWithoutFlag = 32;  // a request's limit where MAX_
 // (SECURITY_CTX, CREATE_SUPP_GROUP) except for SETXATTR_EXT.
 constexpr std::uint64_t kWanted = kInitAsyncRead | kInitExportSupport | kInitBigWrites | kInitAutoInvalData |
                                   kInitDoReaddirplus | kInitAsyncDio | kInitParallelDirops | kInitMaxPages |
-                                  kInitDirectIoAllowMmap | kInitSetxattrExt;
+                                  kInitDirectIoAllowMmap | kInitSetxattrExt | kInitHasResend;
 // Access control lists need both: gpufs applies the umask, unless the directory's default list replaces it.
 constexpr std::uint64_t kAclFlags = kInitPosixAcl | kInitDontMask;
 
@@ -63,6 +63,11 @@ Result<fuse_init_out> InitNegotiation::answer(std::span<const std::byte> request
   out.congestion_threshold = kBackground * 3 / 4;
   out.time_gran = 1;
   return out;
+}
+
+void InitNegotiation::restore(std::uint64_t offered, std::uint64_t granted) {
+  offered_ = offered;
+  granted_ = granted;
 }
 
 void InitNegotiation::write_statistics(JsonWriter& json) const {

@@ -27,6 +27,11 @@ class InitNegotiation {
   // The reply to the kernel's request. EPROTO when that cannot be understood.
   Result<fuse_init_out> answer(std::span<const std::byte> request);
 
+  // What the last process has agreed on with the kernel.
+  void restore(std::uint64_t offered, std::uint64_t granted);
+
+  [[nodiscard]] std::uint64_t offered() const { return offered_; }
+  [[nodiscard]] std::uint64_t granted() const { return granted_; }
   // Flags that both sides have agreed on.
   [[nodiscard]] bool granted(std::uint64_t flag) const { return (granted_.load() & flag) == flag; }
   // Buffers are opened for direct input and output only where such files can still be mapped.

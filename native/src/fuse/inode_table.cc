@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <string>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "fuse/acl.h"
+#include "memory/slab_pool.h"
 
 namespace gpufs::fuse {
 
@@ -19,24 +21,25 @@ namespace {
 
 constexpr std::uint32_t kPermissions = 07777;
 
-// How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
-// file that still exists then is kept by somebody.
-constexpr std::chrono::milliseconds kForgetTime{300};
-// Less than one part in so many of a device's memory is worth no waiting.
-constexpr std::uint64_t kSmallPart = 64;
+std::uint64_t user_key(std::int32_t device, std::uint32_t uid) {
+  return std::uint64_t{static_cast<std::uint32_t>(device)} << 32 | uid;
+}
 
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
 
-Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer)
+Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references,
+             Timestamp birth, Records& records)
     : ino_(attributes.ino),
       device_(attributes.device),
       kind_(attributes.mode & S_IFMT),
       buffer_(std::move(buffer)),
       in_host_memory_(buffer_ && buffer_->device()->info().cpu_addressable),
-      birth_{attributes.ctime, attributes.ctime_ns},
-      attributes_(attributes) {}
+      birth_(birth),
+      records_(records),
+      attributes_(attributes),
+      references_(references) {}
 
 gpufs_attributes Inode::attributes() const {
   gpufs_attributes copy;
@@ -60,7 +63,9 @@ void Inode::was_read(AccessTimes policy) {
   if (policy == AccessTimes::kNever) return;
   const Timestamp now = Timestamp::now();
   const std::lock_guard lock(mutex_);
-  if (atime_is_due(policy, attributes_, now)) set_atime(attributes_, now);
+  if (!atime_is_due(policy, attributes_, now)) return;
+  set_atime(attributes_, now);
+  record_locked();
 }
 
 void Inode::was_written(SetIdLoss loss) {
@@ -70,6 +75,7 @@ void Inode::was_written(SetIdLoss loss) {
   set_ctime(attributes_, now);
   attributes_.mode = mode_without_set_id(attributes_.mode, loss);
   if (extended_) extended_->drop_capability();
+  record_locked();
 }
 
 bool Inode::has_writers() const {
@@ -77,15 +83,15 @@ bool Inode::has_writers() const {
   return open_writers_ > 0;
 }
 
-SetIdLoss Inode::loss_by(const Caller& caller) const {
-  return marks_group_without(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
+SetIdLoss Inode::set_id_bits_to_clear(const Caller& caller) const {
+  return has_bare_set_gid_foreign_to(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
 }
 
-SetIdLoss Inode::bare_set_gid_loss_by(const Caller& caller) const {
-  return marks_group_without(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
+SetIdLoss Inode::bare_set_gid_to_clear(const Caller& caller) const {
+  return has_bare_set_gid_foreign_to(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
 }
 
-bool Inode::marks_group_without(const Caller& caller) const {
+bool Inode::has_bare_set_gid_foreign_to(const Caller& caller) const {
   std::uint32_t mode = 0;
   std::uint32_t gid = 0;
   {
@@ -128,6 +134,14 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
 }
 
+bool Inode::hold() {
+  const std::lock_guard lock(mutex_);
+  if (removed_) return false;
+  ++references_;
+  record_locked();
+  return true;
+}
+
 std::uint64_t Inode::metadata_locked() const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
@@ -135,8 +149,9 @@ std::uint64_t Inode::metadata_locked() const {
   return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
 }
 
-Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent, std::uint32_t umask) {
-  if (attributes.ino == 0) return Status(EINVAL, "0 is not an inode number");
+Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, Inode* parent, std::uint32_t umask,
+                                               std::uint64_t references) {
+  gpufs_attributes attributes = wanted;
   if (attributes.device < -1 || attributes.device >= static_cast<std::int32_t>(devices_.size())) {
     return Status(EINVAL, "no device " + std::to_string(attributes.device));
   }
@@ -148,21 +163,37 @@ Status InodeTable::add(const gpufs_attributes& attributes, std::uint64_t parent,
     buffer->preallocate_on_growth();  // trimmed when the last writer closes it
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
-  auto inode = std::make_shared<Inode>(attributes, std::move(buffer));
-  if (parent != 0) {
-    const std::shared_ptr<Inode> directory = find(parent);
-    if (!directory) return unknown_inode(parent);
-    inode->inherit(*directory, umask);
+  if (attributes.ino == 0) attributes.ino = ino_numbers_.next();
+  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), references,
+                                       Timestamp{attributes.ctime, attributes.ctime_ns}, records_);
+  if (parent != nullptr) inode->inherit(*parent, umask);
+  if (Status inserted = insert(inode); !inserted.ok()) return inserted;
+  return inode;
+}
+
+Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
+  {
+    const std::lock_guard own(inode->mutex_);
+    const std::uint64_t metadata = inode->metadata_locked();
+    Metadata::Share* const share = metadata_.share_of(inode->attributes_.uid);
+    if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
+    inode->charged_ = metadata;
+    inode->charged_to_ = share;
+    const std::unique_lock lock(inodes_mutex_);
+    if (!inodes_.emplace(inode->ino_, inode).second) {
+      metadata_.give(share, metadata);
+      return Status(EEXIST, "inode " + std::to_string(inode->ino_) + " exists");
+    }
+    if (inode->buffer_) ++file_counts_[inode->device_];
+    inode->record_locked();
   }
-  const std::uint64_t metadata = inode->metadata_locked();  // not visible yet
-  Metadata::Share* const share = metadata_.share_of(attributes.uid);
-  if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
-  inode->charged_ = metadata;
-  inode->charged_to_ = share;
-  const std::unique_lock lock(inodes_mutex_);
-  if (!inodes_.emplace(attributes.ino, std::move(inode)).second) {
-    metadata_.give(share, metadata);
-    return Status(EEXIST, "inode " + std::to_string(attributes.ino) + " is there already");
+  if (inode->buffer_) {
+    inode->buffer_->watch([moved = std::weak_ptr<Inode>(inode)] {
+      const std::shared_ptr<Inode> found = moved.lock();
+      if (!found) return;
+      const std::lock_guard lock(found->mutex_);
+      found->record_locked();
+    });
   }
   return {};
 }
@@ -177,97 +208,38 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
   directory_access_times_.store(not_directories ? AccessTimes::kNever : policy, std::memory_order_relaxed);
 }
 
-Status InodeTable::remove(std::uint64_t ino) {
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  bool doomed = false;
+void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
+  bool must_be_freed = false;
   {
     const std::lock_guard lock(inode->mutex_);
-    if (inode->removed_) return unknown_inode(ino);
-    if (inode->references_ != 0) return Status(EBUSY, "the inode is in use");
+    if (inode->removed_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
     inode->removed_ = true;
+    records_.remove_inode(inode->ino_);
     metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
-    doomed = update_orphan_locked(inode);
+    must_be_freed = update_expected_locked(*inode);
   }
   {
     const std::unique_lock lock(inodes_mutex_);
-    inodes_.erase(ino);
+    inodes_.erase(inode->ino_);
+    if (inode->buffer_) --file_counts_[inode->device_];
   }
-  if (doomed) free_later(std::move(inode));
-  return {};
-}
-
-Status InodeTable::set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino) {
-  const std::shared_ptr<Inode> inode = find(directory);
-  if (!inode) return unknown_inode(directory);
-  const Timestamp now = Timestamp::now();
-  const std::lock_guard lock(inode->mutex_);
-  if (ino != 0) {
-    inode->names_.insert_or_assign(std::string(name), ino);
-  } else if (const auto found = inode->names_.find(name); found != inode->names_.end()) {
-    inode->names_.erase(found);
-  }
-  set_mtime(inode->attributes_, now);
-  set_ctime(inode->attributes_, now);
-  return {};
-}
-
-std::string InodeTable::name_of(std::uint64_t ino) const {
-  std::vector<std::shared_ptr<Inode>> directories;
-  {
-    const std::shared_lock lock(inodes_mutex_);
-    for (const auto& [number, inode] : inodes_) {
-      if (S_ISDIR(inode->kind_)) directories.push_back(inode);
-    }
-  }
-  for (const std::shared_ptr<Inode>& directory : directories) {
-    const std::lock_guard lock(directory->mutex_);
-    for (const auto& [name, target] : directory->names_) {
-      if (target == ino) return name;
-    }
-  }
-  return {};
-}
-
-std::shared_ptr<Inode> InodeTable::look_up(Inode& directory, std::string_view name) {
-  std::uint64_t ino = 0;
-  {
-    const std::lock_guard lock(directory.mutex_);
-    const auto found = directory.names_.find(name);
-    if (found == directory.names_.end()) return nullptr;
-    ino = found->second;
-  }
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return nullptr;
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->removed_) return nullptr;  // at the same time
-  ++inode->references_;
-  return inode;
+  if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
 }
 
 Status InodeTable::hold(std::uint64_t ino) {
   const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->removed_) return unknown_inode(ino);
-  ++inode->references_;
-  return {};
-}
-
-Status InodeTable::drop(std::uint64_t ino, std::uint64_t count) {
-  const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  const std::lock_guard lock(inode->mutex_);
-  inode->references_ -= std::min(count, inode->references_);
-  return {};
+  return inode && inode->hold() ? Status() : unknown_inode(ino);
 }
 
 bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
-  const std::shared_ptr<Inode> inode = find(ino);
+  std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return false;
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->references_ <= count && inode->attributes_.nlink == 0) return false;
-  inode->references_ -= std::min(count, inode->references_);
+  {
+    const std::lock_guard lock(inode->mutex_);
+    inode->references_ -= std::min(count, inode->references_);
+    inode->record_locked();
+  }
+  remove_if_unused(std::move(inode));
   return true;
 }
 
@@ -277,10 +249,10 @@ std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
   return found == inodes_.end() ? nullptr : found->second;
 }
 
-Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
+Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait) {
   // The part that can fail comes first: the size, which takes the buffer's locks and none of ours.
   if (changes.size) {
-    if (Status status = inode.buffer()->resize(*changes.size); !status.ok()) return status;
+    if (Status status = inode.buffer()->resize(*changes.size, wait); !status.ok()) return status;
   }
   const bool pays = changes.uid && inode.buffer_;
   std::shared_ptr<Account> payer = pays ? quotas_.user(inode.device_, *changes.uid) : nullptr;
@@ -302,25 +274,24 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes) {
   if (changes.atime) set_atime(ours, *changes.atime);
   if (changes.mtime) set_mtime(ours, *changes.mtime);
   set_ctime(ours, Timestamp::now());
+  inode.record_locked();
   return {};
 }
 
-Status InodeTable::set_links(std::uint64_t ino, std::uint32_t links) {
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
+Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
   const std::uint32_t before = inode->attributes().nlink;
   const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
-  bool doomed = false;
+  bool must_be_freed = false;
   const auto change = [&](gpufs_attributes& ours, const auto&) {
     ours.nlink = links;
     set_ctime(ours, Timestamp::now());
-    doomed = update_orphan_locked(inode);  // removed at the same time
+    must_be_freed = update_expected_locked(*inode);  // removed at the same time
     return 0;
   };
   if (change_metadata(*inode, more * kNameBytes, change) != 0) {
     return Status(ENOSPC, "the limit for metadata");
   }
-  if (doomed) free_later(std::move(inode));
+  if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
   return {};
 }
 
@@ -328,6 +299,7 @@ Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optio
   if (device < 0 || device >= static_cast<std::int32_t>(devices_.size()))
     return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
+  records_.put_user_limit(user_key(device, uid), bytes);
   return {};
 }
 
@@ -335,31 +307,11 @@ void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {
   buffer.charge().move(Charge::kOwner, quotas_.user(buffer.device()->info().index, uid));
 }
 
-Status InodeTable::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
-  const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  std::shared_ptr<Account> account;
-  {
-    const std::lock_guard lock(inode->mutex_);
-    if (bytes && inode->directory_account_ == nullptr) {
-      inode->directory_account_ = std::make_shared<Account>("the limited directory");
-    }
-    if (!bytes) inode->directory_account_ = nullptr;
-    account = inode->directory_account_;
-  }
-  if (account != nullptr) account->set_limit(*bytes);
-  quotas_.set_directory(ino, std::move(account));
-  return {};
-}
-
-Status InodeTable::charge_to(std::uint64_t ino, std::shared_ptr<Account> account) {
-  const std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
-  const std::lock_guard lock(inode->mutex_);
-  if (inode->buffer_) inode->buffer_->charge().move(Charge::kDirectory, account);
-  if (inode->replacement_) inode->replacement_->charge().move(Charge::kDirectory, account);
-  inode->directory_account_ = std::move(account);
-  return {};
+void InodeTable::charge_to(Inode& inode, std::shared_ptr<Account> account) {
+  const std::lock_guard lock(inode.mutex_);
+  if (inode.buffer_) inode.buffer_->charge().move(Charge::kDirectory, account);
+  if (inode.replacement_) inode.replacement_->charge().move(Charge::kDirectory, account);
+  inode.directory_account_ = std::move(account);
 }
 
 Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer) {
@@ -376,15 +328,13 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   inode->replaced_.store(true, std::memory_order_release);
   set_mtime(inode->attributes_, now);
   set_ctime(inode->attributes_, now);
+  inode->record_locked();
   return {};
 }
 
-Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
-  std::shared_ptr<Inode> inode = find(ino);
-  if (!inode) return unknown_inode(ino);
+Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int flags) {
   if (!inode->buffer_) {
-    const bool directory = S_ISDIR(inode->attributes().mode);
-    return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
+    return Status(S_ISDIR(inode->kind_) ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
   }
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
   const std::uint64_t fh = files_.add(std::make_shared<OpenFile>(OpenFile{inode, writes}));
@@ -397,7 +347,11 @@ Result<std::uint64_t> InodeTable::open(std::uint64_t ino, int flags) {
     constexpr int kCreation = O_CREAT | O_EXCL;
     if (inode->writers_ever_++ == 0) inode->created_open_ = (flags & kCreation) == kCreation;
   }
-  static_cast<void>(update_orphan_locked(inode));  // in use now
+  const Records::Change change(records_);
+  records_.put_file(fh, {inode->ino_, writes});
+  inode->record_locked();
+  records_.done({inode->ino_, fh});
+  static_cast<void>(update_expected_locked(*inode));  // in use now
   return fh;
 }
 
@@ -407,17 +361,18 @@ Status InodeTable::release(std::uint64_t fh) {
   std::shared_ptr<Inode> inode = file->inode;
   const bool writes = file->writes;
   file.reset();
-  bool doomed = false;
+  bool must_be_freed = false;
   bool trims = false;
   {
     const std::lock_guard lock(inode->mutex_);
+    records_.remove_file(fh);
     --inode->open_files_;
     if (writes) --inode->open_writers_;
     // At each close without a writer: the last try may have found the buffer in use.
     trims = inode->open_writers_ == 0 && inode->attributes_.nlink != 0 && inode->buffer_->may_trim();
-    doomed = update_orphan_locked(inode);
+    must_be_freed = update_expected_locked(*inode);
   }
-  if (doomed) {
+  if (must_be_freed) {
     free_later(std::move(inode));
   } else if (trims) {
     trim_later(inode);
@@ -425,46 +380,47 @@ Status InodeTable::release(std::uint64_t fh) {
   return {};
 }
 
-bool InodeTable::update_orphan_locked(const std::shared_ptr<Inode>& inode) {
-  if (!inode->buffer_) return false;
-  const bool unused = inode->open_files_ == 0;
-  const std::lock_guard lock(orphan_mutex_);
-  if (!unused || (!inode->removed_ && inode->attributes_.nlink != 0)) {
-    orphans_.erase(inode.get());  // the caller's pointer keeps it alive
+bool InodeTable::update_expected_locked(Inode& inode) {
+  if (!inode.buffer_) return false;
+  if (inode.open_files_ != 0 || inode.attributes_.nlink != 0) {
+    inode.expected_.reset();
     return false;
   }
-  orphans_.emplace(inode.get(), Orphan{inode, std::chrono::steady_clock::now(), false});
-  return inode->removed_;
+  if (!inode.expected_) {
+    inode.expected_ = std::make_unique<Reclaim::Expected>(
+        inode.buffer_->device()->reclaim(), [buffer = inode.buffer_.get()] { return buffer->bytes_held(); });
+  }
+  if (inode.removed_) inode.expected_->confirm();
+  return inode.removed_;
 }
 
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
   const std::int32_t device = inode->device_;
   {
-    const std::lock_guard lock(orphan_mutex_);
-    if (const auto orphan = orphans_.find(inode.get()); orphan != orphans_.end()) orphan->second.doomed = true;
-    Doomed& doomed = doomed_[device];
-    doomed.inodes.push_back(std::move(inode));
-    if (std::exchange(doomed.has_job, true)) return;
+    const std::lock_guard lock(unlinked_mutex_);
+    UnlinkedFiles& files = to_be_freed_[device];
+    files.inodes.push_back(std::move(inode));
+    if (std::exchange(files.has_job, true)) return;
   }
   try {
     executor_.submit({Executor::Lane::Kind::kReclaim, device, 0}, nullptr, 0,
-                     [this, device](int, Cancellation&) { free_doomed(device); });
+                     [this, device](int, Cancellation&) { free_unlinked_files(device); });
   } catch (const std::exception&) {
-    const std::lock_guard lock(orphan_mutex_);
-    doomed_[device].has_job = false;  // the next one frees these as well
+    const std::lock_guard lock(unlinked_mutex_);
+    to_be_freed_[device].has_job = false;  // the next one frees these as well
     throw;
   }
 }
 
-void InodeTable::free_doomed(std::int32_t device) {
+void InodeTable::free_unlinked_files(std::int32_t device) {
   for (;;) {
     std::vector<std::shared_ptr<Inode>> inodes;
     {
-      const std::lock_guard lock(orphan_mutex_);
-      Doomed& doomed = doomed_[device];
-      inodes.swap(doomed.inodes);
-      doomed.has_job = !inodes.empty();
+      const std::lock_guard lock(unlinked_mutex_);
+      UnlinkedFiles& files = to_be_freed_[device];
+      inodes.swap(files.inodes);
+      files.has_job = !inodes.empty();
     }
     if (inodes.empty()) return;
     for (std::shared_ptr<Inode>& inode : inodes) free(std::move(inode));
@@ -472,69 +428,123 @@ void InodeTable::free_doomed(std::int32_t device) {
 }
 
 void InodeTable::free(std::shared_ptr<Inode> inode) {
-  const std::int32_t device = inode->device_;
-  std::uint64_t bytes = 0;
+  std::unique_ptr<Reclaim::Expected> expected;
   {
-    const std::lock_guard lock(orphan_mutex_);
-    // Not there: it was opened again at the last moment, and comes back when that file is released.
-    if (const auto orphan = orphans_.extract(inode.get())) {
-      bytes = inode->buffer_->bytes_held();
-      freeing_[device] = {bytes, orphan.mapped().since};
-    }
+    const std::lock_guard lock(inode->mutex_);
+    // Null: it was opened again at the last moment, and comes back when that file is released.
+    expected = std::move(inode->expected_);
   }
-  inode.reset();  // frees the memory, unless a request or a view still uses it
-  {
-    const std::lock_guard lock(orphan_mutex_);
-    freeing_.erase(device);
-  }
-  executor_.memory_freed(device);
+  if (expected) expected->begin_release();
+  inode.reset();  // frees the memory, unless a request or a view still uses it; `expected` reports that
 }
 
 void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
   // Weak: once free() has reported an inode, its memory must be free.
   executor_.submit({Executor::Lane::Kind::kReclaim, inode->device_, 0}, nullptr, 0,
-                   [this, closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
+                   [closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
                      std::shared_ptr<Inode> found = refusal == 0 ? closed.lock() : nullptr;
                      if (!found) return;
-                     const std::int32_t device = found->device_;
+                     const std::shared_ptr<DeviceContext> device = found->buffer_->device();
                      (void)found->buffer_->trim(std::chrono::milliseconds(0));
                      found.reset();  // perhaps the last reference
-                     executor_.memory_freed(device);
+                     device->reclaim().released();
                    });
 }
 
-std::uint64_t InodeTable::orphan_bytes(std::int32_t device) const {
-  const std::lock_guard lock(orphan_mutex_);
-  std::uint64_t bytes = 0;
-  for (const auto& [of, freeing] : freeing_) {
-    if (device < 0 || of == device) bytes += freeing.bytes;
+// ---- another process's inodes ----
+
+void Inode::record_locked() const {
+  if (records_.journal() == nullptr || removed_) return;
+  InodeRecord record{.attributes = attributes_,
+                     .birth_seconds = birth_.seconds,
+                     .birth_nanoseconds = birth_.nanoseconds,
+                     .writers_ever = writers_ever_,
+                     .references = references_,
+                     .created_open = created_open_,
+                     .target = names_.target,
+                     .extended = {},
+                     .contents = std::nullopt};
+  if (extended_) {
+    extended_->each([&](const std::string& name, const ExtendedAttributes::Value& value) {
+      record.extended.emplace_back(name, value);
+    });
   }
-  for (const auto& [key, orphan] : orphans_) {
-    if (device < 0 || orphan.inode->device_ == device) bytes += orphan.inode->buffer_->bytes_held();
-  }
-  return bytes;
+  if (buffer_) record.contents = buffer_->kept();
+  records_.put_inode(record);
 }
 
-std::optional<std::int32_t> InodeTable::returning(std::int32_t device, TimePoint before) const {
-  const auto now = std::chrono::steady_clock::now();
-  std::uint64_t bytes = 0;
-  std::int32_t found = 0;
-  const auto add = [&](std::int32_t of, TimePoint since, std::uint64_t held) {
-    if ((device >= 0 && of != device) || since > before || held == 0) return;
-    bytes += held;
-    found = of;
-  };
-  {
-    const std::lock_guard lock(orphan_mutex_);
-    for (const auto& [of, freeing] : freeing_) add(of, freeing.since, freeing.bytes);
-    for (const auto& [key, orphan] : orphans_) {
-      if (!orphan.doomed && now - orphan.since > kForgetTime) continue;
-      add(orphan.inode->device_, orphan.since, orphan.inode->buffer_->bytes_held());
-    }
+Status InodeTable::restore() {
+  for (const auto& [user, bytes] : records_.user_limits()) {
+    quotas_.limit_user(static_cast<std::int32_t>(user >> 32), static_cast<std::uint32_t>(user), bytes);
   }
-  const std::uint64_t total = devices_.empty() ? 0 : devices_[static_cast<std::size_t>(found)]->info().total_bytes;
-  if (bytes == 0 || bytes < total / kSmallPart) return std::nullopt;
+  std::vector<InodeRecord> inodes = records_.inodes();
+  // First all slots: the slabs must know which are free.
+  std::map<std::int32_t, std::pair<std::uint64_t, std::vector<Extent>>> slots;  // and their memory, by device
+  for (const InodeRecord& inode : inodes) {
+    if (!inode.contents || inode.contents->slot.bytes == 0) continue;
+    slots[inode.attributes.device].first = inode.contents->memory;
+    slots[inode.attributes.device].second.push_back(inode.contents->slot);
+  }
+  for (const auto& [device, used] : slots) {
+    SlabPool* const slabs = devices_.at(static_cast<std::size_t>(device))->slabs();
+    if (slabs == nullptr) return Status(EPROTO, "small files on a device without slabs");
+    if (Status restored = slabs->restore(used.first, used.second); !restored.ok()) return restored;
+  }
+  for (InodeRecord& record : inodes) {
+    const gpufs_attributes& attributes = record.attributes;
+    std::shared_ptr<Buffer> buffer;
+    if (record.contents) {
+      if (attributes.device < 0 || static_cast<std::size_t>(attributes.device) >= devices_.size()) {
+        return Status(ENODEV, "gpu" + std::to_string(attributes.device) + " is missing");
+      }
+      Result<std::shared_ptr<Buffer>> restored =
+          Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *record.contents);
+      if (!restored.ok()) return restored.status().with_context("inode " + std::to_string(attributes.ino));
+      buffer = restored.take();
+      buffer->preallocate_on_growth();
+      buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
+    }
+    const Timestamp birth{record.birth_seconds, record.birth_nanoseconds};
+    auto inode = std::make_shared<Inode>(attributes, std::move(buffer), record.references, birth, records_);
+    inode->restored_ = true;
+    inode->writers_ever_ = record.writers_ever;
+    inode->created_open_ = record.created_open;
+    inode->names_.target = std::move(record.target);
+    if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
+    for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
+    if (Status inserted = insert(inode); !inserted.ok()) return inserted;
+  }
+  for (const auto& [fh, file] : records_.files()) {
+    if (!is_buffer(fh)) continue;
+    const std::shared_ptr<Inode> inode = find(file.inode);
+    if (!inode) return Status(EPROTO, "an open file without an inode");
+    files_.restore(fh, std::make_shared<OpenFile>(OpenFile{inode, file.writes}));
+    ++inode->open_files_;
+    if (file.writes) ++inode->open_writers_;
+  }
+  return {};
+}
+
+std::vector<std::uint64_t> InodeTable::doubtful() const {
+  const auto expects = [](const std::shared_ptr<DeviceContext>& device) {
+    return device->reclaim().expected_files() > 0;
+  };
+  std::vector<std::uint64_t> found;
+  if (std::ranges::none_of(devices_, expects)) return found;
+  for (const std::shared_ptr<Inode>& inode : all()) {
+    const std::lock_guard lock(inode->mutex_);
+    if (inode->restored_ && inode->expected_ && !inode->removed_) found.push_back(inode->ino_);
+  }
   return found;
+}
+
+void InodeTable::restore_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
+  {
+    const std::lock_guard lock(inode->mutex_);
+    inode->attributes_.nlink = links;
+    static_cast<void>(update_expected_locked(*inode));
+  }
+  if (links == 0) remove_if_unused(std::move(inode));
 }
 
 InodeTable::Counts InodeTable::counts() const {
@@ -544,10 +554,26 @@ InodeTable::Counts InodeTable::counts() const {
     counts.inodes = inodes_.size();
   }
   counts.files = files_.size();
-  const std::lock_guard lock(orphan_mutex_);
-  counts.orphans = orphans_.size();
+  for (const std::shared_ptr<DeviceContext>& device : devices_) {
+    counts.orphans += device->reclaim().expected_files();
+    counts.orphan_bytes += device->reclaim().expected_bytes();
+  }
   counts.metadata_bytes = metadata_.used();
   return counts;
+}
+
+std::size_t InodeTable::file_count(std::int32_t device) const {
+  const std::shared_lock lock(inodes_mutex_);
+  const auto found = file_counts_.find(device);
+  return found == file_counts_.end() ? 0 : found->second;
+}
+
+std::vector<std::shared_ptr<Inode>> InodeTable::all() const {
+  std::vector<std::shared_ptr<Inode>> inodes;
+  const std::shared_lock lock(inodes_mutex_);
+  inodes.reserve(inodes_.size());
+  for (const auto& [ino, inode] : inodes_) inodes.push_back(inode);
+  return inodes;
 }
 
 std::vector<std::shared_ptr<Inode>> InodeTable::busiest(std::size_t most) const {

@@ -1,14 +1,13 @@
-// The attributes of every inode of a mount, the names in directories and the open buffers, shared by both planes:
-// Python decides what exists, READ and WRITE change times and sizes. Ownership: the Mount's; inodes and open files are
-// shared with the requests that use them. Thread-safe.
+// The inodes of a mount: their attributes, buffers, references and open files. Namespace has their names.
+// Ownership: the Mount's; inodes and open files are shared with the requests that use them.
+// Thread-safe.
 #pragma once
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +20,7 @@
 
 #include "base/status.h"
 #include "device/device_context.h"
+#include "device/reclaim.h"
 #include "fuse/attributes.h"
 #include "fuse/caller.h"
 #include "fuse/executor.h"
@@ -28,15 +28,46 @@
 #include "fuse/metadata.h"
 #include "fuse/open_files.h"
 #include "fuse/quotas.h"
+#include "fuse/records.h"
 #include "gpufs.h"
 #include "memory/account.h"
 #include "memory/buffer.h"
 
 namespace gpufs::fuse {
 
-class Inode {
+class Inode;
+
+// An inode's names, and for a directory the names in it. Namespace guards and changes it.
+struct InodeNames {
+  struct Name {
+    Inode* directory;
+    const std::string* text;  // the key of the directory's entry
+  };
+  struct Entry {
+    std::shared_ptr<Inode> inode;
+    std::uint64_t number;             // in the order of listings; a name that is replaced keeps it
+    std::uint64_t record;             // of Records
+    std::list<Name>::iterator place;  // in the inode's `names`
+  };
+  using Entries = std::map<std::string, Entry, std::less<>>;
+
+  std::list<Name> names;  // the latest one last
+  std::shared_ptr<Inode>
+      parent;  // the directory of the latest name, kept when that is removed; null: root, or none yet
+  bool may_get_first_name = false;  // created by O_TMPFILE, and not linked since
+  std::string target;               // of a symbolic link
+
+  Entries entries;
+  std::map<std::uint64_t, Entries::iterator> by_number;
+  std::uint64_t next_number = 0;
+  std::uint32_t subdirectories = 0;
+  bool closed = false;  // removed: takes no new names
+};
+
+class Inode : public std::enable_shared_from_this<Inode> {
  public:
-  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer);
+  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references, Timestamp birth,
+        Records& records);
 
   [[nodiscard]] std::uint64_t ino() const { return ino_; }
   [[nodiscard]] std::int32_t device() const { return device_; }
@@ -55,35 +86,43 @@ class Inode {
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
   [[nodiscard]] std::uint32_t kind() const { return kind_; }  // S_IF of its mode
+  // The mount's own, which keep their names: all but what is below the directories of devices.
+  [[nodiscard]] bool is_fixed() const { return device_ < 0; }
   [[nodiscard]] Timestamp birth() const { return birth_; }
   // Access time.
   void was_read(AccessTimes policy);
   // Modification and change time, set-id bits, the capability.
   void was_written(SetIdLoss loss);
   // What a change of contents takes away if its caller may not keep set-id bits, as the kernel has found.
-  [[nodiscard]] SetIdLoss loss_by(const Caller& caller) const;
+  [[nodiscard]] SetIdLoss set_id_bits_to_clear(const Caller& caller) const;
   // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
-  [[nodiscard]] SetIdLoss bare_set_gid_loss_by(const Caller& caller) const;
+  [[nodiscard]] SetIdLoss bare_set_gid_to_clear(const Caller& caller) const;
+
+  // Adds a reference; false if the inode has been removed.
+  [[nodiscard]] bool hold();
 
   [[nodiscard]] bool has_writers() const;
   // Whether this is the first call: what a mapping stored is lost.
   [[nodiscard]] bool first_loss() { return !lost_stores_.exchange(true); }
 
-  // Runs change(attributes, extended attributes) with the inode locked.
-  template <typename Change>
-  auto with_extended(Change change) {
+  // Runs look(attributes, extended attributes) with the inode locked.
+  template <typename Look>
+  auto with_extended(Look look) {
     const std::lock_guard lock(mutex_);
-    return change(attributes_, extended_);
+    return look(attributes_, extended_);
   }
 
  private:
   friend class InodeTable;
+  friend class Namespace;
 
-  // The memory that names and attributes take in both planes, at most. With the mutex held.
+  // The memory that names and attributes take, at most. With the mutex held.
   [[nodiscard]] std::uint64_t metadata_locked() const;
+  // Writes the inode's record after a change, with the mutex held.
+  void record_locked() const;
 
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
-  [[nodiscard]] bool marks_group_without(const Caller& caller) const;
+  [[nodiscard]] bool has_bare_set_gid_foreign_to(const Caller& caller) const;
   // Applies what a directory passes on to a new entry; before the inode is visible.
   void inherit(Inode& directory, std::uint32_t umask);
 
@@ -93,25 +132,29 @@ class Inode {
   const std::shared_ptr<Buffer> buffer_;
   const bool in_host_memory_;
   const Timestamp birth_;
+  Records& records_;
   std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
   std::atomic<bool> replaced_{false};
   std::atomic<bool> lost_stores_{false};
 
-  // Guards all below. InodeTable::orphan_mutex_, the mutexes of a Charge and of Metadata, and
-  // ExtentBuffer::state_mutex_ may be taken under it, nothing else.
+  // Guards all below. The mutexes of a Reclaim, a Charge and of Metadata, and ExtentBuffer::state_mutex_ may be taken
+  // under it, nothing else.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
-  std::unique_ptr<ExtendedAttributes> extended_;             // null until the first one
-  std::map<std::string, std::uint64_t, std::less<>> names_;  // in a directory, with the inodes that they lead to
-  std::uint64_t references_ = 0;                             // the kernel's, and what hold() adds
+  std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
+  std::uint64_t references_;                      // the kernel's, and what hold() adds
+  bool restored_ = false;                         // perhaps there are fewer references
   std::shared_ptr<Account> directory_account_;
   std::uint64_t charged_ = 0;              // of the table's metadata
   Metadata::Share* charged_to_ = nullptr;  // the share of its owner
   std::uint32_t open_files_ = 0;
-  std::uint32_t open_writers_ = 0;  // of them, those open for writing
-  std::uint32_t writers_ever_ = 0;  // how often it was opened for writing
-  bool created_open_ = false;       // by O_CREAT | O_EXCL, which was the first time
-  bool removed_ = false;            // from the table
+  std::uint32_t open_writers_ = 0;               // of them, those open for writing
+  std::uint32_t writers_ever_ = 0;               // how often it was opened for writing
+  bool created_open_ = false;                    // by O_CREAT | O_EXCL, which was the first time
+  bool removed_ = false;                         // from the table
+  std::unique_ptr<Reclaim::Expected> expected_;  // while it has neither names nor open files; its memory is coming back
+
+  InodeNames names_;  // guarded by Namespace::mutex_
 };
 
 struct OpenFile {
@@ -121,43 +164,48 @@ struct OpenFile {
 
 class InodeTable {
  public:
+  static constexpr std::uint64_t kRootInode = 1;
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
-  // Memory that an inode takes in both planes, and each of its names, however long that is: measured, and rounded up.
+  // Memory that an inode takes, and each of its names, however long that is: measured, and rounded up.
   static constexpr std::uint64_t kInodeBytes = 1536;
-  static constexpr std::uint64_t kNameBytes = 1024;
+  static constexpr std::uint64_t kNameBytes = 640;
 
   // metadata_limit: bytes of memory that names and attributes may take together, of which a user may take a share;
   // above that is ENOSPC.
   // executor: frees memory, and is stopped before the table goes. user_limit: as Quotas().
-  InodeTable(std::vector<std::shared_ptr<DeviceContext>> devices, Executor& executor,
+  InodeTable(std::vector<std::shared_ptr<DeviceContext>> devices, Executor& executor, Records& records,
              std::uint64_t metadata_limit = kNoMetadataLimit, std::uint64_t user_limit = Account::kNoLimit)
-      : devices_(std::move(devices)), executor_(executor), metadata_(metadata_limit), quotas_(user_limit) {}
+      : devices_(std::move(devices)),
+        executor_(executor),
+        records_(records),
+        metadata_(metadata_limit),
+        quotas_(user_limit),
+        ino_numbers_(records.journal(), journal::Numbers::kInodes, kRootInode + 1),
+        files_(records.journal(), journal::Numbers::kFiles) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
-  // A regular file with device >= 0 gets an empty buffer. EEXIST if the inode is known.
+  // A new inode, with the number in the attributes or the next one (0). A regular file with device >= 0 gets an empty
+  // buffer. EEXIST if the number is taken.
   // parent: the directory in which a user creates it, which determines its group (set-gid) and its access control
-  // lists; its mode is then what the user asked for before `umask`. 0: as in the attributes. ENOENT if unknown.
-  Status add(const gpufs_attributes& attributes, std::uint64_t parent = 0, std::uint32_t umask = 0);
-  // The executor frees the memory once nothing uses it. ENOENT if unknown, EBUSY while there are references.
-  Status remove(std::uint64_t ino);
+  // lists; its mode is then what the user asked for before `umask`. Null: as in the attributes.
+  Result<std::shared_ptr<Inode>> add(const gpufs_attributes& attributes, Inode* parent = nullptr,
+                                     std::uint32_t umask = 0, std::uint64_t references = 0);
+  // Adds the inodes and open files that the records have. Before anything else; Namespace::restore() comes next.
+  Status restore();
+  // The link count that follows from an inode's names; without any, it is removed unless something uses it.
+  void restore_links(std::shared_ptr<Inode> inode, std::uint32_t links);
+  // Restored files without names that nothing has open, and that the kernel has not forgotten for a while. Perhaps it
+  // has: FORGETs that the last process had read are lost.
+  [[nodiscard]] std::vector<std::uint64_t> doubtful() const;
+  // Removes an inode without names and references. The executor frees the memory once nothing uses it, so the caller
+  // should keep no pointer.
+  void remove_if_unused(std::shared_ptr<Inode> inode);
 
-  // Gives a directory a name for an inode, or another inode for the name, or removes the name (ino: 0), which may be
-  // unknown; the directory's times become now. ENOENT without it.
-  Status set_name(std::uint64_t directory, std::string_view name, std::uint64_t ino);
-  // What a name leads to, with one more reference; null: there is no such name.
-  [[nodiscard]] std::shared_ptr<Inode> look_up(Inode& directory, std::string_view name);
-
-  // One of an inode's names, for messages; empty without any. Looks through all directories.
-  [[nodiscard]] std::string name_of(std::uint64_t ino) const;
-
-  // References keep an inode in the table. The control plane adds one for each that its replies hand out.
+  // References keep an inode in the table: the kernel's, one for each reply that gives it the inode, and others.
   Status hold(std::uint64_t ino);
-  // Drops references. ENOENT if unknown.
-  Status drop(std::uint64_t ino, std::uint64_t count);
-  // Drops references of the kernel, unless the control plane must do it: it alone knows the inode, or this drops the
-  // last reference to an inode without a name, which it then removes.
-  [[nodiscard]] bool forget(std::uint64_t ino, std::uint64_t count);
+  // Drops references, and removes the inode as above. False if it is unknown.
+  bool forget(std::uint64_t ino, std::uint64_t count);
 
   // Null if unknown.
   [[nodiscard]] std::shared_ptr<Inode> find(std::uint64_t ino) const;
@@ -166,9 +214,9 @@ class InodeTable {
   // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
   // All or nothing. The change time becomes now, and an access control list follows the mode.
-  Status set(Inode& inode, const AttributeChanges& changes);
-  // ENOENT if unknown. ENOSPC: a new name exceeds the limit for metadata.
-  Status set_links(std::uint64_t ino, std::uint32_t links);
+  Status set(Inode& inode, const AttributeChanges& changes, Wait wait);
+  // The change time becomes now. ENOSPC: a new name exceeds the limit for metadata.
+  Status set_links(std::shared_ptr<Inode> inode, std::uint32_t links);
 
   // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where `most` more
   // bytes of metadata fit under the limit; else ENOSPC. It may not add more.
@@ -177,6 +225,7 @@ class InodeTable {
     const std::lock_guard lock(inode.mutex_);
     if (!metadata_.take(inode.charged_to_, most)) return ENOSPC;
     const int error = change(inode.attributes_, inode.extended_);
+    if (error == 0) inode.record_locked();
     const std::uint64_t before = inode.charged_;
     inode.charged_ = inode.removed_ ? 0 : inode.metadata_locked();
     metadata_.give(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
@@ -188,14 +237,12 @@ class InodeTable {
 
   // EINVAL: no such device. nullopt: as for users without a limit of their own.
   Status limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes);
-  // Gives a directory an account with this limit, or changes that; nullopt: it has none any more. What is added to a
-  // directory later is charged to the directory's account. ENOENT if unknown.
-  Status limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes);
-  // Charges an inode, and what is added to it later, to the account of a directory (null: to none). ENOENT if unknown.
-  Status charge_to(std::uint64_t ino, std::shared_ptr<Account> account);
+  // Charges an inode, and what is created in it later, to a limited directory's account; null: to none.
+  void charge_to(Inode& inode, std::shared_ptr<Account> account);
   // Charges a buffer that belongs to no inode to a user, whatever the limit.
   void charge_to_user(Buffer& buffer, std::uint32_t uid);
-  [[nodiscard]] const Quotas& quotas() const { return quotas_; }
+  [[nodiscard]] Quotas& quotas() { return quotas_; }
+  [[nodiscard]] Records& records() const { return records_; }
 
   // Gives a new and empty file another buffer, for good, as if it were changed now. Only for a file that was created by
   // opening it for writing, and that nobody else has opened for writing since: whoever has that descriptor has created
@@ -203,7 +250,7 @@ class InodeTable {
   Status replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer);
 
   // EISDIR and EINVAL without a buffer. flags: as open(2), without effect on the contents.
-  Result<std::uint64_t> open(std::uint64_t ino, int flags);
+  Result<std::uint64_t> open(const std::shared_ptr<Inode>& inode, int flags);
   // EBADF if unknown. Requests under way keep the file until they end. After the last writer the executor trims the
   // buffer's preallocated memory.
   Status release(std::uint64_t fh);
@@ -212,66 +259,54 @@ class InodeTable {
 
   [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
 
-  // Memory of a device that removed files still hold and will release soon: nothing can open them again in the ordinary
-  // way; only the kernel's FORGET or the executor is still to come. device < 0: of all devices.
-  [[nodiscard]] std::uint64_t orphan_bytes(std::int32_t device) const;
-
-  // A device with memory of files that were removed before a time, which is likely to be free soon. device < 0: any.
-  // nullopt: there is none, or little; removed files that somebody keeps do not count.
-  using TimePoint = std::chrono::steady_clock::time_point;
-  [[nodiscard]] std::optional<std::int32_t> returning(std::int32_t device, TimePoint before) const;
-
   struct Counts {
     std::size_t inodes = 0;
     std::size_t files = 0;
-    std::size_t orphans = 0;
+    std::size_t orphans = 0;  // removed files that are not freed yet, and have no open file
+    std::uint64_t orphan_bytes = 0;
     std::uint64_t metadata_bytes = 0;
   };
   [[nodiscard]] Counts counts() const;
+  // Regular files on a device.
+  [[nodiscard]] std::size_t file_count(std::int32_t device) const;
+  [[nodiscard]] std::vector<std::shared_ptr<Inode>> all() const;
 
   // At most `most` files whose bytes have been moved, those with the most bytes since the last call first.
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> busiest(std::size_t most) const;
 
  private:
+  // Makes an inode known whose attributes are complete.
+  Status insert(const std::shared_ptr<Inode>& inode);
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
-  [[nodiscard]] bool update_orphan_locked(const std::shared_ptr<Inode>& inode);
-  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all that are doomed at a time.
+  [[nodiscard]] bool update_expected_locked(Inode& inode);
+  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all of a device at a time.
   void free_later(std::shared_ptr<Inode> inode);
-  void free_doomed(std::int32_t device);
+  void free_unlinked_files(std::int32_t device);
   void free(std::shared_ptr<Inode> inode);
   void trim_later(const std::shared_ptr<Inode>& inode);
 
   const std::vector<std::shared_ptr<DeviceContext>> devices_;
   Executor& executor_;
+  Records& records_;
   Metadata metadata_;
   Quotas quotas_;
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 
-  // Guards the inodes; an inode's mutex is never taken under it.
+  // Guards the three below; an inode's mutex is never taken under it.
   mutable std::shared_mutex inodes_mutex_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Inode>> inodes_;
+  std::map<std::int32_t, std::size_t> file_counts_;  // by device
+  journal::Numbers ino_numbers_;
 
   OpenFiles<OpenFile, kBufferHandle> files_;
 
-  // Guards all below; innermost. Nothing is freed under it.
-  mutable std::mutex orphan_mutex_;
-  struct Orphan {
-    std::shared_ptr<Inode> inode;
-    TimePoint since;
-    bool doomed;  // in doomed_, too
-  };
-  std::unordered_map<const Inode*, Orphan> orphans_;
-  struct Doomed {
+  struct UnlinkedFiles {
     std::vector<std::shared_ptr<Inode>> inodes;
     bool has_job = false;  // that frees them
   };
-  std::map<std::int32_t, Doomed> doomed_;  // by device
-  struct Freeing {
-    std::uint64_t bytes;
-    TimePoint since;  // the removal
-  };
-  std::map<std::int32_t, Freeing> freeing_;  // what the executor is freeing, by device
+  std::mutex unlinked_mutex_;                          // guards what is below; nothing is freed under it
+  std::map<std::int32_t, UnlinkedFiles> to_be_freed_;  // by device
 };
 
 }  // namespace gpufs::fuse

@@ -31,6 +31,15 @@ Result<CopyRequest> read_copy_request(const Request& request) {
   return copy;
 }
 
+LongRequests::LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor,
+                           Statistics& statistics, std::chrono::milliseconds timeout)
+    : devices_(devices), executor_(executor), statistics_(statistics), timeout_(timeout) {
+  for (const std::shared_ptr<DeviceContext>& device : devices_) {
+    listeners_.push_back(
+        device->reclaim().on_release([&executor, index = device->info().index] { executor.resume(index); }));
+  }
+}
+
 void reply_copied(Responder& responder, bool wide, std::uint64_t bytes) {
   if (wide) return responder.body(CopyFileRangeOut{bytes});
   fuse_write_out out{};

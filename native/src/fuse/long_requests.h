@@ -7,10 +7,13 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
+#include "device/device_context.h"
 #include "fuse/executor.h"
 #include "fuse/inode_table.h"
 #include "fuse/request.h"
@@ -40,9 +43,10 @@ class LongRequests {
     void operator()(int /*error*/) const {}
   };
 
-  // patience: how long a request that finds the device full waits for memory of removed files to come back.
-  LongRequests(InodeTable& table, Executor& executor, Statistics& statistics, std::chrono::milliseconds patience)
-      : table_(table), executor_(executor), statistics_(statistics), patience_(patience) {}
+  // devices: those of the mount, which outlive this. timeout: how long a request that finds the device full waits for
+  // memory of removed files to come back.
+  LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor, Statistics& statistics,
+               std::chrono::milliseconds timeout);
 
   [[nodiscard]] Executor& executor() const { return executor_; }
 
@@ -56,7 +60,7 @@ class LongRequests {
                          int refusal, Cancellation& cancellation) mutable -> std::optional<Executor::TimePoint> {
                        if (refusal == 0 && cancellation.requested()) refusal = EINTR;
                        try {
-                         if (refusal != 0 && refusal != ENOSPC) {  // that comes at the deadline of a parked job
+                         if (refusal != 0) {
                            reply.error(refusal);
                          } else if constexpr (std::is_void_v<decltype(body(cancellation, reply))>) {
                            body(cancellation, reply);
@@ -77,20 +81,21 @@ class LongRequests {
   }
 
   // The same for what needs memory. attempt(cancellation, responder) returns 0 when it has answered, else the errno to
-  // answer with. After ENOSPC and EDQUOT it is tried again when memory of removed files comes back, as long as there is
-  // any, and a last time at the end of the patience. failed(errno): before the request is answered with it.
+  // answer with. After ENOSPC and EDQUOT it is tried again whenever the device releases memory, as long as memory of
+  // removed files is coming back, and a last time at the end of the timeout. failed(errno): before the request is
+  // answered with it.
   template <typename Attempt, typename Failed = Ignore>
-  void run_with_space(const Executor::Lane& lane, const void* subject, Responder responder, Attempt attempt,
-                      Failed failed = {}) {
+  void retry_until_memory(const Executor::Lane& lane, const void* subject, Responder responder, Attempt attempt,
+                          Failed failed = {}) {
     run(lane, subject, std::move(responder),
-        [this, device = lane.device, attempt = std::move(attempt), failed = std::move(failed),
-         deadline = std::chrono::steady_clock::now() + patience_,
+        [this, &reclaim = reclaim_of(lane.device), attempt = std::move(attempt), failed = std::move(failed),
+         deadline = std::chrono::steady_clock::now() + timeout_,
          waited = false](Cancellation& cancellation, Responder& reply) mutable -> std::optional<Executor::TimePoint> {
-          const std::uint64_t noted = executor_.freed_count();
+          const bool expected_before = reclaim.expected_bytes() > 0;  // what is released during the attempt counts
           const int error = attempt(cancellation, reply);
           if (lacks_memory(error) && !cancellation.requested() && std::chrono::steady_clock::now() < deadline) {
             if (!std::exchange(waited, true)) count(statistics_.space_waits);
-            if (table_.orphan_bytes(device) > 0 || executor_.freed_count() != noted) return deadline;
+            if (expected_before || reclaim.expected_bytes() > 0) return deadline;
           }
           if (error != 0) {
             failed(error);
@@ -100,16 +105,21 @@ class LongRequests {
         });
   }
   template <typename Attempt, typename Failed = Ignore>
-  void run_with_space(const Inode& inode, Responder responder, Attempt attempt, Failed failed = {}) {
-    run_with_space({Executor::Lane::Kind::kBuffers, inode.device(), 0}, &inode, std::move(responder),
-                   std::move(attempt), std::move(failed));
+  void retry_until_memory(const Inode& inode, Responder responder, Attempt attempt, Failed failed = {}) {
+    retry_until_memory({Executor::Lane::Kind::kBuffers, inode.device(), 0}, &inode, std::move(responder),
+                       std::move(attempt), std::move(failed));
   }
 
  private:
-  InodeTable& table_;
+  [[nodiscard]] Reclaim& reclaim_of(std::int32_t device) const {
+    return devices_[static_cast<std::size_t>(device)]->reclaim();
+  }
+
+  const std::vector<std::shared_ptr<DeviceContext>>& devices_;
   Executor& executor_;
   Statistics& statistics_;
-  const std::chrono::milliseconds patience_;
+  const std::chrono::milliseconds timeout_;
+  std::vector<std::shared_ptr<void>> listeners_;  // of the devices: they wake parked requests
 };
 
 }  // namespace gpufs::fuse

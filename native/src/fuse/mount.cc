@@ -21,8 +21,12 @@ constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kLargestWorkers = 256;
 constexpr std::size_t kReadAheadThreads = 2;
+// The kernel has sent everything again after so long.
+constexpr std::chrono::seconds kResendTime{60};
+// Before the kernel is asked to repeat an INTERRUPT.
+constexpr std::chrono::milliseconds kInterruptPause{5};
 // How long close() waits for threads in files of the host.
-constexpr std::chrono::milliseconds kStopPatience{200};
+constexpr std::chrono::milliseconds kStopTimeout{200};
 
 void close_on_exec(int fd) {
   const int flags = ::fcntl(fd, F_GETFD);
@@ -103,25 +107,29 @@ const Mount::InodeHandler* Mount::inode_handler(std::uint32_t opcode) {
 // ---- start and end ----
 
 Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
-             const MountOptions& options)
+             MountOptions options)
     : ended_(std::move(ended)),
       executor_(limits_of(options)),
-      table_(std::move(devices), executor_, metadata_limit_of(options),
+      kept_(options.kept),
+      records_(std::move(options.journal)),
+      table_(std::move(devices), executor_, records_, metadata_limit_of(options),
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
+      names_(table_),
       transport_(std::move(device), transport_options(options), statistics_),
-      long_requests_(table_, executor_, statistics_, options.space_patience),
+      long_requests_(table_.devices(), executor_, statistics_, options.space_timeout),
       read_ahead_(statistics_),
       notifier_(transport_, executor_, statistics_),
       backing_(table_, options.transfers, long_requests_, statistics_),
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
-      buffers_(table_, long_requests_, read_ahead_, relay_.init(), statistics_),
+      buffers_(table_, names_, long_requests_, read_ahead_, relay_.init(), statistics_),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
-      names_(table_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout, statistics_) {}
+      name_operations_(table_, names_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout,
+                       statistics_) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
-                                             const MountOptions& options) {
+                                             MountOptions options) {
   if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
   }
@@ -140,13 +148,58 @@ Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
   UniqueFd ended(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!ended.valid()) return Status::from_errno(errno, "eventfd");
   std::shared_ptr<Mount> mount(
-      new Mount(std::move(device), std::move(relay), std::move(ended), std::move(devices), options));
+      new Mount(std::move(device), std::move(relay), std::move(ended), std::move(devices), std::move(options)));
   if (Status status = mount->executor_.start(); !status.ok()) return status;
+  if (Status status = mount->restore(); !status.ok()) return status;
   return mount;
+}
+
+Status Mount::restore() {
+  if (kept_ != nullptr) {
+    for (const std::shared_ptr<DeviceContext>& device : table_.devices()) device->device().set_keeper(kept_);
+  }
+  const auto init = records_.init();
+  if (!init) return {};  // nothing was there
+  if (Status status = table_.restore(); !status.ok()) return status;
+  if (Status status = names_.restore(); !status.ok()) return status;
+  name_operations_.restore_directories();
+  relay_.restore_init(init->first, init->second);
+  kept_->drop_untaken();
+  restored_ = true;
+  return {};
+}
+
+Status Mount::hold_again() {
+  if (kept_ == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");
+  kept_->hold_again();
+  return {};
+}
+
+Status Mount::resume() {
+  const int error = transport_.notify(kNotifyResend, {});
+  return error == 0 ? Status() : Status::from_errno(error, "asking the kernel for unanswered requests");
+}
+
+void Mount::release_forgotten() {
+  if (std::chrono::steady_clock::now() - started_ > kResendTime) records_.forget_outcomes();
+  for (const std::uint64_t ino : table_.doubtful()) {
+    notifier_.if_forgotten(ino, [this, ino] { table_.forget(ino, UINT64_MAX); });
+  }
+}
+
+Status Mount::survives() const {
+  if (records_.journal() == nullptr) return Status(EOPNOTSUPP, "it has no keeper");
+  for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
+    if (Status keeping = device->device().check_keeping(); !keeping.ok()) return keeping;
+  }
+  if (!relay_.init().granted(kInitHasResend)) return Status(EOPNOTSUPP, "the kernel is older than Linux 6.9");
+  const Status health = records_.journal()->health();
+  return health.ok() ? kept_->health() : health;
 }
 
 Status Mount::start() {
   Status status = relay_.start();
+  if (status.ok() && restored_) status = resume();
   if (status.ok()) status = transport_.start(*this);
   if (!status.ok()) close();
   return status;
@@ -166,7 +219,7 @@ void Mount::close() {
   // is not. The control plane's requests are answered first, because a notification may wait for one of them.
   relay_.stop();
   read_ahead_.stop();
-  backing_.left_behind(executor_.stop(kStopPatience));
+  backing_.left_behind(executor_.stop(kStopTimeout));
   transport_.stop();
   transport_.close();
   connection_ended();
@@ -184,7 +237,7 @@ void Mount::handle(Request& request) {
   switch (opcode) {  // those without a reply
     case FUSE_FORGET:
     case FUSE_BATCH_FORGET:
-      return names_.forget(request);
+      return name_operations_.forget(request);
     case FUSE_INTERRUPT:
       return interrupt(request);
     case FUSE_NOTIFY_REPLY:  // to a notification that is never sent
@@ -192,6 +245,7 @@ void Mount::handle(Request& request) {
     default:
       break;
   }
+  const Records::Serving serving(records_, request.header.unique);
   Responder responder(transport_, request.header.unique, opcode);
   if (const FileHandler* const handler = file_handler(opcode); handler != nullptr) {
     return serve_file(*handler, request, std::move(responder));
@@ -203,16 +257,7 @@ void Mount::handle(Request& request) {
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
   }
-  using Names = NameOperations;
-  using NameHandler = bool (Names::*)(const Request&, Responder&);
-  static constexpr std::pair<std::uint32_t, NameHandler> kNameHandlers[] = {{FUSE_LOOKUP, &Names::lookup},
-                                                                            {FUSE_OPEN, &Names::open},
-                                                                            {FUSE_OPENDIR, &Names::opendir},
-                                                                            {FUSE_FSYNCDIR, &Names::fsyncdir},
-                                                                            {FUSE_RELEASEDIR, &Names::releasedir}};
-  for (const auto& [name_opcode, serve] : kNameHandlers) {
-    if (opcode == name_opcode && (names_.*serve)(request, responder)) return;
-  }
+  if (name_operations_.serve(request, responder)) return;
   switch (opcode) {
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
@@ -225,10 +270,6 @@ void Mount::handle(Request& request) {
     case FUSE_IOCTL:
       count(statistics_.of(opcode).native);
       return responder.error(ENOTTY);
-    case FUSE_READDIR:
-    case FUSE_READDIRPLUS:
-      names_.note_listing(request);
-      break;
     default:
       break;
   }
@@ -324,8 +365,14 @@ void Mount::interrupt(const Request& request) {
   if (relay_.interrupt(in.unique)) return;
   const Executor::Cancelled outcome = executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
-  const bool remembered = outcome == Executor::Cancelled::kRemembered;
-  count(remembered ? statistics_.interrupts_remembered : statistics_.interrupts_cancelled);
+  if (outcome != Executor::Cancelled::kUnknown) return count(statistics_.interrupts_cancelled);
+  // Another thread may be about to submit it: on EAGAIN the kernel sends the INTERRUPT again, unless the request has
+  // ended.
+  count(statistics_.interrupts_early);
+  executor_.submit_at(std::chrono::steady_clock::now() + kInterruptPause,
+                      [this, unique = request.header.unique](int refusal, Cancellation&) {
+                        if (refusal == 0) static_cast<void>(transport_.send(unique, EAGAIN, {}));
+                      });
 }
 
 std::string Mount::statistics() const {
@@ -358,7 +405,7 @@ std::string Mount::statistics() const {
   json.number("orphans", counts.orphans);
   json.number("metadata_bytes", counts.metadata_bytes);
   json.number("metadata_limit", table_.metadata_limit());
-  json.number("orphan_bytes", table_.orphan_bytes(-1));
+  json.number("orphan_bytes", counts.orphan_bytes);
   json.close();
   write_statistics(statistics_, json);
   return json.finish();

@@ -20,6 +20,7 @@
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
 #include "fuse/name_operations.h"
+#include "fuse/namespace.h"
 #include "fuse/notifier.h"
 #include "fuse/payload_memory.h"
 #include "fuse/read_ahead.h"
@@ -28,6 +29,8 @@
 #include "fuse/statistics.h"
 #include "fuse/transport.h"
 #include "io/transfer_engine.h"
+#include "journal/journal.h"
+#include "memory/kept_memory.h"
 
 namespace gpufs::fuse {
 
@@ -42,8 +45,12 @@ struct MountOptions {
   std::uint64_t metadata_bytes = 0;  // memory for names and attributes; 0: no limit
   std::uint64_t user_bytes = 0;      // device memory for each plain user on each device; 0: no limit
   // How long a write that finds the device full waits for memory of removed files to come back.
-  std::chrono::milliseconds space_patience{3000};
-  std::shared_ptr<HostLocks> locks;           // of the memory of requests; null: no device copies from and to it
+  std::chrono::milliseconds space_timeout{3000};
+  std::shared_ptr<HostLocks> locks;  // of the memory of requests; null: no device copies from and to it
+  // Where the mount's state is kept; one that Journal::restore() returned has the state of a mount that this one
+  // continues. Null: it dies with the process.
+  std::shared_ptr<journal::Journal> journal;
+  std::shared_ptr<KeptMemory> kept;           // with a journal: the memory of the devices
   std::shared_ptr<TransferEngine> transfers;  // null: the kernel copies between buffers and files of the host
 };
 
@@ -52,12 +59,21 @@ class Mount final : private RequestHandler {
   // Takes over both descriptors, also when it fails. EINVAL for impossible options.
   static Result<std::shared_ptr<Mount>> create(UniqueFd device, UniqueFd relay,
                                                std::vector<std::shared_ptr<DeviceContext>> devices,
-                                               const MountOptions& options);
+                                               MountOptions options);
   ~Mount() override { close(); }
   Mount(const Mount&) = delete;
   Mount& operator=(const Mount&) = delete;
 
   Status start();
+  // Frees the memory of restored files that the kernel has forgotten without this process's knowledge: call it from
+  // time to time.
+  void release_forgotten();
+
+  // OK if another process can continue the mount; else the reason for users.
+  [[nodiscard]] Status survives() const;
+  [[nodiscard]] const journal::Journal* journal() const { return records_.journal(); }
+  // EOPNOTSUPP without a keeper.
+  Status hold_again();
 
   // Readable once the connection has ended. Valid for the mount's life.
   [[nodiscard]] int ended_fd() const { return ended_.get(); }
@@ -67,6 +83,7 @@ class Mount final : private RequestHandler {
   void close();
 
   [[nodiscard]] InodeTable& table() { return table_; }
+  [[nodiscard]] Namespace& names() { return names_; }
   [[nodiscard]] Notifier& notifier() { return notifier_; }
   // Reads ahead of programs that go through mappings: as ReadAhead::start(), by the end of the first request.
   Status read_ahead(const std::string& directory, std::uint64_t piece);
@@ -80,7 +97,10 @@ class Mount final : private RequestHandler {
   static const InodeHandler* inode_handler(std::uint32_t opcode);
 
   Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
-        const MountOptions& options);
+        MountOptions options);
+  Status restore();
+  // Has the kernel send again what the last process has not answered. It would send what this process has read, too.
+  Status resume();
 
   void handle(Request& request) override;
   void connection_ended() override;
@@ -95,10 +115,14 @@ class Mount final : private RequestHandler {
   void release(Request& request, Responder responder);
 
   UniqueFd ended_;
+  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   mutable Statistics statistics_;
   // Each uses those above it.
   Executor executor_;
+  const std::shared_ptr<KeptMemory> kept_;  // null without a keeper
+  Records records_;
   InodeTable table_;
+  Namespace names_;
   Transport transport_;
   LongRequests long_requests_;
   ReadAhead read_ahead_;
@@ -107,7 +131,9 @@ class Mount final : private RequestHandler {
   Relay relay_;
   BufferOperations buffers_;
   AttributeOperations attributes_;
-  NameOperations names_;
+  NameOperations name_operations_;
+
+  bool restored_ = false;  // constant once it is created
 
   std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
   bool closed_ = false;

@@ -3,18 +3,19 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <climits>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
-#include <memory>
-#include <mutex>
+#include <optional>
 #include <span>
-#include <string_view>
 #include <vector>
 
+#include "base/math.h"
 #include "base/status.h"
 #include "fuse/control_messages.h"
-#include "fuse/open_files.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
@@ -22,100 +23,365 @@ namespace gpufs::fuse {
 namespace {
 
 constexpr std::size_t kBody = sizeof(fuse_in_header);
-constexpr std::size_t kLongestName = 255;
+constexpr std::uint32_t kPermissions = 07777;
+// In listings, "." and ".." come before the names.
+constexpr std::uint64_t kDots = 2;
+constexpr std::uint32_t kTypeShift = 12;  // from the type in a mode to the one in a listing
 
-// The name that a LOOKUP is about; empty if the message is not as it should be.
-std::string_view name_of(const Request& request) {
-  const std::span<const std::byte> body = request.message.subspan(kBody);
-  if (body.empty() || body.back() != std::byte{0}) return {};
-  const std::string_view text(reinterpret_cast<const char*>(body.data()), body.size() - 1);
-  return text.find('\0') == std::string_view::npos ? text : std::string_view();
+// The reply to CREATE.
+struct Created {
+  fuse_entry_out entry;
+  fuse_open_out open;
+};
+
+// The texts behind the arguments, each with a zero at its end; nullopt if there are fewer or more.
+template <std::size_t kCount>
+std::optional<std::array<std::string_view, kCount>> texts(const Request& request, std::size_t arguments) {
+  const std::span<const std::byte> body = request.message.subspan(kBody + arguments);
+  std::string_view rest(reinterpret_cast<const char*>(body.data()), body.size());
+  std::array<std::string_view, kCount> found;
+  for (std::string_view& text : found) {
+    const std::size_t end = rest.find('\0');
+    if (end == std::string_view::npos) return std::nullopt;
+    text = rest.substr(0, end);
+    rest.remove_prefix(end + 1);
+  }
+  if (!rest.empty()) return std::nullopt;
+  return found;
+}
+
+NewInode wanted_by(const Request& request, std::uint32_t kind, std::uint32_t mode, std::uint32_t umask) {
+  return {.mode = kind | (mode & kPermissions), .umask = umask, .uid = request.header.uid, .gid = request.header.gid};
+}
+
+void reply_status(const Status& status, Responder& responder) {
+  status.ok() ? responder.ok() : responder.error(status.error());
+}
+
+// Whether one of the two inodes of a request is the host's and the other one is not.
+bool crosses_to_host(const Request& request) {
+  switch (request.header.opcode) {
+    case FUSE_LINK:
+    case FUSE_RENAME:
+    case FUSE_RENAME2: {
+      const auto other = request.arguments<std::uint64_t>();  // with it all three begin
+      return (other >= kFirstHostInode) != (request.header.nodeid >= kFirstHostInode);
+    }
+    default:
+      return false;
+  }
 }
 
 }  // namespace
 
-std::shared_ptr<Inode> NameOperations::find_directory(const Request& request) const {
-  if (request.header.nodeid >= kFirstHostInode) return nullptr;
-  std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  return inode && S_ISDIR(inode->kind()) ? inode : nullptr;
-}
+struct NameOperations::Handler {
+  std::uint32_t opcode;
+  std::size_t arguments;  // bytes
+  void (NameOperations::*serve)(const InodePointer&, Request&, Responder);
+};
 
-bool NameOperations::lookup(const Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> directory = find_directory(request);
-  if (!directory) return false;
-  const std::string_view name = name_of(request);
-  if (name.empty() || name.size() > kLongestName || name == "." || name == "..") return false;
-  count(statistics_.of(FUSE_LOOKUP).native);
-  fuse_entry_out out{};  // without an inode: the kernel may remember that there is no such name
-  out.entry_valid = entry_validity_.seconds;
-  out.entry_valid_nsec = entry_validity_.nanoseconds;
-  if (const std::shared_ptr<Inode> inode = table_.look_up(*directory, name)) {
-    out.nodeid = inode->ino();
-    out.attr.ino = inode->ino();
-    fill_attr(inode->attributes(), out.attr);
-    if (may_be_cached(out.attr.mode)) {
-      out.attr_valid = attribute_validity_.seconds;
-      out.attr_valid_nsec = attribute_validity_.nanoseconds;
-    }
+bool NameOperations::serve(Request& request, Responder& responder) {
+  using Names = NameOperations;
+  static constexpr Handler kHandlers[] = {
+      {FUSE_LOOKUP, 0, &Names::lookup},
+      {FUSE_CREATE, sizeof(fuse_create_in), &Names::create},
+      {FUSE_TMPFILE, sizeof(fuse_create_in), &Names::create},
+      {FUSE_MKNOD, sizeof(fuse_mknod_in), &Names::mknod},
+      {FUSE_MKDIR, sizeof(fuse_mkdir_in), &Names::mkdir},
+      {FUSE_SYMLINK, 0, &Names::symlink},
+      {FUSE_LINK, sizeof(fuse_link_in), &Names::link},
+      {FUSE_UNLINK, 0, &Names::unlink},
+      {FUSE_RMDIR, 0, &Names::rmdir},
+      {FUSE_RENAME, sizeof(fuse_rename_in), &Names::rename},
+      {FUSE_RENAME2, sizeof(fuse_rename2_in), &Names::rename},
+      {FUSE_READLINK, 0, &Names::readlink},
+      {FUSE_OPENDIR, 0, &Names::opendir},
+  };
+  const std::uint32_t opcode = request.header.opcode;
+  if (opcode == FUSE_READDIRPLUS || opcode == FUSE_FSYNCDIR || opcode == FUSE_RELEASEDIR) {
+    return serve_directory(request, responder);
   }
-  responder.body(out);
+  const auto* const handler = std::ranges::find(kHandlers, opcode, &Handler::opcode);
+  if (handler == std::end(kHandlers) && opcode != FUSE_OPEN) return false;
+  if (crosses_to_host(request)) {
+    count(statistics_.of(opcode).native);
+    responder.error(EXDEV);
+    return true;
+  }
+  // The names of the host's directories are the control plane's, and the directory above them, which is in the table.
+  if (request.header.nodeid >= kFirstHostInode) return false;
+  const InodePointer inode = table_.find(request.header.nodeid);
+  if (!inode) return false;
+  if (const std::optional<Outcome> outcome = table_.records().done_before()) {
+    count(statistics_.of(opcode).native);
+    answer_again(*outcome, request, std::move(responder));
+    return true;
+  }
+  if (opcode == FUSE_OPEN) return open(inode, request, responder);
+  count(statistics_.of(opcode).native);
+  if (request.message.size() < kBody + handler->arguments) {
+    responder.error(EINVAL);
+  } else {
+    (this->*handler->serve)(inode, request, std::move(responder));
+  }
   return true;
 }
 
-bool NameOperations::open(const Request& request, Responder& responder) {
+// ---- replies ----
+
+fuse_entry_out NameOperations::entry_of(const Inode& inode) const {
+  fuse_entry_out out{};
+  out.nodeid = inode.ino();
+  out.entry_valid = entry_validity_.seconds;
+  out.entry_valid_nsec = entry_validity_.nanoseconds;
+  out.attr.ino = inode.ino();
+  fill_attr(inode.attributes(), out.attr);
+  if (may_be_cached(out.attr.mode)) {
+    out.attr_valid = attribute_validity_.seconds;
+    out.attr_valid_nsec = attribute_validity_.nanoseconds;
+  }
+  return out;
+}
+
+void NameOperations::reply_entry(const Result<InodePointer>& made, Responder& responder) const {
+  made.ok() ? responder.body(entry_of(*made.value())) : responder.error(made.error());
+}
+
+fuse_open_out NameOperations::opened(std::uint64_t fh) const {
+  fuse_open_out out{};
+  out.fh = fh;
+  out.open_flags = buffer_open_flags(relay_.init());
+  return out;
+}
+
+// ---- names ----
+
+void NameOperations::lookup(const InodePointer& inode, Request& request, Responder responder) {
+  const auto name = texts<1>(request, 0);
+  if (!name || name->front().empty()) return responder.error(EINVAL);
+  // "." is looked up in other inodes than directories, too: by file handles of an NFS export.
+  if (!S_ISDIR(inode->kind()) && name->front() != ".") return responder.error(ENOTDIR);
+  if (name->front().size() > NAME_MAX) return responder.error(ENAMETOOLONG);
+  const InodePointer found = names_.look_up(inode, name->front());
+  bool held = false;
+  if (found) {
+    const Records::Change change(table_.records());
+    held = found->hold();
+    if (held) table_.records().done({found->ino(), 0});
+  }
+  if (held) return responder.body(entry_of(*found));
+  fuse_entry_out none{};  // without an inode: the kernel may remember that the name does not exist
+  none.entry_valid = entry_validity_.seconds;
+  none.entry_valid_nsec = entry_validity_.nanoseconds;
+  responder.body(none);
+}
+
+void NameOperations::create(const InodePointer& directory, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_create_in>();
+  const auto name = texts<1>(request, sizeof(in));
+  if (!name) return responder.error(EINVAL);
+  const NewInode wanted = wanted_by(request, S_IFREG, in.mode, in.umask);
+  const bool is_unnamed = request.header.opcode == FUSE_TMPFILE;
+  const Result<InodePointer> made =
+      is_unnamed ? names_.create_unnamed(*directory, wanted) : names_.create(*directory, name->front(), wanted);
+  // The kernel remembers that there was no such name. On ESTALE it looks the name up again and opens the file.
+  if (made.error() == EEXIST && (in.flags & O_EXCL) == 0) return responder.error(ESTALE);
+  if (!made.ok()) return responder.error(made.error());
+  const Result<std::uint64_t> fh = table_.open(made.value(), static_cast<int>(in.flags));
+  if (!fh.ok()) return responder.error(fh.error());
+  responder.body(Created{entry_of(*made.value()), opened(fh.value())});
+}
+
+void NameOperations::mknod(const InodePointer& directory, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_mknod_in>();
+  const auto name = texts<1>(request, sizeof(in));
+  const std::uint32_t kind = (in.mode & S_IFMT) != 0 ? in.mode & S_IFMT : S_IFREG;
+  constexpr std::uint32_t kKinds[] = {S_IFREG, S_IFIFO, S_IFSOCK, S_IFCHR, S_IFBLK};
+  if (!name || std::ranges::find(kKinds, kind) == std::end(kKinds)) return responder.error(EINVAL);
+  NewInode wanted = wanted_by(request, kind, in.mode, in.umask);
+  wanted.rdev = in.rdev;
+  reply_entry(names_.create(*directory, name->front(), wanted), responder);
+}
+
+void NameOperations::mkdir(const InodePointer& directory, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_mkdir_in>();
+  const auto name = texts<1>(request, sizeof(in));
+  if (!name) return responder.error(EINVAL);
+  reply_entry(names_.create(*directory, name->front(), wanted_by(request, S_IFDIR, in.mode, in.umask)), responder);
+}
+
+void NameOperations::symlink(const InodePointer& directory, Request& request, Responder responder) {
+  const auto name_and_target = texts<2>(request, 0);
+  if (!name_and_target) return responder.error(EINVAL);
+  NewInode wanted = wanted_by(request, S_IFLNK, 0777, 0);
+  wanted.target = name_and_target->back();
+  reply_entry(names_.create(*directory, name_and_target->front(), wanted), responder);
+}
+
+void NameOperations::link(const InodePointer& directory, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_link_in>();
+  const auto name = texts<1>(request, sizeof(in));
+  if (!name) return responder.error(EINVAL);
+  const InodePointer inode = table_.find(in.oldnodeid);
+  if (!inode || !inode->hold()) return responder.error(ESTALE);
+  const Status status = names_.link(inode, *directory, name->front());
+  if (status.ok()) return responder.body(entry_of(*inode));
+  table_.forget(inode->ino(), 1);
+  responder.error(status.error());
+}
+
+void NameOperations::unlink(const InodePointer& directory, Request& request, Responder responder) {
+  const auto name = texts<1>(request, 0);
+  name ? reply_status(names_.unlink(*directory, name->front()), responder) : responder.error(EINVAL);
+}
+
+void NameOperations::rmdir(const InodePointer& directory, Request& request, Responder responder) {
+  const auto name = texts<1>(request, 0);
+  name ? reply_status(names_.rmdir(*directory, name->front()), responder) : responder.error(EINVAL);
+}
+
+void NameOperations::rename(const InodePointer& directory, Request& request, Responder responder) {
+  fuse_rename2_in in{};
+  const bool has_flags = request.header.opcode == FUSE_RENAME2;
+  if (has_flags) {
+    in = request.arguments<fuse_rename2_in>();
+  } else {
+    in.newdir = request.arguments<fuse_rename_in>().newdir;
+  }
+  const auto both = texts<2>(request, has_flags ? sizeof(fuse_rename2_in) : sizeof(fuse_rename_in));
+  if (!both) return responder.error(EINVAL);
+  const InodePointer to = table_.find(in.newdir);
+  if (!to) return responder.error(ESTALE);
+  const fuse_in_header& caller = request.header;
+  reply_status(names_.rename(*directory, both->front(), *to, both->back(), in.flags, caller.uid, caller.gid),
+               responder);
+}
+
+void NameOperations::readlink(const InodePointer& inode, Request& /*request*/, Responder responder) {
+  if (!S_ISLNK(inode->kind())) return responder.error(EINVAL);
+  table_.was_read(*inode);
+  const std::string_view target = Namespace::target_of(*inode);
+  responder.data(std::as_bytes(std::span(target)));
+}
+
+// ---- open files and directories ----
+
+bool NameOperations::open(const InodePointer& inode, const Request& request, Responder& responder) {
   fuse_open_in in{};
-  if (!read_struct(request.message, kBody, &in)) return false;
-  const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid);
-  if (!inode || !inode->buffer()) return false;
-  const Result<std::uint64_t> fh = table_.open(request.header.nodeid, static_cast<int>(in.flags));
+  if (!read_struct(request.message, kBody, &in) || !inode->buffer()) return false;
+  const Result<std::uint64_t> fh = table_.open(inode, static_cast<int>(in.flags));
   if (!fh.ok()) return false;
   count(statistics_.of(FUSE_OPEN).native);
-  fuse_open_out out{};
-  out.fh = fh.value();
-  out.open_flags = buffer_open_flags(relay_.init());
+  fuse_open_out out = opened(fh.value());
   if (read_ahead_.is_own(request.header.pid)) out.open_flags |= kOpenKeepCache;
   responder.body(out);
   return true;
 }
 
-bool NameOperations::opendir(const Request& request, Responder& responder) {
-  const std::shared_ptr<Inode> inode = find_directory(request);
-  if (!inode) return false;
-  count(statistics_.of(FUSE_OPENDIR).native);
+void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Responder responder) {
+  if (!S_ISDIR(inode->kind())) return responder.error(ENOTDIR);
+  auto directory = std::make_shared<OpenDirectory>();
+  directory->inode = inode;
   fuse_open_out out{};
-  out.fh = directory_handle(inode->ino(), directories_opened_.fetch_add(1, std::memory_order_relaxed));
+  out.fh = directories_.add(std::move(directory));
+  {
+    const Records::Change change(table_.records());
+    table_.records().put_file(out.fh, {inode->ino(), false});
+    table_.records().done({inode->ino(), out.fh});
+  }
   responder.body(out);
-  return true;
 }
 
-bool NameOperations::fsyncdir(const Request& request, Responder& responder) {
-  if (!is_directory_handle(request.arguments<std::uint64_t>())) return false;
-  count(statistics_.of(FUSE_FSYNCDIR).native);
-  responder.ok();
-  return true;
+void NameOperations::restore_directories() {
+  for (const auto& [fh, file] : table_.records().files()) {
+    if (!is_directory_handle(fh)) continue;
+    auto directory = std::make_shared<OpenDirectory>();
+    directory->inode = table_.find(file.inode);
+    if (!directory->inode) continue;
+    directory->end = names_.next_number(*directory->inode);
+    directories_.restore(fh, std::move(directory));
+  }
 }
 
-bool NameOperations::releasedir(const Request& request, Responder& responder) {
+void NameOperations::answer_again(const Outcome& outcome, const Request& request, Responder responder) {
+  if (outcome.inode == 0) return responder.ok();  // it has changed names
+  const InodePointer inode = table_.find(outcome.inode);
+  if (!inode) return responder.error(ESTALE);
+  const std::uint32_t opcode = request.header.opcode;
+  const bool opens = opcode == FUSE_OPEN || opcode == FUSE_CREATE || opcode == FUSE_TMPFILE;
+  std::uint64_t fh = outcome.handle;
+  if (opens && fh == 0) {  // the process died between creating the file and opening it
+    const Result<std::uint64_t> opened_now =
+        table_.open(inode, static_cast<int>(request.arguments<fuse_create_in>().flags));
+    if (!opened_now.ok()) return responder.error(opened_now.error());
+    fh = opened_now.value();
+  }
+  if (opcode == FUSE_OPEN) return responder.body(opened(fh));
+  if (opcode == FUSE_OPENDIR) {
+    fuse_open_out out{};
+    out.fh = fh;
+    return responder.body(out);
+  }
+  if (!opens) return responder.body(entry_of(*inode));
+  responder.body(Created{entry_of(*inode), opened(fh)});
+}
+
+bool NameOperations::serve_directory(Request& request, Responder& responder) {
   const auto fh = request.arguments<std::uint64_t>();
   if (!is_directory_handle(fh)) return false;
-  {
-    const std::lock_guard lock(listed_mutex_);
-    if (listed_.erase(fh) != 0) return false;
+  const std::uint32_t opcode = request.header.opcode;
+  count(statistics_.of(opcode).native);
+  const std::shared_ptr<OpenDirectory> directory =
+      opcode == FUSE_RELEASEDIR ? directories_.remove(fh) : directories_.find(fh);
+  if (opcode == FUSE_RELEASEDIR) table_.records().remove_file(fh);
+  if (!directory) {
+    responder.error(EBADF);
+  } else if (opcode == FUSE_READDIRPLUS) {
+    list(*directory, request, std::move(responder));
+  } else {
+    responder.ok();
   }
-  count(statistics_.of(FUSE_RELEASEDIR).native);
-  responder.ok();
   return true;
 }
 
-void NameOperations::note_listing(const Request& request) {
-  const auto in = request.arguments<fuse_read_in>();
-  if (is_directory_handle(in.fh)) {
-    const std::lock_guard lock(listed_mutex_);
-    listed_.insert(in.fh);
+void NameOperations::list(OpenDirectory& directory, Request& request, Responder responder) {
+  fuse_read_in in{};
+  if (!read_struct(request.message, kBody, &in)) return responder.error(EINVAL);
+  if (in.offset == 0) {  // also after rewinddir(3)
+    directory.end = names_.next_number(*directory.inode);
+    if ((in.flags & O_NOATIME) == 0) table_.was_read(*directory.inode);
   }
-  // The control plane's library does not report O_NOATIME.
-  if (in.offset != 0 || (in.flags & O_NOATIME) != 0) return;
-  if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid)) table_.was_read(*inode);
+  const std::span<std::byte> space = request.payload.first(std::min<std::size_t>(in.size, request.payload.size()));
+  std::size_t used = 0;
+  // False if the entry does not fit. cookie: where a listing continues that has read this entry.
+  const auto add = [&](std::uint64_t cookie, std::string_view name, Inode& inode, bool counts) {
+    const std::size_t end = FUSE_NAME_OFFSET_DIRENTPLUS + name.size();
+    const std::size_t bytes = round_up(end, sizeof(std::uint64_t));
+    if (bytes > space.size() - used) return false;
+    if (counts && !inode.hold()) return true;
+    fuse_direntplus entry{};
+    entry.entry_out = entry_of(inode);
+    entry.dirent.ino = inode.ino();
+    entry.dirent.off = cookie;
+    entry.dirent.namelen = static_cast<std::uint32_t>(name.size());
+    entry.dirent.type = inode.kind() >> kTypeShift;
+    std::byte* const at = space.data() + used;
+    std::memcpy(at, &entry, FUSE_NAME_OFFSET_DIRENTPLUS);
+    std::memcpy(at + FUSE_NAME_OFFSET_DIRENTPLUS, name.data(), name.size());
+    std::memset(at + end, 0, bytes - end);
+    used += bytes;
+    return true;
+  };
+  // The kernel takes no references to "." and "..".
+  const bool dots_fit = (in.offset >= 1 || add(1, ".", *directory.inode, false)) &&
+                        (in.offset >= kDots || add(kDots, "..", *names_.parent_of(directory.inode), false));
+  if (dots_fit) {
+    names_.list(*directory.inode, in.offset - std::min(in.offset, kDots), directory.end,
+                [&](std::uint64_t number, const std::string& name, Inode& inode) {
+                  return add(number + kDots + 1, name, inode, true);
+                });
+  }
+  responder.data(space.first(used));
 }
 
 void NameOperations::forget(const Request& request) {

@@ -1,4 +1,4 @@
-// Requests that find, open and forget what the control plane has named: its directories, and files on devices.
+// Requests about names: they find, create, rename, remove, list, open and forget inodes of the table.
 // Ownership: the Mount's.
 // Called on the transport's threads, where nothing waits.
 #pragma once
@@ -6,11 +6,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <unordered_set>
+#include <string_view>
 
 #include "fuse/attributes.h"
 #include "fuse/inode_table.h"
+#include "fuse/namespace.h"
+#include "fuse/open_files.h"
 #include "fuse/read_ahead.h"
 #include "fuse/relay.h"
 #include "fuse/request.h"
@@ -21,41 +22,65 @@ namespace gpufs::fuse {
 class NameOperations {
  public:
   // The timeouts: how long the kernel may cache names and attributes, in seconds.
-  NameOperations(InodeTable& table, Relay& relay, const ReadAhead& read_ahead, double entry_timeout,
+  NameOperations(InodeTable& table, Namespace& names, Relay& relay, const ReadAhead& read_ahead, double entry_timeout,
                  double attribute_timeout, Statistics& statistics)
       : table_(table),
+        names_(names),
         relay_(relay),
         read_ahead_(read_ahead),
         entry_validity_(Validity::of(entry_timeout)),
         attribute_validity_(Validity::of(attribute_timeout)),
-        statistics_(statistics) {}
+        statistics_(statistics),
+        directories_(table.records().journal(), journal::Numbers::kDirectories) {}
 
-  // Each returns false, without an answer, if the control plane must answer. The kernel has checked the caller's
-  // rights.
-  bool lookup(const Request& request, Responder& responder);
-  bool open(const Request& request, Responder& responder);
-  bool opendir(const Request& request, Responder& responder);
-  bool fsyncdir(const Request& request, Responder& responder);
-  // The control plane closes what it has listed.
-  bool releasedir(const Request& request, Responder& responder);
-  // READDIR and READDIRPLUS, which the control plane answers: before they are relayed.
-  void note_listing(const Request& request);
+  // Serves a request about names, or returns false: the request is another one, or about the host's files or control
+  // files, for which the control plane answers. The kernel has checked the caller's rights.
+  bool serve(Request& request, Responder& responder);
   // FORGET and BATCH_FORGET, which have no reply.
   void forget(const Request& request);
+  // The open directories of the last process, after Namespace::restore().
+  void restore_directories();
 
  private:
-  // The directory that a request is about; null if the control plane alone knows its names.
-  [[nodiscard]] std::shared_ptr<Inode> find_directory(const Request& request) const;
+  using InodePointer = std::shared_ptr<Inode>;
+  struct Handler;
+  // Where a listing ends: at the names that the directory had when it began, so a program that creates a name for each
+  // one that it finds reaches the end.
+  struct OpenDirectory {
+    InodePointer inode;
+    std::atomic<std::uint64_t> end{0};
+  };
+
+  void lookup(const InodePointer& inode, Request& request, Responder responder);
+  void create(const InodePointer& directory, Request& request, Responder responder);
+  void mknod(const InodePointer& directory, Request& request, Responder responder);
+  void mkdir(const InodePointer& directory, Request& request, Responder responder);
+  void symlink(const InodePointer& directory, Request& request, Responder responder);
+  void link(const InodePointer& directory, Request& request, Responder responder);
+  void unlink(const InodePointer& directory, Request& request, Responder responder);
+  void rmdir(const InodePointer& directory, Request& request, Responder responder);
+  void rename(const InodePointer& directory, Request& request, Responder responder);
+  void readlink(const InodePointer& inode, Request& request, Responder responder);
+  void opendir(const InodePointer& inode, Request& request, Responder responder);
+  // As serve() for OPEN, and for requests on open directories.
+  bool open(const InodePointer& inode, const Request& request, Responder& responder);
+  bool serve_directory(Request& request, Responder& responder);
+  // Answers a request that the last process has carried out, and may have answered.
+  void answer_again(const Outcome& outcome, const Request& request, Responder responder);
+  void list(OpenDirectory& directory, Request& request, Responder responder);
+
+  [[nodiscard]] fuse_entry_out entry_of(const Inode& inode) const;
+  void reply_entry(const Result<InodePointer>& made, Responder& responder) const;
+  [[nodiscard]] fuse_open_out opened(std::uint64_t fh) const;
 
   InodeTable& table_;
+  Namespace& names_;
   Relay& relay_;
   const ReadAhead& read_ahead_;
   const Validity entry_validity_;
   const Validity attribute_validity_;
   Statistics& statistics_;
-  std::atomic<std::uint64_t> directories_opened_{0};
-  std::mutex listed_mutex_;                   // guards what is below
-  std::unordered_set<std::uint64_t> listed_;  // handles of directories that the control plane has listed
+  OpenFiles<OpenDirectory, kDirectoryHandle> directories_;
 };
 
 }  // namespace gpufs::fuse

@@ -29,14 +29,23 @@ fuse_notify_inval_inode_out whole_inode(std::uint64_t ino) {
 }  // namespace
 
 Status Notifier::invalidate_inode(std::uint64_t ino) {
-  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [] {});
+  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [](int) {});
 }
 
 // On the executor as well: only there is the transport sure to be open.
 void Notifier::invalidate_inode_now(std::uint64_t ino) {
   const auto done = std::make_shared<std::promise<void>>();
-  (void)queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [done] { done->set_value(); });
+  (void)queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [done](int) { done->set_value(); });
   done->get_future().wait();
+}
+
+void Notifier::if_forgotten(std::uint64_t ino, std::function<void()> then) {
+  fuse_notify_inval_inode_out attributes{};
+  attributes.ino = ino;
+  attributes.off = -1;  // no contents
+  (void)queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(attributes), [then = std::move(then)](int error) {
+    if (error == ENOENT) then();
+  });
 }
 
 Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {
@@ -51,25 +60,27 @@ Status Notifier::invalidate_entry(std::uint64_t parent, std::string_view name) {
   const auto text = std::as_bytes(std::span(name));
   body.insert(body.end(), text.begin(), text.end());
   body.push_back(std::byte{0});
-  return queue(FUSE_NOTIFY_INVAL_ENTRY, std::move(body), [] {});
+  return queue(FUSE_NOTIFY_INVAL_ENTRY, std::move(body), [](int) {});
 }
 
-Status Notifier::queue(std::int32_t code, std::vector<std::byte> body, std::function<void()> then) {
+Status Notifier::queue(std::int32_t code, std::vector<std::byte> body, std::function<void(int)> then) {
   const bool queued =
       executor_.submit({Executor::Lane::Kind::kNotifications, -1, 0}, nullptr, 0,
                        [this, code, body = std::move(body), then = std::move(then)](int refusal, Cancellation&) {
-                         if (refusal == 0) write(code, body);
-                         then();
+                         then(refusal == 0 ? write(code, body) : refusal);
                        });
   return queued ? Status() : Status(ESHUTDOWN, "the mount is closing");
 }
 
-void Notifier::write(std::int32_t code, std::span<const std::byte> body) {
+int Notifier::write(std::int32_t code, std::span<const std::byte> body) {
   const int error = transport_.notify(code, body);
   count(statistics_.notifications);
   // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
-  if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) return;
+  if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) {
+    return error;
+  }
   log_warning("the kernel refused a notification (code ", code, ", errno ", error, ")");
+  return error;
 }
 
 }  // namespace gpufs::fuse

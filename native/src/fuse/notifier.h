@@ -29,13 +29,15 @@ class Notifier {
   Status invalidate_inode(std::uint64_t ino);
   // The same before it returns. May wait for requests of the inode: not for threads that answer some.
   void invalidate_inode_now(std::uint64_t ino);
+  // Calls then(), soon, if the kernel does not have the inode.
+  void if_forgotten(std::uint64_t ino, std::function<void()> then);
   // EINVAL for a name that no entry can have.
   Status invalidate_entry(std::uint64_t parent, std::string_view name);
 
  private:
-  // then: called in any case.
-  Status queue(std::int32_t code, std::vector<std::byte> body, std::function<void()> then);
-  void write(std::int32_t code, std::span<const std::byte> body);
+  // then: called in any case, with 0 or the kernel's errno.
+  Status queue(std::int32_t code, std::vector<std::byte> body, std::function<void(int)> then);
+  int write(std::int32_t code, std::span<const std::byte> body);
 
   Transport& transport_;
   Executor& executor_;

@@ -11,20 +11,17 @@
 #include <unordered_map>
 #include <utility>
 
+#include "journal/numbers.h"
+
 namespace gpufs::fuse {
 
 // The control plane's own handles have none of these bits.
 inline constexpr std::uint64_t kBufferHandle = std::uint64_t{1} << 62;
 inline constexpr std::uint64_t kBackingHandle = std::uint64_t{1} << 61;
-// The control plane numbers inodes of the host from here on: it alone knows the names in such a directory.
-inline constexpr int kInodeBits = 48;
-inline constexpr std::uint64_t kFirstHostInode = std::uint64_t{1} << kInodeBits;
-// Another directory: its handle has its inode number in the lowest bits, and above them a number that tells apart those
-// that are open at the same time. The control plane lists it by this handle.
+// Directories, except those of the host.
 inline constexpr std::uint64_t kDirectoryHandle = std::uint64_t{1} << 60;
-[[nodiscard]] constexpr std::uint64_t directory_handle(std::uint64_t ino, std::uint64_t number) {
-  return kDirectoryHandle | ((number << kInodeBits) & (kDirectoryHandle - 1)) | ino;
-}
+// The control plane numbers inodes of the host from here on: it alone knows the names in such a directory.
+inline constexpr std::uint64_t kFirstHostInode = std::uint64_t{1} << 48;
 [[nodiscard]] constexpr bool is_directory_handle(std::uint64_t fh) { return (fh & kDirectoryHandle) != 0; }
 [[nodiscard]] constexpr bool is_buffer(std::uint64_t fh) { return (fh & kBufferHandle) != 0; }
 [[nodiscard]] constexpr bool is_backing(std::uint64_t fh) { return (fh & kBackingHandle) != 0; }
@@ -32,11 +29,20 @@ inline constexpr std::uint64_t kDirectoryHandle = std::uint64_t{1} << 60;
 template <typename File, std::uint64_t kKind>
 class OpenFiles {
  public:
+  OpenFiles() : OpenFiles(nullptr, {}) {}
+  // journal: see Numbers.
+  OpenFiles(journal::Journal* journal, journal::Numbers::Of of) : numbers_(journal, of, 1) {}
+
   std::uint64_t add(std::shared_ptr<File> file) {
+    const std::uint64_t fh = kKind | numbers_.next();
     const std::unique_lock lock(mutex_);
-    const std::uint64_t fh = kKind | next_++;
     files_.emplace(fh, std::move(file));
     return fh;
+  }
+  // One of the last process, with the handle that it had.
+  void restore(std::uint64_t fh, std::shared_ptr<File> file) {
+    const std::unique_lock lock(mutex_);
+    files_.emplace(fh, std::move(file));
   }
   // Null if unknown, as below.
   [[nodiscard]] std::shared_ptr<File> find(std::uint64_t fh) const {
@@ -58,9 +64,9 @@ class OpenFiles {
   }
 
  private:
+  journal::Numbers numbers_;
   mutable std::shared_mutex mutex_;  // guards all below
   std::unordered_map<std::uint64_t, std::shared_ptr<File>> files_;
-  std::uint64_t next_ = 1;
 };
 
 }  // namespace gpufs::fuse

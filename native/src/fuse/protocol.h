@@ -34,6 +34,7 @@ inline constexpr std::uint64_t kInitSetxattrExt = 1ULL << 29;
 inline constexpr std::uint64_t kInitExtended = 1ULL << 30;  // flags2 is meant
 inline constexpr std::uint64_t kInitDirectIoAllowMmap = 1ULL << 36;
 inline constexpr std::uint64_t kInitPassthrough = 1ULL << 37;
+inline constexpr std::uint64_t kInitHasResend = 1ULL << 39;
 
 inline constexpr std::uint32_t kOpenDirectIo = 1U << 0;
 inline constexpr std::uint32_t kOpenKeepCache = 1U << 1;
@@ -52,6 +53,9 @@ struct SetxattrIn {
 };
 inline constexpr std::size_t kSetxattrShort = 8;
 static_assert(sizeof(SetxattrIn) == 16);
+
+// Has the kernel send the requests again that were read and not answered, with the uppermost bit of their numbers set.
+inline constexpr std::int32_t kNotifyResend = 7;
 
 inline constexpr std::uint32_t kOpcodeStatx = 52;
 inline constexpr std::uint32_t kOpcodeCopyFileRange64 = 53;

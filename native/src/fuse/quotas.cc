@@ -40,6 +40,12 @@ void Quotas::limit_user(std::int32_t device, std::uint32_t uid, std::optional<st
   user(device, uid)->set_limit(bytes.value_or(default_limit(uid)));
 }
 
+std::shared_ptr<Account> Quotas::directory(std::uint64_t ino) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = directories_.find(ino);
+  return found == directories_.end() ? nullptr : found->second;
+}
+
 void Quotas::set_directory(std::uint64_t ino, std::shared_ptr<Account> account) {
   const std::lock_guard lock(mutex_);
   if (account == nullptr) {

@@ -23,6 +23,8 @@ class Quotas {
   [[nodiscard]] std::shared_ptr<Account> user(std::int32_t device, std::uint32_t uid);
   // nullopt: as for users without a limit of their own.
   void limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes);
+  // The account of a limited directory; null: it has no limit.
+  [[nodiscard]] std::shared_ptr<Account> directory(std::uint64_t ino) const;
   // Lists the account of a directory's inode; null: no longer.
   void set_directory(std::uint64_t ino, std::shared_ptr<Account> account);
 

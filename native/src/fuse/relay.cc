@@ -152,8 +152,14 @@ void Relay::initialize(const Request& request, Responder responder) {
     log_error("INIT: ", answer.status().message());
     return responder.error(answer.status().error());
   }
+  table_.records().put_init(init_.offered(), init_.granted());
   responder.body(answer.value());
   // The other readers may start only now: the kernel sizes requests by the reply.
+  transport_.initialized();
+}
+
+void Relay::restore_init(std::uint64_t offered, std::uint64_t granted) {
+  init_.restore(offered, granted);
   transport_.initialized();
 }
 
@@ -316,11 +322,11 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
   const std::uint32_t opcode = responder.opcode();
   if (answered) {
     if (header.error != 0 || truncated) return;
-    const HandedOver handed = handed_over_by(opcode, message);
-    forget(handed.references);
-    if (!handed.release.empty()) {
+    const KernelReferences granted = references_in(opcode, message);
+    forget(granted.references);
+    if (!granted.release.empty()) {
       unread_replies_.fetch_add(1);
-      forward_one_way(handed.release);
+      forward_one_way(granted.release);
     }
     return;
   }

@@ -51,6 +51,8 @@ class Relay {
 
   // Answers INIT.
   void initialize(const Request& request, Responder responder);
+  // The last process has answered it.
+  void restore_init(std::uint64_t offered, std::uint64_t granted);
   // A request that will have a reply. Shortened if its reply or payload would not fit into a message.
   void forward(Request& request, Responder responder);
   // References that the kernel drops. They are forwarded soon, many together; dropped when the control plane is gone.

@@ -77,7 +77,7 @@ void write_statistics(const Statistics& statistics, JsonWriter& json) {
       {"replies", "bad_requests", &statistics.bad_requests},
       {"interrupts", "received", &statistics.interrupts},
       {"interrupts", "cancelled", &statistics.interrupts_cancelled},
-      {"interrupts", "remembered", &statistics.interrupts_remembered},
+      {"interrupts", "early", &statistics.interrupts_early},
       {"workers", "space_waits", &statistics.space_waits},
       {"relay", "overflowed", &statistics.relay_overflowed},
       {"relay", "bad_replies", &statistics.relay_bad_replies},

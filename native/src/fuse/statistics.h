@@ -34,9 +34,9 @@ struct Statistics {
   Counter unanswered;        // requests that their handler left without a reply: answered EIO
   Counter bad_requests;      // malformed messages of the kernel
 
-  Counter interrupts;             // all received
-  Counter interrupts_cancelled;   // ended or shortened a native operation
-  Counter interrupts_remembered;  // came before their request, or after it had ended
+  Counter interrupts;            // all received
+  Counter interrupts_cancelled;  // ended or shortened a native operation
+  Counter interrupts_early;      // came before their request, or after it had ended
 
   Counter spins;  // of a reader, before it sleeps
 

@@ -144,7 +144,6 @@ Status Transport::spawn_reader() {
 }
 
 void Transport::read_loop(Reader& reader) {
-  forbid_waiting();
   while (!stopping_.load(std::memory_order_relaxed)) {
     park_if_surplus(reader);
     if (stopping_.load(std::memory_order_relaxed)) return;

@@ -132,7 +132,7 @@ void Pipeline::store(const Work& work) {
 // The device memory of the slot's bytes; pinned until finish().
 Status Pipeline::pin(Slot& slot) {
   const std::uint64_t offset = slot.work.chunk.offset + slot.work.done;
-  Result<TransferTarget::Pin> pinned = memory_.pin(offset, slot.bytes, /*may_wait=*/false);
+  Result<TransferTarget::Pin> pinned = memory_.pin(offset, slot.bytes, Wait::kForbidden);
   if (!pinned.ok()) {
     drain();  // it may have to wait for pins that this thread holds
     pinned = memory_.pin(offset, slot.bytes);

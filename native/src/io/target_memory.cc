@@ -90,14 +90,14 @@ void TargetMemory::allocate_ahead(AccessGuard /*access*/) {
   if (!status.ok()) largest_step_ = step / 2 < smallest_step_ ? 0 : step / 2;
 }
 
-Status TargetMemory::allocate_to(std::uint64_t end, bool may_wait) {
+Status TargetMemory::allocate_to(std::uint64_t end, Wait wait) {
   std::unique_lock lock(mutex_);
   while (allocated_end_ < end) {
     if (!allocating_) {
       allocating_ = true;
       Status status = allocate_on(lock, end);
       if (!status.ok()) return status;
-    } else if (may_wait) {
+    } else if (wait == Wait::kAllowed) {
       allocated_.wait(lock);
     } else {
       return Status(EAGAIN, "another thread allocates the load's memory");
@@ -134,15 +134,13 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   return {};
 }
 
-Result<TransferTarget::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes, bool may_wait) {
-  std::optional<NoWaiting> only_now;
-  if (!may_wait) only_now.emplace();
-  if (!load_) return target_->pin_for_read(offset_ + offset, bytes);
+Result<TransferTarget::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
+  if (!load_) return target_->pin_for_read(offset_ + offset, bytes, wait);
   if (growing_ != nullptr) {
-    Status allocated = allocate_to(offset + bytes, may_wait);
+    Status allocated = allocate_to(offset + bytes, wait);
     if (!allocated.ok()) return allocated;
   }
-  Result<TransferTarget::Pin> pinned = target_->pin_for_write(offset_ + offset, bytes);
+  Result<TransferTarget::Pin> pinned = target_->pin_for_write(offset_ + offset, bytes, wait);
   if (!pinned.ok()) return pinned;
   for (const TransferTarget::Piece& piece : pinned.value().pieces) {
     if (piece.address == 0) return Status(EIO, "the buffer has no memory where the load writes");

@@ -45,8 +45,8 @@ class TargetMemory {
   void expect(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
-  // The memory of one chunk. May wait for other threads' pins; EAGAIN instead if may_wait is false.
-  Result<TransferTarget::Pin> pin(std::uint64_t offset, std::uint64_t bytes, bool may_wait = true);
+  // The memory of one chunk. May wait for other threads' pins; EAGAIN if that is forbidden.
+  Result<TransferTarget::Pin> pin(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed);
 
   // Not null if the calling thread is to allocate memory ahead of `position`, up to which chunks were handed out. It
   // must then call allocate_ahead() next, with no pins.
@@ -68,7 +68,7 @@ class TargetMemory {
 
  private:
   // In the order of the offsets: what a full device still has then goes to the chunks that come first.
-  Status allocate_to(std::uint64_t end, bool may_wait);
+  Status allocate_to(std::uint64_t end, Wait wait);
   Status allocate_on(std::unique_lock<std::mutex>& lock, std::uint64_t end);
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;

@@ -65,10 +65,12 @@ class ProgramMemory final : public TransferTarget {
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return device_; }
   [[nodiscard]] std::uint64_t size() const override { return bytes_; }
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
-  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override {
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) override {
     return Pin{{{address_ + offset, offset, bytes}}, nullptr};
   }
-  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override { return pin_for_read(offset, bytes); }
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override {
+    return pin_for_read(offset, bytes, wait);
+  }
   Result<std::uint64_t> seek_hole(std::uint64_t /*offset*/) override { return bytes_; }
 
  private:

@@ -19,8 +19,14 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> de
   return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
 }
 
+Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents) {
+  auto buffer = std::make_shared<ExtentBuffer>(std::move(device));
+  if (Status restored = buffer->restore(contents); !restored.ok()) return restored;
+  return std::shared_ptr<Buffer>(std::move(buffer));
+}
+
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                        std::uint64_t bytes, const std::atomic<bool>* cancelled) {
+                                        std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait) {
   const std::uint64_t source_size = source.size();
   if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
   bytes = std::min(bytes, source_size - source_offset);
@@ -33,7 +39,7 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   observe::Measured taken(source.device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
   observe::Measured given(device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
   std::uint64_t done = 0;
-  Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, &done, [&] {
+  Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, wait, &done, [&] {
     taken.advance(done);
     given.advance(done);
   });
@@ -52,7 +58,7 @@ Status Buffer::refuse_change() {
   return usable.ok() ? fixed_size() : usable;
 }
 
-Result<Buffer::Gathered> Buffer::gather(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) {
+Result<Buffer::Gathered> Buffer::gather(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, Wait /*wait*/) {
   return Status(EOPNOTSUPP, "the memory of another program is copied");
 }
 

@@ -3,9 +3,9 @@
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
 // Any thread may call any function, except a driver's own threads. Readers wait only
 // while the driver moves a piece of memory that they want. Writers wait for growth, and for calls that take memory
-// away, which wait until nobody uses that memory any more. On a thread that must not wait (forbid_waiting()), read(),
-// write(), gather(), copy_from() and resize() change nothing and return EAGAIN where they would have to wait for others
-// who use the buffer. They do not reclaim memory from other buffers there either, so ENOSPC may be premature. EDQUOT:
+// away, which wait until nobody uses that memory any more. With Wait::kForbidden read(),
+// write(), gather(), copy_from(), resize() and pins change nothing and return EAGAIN where they would have to wait for
+// others who use the buffer. They do not reclaim memory from other buffers either, so ENOSPC may be premature. EDQUOT:
 // an account to which the memory is charged is at its limit. What is said of ENOSPC below holds for it, too.
 #pragma once
 
@@ -31,12 +31,22 @@ namespace gpufs {
 // Memory that exists: [offset, offset + bytes), whole granules.
 using Extent = MemorySpan;
 
+// What another process needs to have the same contents: memory that a MemoryKeeper keeps.
+struct KeptContents {
+  std::uint64_t size = 0;
+  std::uint64_t memory = 0;     // its number; 0: none
+  Extent slot;                  // of a small file, in that memory; no bytes for others
+  std::vector<Extent> extents;  // of others
+};
+
 class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer> {
  public:
   // The largest size of a buffer in bytes (sparse), a multiple of the page size; resize() beyond it is EFBIG.
   static constexpr std::uint64_t kMaximumBytes = std::uint64_t{1} << 46;
 
   static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device);
+  // With the contents of a buffer of the last process. Those in slots: after SlabPool::restore().
+  static Result<std::shared_ptr<Buffer>> restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents);
 
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
@@ -48,8 +58,8 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // size, and every call that finds the device full.
   virtual void preallocate_on_growth() {}
   // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
-  // longer than `patience`.
-  virtual bool trim(std::chrono::milliseconds /*patience*/) { return true; }
+  // longer than `timeout`.
+  virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
   // For a load that publishes its size at its end: keeps the buffer, too. May be null.
@@ -70,8 +80,10 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
 
   // Synchronous copies by the calling thread. read: the count, short only at the end of the file; holes are zeros.
   // write: all or an error; with ENOSPC nothing is written and the size is unchanged.
-  virtual Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) = 0;
-  virtual Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) = 0;
+  virtual Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination,
+                                   Wait wait = Wait::kAllowed) = 0;
+  virtual Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source,
+                                    Wait wait = Wait::kAllowed) = 0;
 
   // Where the device is cpu_addressable: the file's bytes as iovecs (holes point at a page of zeros), valid while
   // `keep` lives. EOPNOTSUPP on other devices and for memory of other programs, which is copied.
@@ -80,12 +92,12 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
     std::size_t bytes = 0;
     std::shared_ptr<void> keep;
   };
-  virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes);
+  virtual Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed);
 
   // The next four change size or memory. Where both are fixed: EPERM, or ESTALE once the memory is withdrawn.
   // Shrinking zeroes the rest of the last granule's bytes above the size and releases whole granules, also those that
   // were allocated beyond the size; growing makes a hole. EFBIG beyond the maximum.
-  virtual Status resize(std::uint64_t size) = 0;
+  virtual Status resize(std::uint64_t size, Wait wait = Wait::kAllowed) = 0;
   // fallocate(2): mode 0 / KEEP_SIZE; a partial failure (ENOSPC) leaves everything as it was.
   virtual Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size);
   // Zeroes partial granules and releases whole ones.
@@ -99,7 +111,7 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // Holes in the source become zeros. Clipped at the source's end; returns the count, which is short when `cancelled`
   // (may be null; checked between chunks) became true or an error came after progress. ECANCELED if nothing was copied.
   Result<std::uint64_t> copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes, const std::atomic<bool>* cancelled);
+                                  std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait = Wait::kAllowed);
   // Whether that takes less time than handing it to another thread would.
   [[nodiscard]] virtual bool copies_briefly(const Buffer& /*source*/, std::uint64_t /*source_offset*/,
                                             std::uint64_t /*bytes*/) const {
@@ -127,6 +139,11 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // EFBIG. label: what messages call the holder. EPERM for memory of another program, which alone can pass it on.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label);
 
+  [[nodiscard]] virtual KeptContents kept() const { return {}; }
+  // moved() is called whenever the contents have moved, and before memory where they were is used for anything else.
+  // Once, before the buffer is shared.
+  virtual void watch(std::function<void()> /*moved*/) {}
+
   // Who pays for bytes_held().
   [[nodiscard]] Charge& charge() { return charge_; }
 
@@ -140,7 +157,7 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // What copy_from() does once its arguments are checked. *done: the bytes copied, also after a failure. Calls
   // advanced() after each chunk.
   virtual Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                             const std::atomic<bool>* cancelled, std::uint64_t* done,
+                             const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                              const std::function<void()>& advanced) = 0;
 
   Charge charge_;

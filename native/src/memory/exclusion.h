@@ -35,12 +35,12 @@ class ExtentBuffer::Exclusion {
     buffer_.write_limit_ = limit;
   }
 
-  // No write begins any more, and none is in progress when this returns true. False: one is, and this thread must not
+  // No write begins any more, and none is in progress when this returns true. False: one is, and the caller must not
   // wait.
-  [[nodiscard]] bool stop_writers() {
+  [[nodiscard]] bool stop_writers(Wait wait) {
     std::unique_lock lock(buffer_.state_mutex_);
     limit_writers_locked(0);
-    if (!this_thread_may_wait()) return buffer_.writers_.empty();
+    if (wait == Wait::kForbidden) return buffer_.writers_.empty();
     buffer_.state_changed_.wait(lock, [this] { return buffer_.writers_.empty(); });
     return true;
   }

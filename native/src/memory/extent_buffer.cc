@@ -45,19 +45,25 @@ ExtentBuffer::~ExtentBuffer() {
   range_.reset();
   memory_.reset();
   context_->account(-static_cast<std::int64_t>(own_held_));
-  context_->remove_trimmable(this, own_held_ > 0);
+  context_->reclaim().unlist_trimmable(this);
+  if (own_held_ > 0) context_->reclaim().released();
 }
 
 // ---- snapshots ----
 
-ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, Extents existing)
-    : owner(buffer), range(std::move(own)), base(range ? range->base() : 0), extents(std::move(existing)) {
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number,
+                                 Extents existing)
+    : owner(buffer),
+      range(std::move(own)),
+      memory(number),
+      base(range ? range->base() : 0),
+      extents(std::move(existing)) {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }
 
 ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small)
-    : owner(buffer), slot(std::move(small)), base(slot->address), extents{{0, slot->bytes}} {
+    : owner(buffer), slot(std::move(small)), memory(slot->memory), base(slot->address), extents{{0, slot->bytes}} {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }
@@ -118,7 +124,7 @@ Buffer::Pin ExtentBuffer::pin(ReadPin held) {
   return pin;
 }
 
-bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held) {
+bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait) {
   std::unique_lock lock(state_mutex_);
   for (;; state_changed_.wait(lock)) {
     const std::uint64_t size = size_.load(std::memory_order_relaxed);
@@ -127,7 +133,7 @@ bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadP
       *held = {snapshot_, offset, end};
       return true;
     }
-    if (!this_thread_may_wait()) return false;
+    if (wait == Wait::kForbidden) return false;
   }
 }
 
@@ -143,25 +149,27 @@ bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, Wri
   return true;
 }
 
-Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, bool speculative) {
+Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, Growth how) {
   {
     const std::lock_guard lock(state_mutex_);
     if (try_write_locked(offset, end, held)) return {};
   }
-  return retry_when_full([&]() -> Status {
-    std::unique_lock mutation(mutation_mutex_, std::defer_lock);
-    if (this_thread_may_wait()) {
-      mutation.lock();
-    } else if (!mutation.try_lock()) {
-      return would_wait();
-    }
-    Status status = ensure(offset, end, speculative);
-    if (!status.ok()) return status;
-    const std::lock_guard lock(state_mutex_);
-    // Only the holder of the mutation's mutex can take it away again or close the way.
-    if (!try_write_locked(offset, end, held)) return Status(EIO, "memory that was just populated is not there");
-    return {};
-  });
+  return retry_when_full(
+      [&]() -> Status {
+        std::unique_lock mutation(mutation_mutex_, std::defer_lock);
+        if (how.wait == Wait::kAllowed) {
+          mutation.lock();
+        } else if (!mutation.try_lock()) {
+          return would_wait();
+        }
+        Status status = ensure(offset, end, how);
+        if (!status.ok()) return status;
+        const std::lock_guard lock(state_mutex_);
+        // Only the holder of the mutation's mutex can take it away again or close the way.
+        if (!try_write_locked(offset, end, held)) return Status(EIO, "memory that was just populated is not there");
+        return {};
+      },
+      how.wait);
 }
 
 Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) {
@@ -171,13 +179,13 @@ Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::u
   return {};
 }
 
-Result<Buffer::Pin> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   ReadPin held;
-  if (!acquire_read(offset, bytes, &held)) return would_wait();
+  if (!acquire_read(offset, bytes, &held, wait)) return would_wait();
   return pin(std::move(held));
 }
 
-Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   std::uint64_t end = 0;
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
@@ -189,7 +197,7 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   kept->buffer = shared_from_this();
   Pin pin{{}, kept};
   if (bytes != 0) {
-    status = acquire_write(offset, end, &kept->held);
+    status = acquire_write(offset, end, &kept->held, {.wait = wait});
     if (!status.ok()) return status;
     pin.pieces.push_back({kept->held.address(), offset, bytes});
   }
@@ -220,9 +228,9 @@ void ExtentBuffer::publish_locked(std::uint64_t end) {
 
 // ---- copies by the calling thread ----
 
-Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
+Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
   ReadPin held;
-  if (!acquire_read(offset, destination.size(), &held)) return would_wait();
+  if (!acquire_read(offset, destination.size(), &held, wait)) return would_wait();
   const Extents& extents = held.snapshot->extents;
   std::byte* out = destination.data();
   std::uint64_t at = held.offset;
@@ -244,14 +252,14 @@ Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte
   return static_cast<std::size_t>(held.end - held.offset);
 }
 
-Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
+Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const std::byte> source, Wait wait) {
   std::uint64_t end = 0;
   Status status = check_end(offset, source.size(), &end);
   if (!status.ok()) return status;
   if (source.empty()) return std::size_t{0};
   {
     WritePin held;
-    status = acquire_write(offset, end, &held, /*speculative=*/true);
+    status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait});
     if (!status.ok()) return status;
     status = context_->device().copy_in(held.address(), source.data(), source.size());
     if (status.ok()) {
@@ -264,12 +272,12 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   return status;
 }
 
-Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
   void* const hole = zeros();
   if (hole == nullptr) return Status(ENOMEM, "no address space for a page of zeros");
   ReadPin held;
-  if (!acquire_read(offset, bytes, &held)) return would_wait();
+  if (!acquire_read(offset, bytes, &held, wait)) return would_wait();
   Pin pinned = pin(std::move(held));
   Gathered gathered;
   gathered.pieces.reserve(pinned.pieces.size());

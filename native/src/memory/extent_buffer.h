@@ -46,21 +46,21 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] Buffer* growing() override { return this; }
   void preallocate_on_growth() override;
   [[nodiscard]] bool may_trim() const override;
-  bool trim(std::chrono::milliseconds patience) override;
+  bool trim(std::chrono::milliseconds timeout) override;
   [[nodiscard]] std::shared_ptr<void> keep_unpublished() override;
   void expect(std::uint64_t end) override;
 
-  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
-  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
   Status populate(std::uint64_t offset, std::uint64_t bytes) override;
   void publish(std::uint64_t end) override;
   bool publish_since(std::uint64_t end, std::uint64_t noted) override;
   [[nodiscard]] std::uint64_t shrinks() const override;
   Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) override;
-  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override;
-  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) override;
-  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes) override;
-  Status resize(std::uint64_t size) override;
+  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) override;
+  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source, Wait wait) override;
+  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
+  Status resize(std::uint64_t size, Wait wait) override;
   Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
@@ -69,6 +69,10 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
                                     std::uint64_t bytes) const override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
+  [[nodiscard]] KeptContents kept() const override;
+  void watch(std::function<void()> moved) override { moved_ = std::move(moved); }
+  // Before anybody else has the buffer.
+  Status restore(const KeptContents& contents);
 
   // Moves a small file that lives at these addresses to a free slot elsewhere. False: there is none, or somebody writes
   // to the file or changes it.
@@ -80,7 +84,7 @@ class ExtentBuffer : public Buffer {
 
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
   struct Snapshot {
-    Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, Extents existing);
+    Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number, Extents existing);
     Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small);
     ~Snapshot();
     Snapshot(const Snapshot&) = delete;
@@ -89,6 +93,7 @@ class ExtentBuffer : public Buffer {
     ExtentBuffer& owner;
     std::shared_ptr<AddressRange> range;         // of the buffer's own memory; null without any
     std::shared_ptr<const SlabPool::Slot> slot;  // of a small file
+    const std::uint64_t memory;                  // its number, or that of the slabs
     const DeviceAddress base;                    // of offset 0
     const Extents extents;
   };
@@ -124,10 +129,14 @@ class ExtentBuffer : public Buffer {
 
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
   Pin pin(ReadPin held);
-  // False: it would have to wait, on a thread that must not.
-  bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held);
-  // speculative: the file is likely to go on growing, so memory may be preallocated.
-  Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, bool speculative = false);
+  // False: it would have to wait.
+  bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait);
+  // How memory is taken for a call.
+  struct Growth {
+    bool speculative = false;  // the file is likely to go on growing, so memory may be preallocated
+    Wait wait = Wait::kAllowed;
+  };
+  Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, Growth how);
   [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held);
   [[nodiscard]] ReadPin whole() const;
   void publish_locked(std::uint64_t end);
@@ -138,7 +147,7 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_growth.cc: what takes memory. All need mutation_mutex_, except the first two. ----
   // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC or EDQUOT and others
   // have released memory since. The caller holds no lock and no pin.
-  Status retry_when_full(const std::function<Status()>& attempt);
+  Status retry_when_full(const std::function<Status()>& attempt, Wait wait = Wait::kAllowed);
   // of_our_accounts: only from buffers that charge the same account.
   bool reclaim(std::uint64_t releases_before, bool of_our_accounts);
   [[nodiscard]] std::weak_ptr<ExtentBuffer> owner() {
@@ -149,18 +158,18 @@ class ExtentBuffer : public Buffer {
   void replace(SnapshotPointer next);
   void account();  // after each change of the snapshot or of preallocated_
   // Takes memory of the device and charges it. replaced: bytes that are released in exchange.
-  Status take(const Extents& missing, std::uint64_t replaced = 0);
-  Status ensure(std::uint64_t offset, std::uint64_t end, bool speculative);
-  Status ensure_slot(SlabPool& slabs, std::uint64_t end);
+  Status take(const Extents& missing, Wait wait, std::uint64_t replaced = 0);
+  Status ensure(std::uint64_t offset, std::uint64_t end, Growth how);
+  Status ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
-  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative);
-  Status reserve_own(std::uint64_t end);
+  Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how);
+  Status reserve_own(std::uint64_t end, Wait wait);
   // DeviceMemory::reserve(), charged while the range exists.
   Result<std::shared_ptr<AddressRange>> reserve_addresses(std::uint64_t bytes, const Extents& populated);
-  Status grow_own(const Extents& missing, bool speculative);
-  [[nodiscard]] std::uint64_t bytes_to_preallocate(std::uint64_t end, std::uint64_t existing);
-  Status leave_slot(const Extents& missing);
+  Status grow_own(const Extents& missing, Growth how);
+  [[nodiscard]] std::uint64_t bytes_to_preallocate(std::uint64_t end, std::uint64_t existing, Wait wait);
+  Status leave_slot(const Extents& missing, Wait wait);
   // Without extents, the buffer gives up its DeviceMemory too, unless it is leased.
   void drop_empty_memory();
   void add_fallocated(std::uint64_t offset, std::uint64_t end);
@@ -178,14 +187,14 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_copy.cc ----
   Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                     const std::atomic<bool>* cancelled, std::uint64_t* done,
+                     const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                      const std::function<void()>& advanced) override;
   Status populate_for(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
-  Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+  Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Wait wait,
                     std::uint64_t* done);
-  Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
+  Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Wait wait,
                    std::uint64_t* done);
-  Status copy_hole(std::uint64_t offset, std::uint64_t end);
+  Status copy_hole(std::uint64_t offset, std::uint64_t end, Wait wait);
 
   // ---- extent_buffer_lease.cc: leases. Those named _locked need state_mutex_. ----
   // Makes the memory of [0, size()) exist where it will stay. Needs mutation_mutex_.
@@ -198,6 +207,7 @@ class ExtentBuffer : public Buffer {
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t granule_;
+  std::function<void()> moved_ = [] {};  // constant once the buffer is shared
 
   // One change of the memory at a time; taken before state_mutex_, and held over driver calls.
   std::mutex mutation_mutex_;

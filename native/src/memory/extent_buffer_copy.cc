@@ -45,7 +45,7 @@ Status ExtentBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const
 
 // Between two devices another thread takes, maps and zeroes memory for the next chunk while one is copied.
 Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                                 const std::atomic<bool>* cancelled, std::uint64_t* done,
+                                 const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                                  const std::function<void()>& advanced) {
   // One call of copy_file_range(2) copies 2 GiB at most, so the rest of the source will likely follow. Where addresses
   // are memory, only what is certain counts.
@@ -79,7 +79,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
         taken = following + length;
       }
     }
-    status = copy_chunk(source, source_offset + before, offset + before, part, done);
+    status = copy_chunk(source, source_offset + before, offset + before, part, wait, done);
     const bool fast = std::chrono::steady_clock::now() - start < kFastChunk;
     if (ahead.joinable()) ahead.join();
     if (lacks_memory(status.error()) && chunk > kCopyChunk) {
@@ -113,30 +113,30 @@ Status ExtentBuffer::populate_for(Buffer& source, std::uint64_t source_offset, s
 }
 
 Status ExtentBuffer::copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                                std::uint64_t* done) {
+                                Wait wait, std::uint64_t* done) {
   std::vector<Piece> pieces;
   {
-    Result<Pin> pinned = source.pin_for_read(source_offset, bytes);
+    Result<Pin> pinned = source.pin_for_read(source_offset, bytes, wait);
     if (!pinned.ok()) return pinned.status();
     pieces = std::move(pinned.value().pieces);
   }
   for (const Piece& piece : pieces) {
     const std::uint64_t target = offset + (piece.offset - source_offset);
     if (piece.address == 0) {
-      Status status = copy_hole(target, target + piece.bytes);
+      Status status = copy_hole(target, target + piece.bytes, wait);
       if (!status.ok()) return status;
       *done += piece.bytes;
       continue;
     }
     const std::uint64_t before = *done;
-    Status status = copy_data(source, piece.offset, target, piece.bytes, done);
+    Status status = copy_data(source, piece.offset, target, piece.bytes, wait, done);
     if (!status.ok() || *done - before < piece.bytes) return status;
   }
   return {};
 }
 
 Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                               std::uint64_t* done) {
+                               Wait wait, std::uint64_t* done) {
   Status status;
   std::uint64_t copied = 0;
   {
@@ -144,7 +144,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
     Pin pinned;
     for (;;) {
       // The source may have changed since its pieces were listed: list them again.
-      Result<Pin> again = source.pin_for_read(source_offset, bytes);
+      Result<Pin> again = source.pin_for_read(source_offset, bytes, wait);
       if (!again.ok()) return again.status();
       pinned = again.take();
       {
@@ -154,7 +154,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       // Waits without the pin.
       pinned = {};
       WritePin grown;
-      status = acquire_write(offset, offset + bytes, &grown);
+      status = acquire_write(offset, offset + bytes, &grown, {.wait = wait});
       if (!status.ok()) return status;
     }
     status = copy_pieces(*context_, target.address(), *source.device(), pinned.pieces, &copied);
@@ -167,10 +167,10 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
 }
 
 // A hole of the source: what exists here becomes zeros, what does not stays a hole.
-Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end) {
+Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end, Wait wait) {
   for (const Extent& extent : inside(current()->extents, offset, end)) {
     WritePin target;
-    Status status = acquire_write(extent.offset, extent.offset + extent.bytes, &target);
+    Status status = acquire_write(extent.offset, extent.offset + extent.bytes, &target, {.wait = wait});
     if (status.ok()) status = context_->device().zero(target.address(), extent.bytes);
     if (!status.ok()) return status;
   }

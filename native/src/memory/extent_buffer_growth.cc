@@ -30,39 +30,39 @@ constexpr std::uint64_t kMostPreallocated = std::uint64_t{64} << 20;
 constexpr std::uint64_t kFreeParts = 16;
 // A full device: how long a caller waits altogether for memory that others are using or releasing, and for each of
 // them.
-constexpr std::chrono::milliseconds kReclaimPatience{100};
-constexpr std::chrono::milliseconds kTrimPatience{10};
+constexpr std::chrono::milliseconds kReclaimTimeout{100};
+constexpr std::chrono::milliseconds kTrimTimeout{10};
 constexpr int kMostAttempts = 4;  // others that grow may be faster to take what was released
 
 }  // namespace
 
 // ---- a full device ----
 
-Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt) {
+Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt, Wait wait) {
   for (int number = 1;; ++number) {
-    const std::uint64_t releases = context_->trim_count();
+    const std::uint64_t releases = context_->reclaim().release_count();
     Status status = attempt();
-    if (!lacks_memory(status.error()) || number == kMostAttempts || !this_thread_may_wait()) return status;
+    if (!lacks_memory(status.error()) || number == kMostAttempts || wait == Wait::kForbidden) return status;
     if (!reclaim(releases, status.error() == EDQUOT)) return status;
   }
 }
 
 // True once some buffer has released memory since that many had.
 bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) {
-  const auto deadline = std::chrono::steady_clock::now() + kReclaimPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
   for (;;) {
     bool busy = false;
-    for (const std::weak_ptr<Buffer>& listed : context_->trimmable()) {
+    for (const std::weak_ptr<Buffer>& listed : context_->reclaim().trimmable()) {
       const std::shared_ptr<Buffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // One that is gone is releasing all it has.
-      if (buffer == nullptr || !buffer->trim(kTrimPatience)) busy = true;
+      if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
     }
-    if (context_->trim_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
-      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimPatience);
+    if (context_->reclaim().release_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
+      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimTimeout);
     }
-    if (context_->trim_count() != releases_before) return true;
+    if (context_->reclaim().release_count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -71,17 +71,20 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
 // ---- snapshots and accounts ----
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) {
-  return std::make_shared<Snapshot>(*this, range_, std::move(extents));
+  const std::uint64_t number = memory_ != nullptr ? memory_->number() : 0;
+  return std::make_shared<Snapshot>(*this, range_, number, std::move(extents));
 }
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot() {
-  return std::make_shared<Snapshot>(*this, nullptr, Extents{});
+  return std::make_shared<Snapshot>(*this, nullptr, 0, Extents{});
 }
 
 void ExtentBuffer::replace(SnapshotPointer next) {
-  const std::lock_guard lock(state_mutex_);
-  // The old one is destroyed with the argument, after the lock is released.
-  snapshot_.swap(next);
+  {
+    const std::lock_guard lock(state_mutex_);
+    snapshot_.swap(next);
+  }
+  moved_();  // the old one is destroyed with the argument
 }
 
 void ExtentBuffer::account() {
@@ -89,43 +92,45 @@ void ExtentBuffer::account() {
   const SlabPool::Slot* const slot = now->slot.get();
   const std::uint64_t own = total_bytes(preallocated_) + (slot != nullptr ? 0 : total_bytes(now->extents));
   context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
+  const bool released = own < own_held_;
   own_held_ = own;
   // The slot's slab is counted by its pool.
   const std::uint64_t held = slot != nullptr ? slot->bytes : own;
   held_.store(held, std::memory_order_release);
   charge().settle(held);
+  if (released) context_->reclaim().released();
 }
 
-Status ExtentBuffer::take(const Extents& missing, std::uint64_t replaced) {
+Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t replaced) {
   Status status = charge().grow(total_bytes(missing) - replaced);
   if (!status.ok()) return status;
-  status = memory_->populate(missing);
+  status = memory_->populate(missing, wait);
   if (!status.ok()) account();
   return status;
 }
 
 // ---- growth ----
 
-Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, bool speculative) {
+Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, Growth how) {
   if (covered(current()->extents, offset, end)) return {};
   SlabPool* const slabs = context_->slabs();
   if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
     // Without a slab the file can still have memory of its own, unless the device is full.
-    Status status = ensure_slot(*slabs, end);
+    Status status = ensure_slot(*slabs, end, how.wait);
     if (status.ok() || lacks_memory(status.error()) || status.error() == EAGAIN) return status;
     log_debug("a small file gets memory of its own: ", status.message());
   }
-  return ensure_own(offset, end, end, speculative);
+  return ensure_own(offset, end, end, how);
 }
 
-Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end) {
-  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end, owner());
+Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) {
+  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end, owner(), /*may_add_slab=*/true, wait);
   if (!taken.ok()) return taken.status();
   const std::shared_ptr<const SlabPool::Slot> slot = taken.take();
   Exclusion exclusion(*this);
   const std::shared_ptr<const SlabPool::Slot> old = current()->slot;
   if (old != nullptr) {
-    if (!exclusion.stop_writers()) return would_wait();
+    if (!exclusion.stop_writers(wait)) return would_wait();
     Status status = context_->device().copy_within(slot->address, old->address, old->bytes);
     if (!status.ok()) return status;
   }
@@ -153,7 +158,7 @@ bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_
   return true;
 }
 
-Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, bool speculative) {
+Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how) {
   const std::shared_ptr<const SlabPool::Slot> slot = current()->slot;
   const std::uint64_t slot_end = slot != nullptr ? round_up(slot->bytes, granule_) : 0;
   if (memory_ == nullptr) {
@@ -161,7 +166,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
     if (!created.ok()) return created.status();
     memory_ = created.take();
   }
-  Status status = reserve_own(std::max(reserve_end, slot_end));
+  Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
   if (status.ok()) {
     const Extents existing = slot != nullptr ? Extents{} : current()->extents;
     Extents missing = slot != nullptr ? Extents{{0, slot_end}} : Extents{};
@@ -170,33 +175,34 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
       missing = joined(missing, wanted);
     }
     if (slot != nullptr) {
-      status = leave_slot(missing);
+      status = leave_slot(missing, how.wait);
     } else if (!missing.empty()) {
-      status = grow_own(missing, speculative);
+      status = grow_own(missing, how);
     }
   }
   if (!status.ok()) {
     drop_empty_memory();
   } else if (memory_ != nullptr) {
-    context_->add_trimmable(this, weak_from_this());
+    context_->reclaim().list_trimmable(this, weak_from_this());
   }
   return status;
 }
 
 // Makes all of `missing` exist, from what is preallocated and from the device.
-Status ExtentBuffer::grow_own(const Extents& missing, bool speculative) {
+Status ExtentBuffer::grow_own(const Extents& missing, Growth how) {
   const Extents existing = current()->extents;
   Extents preallocated = without(preallocated_, missing);
   Extents fresh = without(missing, preallocated_);
   if (!fresh.empty()) {
     const std::uint64_t end = end_of(fresh);
     const bool highest = end > end_of(existing) && end > end_of(preallocated_);
-    const std::uint64_t more = speculative && highest ? bytes_to_preallocate(end, total_bytes(existing)) : 0;
+    const std::uint64_t more =
+        how.speculative && highest ? bytes_to_preallocate(end, total_bytes(existing), how.wait) : 0;
     fresh.back().bytes += more;
-    Status status = take(fresh);
+    Status status = take(fresh, how.wait);
     if (lacks_memory(status.error()) && more > 0) {
       fresh.back().bytes -= more;
-      status = take(fresh);
+      status = take(fresh, how.wait);
     } else if (more > 0) {
       preallocated = joined(preallocated, {{end, more}});
     }
@@ -208,10 +214,10 @@ Status ExtentBuffer::grow_own(const Extents& missing, bool speculative) {
   return {};
 }
 
-std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_t existing) {
+std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_t existing, Wait wait) {
   // Fixed memory could not go back.
   if (!preallocates_ || existing == 0 || leased()) return 0;
-  const Result<MemoryInfo> memory = context_->device().memory();
+  const Result<MemoryInfo> memory = context_->device().memory(wait);
   if (!memory.ok()) return 0;
   const std::uint64_t free = std::min(memory.value().free_bytes, charge().room());
   const std::uint64_t most = std::min(kMostPreallocated, free / kFreeParts);
@@ -231,7 +237,7 @@ void ExtentBuffer::expect(std::uint64_t end) {
   }
 }
 
-Status ExtentBuffer::reserve_own(std::uint64_t end) {
+Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
   Extents existing;
   bool in_slot = false;
@@ -256,7 +262,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end) {
                                              : std::bit_ceil(needed);
   wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
-  if (copies && !existing.empty() && !exclusion.stop_writers()) return would_wait();
+  if (copies && !existing.empty() && !exclusion.stop_writers(wait)) return would_wait();
   const Extents populated = joined(existing, preallocated_);
   Result<std::shared_ptr<AddressRange>> reserved = reserve_addresses(wanted, populated);
   while (wanted > needed && (reserved.error() == ENOMEM || lacks_memory(reserved.error()))) {
@@ -292,11 +298,11 @@ Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint6
 }
 
 // Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
-Status ExtentBuffer::leave_slot(const Extents& missing) {
-  Status status = take(missing, bytes_held());
+Status ExtentBuffer::leave_slot(const Extents& missing, Wait wait) {
+  Status status = take(missing, wait, bytes_held());
   if (!status.ok()) return status;
   Exclusion exclusion(*this);
-  if (!exclusion.stop_writers()) return would_wait();
+  if (!exclusion.stop_writers(wait)) return would_wait();
   {
     const std::shared_ptr<const SlabPool::Slot> slot = current()->slot;
     status = context_->device().copy_within(range_->base(), slot->address, slot->bytes);
@@ -330,7 +336,7 @@ Status ExtentBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
   if (!status.ok() || bytes == 0) return status;
   return retry_when_full([&] {
     const std::lock_guard mutation(mutation_mutex_);
-    return ensure(offset, end, /*speculative=*/false);
+    return ensure(offset, end, {});
   });
 }
 
@@ -347,7 +353,7 @@ Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool ke
   if (!status.ok()) return status;
   return retry_when_full([&] {
     const std::lock_guard mutation(mutation_mutex_);
-    Status allocated = ensure(offset, end, /*speculative=*/false);
+    Status allocated = ensure(offset, end, {});
     if (allocated.ok()) keep_size ? add_fallocated(offset, end) : publish(end);
     return allocated;
   });
@@ -361,7 +367,7 @@ Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool 
   return retry_when_full([&] {
     const std::lock_guard mutation(mutation_mutex_);
     const Extents existing = inside(current()->extents, offset, end);
-    Status zeroed = ensure(offset, end, /*speculative=*/false);
+    Status zeroed = ensure(offset, end, {});
     for (const Extent& extent : existing) {
       if (zeroed.ok()) zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);
     }

@@ -90,7 +90,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::uint64_t* b
   if (!writable && !covered(current()->extents, 0, size)) {
     return Status(ENODATA, "the file has holes, which have no memory to map: allocate it with fallocate first");
   }
-  Status status = ensure_own(0, data_end, size, /*speculative=*/false);
+  Status status = ensure_own(0, data_end, size, {});
   if (!status.ok()) return status;
   memory_->fix_in_place();
   return {};

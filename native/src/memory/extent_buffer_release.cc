@@ -22,6 +22,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
     exclusion->close_gate_locked(removed);
     snapshot_.swap(next);
   }
+  moved_();
   next.reset();
   {
     std::unique_lock lock(state_mutex_);
@@ -52,9 +53,9 @@ bool ExtentBuffer::may_trim() const {
   return bytes_held() > total_bytes(inside(snapshot_->extents, 0, end));
 }
 
-bool ExtentBuffer::trim(std::chrono::milliseconds patience) {
+bool ExtentBuffer::trim(std::chrono::milliseconds timeout) {
   const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
-  return mutation && release_unused(std::chrono::steady_clock::now() + patience);
+  return mutation && release_unused(std::chrono::steady_clock::now() + timeout);
 }
 
 std::shared_ptr<void> ExtentBuffer::keep_unpublished() {
@@ -94,7 +95,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     moves = !removed.empty() && exclusion.close_gate_locked(removed);
   }
   if (removed.empty()) {
-    if (!writing) context_->remove_trimmable(this, false);
+    if (!writing) context_->reclaim().unlist_trimmable(this);
     return true;
   }
   if (moves) {
@@ -104,17 +105,16 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
   }
   release(removed);
   // Not before: whoever finds the device full must wait for this.
-  context_->remove_trimmable(this, true);
-  if (writing) context_->add_trimmable(this, weak_from_this());
+  if (!writing) context_->reclaim().unlist_trimmable(this);
   return true;
 }
 
 // ---- shrinking and punching ----
 
-Status ExtentBuffer::resize(std::uint64_t size) {
+Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
   std::unique_lock mutation(mutation_mutex_, std::defer_lock);
-  if (this_thread_may_wait()) {
+  if (wait == Wait::kAllowed) {
     mutation.lock();
   } else if (!mutation.try_lock()) {
     return would_wait();
@@ -132,7 +132,7 @@ Status ExtentBuffer::resize(std::uint64_t size) {
       return {};
     }
     if (Status leases = check_leases_locked("made smaller", size); !leases.ok()) return leases;
-    if (!this_thread_may_wait()) return would_wait();
+    if (wait == Wait::kForbidden) return would_wait();
     // Writes in progress count as done before: what they put above the size goes with the rest, and the end that they
     // publish is ignored. Later ones that end above it wait for this.
     highest = highest_locked();

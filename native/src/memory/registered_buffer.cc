@@ -63,7 +63,7 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(std::shared_ptr<
   return buffer;
 }
 
-bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
+bool RegisteredBuffer::revoke(std::chrono::milliseconds timeout) {
   std::unique_ptr<ForeignMapping> unmapped;
   {
     const std::lock_guard lock(mutex_);
@@ -72,7 +72,7 @@ bool RegisteredBuffer::revoke(std::chrono::milliseconds patience) {
   }
   if (unmapped) unmap(std::move(unmapped));
   std::unique_lock lock(mutex_);
-  return unused_.wait_for(lock, patience, [this] { return gone_; });
+  return unused_.wait_for(lock, timeout, [this] { return gone_; });
 }
 
 void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {
@@ -127,7 +127,7 @@ Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) 
   return {};
 }
 
-Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) {
   const auto use = std::make_shared<MappingUse>();
   if (Status status = begin(use.get()); !status.ok()) return status;
   Pin pin{{}, use};
@@ -143,7 +143,7 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::ui
   return pin;
 }
 
-Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes) {
+Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) {
   const auto use = std::make_shared<MappingUse>();
   Status status = begin(use.get());
   if (status.ok()) status = check_write(offset, bytes);
@@ -154,7 +154,7 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::u
   return pin;
 }
 
-Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination) {
+Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait /*wait*/) {
   MappingUse use;
   if (Status status = begin(&use); !status.ok()) return status;
   if (offset >= bytes_) return std::size_t{0};
@@ -168,7 +168,7 @@ Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::
   return bytes;
 }
 
-Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source) {
+Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source, Wait /*wait*/) {
   MappingUse use;
   Status status = begin(&use);
   if (status.ok()) status = check_write(offset, source.size());
@@ -200,8 +200,8 @@ Status RegisteredBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) c
 }
 
 Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, std::uint64_t* done,
-                                     const std::function<void()>& advanced) {
+                                     std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait,
+                                     std::uint64_t* done, const std::function<void()>& advanced) {
   while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
       return Status(ECANCELED, "the copy was cancelled");
@@ -210,7 +210,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     MappingUse use;
     Status status = begin(&use);
     if (!status.ok()) return status;
-    Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before));
+    Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before), wait);
     if (!pinned.ok()) return pinned.status();
     std::uint64_t copied = 0;
     status = copy_pieces(*context_, use.address() + offset + before, *source.device(), pinned.value().pieces, &copied);
@@ -223,8 +223,8 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
   return {};
 }
 
-Status RegisteredBuffer::resize(std::uint64_t size) {
-  return size == bytes_ ? pin_for_read(0, 0).status() : refuse_change();
+Status RegisteredBuffer::resize(std::uint64_t size, Wait /*wait*/) {
+  return size == bytes_ ? pin_for_read(0, 0, Wait::kAllowed).status() : refuse_change();
 }
 
 }  // namespace gpufs

@@ -31,8 +31,8 @@ class RegisteredBuffer : public Buffer {
   RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory, std::uint64_t bytes,
                    bool writable);
 
-  // Calls fail from now on. Waits until nobody uses the memory any more: true; false after `patience`.
-  bool revoke(std::chrono::milliseconds patience);
+  // Calls fail from now on. Waits until nobody uses the memory any more: true; false after `timeout`.
+  bool revoke(std::chrono::milliseconds timeout);
 
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
   [[nodiscard]] std::uint64_t size() const override { return bytes_; }
@@ -40,17 +40,17 @@ class RegisteredBuffer : public Buffer {
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
 
   Status check_pinned() override;
-  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) override;
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
   // EPERM beyond the end, and for memory that is shared for reading only.
-  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) override;
-  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination) override;
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
+  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) override;
   // A write across the end is EFBIG, as for other buffers across limit(): the caller shortens it.
-  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source) override;
+  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source, Wait wait) override;
   Result<std::uint64_t> seek_data(std::uint64_t offset) override;
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
 
   // EPERM for another size.
-  Status resize(std::uint64_t size) override;
+  Status resize(std::uint64_t size, Wait wait) override;
 
  private:
   // Keeps the memory mapped while it lives.
@@ -58,7 +58,7 @@ class RegisteredBuffer : public Buffer {
 
   Status clip_copy(std::uint64_t offset, std::uint64_t* bytes) const override;
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
-                     const std::atomic<bool>* cancelled, std::uint64_t* done,
+                     const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                      const std::function<void()>& advanced) override;
   // ESTALE, EPERM.
   Status check_write(std::uint64_t offset, std::uint64_t bytes) const;

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "base/math.h"
 #include "device/device_context.h"
 #include "memory/extent_buffer.h"
 
@@ -51,7 +52,7 @@ void SlabPool::count_free(std::size_t size_class, std::ptrdiff_t change) {
 }
 
 Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner,
-                                                             bool may_add_slab) {
+                                                             bool may_add_slab, Wait wait) {
   if (bytes == 0 || bytes > largest_) return Status(EINVAL, "no slot of that size");
   const std::size_t size_class = class_for(bytes);
   std::shared_ptr<const Slot> slot;
@@ -61,18 +62,14 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
     std::set<std::uint64_t>& candidates = free_slabs_[size_class];
     if (candidates.empty()) {
       if (!may_add_slab) return Status(ENOSPC, "no slot of that size is free");
-      if (Status added = add_slab(size_class); !added.ok()) return added;
+      if (Status added = add_slab(size_class, wait); !added.ok()) return added;
     }
     const std::uint64_t offset = *candidates.begin();
     Slab& slab = slabs_.at(offset);
     used_before = !slab.returned.empty();
     const std::size_t index = used_before ? slab.returned.back() : slab.fresh;
     const std::uint64_t slot_size = slot_bytes(size_class);
-    slot = {new Slot{range_->base() + offset + index * slot_size, slot_size},
-            [pool = shared_from_this(), offset, index](const Slot* returned) {
-              delete returned;
-              pool->put_back(offset, index);
-            }};
+    slot = make_slot(offset, index, slot_size);
     if (used_before) {
       slab.returned.pop_back();
       slab.owners[index] = std::move(owner);
@@ -89,14 +86,67 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
   return slot;
 }
 
-Status SlabPool::add_slab(std::size_t size_class) {
+std::shared_ptr<const SlabPool::Slot> SlabPool::make_slot(std::uint64_t slab, std::size_t index, std::uint64_t bytes) {
+  const std::uint64_t offset = slab + index * bytes;
+  return {new Slot{range_->base() + offset, bytes, memory_->number(), offset},
+          [pool = shared_from_this(), slab, index](const Slot* returned) {
+            delete returned;
+            pool->put_back(slab, index);
+          }};
+}
+
+Status SlabPool::restore(std::uint64_t memory, std::span<const Extent> slots_in_use) {
+  const std::lock_guard lock(mutex_);
+  std::map<std::uint64_t, std::set<std::size_t>> used;  // indices, by slab
+  for (const Extent& slot : slots_in_use) {
+    const std::uint64_t slab = round_down(slot.offset, granule_);
+    const std::size_t index = static_cast<std::size_t>((slot.offset - slab) / slot.bytes);
+    if (slot.bytes != slot_bytes(class_for(slot.bytes)) || slot.bytes > largest_ ||
+        slot.offset != slab + index * slot.bytes || !used[slab].insert(index).second ||
+        slabs_.try_emplace(slab, Slab{class_for(slot.bytes), 0, {}, {}}).first->second.size_class !=
+            class_for(slot.bytes)) {
+      slabs_.clear();
+      return Status(EPROTO, "slots of small files overlap");
+    }
+  }
+  Extents populated;
+  for (const auto& [offset, slab] : slabs_) populated = joined(populated, {{offset, granule_}});
+  Result<std::unique_ptr<DeviceMemory>> restored = context_.device().restore_memory(memory, populated);
+  if (!restored.ok()) return restored.status();
+  memory_ = restored.take();
+  Result<std::shared_ptr<AddressRange>> range = memory_->reserve(address_bytes(), populated);
+  if (!range.ok()) return range.status();
+  range_ = range.take();
+  for (auto& [offset, slab] : slabs_) {
+    context_.account(static_cast<std::int64_t>(granule_));
+    slab.fresh = slots(slab);  // which of the others were used is not known
+    slab.owners.resize(slab.fresh);
+    for (std::size_t index = 0; index < slab.fresh; ++index) {
+      if (!used[offset].contains(index)) slab.returned.push_back(index);
+    }
+    if (free_slots(slab) == 0) continue;
+    free_slabs_[slab.size_class].insert(offset);
+    count_free(slab.size_class, static_cast<std::ptrdiff_t>(free_slots(slab)));
+  }
+  return {};
+}
+
+std::shared_ptr<const SlabPool::Slot> SlabPool::take_restored(const Extent& slot, std::weak_ptr<ExtentBuffer> owner) {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t slab = round_down(slot.offset, granule_);
+  const auto index = static_cast<std::size_t>((slot.offset - slab) / slot.bytes);
+  slabs_.at(slab).owners[index] = std::move(owner);
+  return make_slot(slab, index, slot.bytes);
+}
+
+std::uint64_t SlabPool::address_bytes() const { return std::bit_ceil(std::max(context_.info().total_bytes, granule_)); }
+
+Status SlabPool::add_slab(std::size_t size_class, Wait wait) {
   Device& device = context_.device();
   if (memory_ == nullptr) {
     Result<std::unique_ptr<DeviceMemory>> created = device.create_memory();
     if (!created.ok()) return created.status();
-    // Addresses for all of the device's memory, so that slots never move.
-    const std::uint64_t bytes = std::bit_ceil(std::max(device.info().total_bytes, granule_));
-    Result<std::shared_ptr<AddressRange>> range = created.value()->reserve(bytes);
+    Result<std::shared_ptr<AddressRange>> range = created.value()->reserve(address_bytes());
     if (!range.ok()) return range.status();
     memory_ = created.take();
     range_ = range.take();
@@ -104,7 +154,7 @@ Status SlabPool::add_slab(std::size_t size_class) {
   std::uint64_t offset = 0;  // the lowest granule that is not a slab
   for (auto slab = slabs_.begin(); slab != slabs_.end() && slab->first == offset; ++slab) offset += granule_;
   if (offset + granule_ > range_->bytes()) return Status(ENOSPC, "the device has no memory for another slab");
-  if (Status populated = memory_->populate(offset, granule_); !populated.ok()) return populated;
+  if (Status populated = memory_->populate(offset, granule_, wait); !populated.ok()) return populated;
   context_.account(static_cast<std::int64_t>(granule_));
   const Slab& added = slabs_.emplace(offset, Slab{size_class, 0, {}, {}}).first->second;
   free_slabs_[size_class].insert(offset);
@@ -130,7 +180,7 @@ void SlabPool::put_back(std::uint64_t offset, std::size_t index) {
   slabs_.erase(offset);
   memory_->release(offset, granule_);
   context_.account(-static_cast<std::int64_t>(granule_));
-  context_.note_release();
+  context_.reclaim().released();
 }
 
 // ---- a full device ----

@@ -11,10 +11,12 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "base/status.h"
 #include "drivers/driver.h"
+#include "memory/buffer.h"
 
 namespace gpufs {
 
@@ -30,6 +32,8 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   struct Slot {
     DeviceAddress address = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t memory = 0;  // the number of the slabs' memory
+    std::uint64_t offset = 0;  // in it
   };
 
   // file_bytes: the largest file that gets a slot, rounded up to a slot's size. The context must outlive the pool and
@@ -45,7 +49,12 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // The smallest slot for `bytes` (1..largest()). owner: moves out of it when gather() asks. ENOSPC when a new slab is
   // needed and the device is full, or none may be added.
   Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner = {},
-                                           bool may_add_slab = true);
+                                           bool may_add_slab = true, Wait wait = Wait::kAllowed);
+
+  // The slabs of the last process, in the memory with this number, with these slots in use. Before anything else. Each
+  // of the slots is then taken once.
+  Status restore(std::uint64_t memory, std::span<const Extent> slots);
+  std::shared_ptr<const Slot> take_restored(const Extent& slot, std::weak_ptr<ExtentBuffer> owner);
 
   // Moves files out of slabs with few of them, until no slab can be freed or the deadline has passed. Waits for no file
   // that is in use. The caller holds no lock of a buffer.
@@ -62,8 +71,11 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   };
 
   SlabPool(DeviceContext& context, std::uint64_t largest);
+  [[nodiscard]] std::shared_ptr<const Slot> make_slot(std::uint64_t slab, std::size_t index, std::uint64_t bytes);
+  // Addresses for all of the device's memory, so that slots never move.
+  [[nodiscard]] std::uint64_t address_bytes() const;
   // Needs mutex_.
-  Status add_slab(std::size_t size_class);
+  Status add_slab(std::size_t size_class, Wait wait);
   void put_back(std::uint64_t slab, std::size_t index);
   // The rest needs mutex_, too.
   [[nodiscard]] std::size_t slots(const Slab& slab) const;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/thread.h"
 #include "drivers/driver.h"
 #include "observe/file_activity.h"
 
@@ -40,14 +41,14 @@ class TransferTarget {
   };
   // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
   // same buffer, which would wait for the pin.
-  virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
   // For writing: a buffer populates memory over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond
   // the maximum). The size does not change: call Buffer::publish() with the end of what was really written, while the
   // pin is held (a truncation that came in between would otherwise be undone). Bytes above size() that were written and
   // are not published must be cleared with Buffer::discard_above_size(). While a thread holds such a pin it must call
   // nothing else that populates or takes away memory of the same buffer: a small file that moves to memory of its own
   // waits for its writers.
-  virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes) = 0;
+  virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
   // While it is pinned: ESTALE if some of its memory was taken away, so that what was copied from or to it may be lost.
   virtual Status check_pinned() { return {}; }
   // lseek(2) SEEK_HOLE: the first hole at or above the offset, or the size; ENXIO at and beyond the size.

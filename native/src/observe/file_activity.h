@@ -14,7 +14,7 @@ namespace gpufs::observe {
 
 class FileActivity {
  public:
-  static constexpr std::uint8_t kNobody = 255;
+  static constexpr std::uint8_t kNoBackend = 255;
 
   // Counts an operation that has ended, unless it moved nothing.
   void note(Backend backend, Flow flow, std::uint64_t bytes) {
@@ -31,7 +31,7 @@ class FileActivity {
     const std::uint64_t now = bytes(Flow::kIn) + bytes(Flow::kOut);
     return now - taken_.exchange(now, std::memory_order_relaxed);
   }
-  // A Backend's number, or kNobody.
+  // A Backend's number, or kNoBackend.
   [[nodiscard]] std::uint8_t last() const { return last_.load(std::memory_order_relaxed); }
 
  private:
@@ -45,7 +45,7 @@ class FileActivity {
 
   std::array<Side, kFlowCount> sides_;
   Counter taken_{0};  // by take_recent()
-  std::atomic<std::uint8_t> last_{kNobody};
+  std::atomic<std::uint8_t> last_{kNoBackend};
 };
 
 }  // namespace gpufs::observe

@@ -193,6 +193,37 @@ std::uint64_t next_id() {
 
 namespace gpufs::observe {
 
+const char* name_of(TraceKind kind) {
+  switch (kind) {
+    case TraceKind::kMountRead:
+      return "READ";
+    case TraceKind::kMountWrite:
+      return "WRITE";
+    case TraceKind::kBufferCopy:
+      return "copy in device memory";
+    case TraceKind::kPiece:
+      return "piece of a transfer";
+    case TraceKind::kFileRead:
+      return "file read";
+    case TraceKind::kFileWrite:
+      return "file write";
+    case TraceKind::kFastpath:
+      return "fastpath";
+    case TraceKind::kDeviceWait:
+      return "wait for the device";
+    case TraceKind::kSlotWait:
+      return "wait for pinned memory";
+    case TraceKind::kReply:
+      return "reply";
+    case TraceKind::kCopyToDevice:
+      return "copy to device";
+    case TraceKind::kCopyToHost:
+      return "copy to host";
+    default:
+      return "span";
+  }
+}
+
 void Span::finish() {
   TraceRecord record;
   record.start = start_;

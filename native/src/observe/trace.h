@@ -12,6 +12,7 @@
 
 #include "base/status.h"
 #include "observe/counters.h"
+#include "observe/nvtx.h"
 
 namespace gpufs::observe {
 
@@ -47,6 +48,9 @@ enum class TraceKind : std::uint8_t {
   kStreamWait = 44,  // until its stream has come to it; `offset` is the cookie too
   kMove = 45,        // while it is a transfer, whose number is `offset`
 };
+
+// What profilers call a span of a thread. A literal.
+[[nodiscard]] const char* name_of(TraceKind kind);
 
 // One span, or one of the first three kinds. Times are nanoseconds of the monotonic clock.
 struct TraceRecord {
@@ -96,7 +100,8 @@ std::uint64_t next_id();
 
 }  // namespace trace
 
-// A span of the calling thread: lasts as long as the object.
+// A span of the calling thread: lasts as long as the object. A profiler of NVIDIA's that watches the process sees it
+// too.
 class Span {
  public:
   Span(TraceKind kind, std::int32_t device, std::uint64_t offset, std::uint64_t bytes, std::uint64_t id = 0,
@@ -107,8 +112,12 @@ class Span {
         bytes_(bytes),
         name_(name),
         device_(device),
-        kind_(kind) {}
+        kind_(kind),
+        profiled_(nvtx::on()) {
+    if (profiled_) nvtx::push(name_of(kind), bytes);
+  }
   ~Span() {
+    if (profiled_) nvtx::pop();
     if (start_ != 0) finish();
   }
   Span(const Span&) = delete;
@@ -128,6 +137,7 @@ class Span {
   const std::uint32_t name_;
   const std::int32_t device_;
   const TraceKind kind_;
+  const bool profiled_;
   std::int32_t error_ = 0;
 };
 

@@ -202,12 +202,12 @@ Status GpuDevice::health() {
 
 // ---- memory ----
 
-Result<MemoryInfo> GpuDevice::memory() {
+Result<MemoryInfo> GpuDevice::memory(Wait wait) {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
   MemoryInfo info{info_.total_bytes, 0};
   Status status;
-  const auto patience = this_thread_may_wait() ? kReleaseTime : std::chrono::seconds{0};
+  const auto patience = wait == Wait::kAllowed ? kReleaseTime : std::chrono::seconds{0};
   spares_.while_settled(patience, [&](std::uint64_t cached) {
     std::size_t free_bytes = 0;
     std::size_t total = 0;
@@ -224,6 +224,12 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   auto self = shared_from_this();
   if (virtual_memory_) return std::unique_ptr<DeviceMemory>(std::make_unique<VirtualMemory>(std::move(self)));
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
+}
+
+Result<std::unique_ptr<DeviceMemory>> GpuDevice::restore_memory(std::uint64_t number,
+                                                                std::span<const MemorySpan> populated) {
+  if (Status status = check_keeping(); !status.ok()) return status;
+  return VirtualMemory::restore(shared_from_this(), number, populated);
 }
 
 Result<std::unique_ptr<ForeignMapping>> GpuDevice::map_foreign(const ForeignMemory& memory) {
@@ -251,7 +257,7 @@ Status GpuDevice::take(std::uint64_t bytes) {
                       " more bytes would exceed the cap of " + std::to_string(taken_.limit()) + ")"};
 }
 
-Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) {
+Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, Wait wait) {
   if (Status status = take(bytes); !status.ok()) return status;
   if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) {
     *handle = *spare;
@@ -260,8 +266,8 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
   const auto create = [&] {
     return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
   };
-  // Releasing takes long: on a thread that must not wait this is ENOSPC, which may be premature.
-  const bool may_release = this_thread_may_wait();
+  // Releasing takes long: without waiting this is ENOSPC, which may be premature.
+  const bool may_release = wait == Wait::kAllowed;
   if (spares_.bytes() > taken_.room()) {
     if (!may_release) {
       taken_.give(bytes);
@@ -277,6 +283,17 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle) 
     releases = now;
     status = create();
   }
+  if (status.error() == ENOSPC && may_release && keeper() != nullptr) {
+    keeper()->settle();  // it may still have descriptors of memory that was released
+    status = create();
+  }
+  if (!status.ok()) taken_.give(bytes);
+  return status;
+}
+
+Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle) {
+  if (Status status = take(bytes); !status.ok()) return status;
+  Status status = import_physical(descriptor, handle);
   if (!status.ok()) taken_.give(bytes);
   return status;
 }

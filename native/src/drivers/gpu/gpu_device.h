@@ -34,12 +34,16 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
  public:
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
   // Cached free pieces of memory count as free.
-  Result<MemoryInfo> memory() override;
+  using Device::memory;
+  Result<MemoryInfo> memory(Wait wait) override;
   Status health() override;
 
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
   Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& memory) override;
   Status check_sharing() override;
+  Status check_keeping() override { return check_sharing(); }
+  Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t number,
+                                                       std::span<const MemorySpan> populated) override;
   Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, ImportAccess access) override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
@@ -87,7 +91,9 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   [[nodiscard]] bool spans_pieces() const { return spans_pieces_; }
 
   // Memory within the cap: ENOSPC if it or the device is full. The contents are undefined. The device must be current.
-  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle);
+  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, Wait wait);
+  // The physical memory of a descriptor that the last process has kept, within the cap.
+  Status adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle);
   // reusable: nobody outside can reach the memory, so it may be cached for the next caller.
   void return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable);
   Status acquire_plain(std::uint64_t bytes, DeviceAddress* base);

@@ -31,7 +31,9 @@ class PlainMemory final : public DeviceMemory {
   using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans) override { return device_->zero_spans(current_->base(), spans); }
+  Status populate(std::span<const MemorySpan> spans, Wait /*wait*/) override {
+    return device_->zero_spans(current_->base(), spans);
+  }
   using DeviceMemory::release;
   void release(std::span<const MemorySpan> /*spans*/) override {}
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t /*from*/, std::uint64_t /*end*/,

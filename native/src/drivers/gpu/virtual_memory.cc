@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -23,9 +24,10 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 
 }  // namespace
 
-Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
+Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
+                                                               Wait wait) {
   PhysicalHandle handle = 0;
-  if (Status status = device->acquire_physical(bytes, &handle); !status.ok()) return status;
+  if (Status status = device->acquire_physical(bytes, &handle, wait); !status.ok()) return status;
   return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/true));
 }
 
@@ -36,19 +38,55 @@ Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::import(std::shared_ptr<G
   return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/false));
 }
 
-PhysicalMemory::~PhysicalMemory() { device_->return_physical(handle_, own_ ? bytes_ : 0, !exported_); }
+Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::adopt(std::shared_ptr<GpuDevice> device,
+                                                              MemoryKeeper::Piece piece) {
+  PhysicalHandle handle = 0;
+  Status status = device->adopt_physical(piece.descriptor.get(), piece.bytes, &handle);
+  if (!status.ok()) return status;
+  std::shared_ptr<PhysicalMemory> adopted(new PhysicalMemory(std::move(device), piece.bytes, handle, /*own=*/true));
+  adopted->exported_ = true;  // perhaps
+  adopted->kept_ = std::move(piece.descriptor);
+  adopted->key_ = piece.key;
+  return adopted;
+}
+
+PhysicalMemory::~PhysicalMemory() {
+  drop();
+  kept_.reset();
+  device_->return_physical(handle_, own_ ? bytes_ : 0, !exported_);
+}
+
+void PhysicalMemory::keep(std::uint64_t memory, std::uint64_t offset) {
+  if (device_->keeper() == nullptr) return;
+  Result<UniqueFd> descriptor = export_new();
+  if (!descriptor.ok()) {
+    device_->keeper()->lose(descriptor.status());
+    return;
+  }
+  kept_ = descriptor.take();
+  key_ = device_->keeper()->hold(memory, offset, bytes_, kept_.get());
+}
+
+void PhysicalMemory::drop() {
+  if (key_ != 0) device_->keeper()->drop(std::exchange(key_, 0));
+}
+
+Result<UniqueFd> PhysicalMemory::export_new() {
+  int fd = -1;
+  Status status = device_->call(device_->functions().memory_export, &fd, handle_, api::kHandleDescriptor, 0);
+  if (!status.ok()) return status;
+  UniqueFd descriptor(fd);
+  // The driver opens it inheritable.
+  if (::fcntl(descriptor.get(), F_SETFD, FD_CLOEXEC) != 0) return Status::from_errno(errno, "fcntl(F_SETFD)");
+  return descriptor;
+}
 
 Result<UniqueFd> PhysicalMemory::export_descriptor() {
   exported_ = true;
   if (!descriptor_.valid()) {
-    int fd = -1;
-    Status status = device_->call(device_->functions().memory_export, &fd, handle_, api::kHandleDescriptor, 0);
-    if (!status.ok()) return status;
-    UniqueFd descriptor(fd);
-    // The driver opens it inheritable.
-    if (::fcntl(descriptor.get(), F_SETFD, FD_CLOEXEC) != 0) return Status::from_errno(errno, "fcntl(F_SETFD)");
-    if (bytes_ < kSmallestCached) return descriptor;
-    descriptor_ = std::move(descriptor);
+    Result<UniqueFd> descriptor = export_new();
+    if (!descriptor.ok() || bytes_ < kSmallestCached) return descriptor;
+    descriptor_ = descriptor.take();
   }
   UniqueFd copy(::fcntl(descriptor_.get(), F_DUPFD_CLOEXEC, 3));
   if (!copy.valid()) return Status::from_errno(errno, "duplicating the descriptor of a piece of memory");
@@ -117,7 +155,45 @@ Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
 }
 
 VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device)
-    : device_(std::move(device)), granule_(device_->info().granule) {}
+    : device_(std::move(device)),
+      granule_(device_->info().granule),
+      number_(device_->keeper() != nullptr ? device_->keeper()->new_memory() : 0) {}
+
+Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(std::shared_ptr<GpuDevice> device, std::uint64_t number,
+                                                             std::span<const MemorySpan> populated) {
+  const Current current(*device);
+  if (!current.status().ok()) return current.status();
+  auto memory = std::make_unique<VirtualMemory>(device);
+  memory->number_ = number;
+  memory->fixed_ = memory->restored_ = true;
+  std::vector<MemoryKeeper::Piece> kept = device->keeper()->take(number);
+  // Where a piece was being split, the later ones hold the same.
+  std::ranges::sort(kept, std::greater{}, &MemoryKeeper::Piece::key);
+  for (MemoryKeeper::Piece& piece : kept) {
+    const std::uint64_t offset = piece.offset;
+    const std::uint64_t key = piece.key;
+    const auto next = memory->first_touching(offset);
+    if (next != memory->pieces_.end() && next->first < offset + piece.bytes) {
+      device->keeper()->drop(key);
+      continue;
+    }
+    const std::size_t granules = static_cast<std::size_t>(piece.bytes / memory->granule_);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::adopt(device, std::move(piece));
+    if (!physical.ok()) return physical.status();
+    memory->pieces_.emplace(offset, MappedPiece{physical.take(), std::vector<bool>(granules), 0});
+  }
+  std::uint64_t live = 0;
+  for (const MemorySpan& span : populated) {
+    memory->mark(span, true);
+    live += span.bytes / memory->granule_;
+  }
+  std::erase_if(memory->pieces_, [&](const auto& piece) {
+    live -= piece.second.live_granules;
+    return piece.second.live_granules == 0;
+  });
+  if (live != 0) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
+  return std::unique_ptr<DeviceMemory>(std::move(memory));
+}
 
 VirtualMemory::Pieces::iterator VirtualMemory::first_touching(std::uint64_t offset) {
   auto piece = pieces_.upper_bound(offset);
@@ -174,14 +250,15 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
   return std::shared_ptr<AddressRange>(range);
 }
 
-Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces) {
+Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces, Wait wait) {
   const std::uint64_t end = offset + bytes;
   for (std::uint64_t at = offset; at < end;) {
     const std::uint64_t part = std::min(kLargestPiece, end - at);
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part, wait);
     if (!physical.ok()) return physical.status();
     const MappedPiece& piece =
         pieces.emplace(at, MappedPiece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
+    piece.physical->keep(number_, at);
     if (Status status = current_->show(at, piece.physical); !status.ok()) return status;
     at += part;
   }
@@ -195,14 +272,14 @@ void VirtualMemory::take_back(Pieces& fresh) {
   pieces_.merge(fresh);
 }
 
-Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
+Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh, Wait wait) {
   const std::uint64_t end = span.offset + span.bytes;
   std::uint64_t at = span.offset;
   for (auto piece = first_touching(at); at < end;) {
     const bool more = piece != pieces_.end() && piece->first < end;
     const std::uint64_t gap_end = more ? piece->first : end;
     if (gap_end > at) {
-      if (Status status = add_pieces(at, gap_end - at, fresh); !status.ok()) return status;
+      if (Status status = add_pieces(at, gap_end - at, fresh, wait); !status.ok()) return status;
     }
     if (!more) break;
     at = end_of(piece->first, *piece->second.physical);
@@ -215,13 +292,13 @@ Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh) {
   return {};
 }
 
-Status VirtualMemory::populate(std::span<const MemorySpan> spans) {
+Status VirtualMemory::populate(std::span<const MemorySpan> spans, Wait wait) {
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   Pieces fresh;
   Status status;
   for (const MemorySpan& span : spans) {
-    if (status.ok()) status = back(span, fresh);
+    if (status.ok()) status = back(span, fresh, wait);
   }
   if (status.ok()) status = device_->zero_spans(current_->base(), spans);
   if (!status.ok()) {
@@ -262,7 +339,9 @@ void VirtualMemory::release(std::span<const MemorySpan> spans) {
     }
   };
   each_piece([this](Pieces::iterator piece) {
-    if (piece->second.live_granules == 0 && current_->hide(piece->first).ok()) pieces_.erase(piece);
+    if (piece->second.live_granules != 0 || !current_->hide(piece->first).ok()) return;
+    piece->second.physical->drop();  // readers may still have the memory itself
+    pieces_.erase(piece);
   });
   if (fixed_) return;
   each_piece([this](Pieces::iterator piece) {
@@ -281,7 +360,7 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
   SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   for (const MemorySpan& run : live_runs(piece)) {
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes, Wait::kAllowed);
     if (!physical.ok()) return physical.status();
     const std::uint64_t within = run.offset - piece.first;
     Status status = range->show(within, physical.value());
@@ -322,6 +401,8 @@ Status VirtualMemory::split(Pieces::iterator piece) {
   old.emplace(piece->first, piece->second);
   Status failure = swap(old, fresh);
   if (failure.ok()) {
+    for (const auto& [offset, successor] : fresh) successor.physical->keep(number_, offset);
+    piece->second.physical->drop();
     pieces_.erase(piece);
     pieces_.merge(fresh);
     return {};

@@ -12,6 +12,9 @@
 // granules is live. Released granules that cannot be freed (because of fix_in_place() or a failure) stay dead in their
 // piece. They are reused when populated again, and are released with the rest of the piece.
 //
+// With a keeper, which outlives this process, a descriptor of each piece is handed to it when the piece is taken (0.1
+// ms). A piece that is split is kept until its successors are: for a moment both are, with equal contents.
+//
 // Ownership: the Buffer's. One thread at a time; any thread may release the ranges at any time.
 #pragma once
 
@@ -30,27 +33,37 @@ namespace gpufs::gpu {
 // are gone.
 class PhysicalMemory {
  public:
-  static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
+  static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
+                                                        Wait wait);
   // That of another program, which a descriptor stands for. It counts towards no limit.
   static Result<std::shared_ptr<PhysicalMemory>> import(std::shared_ptr<GpuDevice> device, int descriptor,
                                                         std::uint64_t bytes);
+  // That of a descriptor which the last process has kept under this key.
+  static Result<std::shared_ptr<PhysicalMemory>> adopt(std::shared_ptr<GpuDevice> device, MemoryKeeper::Piece piece);
   ~PhysicalMemory();
   PhysicalMemory(const PhysicalMemory&) = delete;
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
   [[nodiscard]] PhysicalHandle handle() const { return handle_; }
+  // Has the device's keeper, if there is one, keep it as the part at `offset` of a memory; or keep it no longer.
+  void keep(std::uint64_t memory, std::uint64_t offset);
+  void drop();
   // Only the first call for a large piece asks the driver, which takes 0.1 ms.
   Result<UniqueFd> export_descriptor();
 
  private:
   PhysicalMemory(std::shared_ptr<GpuDevice> device, std::uint64_t bytes, PhysicalHandle handle, bool own)
       : device_(std::move(device)), bytes_(bytes), handle_(handle), own_(own), exported_(!own) {}
+  Result<UniqueFd> export_new();
+
   const std::shared_ptr<GpuDevice> device_;
   const std::uint64_t bytes_;
   const PhysicalHandle handle_;
-  const bool own_;       // counted as taken from the device
-  bool exported_;        // other processes may have mapped it
-  UniqueFd descriptor_;  // of a large piece that was exported
+  const bool own_;         // counted as taken from the device
+  bool exported_;          // other processes may have mapped it
+  UniqueFd descriptor_;    // of a large piece that was exported
+  UniqueFd kept_;          // the keeper has a copy
+  std::uint64_t key_ = 0;  // of that; 0: not kept
 };
 
 // A reserved range of addresses and what it shows.
@@ -82,16 +95,21 @@ class VirtualMemory final : public DeviceMemory {
   static constexpr std::uint64_t kLargestPiece = std::uint64_t{1} << 30;
 
   explicit VirtualMemory(std::shared_ptr<GpuDevice> device);
+  // See Device::restore_memory(). Programs may still have mapped what the last process has exported, so pieces never
+  // move.
+  static Result<std::unique_ptr<DeviceMemory>> restore(std::shared_ptr<GpuDevice> device, std::uint64_t number,
+                                                       std::span<const MemorySpan> populated);
 
   using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans) override;
+  Status populate(std::span<const MemorySpan> spans, Wait wait) override;
   using DeviceMemory::release;
   void release(std::span<const MemorySpan> spans) override;
   [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
-  void allow_moves() override { fixed_ = false; }
+  void allow_moves() override { fixed_ = restored_; }
+  [[nodiscard]] std::uint64_t number() const override { return number_; }
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override;
 
@@ -108,9 +126,9 @@ class VirtualMemory final : public DeviceMemory {
   // Marks granules of all pieces.
   void mark(const MemorySpan& span, bool live);
   // Makes the dead granules of the span accessible, and adds fresh pieces where there are none.
-  Status back(const MemorySpan& span, Pieces& fresh);
+  Status back(const MemorySpan& span, Pieces& fresh, Wait wait);
   // Takes fresh memory for [offset, offset+bytes), maps it into the current range and adds it to `pieces`.
-  Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces);
+  Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces, Wait wait);
   // Undoes add_pieces(). Pieces that cannot be unmapped are kept, dead.
   void take_back(Pieces& fresh);
   // Moves the live parts of a piece to fresh pieces at the same addresses, which frees the rest. After a failure the
@@ -125,7 +143,9 @@ class VirtualMemory final : public DeviceMemory {
   const std::uint64_t granule_;
   Pieces pieces_;
   std::shared_ptr<MappedRange> current_;
+  std::uint64_t number_ = 0;
   bool fixed_ = false;
+  bool restored_ = false;
 };
 
 }  // namespace gpufs::gpu

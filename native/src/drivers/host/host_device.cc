@@ -53,12 +53,19 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
   info_.cpu_addressable = true;
 }
 
-Result<MemoryInfo> HostDevice::memory() {
+Result<MemoryInfo> HostDevice::memory(Wait /*wait*/) {
   shared_files_->release_foreign();
   return MemoryInfo{limit_->limit(), limit_->room()};
 }
 
-Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() { return HostMemory::create(limit_, shared_files_); }
+Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() {
+  return HostMemory::create(limit_, shared_files_, keeper());
+}
+
+Result<std::unique_ptr<DeviceMemory>> HostDevice::restore_memory(std::uint64_t number,
+                                                                 std::span<const MemorySpan> populated) {
+  return HostMemory::restore(limit_, shared_files_, keeper(), number, populated);
+}
 
 Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {
   return map_shared_file(memory, limit_);

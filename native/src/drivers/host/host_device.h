@@ -37,10 +37,13 @@ class HostDevice : public Device {
   HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins);
 
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
-  Result<MemoryInfo> memory() override;
+  using Device::memory;
+  Result<MemoryInfo> memory(Wait wait) override;
   Status bind_thread() override { return {}; }
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
+  Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t number,
+                                                       std::span<const MemorySpan> populated) override;
   Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& memory) override;
   Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, ImportAccess access) override;
   Result<std::unique_ptr<Stream>> create_stream() override;

@@ -33,13 +33,23 @@ int punch(int fd, std::uint64_t offset, std::uint64_t bytes) {
 
 }  // namespace
 
-HostFile::HostFile(UniqueFd fd, std::shared_ptr<Ledger> limit, std::shared_ptr<SharedHostFiles> shared)
-    : fd_(std::move(fd)), limit_(std::move(limit)), all_shared_(std::move(shared)) {}
+HostFile::HostFile(UniqueFd fd, std::shared_ptr<Ledger> limit, std::shared_ptr<SharedHostFiles> shared,
+                   std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number, std::uint64_t key)
+    : keeper_(std::move(keeper)),
+      number_(number),
+      key_(key),
+      fd_(std::move(fd)),
+      limit_(std::move(limit)),
+      all_shared_(std::move(shared)) {}
 
-HostFile::~HostFile() { limit_->give(own_.size() * kHostGranule); }
+HostFile::~HostFile() {
+  if (number_ != 0) keeper_->drop(key_);
+  limit_->give(own_.size() * kHostGranule);
+}
 
 Result<std::shared_ptr<HostFile>> HostFile::create(std::shared_ptr<Ledger> limit,
-                                                   std::shared_ptr<SharedHostFiles> shared) {
+                                                   std::shared_ptr<SharedHostFiles> shared,
+                                                   std::shared_ptr<MemoryKeeper> keeper) {
   UniqueFd fd(::memfd_create("gpufs-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.valid()) return Status::from_errno(errno, "creating a memfd");
   // Other programs get descriptors of it (export_memory()). They must not be able to open a read-only one for writing,
@@ -48,7 +58,31 @@ Result<std::shared_ptr<HostFile>> HostFile::create(std::shared_ptr<Ledger> limit
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     return Status::from_errno(errno, "sealing a memfd");
   }
-  return std::shared_ptr<HostFile>(new HostFile(std::move(fd), std::move(limit), std::move(shared)));
+  std::uint64_t number = 0;
+  std::uint64_t key = 0;
+  if (keeper != nullptr) {
+    number = keeper->new_memory();
+    key = keeper->hold(number, 0, 0, fd.get());
+  }
+  return std::shared_ptr<HostFile>(
+      new HostFile(std::move(fd), std::move(limit), std::move(shared), std::move(keeper), number, key));
+}
+
+Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limit,
+                                                    std::shared_ptr<SharedHostFiles> shared,
+                                                    std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
+                                                    std::span<const MemorySpan> populated) {
+  std::vector<MemoryKeeper::Piece> kept = keeper->take(number);
+  if (kept.size() != 1) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
+  const std::shared_ptr<HostFile> file(new HostFile(std::move(kept.front().descriptor), std::move(limit),
+                                                    std::move(shared), std::move(keeper), number, kept.front().key));
+  for (const auto& [offset, bytes] : populated) {
+    if (!file->limit_->take(bytes)) return Status(ENOSPC, "the device has become smaller than its files");
+    for (std::uint64_t granule = offset; granule < offset + bytes; granule += kHostGranule) file->own_.insert(granule);
+  }
+  file->share();  // other programs may have it still
+  file->release_foreign();
+  return file;
 }
 
 Status HostFile::allocate(std::uint64_t offset, std::uint64_t bytes) {

@@ -11,10 +11,12 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "drivers/driver.h"
 #include "drivers/ledger.h"
 
 namespace gpufs {
@@ -23,13 +25,21 @@ class SharedHostFiles;
 
 class HostFile : public std::enable_shared_from_this<HostFile> {
  public:
+  // keeper: null if nobody keeps the memfd.
   static Result<std::shared_ptr<HostFile>> create(std::shared_ptr<Ledger> limit,
-                                                  std::shared_ptr<SharedHostFiles> shared);
+                                                  std::shared_ptr<SharedHostFiles> shared,
+                                                  std::shared_ptr<MemoryKeeper> keeper);
+  // The one that the last process kept under this number, with these granules. ENOENT: there is none.
+  static Result<std::shared_ptr<HostFile>> restore(std::shared_ptr<Ledger> limit,
+                                                   std::shared_ptr<SharedHostFiles> shared,
+                                                   std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
+                                                   std::span<const MemorySpan> populated);
   ~HostFile();
   HostFile(const HostFile&) = delete;
   HostFile& operator=(const HostFile&) = delete;
 
   [[nodiscard]] int fd() const { return fd_.get(); }
+  [[nodiscard]] std::uint64_t number() const { return number_; }  // see DeviceMemory
 
   // Whole granules. allocate(): ENOSPC; they are zeros. release(): the errno if the file keeps the memory.
   Status allocate(std::uint64_t offset, std::uint64_t bytes);
@@ -41,8 +51,12 @@ class HostFile : public std::enable_shared_from_this<HostFile> {
   void release_foreign();
 
  private:
-  HostFile(UniqueFd fd, std::shared_ptr<Ledger> limit, std::shared_ptr<SharedHostFiles> shared);
+  HostFile(UniqueFd fd, std::shared_ptr<Ledger> limit, std::shared_ptr<SharedHostFiles> shared,
+           std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number, std::uint64_t key);
 
+  const std::shared_ptr<MemoryKeeper> keeper_;
+  const std::uint64_t number_;  // 0: not kept
+  const std::uint64_t key_;     // of its descriptor
   const UniqueFd fd_;
   const std::shared_ptr<Ledger> limit_;
   const std::shared_ptr<SharedHostFiles> all_shared_;

@@ -55,8 +55,19 @@ class HostMemory::Range : public AddressRange {
 };
 
 Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<Ledger> limit,
-                                                         std::shared_ptr<SharedHostFiles> shared) {
-  Result<std::shared_ptr<HostFile>> file = HostFile::create(std::move(limit), std::move(shared));
+                                                         std::shared_ptr<SharedHostFiles> shared,
+                                                         std::shared_ptr<MemoryKeeper> keeper) {
+  Result<std::shared_ptr<HostFile>> file = HostFile::create(std::move(limit), std::move(shared), std::move(keeper));
+  if (!file.ok()) return file.status();
+  return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
+}
+
+Result<std::unique_ptr<DeviceMemory>> HostMemory::restore(std::shared_ptr<Ledger> limit,
+                                                          std::shared_ptr<SharedHostFiles> shared,
+                                                          std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
+                                                          std::span<const MemorySpan> populated) {
+  Result<std::shared_ptr<HostFile>> file =
+      HostFile::restore(std::move(limit), std::move(shared), std::move(keeper), number, populated);
   if (!file.ok()) return file.status();
   return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
 }
@@ -69,7 +80,7 @@ Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes,
   return std::shared_ptr<AddressRange>(range_);
 }
 
-Status HostMemory::populate(std::span<const MemorySpan> spans) {
+Status HostMemory::populate(std::span<const MemorySpan> spans, Wait /*wait*/) {
   for (std::size_t i = 0; i < spans.size(); ++i) {
     Status status = populate_one(spans[i]);
     if (status.ok()) continue;

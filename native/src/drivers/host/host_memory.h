@@ -17,16 +17,23 @@ namespace gpufs {
 class HostMemory : public DeviceMemory {
  public:
   static Result<std::unique_ptr<DeviceMemory>> create(std::shared_ptr<Ledger> limit,
-                                                      std::shared_ptr<SharedHostFiles> shared);
+                                                      std::shared_ptr<SharedHostFiles> shared,
+                                                      std::shared_ptr<MemoryKeeper> keeper);
+  // Of the last process: see Device::restore_memory().
+  static Result<std::unique_ptr<DeviceMemory>> restore(std::shared_ptr<Ledger> limit,
+                                                       std::shared_ptr<SharedHostFiles> shared,
+                                                       std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
+                                                       std::span<const MemorySpan> populated);
 
   using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans) override;
+  Status populate(std::span<const MemorySpan> spans, Wait wait) override;
   using DeviceMemory::release;
   void release(std::span<const MemorySpan> spans) override;
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override;
+  [[nodiscard]] std::uint64_t number() const override { return file_->number(); }
 
  private:
   class Range;

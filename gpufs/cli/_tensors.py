@@ -1,0 +1,280 @@
+"""The tensors of files as `gpufs inspect` and `gpufs diff` read them, in blocks, and the options that both have."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from errno import EBADF, EINVAL, EIO, EISDIR, ENOSPC
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+import click
+
+from gpufs import mounting
+from gpufs.cli._output import Failure
+from gpufs.client._ends import Entry, next_data, open_path, path_of
+from gpufs.client._space import place_of
+from gpufs.exceptions import text_of
+from gpufs.formats import FormatError
+from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
+from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
+from gpufs.formats.layout import (
+    PREFIX_BYTES,
+    TYPE_ATTRIBUTE,
+    Format,
+    GivenType,
+    Layout,
+    TensorPlace,
+    parse_shape,
+    read_layout,
+    recognize,
+)
+
+# Formats whose tensors are read; see gpufs.formats.layout.
+READ_FORMATS: Final = ("safetensors", "npy", "npz", "GGUF", "torch.save", "raw")
+_THREADS: Final = 4
+
+Result = TypeVar("Result")
+
+
+def type_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the options that give the type of files without a header."""
+    shape = click.option("--shape", metavar="NxM", help="Shape of the elements, with --dtype, for example 256x128.")
+    dtype = click.option("--dtype", metavar="TYPE", help="The file is elements of this type alone, such as float32.")
+    return dtype(shape(command))
+
+
+def shape_text(place: TensorPlace) -> str:
+    """Return the shape as a user reads it."""
+    return ("x".join(map(str, place.shape)) or "scalar") + (" fortran" if place.fortran_order else "")
+
+
+class Contents:
+    """An open file. Any thread may read.
+
+    Attributes
+    ----------
+    size, held_bytes
+        The file's size, and the memory or disk that it uses, in bytes.
+    place
+        What holds it: "gpu0", or the host's file system.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open the file. OSError if it cannot be read, or is not a regular file."""
+        try:
+            named = open_path(Entry.of(path))  # opening a FIFO or a device in another way has effects
+        except OSError as failure:
+            raise link_error(failure, path) from None
+        try:
+            kind = os.fstat(named).st_mode
+            if not stat.S_ISREG(kind):
+                error = EISDIR if stat.S_ISDIR(kind) else EINVAL
+                raise OSError(error, "is a directory" if error == EISDIR else "is not a regular file", path)
+            self._fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(named)
+        status = os.fstat(self._fd)
+        self.path = path
+        self.size = status.st_size
+        self.held_bytes = status.st_blocks * 512
+        self.place = place_of(self._fd, mounting.by_device().get(status.st_dev, []))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def layout(self) -> Layout | None:
+        """Return the tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
+        return read_layout(self.path, self.size, lambda offset, count: bytes(self.read(offset, count)))
+
+    def kind(self) -> Format | None:
+        """Return the format of a file without tensors that gpufs reads."""
+        return recognize(bytes(self.read(0, min(PREFIX_BYTES, self.size))))
+
+    def registered_type(self) -> GivenType | None:
+        """Return the type of its elements, if the program that registered it gave one that fits."""
+        try:
+            given = GivenType.parse(os.getxattr(self._fd, TYPE_ATTRIBUTE).decode("ascii"))
+            given.layout(self.size)
+        except (OSError, UnicodeDecodeError, FormatError):
+            return None
+        return given
+
+    def next_data(self, offset: int) -> int:
+        """Return the first offset at or after another one that is not in a hole."""
+        return next_data(self._fd, offset)[0] if self.held_bytes < self.size else offset
+
+    def read(self, offset: int, count: int) -> memoryview:
+        """Read bytes of the file. OSError EIO if it has become shorter."""
+        block = memoryview(bytearray(count))
+        done = 0
+        while done < count:
+            step = os.preadv(self._fd, [block[done:]], offset + done)
+            if not step:
+                raise OSError(EIO, f"has become shorter: {offset + done} of {self.size} bytes", self.path)
+            done += step
+        return block
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the file, in hexadecimal."""
+        import hashlib
+
+        with os.fdopen(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Tensor(NamedTuple):
+    """A tensor, and the open file that it lies in."""
+
+    file: Contents
+    place: TensorPlace
+
+
+class TensorFiles:
+    """What a name on the command line stands for: one file, or the files of a checkpoint, all open.
+
+    Attributes
+    ----------
+    format
+        One of READ_FORMATS, such as "safetensors" or "raw"; another format's name, or None if the format is unknown.
+    kind
+        The format, if it is one that gpufs does not read tensors from.
+    tensors
+        In the order of the files and of their offsets. Empty if the format has none.
+    registered
+        Whether the program that registered the file gave the type.
+    """
+
+    def __init__(self, path: str, given: GivenType | None = None) -> None:
+        """Open the files. FormatError if a header or an index is damaged, or ``given`` does not fit; OSError."""
+        self.path = path
+        self.kind: Format | None = None
+        self.format: str | None = None
+        self.metadata: dict[str, str] | None = None
+        self.tensors: list[Tensor] = []
+        self.registered = False
+        is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
+        checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))
+        self._opened = ExitStack()
+        with self._opened:
+            self.files = [self._opened.enter_context(Contents(name)) for name in checkpoint.files]
+            for file in self.files:
+                self._read(file, given, checkpoint.places)
+            if checkpoint.places is not None and len(self.tensors) < len(checkpoint.places):
+                missing = checkpoint.places.keys() - {tensor.place.name for tensor in self.tensors}
+                raise FormatError(f"the index says where tensor {min(missing)!r} is, and it is not there")
+            self._opened = self._opened.pop_all()
+
+    def _read(self, file: Contents, given: GivenType | None, places: dict[str, str] | None) -> None:
+        try:
+            layout = file.layout() if given is None else given.layout(file.size)
+            if layout is None and (registered := file.registered_type()) is not None:
+                layout, self.registered = registered.layout(file.size), True
+            if layout is None:
+                self.kind = file.kind()
+                self.format = None if self.kind is None else self.kind.name
+                if places is not None:
+                    raise FormatError("is not a safetensors file")
+        except FormatError as error:
+            raise FormatError(str(error) if file.path == self.path else f"{file.path}: {error}") from None
+        if layout is not None:
+            self.format = layout.format
+            self.metadata = self.metadata or layout.metadata
+            self.tensors += [
+                Tensor(file, place) for place in layout.tensors if places is None or places.get(place.name) == file.path
+            ]
+
+    def places(self) -> str:
+        """Return what holds the files: "gpu0", or "gpu0 and gpu1"."""
+        return " and ".join(dict.fromkeys(filter(None, (file.place for file in self.files))))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+class Part(NamedTuple):
+    """A part of a tensor. ``hole``: it has no memory, and reads as zeros."""
+
+    number: int
+    start: int
+    size: int
+    hole: bool
+
+
+def split(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Part]:
+    """Yield parts of a tensor in blocks of whole elements; a hole is one part.
+
+    ``next_data``: the first offset in the file, at or after another one, that is not in a hole.
+    """
+    unit, step = unit_bytes(place.bits), block_bytes(place.bits)
+    start = 0
+    while start < place.bytes:
+        hole = (min(next_data(place.offset + start) - place.offset, place.bytes) - start) // unit * unit
+        size = hole or min(step, place.bytes - start)
+        yield Part(number, start, size, bool(hole))
+        start += size
+
+
+def map_blocks(parts: Iterable[Part], work: Callable[[Part], Result]) -> Iterator[tuple[int, Result]]:
+    """Call ``work`` with parts from several threads; the numbers of their tensors and the results, in order."""
+    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(threads)
+    running: deque[tuple[int, Future[Result]]] = deque()
+    try:
+        for part in parts:
+            running.append((part.number, pool.submit(work, part)))
+            if len(running) > 2 * threads:
+                number, future = running.popleft()
+                yield number, future.result()
+        while running:
+            number, future = running.popleft()
+            yield number, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def given_type(dtype: str | None, shape: str | None) -> GivenType | None:
+    """Return the type that the options --dtype and --shape give. Failure if they are wrong."""
+    if dtype is None:
+        if shape is not None:
+            raise Failure("--shape needs --dtype", 2)
+        return None
+    try:
+        element_bits(dtype)
+        return GivenType(dtype, None if shape is None else parse_shape(shape))
+    except FormatError as error:
+        raise Failure(str(error), 2) from None
+
+
+@contextmanager
+def reported(path: str, code: int) -> Iterator[None]:
+    """End the command with one line and this exit code if reading a file fails."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None and error.errno in (ENOSPC, EBADF):
+            raise Failure(f"standard output: {text_of(error)}", code) from None
+        raise Failure(f"{error.filename or path}: {text_of(error)}", code) from None
+    except FormatError as error:
+        raise Failure(f"{path}: {error}", code) from None
+
+
+def finite(value: float | int | None) -> float | int | None:
+    """Return a number that JSON has; None for others."""
+    return value if value is None or math.isfinite(value) else None

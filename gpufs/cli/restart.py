@@ -1,0 +1,107 @@
+"""gpufs restart: hands mounts over to the installed version of gpufs."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import click
+
+from gpufs import config, mounting
+from gpufs.cli import _mounts, _queries
+from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._output import Failure, complain
+
+_PAUSE = 0.02  # seconds between two questions to the mount
+
+
+@click.command(name="restart")
+@click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
+@click.option("-a", "--all", "every", is_flag=True, help="Restart every mount of yours that survives it.")
+@timeout_option(config.UMOUNT_TIMEOUT)
+def command(mountpoints: tuple[str, ...], every: bool, timeout: float) -> int:
+    """Serve MOUNTPOINT by a new daemon of the installed version.
+
+    Files, names, open files and attached memory stay as they are; programs wait for a moment. Refused before anything
+    stops if the mount does not survive its daemon, or if the installed version cannot continue it. After three crashes
+    within a minute no daemon is started again: this command starts one.
+    """
+    if every == bool(mountpoints):
+        raise click.UsageError("Give either a MOUNTPOINT or --all.")
+    if every:
+        mountpoints = tuple(entry.mountpoint for entry in mounting.mounts() if entry.uid == os.geteuid())
+    code = 0
+    for mountpoint in mountpoints:
+        try:
+            _restart(mountpoint, timeout)
+        except Failure as failure:
+            complain(str(failure))
+            if not (every and isinstance(failure, _WouldNotSurvive)):
+                code = code or failure.code
+    return code
+
+
+class _WouldNotSurvive(Failure):
+    """The mount goes on in its daemon."""
+
+
+def _restart(path: str, timeout: float) -> None:
+    """Restart one mount, and wait until it answers again. Raise Failure."""
+    entry = _mounts.mounted_at(path)
+    began = time.monotonic()
+    (status,) = _queries.statuses([entry], lambda _: [], timeout)
+    if status["state"] == "ok":
+        _check(path, status)
+        _signal(path, int(status["pid"]), signal.SIGUSR2)
+    else:
+        if not (keepers := _keepers(entry.mountpoint)):
+            raise Failure(f"{path}: {status['error']}")
+        _signal(path, keepers[0], signal.SIGUSR1)
+    former = status["pid"]
+    while True:
+        left = timeout - (time.monotonic() - began)
+        if left <= 0:
+            raise Failure(f"{path}: no daemon has taken over within {timeout:g} seconds: the log gives the reason")
+        (status,) = _queries.statuses([entry], lambda _: [], left)
+        if status["state"] == "ok" and status["pid"] != former:
+            seconds = time.monotonic() - began
+            print(f"{path}: process {status['pid']} serves the mount with version {status['version']}, {seconds:.1f} s")
+            return
+        time.sleep(_PAUSE)
+
+
+def _check(path: str, status: dict[str, object]) -> None:
+    """Raise Failure, or _WouldNotSurvive, unless the installed version can continue the mount."""
+    from gpufs.engine import journal_format  # takes long
+
+    if "survives" not in status:
+        raise _WouldNotSurvive(f"{path}: version {status.get('version')} serves it, whose mounts end with their daemon")
+    if not status["survives"]:
+        raise _WouldNotSurvive(f"{path}: not restarted, it would not survive: {status['survives_not_because']}")
+    if status["journal_format"] != journal_format():
+        raise Failure(
+            f"{path}: its journal has format {status['journal_format']}, the installed version continues format "
+            f"{journal_format()}: unmount, and mount again"
+        )
+
+
+def _signal(path: str, pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except PermissionError:
+        raise Failure(f"{path}: only root and the user who mounted it may restart it") from None
+    except ProcessLookupError:
+        raise Failure(f"{path}: its process {pid} has ended at the same time") from None
+
+
+def _keepers(mountpoint: str) -> list[int]:
+    """Return the processes that keep the mount at this path."""
+    keepers = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            program, *words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if os.path.basename(program) == b"gpufs-keeper" and words[:1] == [os.fsencode(mountpoint)]:
+            keepers.append(int(folder.name))
+    return keepers

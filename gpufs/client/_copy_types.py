@@ -1,0 +1,204 @@
+"""What the caller of a copy uses: its cancellation, progress and result, and the error if it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from gpufs._naming import named_in
+from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
+
+Fastpath: TypeAlias = Literal["auto", "off", "require"]
+
+
+@named_in("gpufs.client")
+class Cancellation:
+    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`."""
+
+    __slots__ = ("_fd", "_followers", "cancelled")
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._followers: list[Cancellation] = []
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """All copies that have this object end with CopyError ECANCELED, soon. A second call does nothing."""
+        if not self.cancelled:
+            self.cancelled = True
+            os.eventfd_write(self._fd, 1)
+            for follower in tuple(self._followers):
+                follower.cancel()
+
+    @contextmanager
+    def follower(self) -> Iterator[Cancellation]:
+        """Another one, which is cancelled with this one and can be cancelled alone."""
+        follower = Cancellation()
+        self._followers.append(follower)
+        try:
+            if self.cancelled:
+                follower.cancel()
+            yield follower
+        finally:
+            self._followers.remove(follower)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once cancelled."""
+        return self._fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """How files are copied; :func:`gpufs.copy` describes the options."""
+
+    fastpath: Fastpath = "auto"
+    fsync: bool = False
+    verify: bool = False
+    preserve: bool = False
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fastpath not in get_args(Fastpath):
+            raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
+
+
+@named_in("gpufs")
+class CopyError(OSError):
+    """A copy that failed or was cancelled (ECANCELED).
+
+    It is also a :class:`NotOnMount`, :class:`DeviceFull`, :class:`QuotaExceeded` or :class:`DaemonDied` if that is the
+    reason.
+
+    Attributes
+    ----------
+    errno, strerror
+        As of any OSError.
+    filename, filename2
+        The source and the destination, or the one of them that failed and None.
+    bytes_done : int
+        How many bytes of the source, from its start, the destination now holds; its size is no more than that. 0 if it
+        was new and has been removed.
+    bytes_total : int
+        How many were to be copied, 0 if that is not known.
+    left : str
+        The state of the destination in words, "" if it is unchanged or removed.
+    device_code : int
+        The vendor runtime's own code, 0 if the failure is not the device's.
+    """
+
+    def __init__(
+        self,
+        error: int,
+        message: str,
+        filename: str,
+        filename2: str | None = None,
+        *,
+        bytes_done: int = 0,
+        bytes_total: int = 0,
+        device_code: int = 0,
+        left: str = "",
+    ) -> None:
+        super().__init__(error, message or os.strerror(error), filename, None, filename2)
+        self.bytes_done = bytes_done
+        self.bytes_total = bytes_total
+        self.device_code = device_code
+        self.left = left
+
+    def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
+        counts = {name: getattr(self, name) for name in ("bytes_done", "bytes_total", "device_code", "left")}
+        return partial(type(self), **counts), (self.errno, self.strerror, self.filename, self.filename2)
+
+    def __str__(self) -> str:
+        where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
+        code = f" (device code {self.device_code})" if self.device_code else ""
+        left = f" ({self.left})" if self.left else ""
+        return f"{where}: {self.strerror}{code}{left}"
+
+
+class NotOnMountCopyError(CopyError, NotOnMount):
+    """A copy of which neither end is on a mount."""
+
+
+class DeviceFullCopyError(CopyError, DeviceFull):
+    """A copy that does not fit on its device."""
+
+
+class QuotaExceededCopyError(CopyError, QuotaExceeded):
+    """A copy that does not fit into its user's or directory's limit."""
+
+
+class DaemonDiedCopyError(CopyError, DaemonDied):
+    """A copy whose mount is dead."""
+
+
+_CLASSES: Final = {
+    errno.ENOSPC: DeviceFullCopyError,
+    errno.EDQUOT: QuotaExceededCopyError,
+    errno.ENOTCONN: DaemonDiedCopyError,
+}
+
+
+def error_class(number: int) -> type[CopyError]:
+    """The class of the error when a mount has failed a copy with this errno."""
+    return _CLASSES.get(number, CopyError)
+
+
+@named_in("gpufs")
+class CopyProgress(NamedTuple):
+    """How far a copy is.
+
+    Attributes
+    ----------
+    moved, total : int
+        Bytes moved, and in all.
+    paths : dict of str to int
+        The bytes moved by each path, see :class:`CopyResult`.
+    phase : str
+        "copy", and then "verify" where that was asked for; the counts start again then.
+    """
+
+    moved: int
+    total: int
+    paths: dict[str, int]
+    phase: str = "copy"
+
+
+@named_in("gpufs")
+class CopyResult(NamedTuple):
+    """A copy that succeeded.
+
+    Attributes
+    ----------
+    source, destination : str
+        The files.
+    bytes : int
+        The bytes copied.
+    seconds : float
+        How long it took.
+    method : str
+        "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and written
+        through the mount).
+    paths : dict of str to int
+        Bytes by "fastpath", "fallback", "kernel" and "mount"; "hole" counts holes, which stay holes and are not moved.
+    refusals : tuple of str
+        Why the fastpath did not move all bytes.
+    sha256 : str or None
+        The hexadecimal checksum of both files, if verified.
+    """
+
+    source: str
+    destination: str
+    bytes: int
+    seconds: float
+    method: str
+    paths: dict[str, int]
+    refusals: tuple[str, ...] = ()
+    sha256: str | None = None

@@ -1,0 +1,245 @@
+"""The daemon's side of the keeper: the process that holds a mount's descriptors and acts when the daemon has died.
+
+``native/keeper/keeper.cc`` is that process, and describes the messages.
+"""
+
+import errno
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from gpufs import syscalls, threads
+
+log = logging.getLogger("gpufs.daemon")
+
+PROGRAM: Final = Path(__file__).with_name("gpufs-keeper")
+
+_HEADER: Final = struct.Struct("=II")  # the kind, and how many numbers follow
+_NUMBER_BYTES: Final = 8
+_BATCH: Final = 200  # numbers in a message, and descriptors
+_SEND_SECONDS: Final = 5.0  # until a keeper that does not read is replaced
+_END_SECONDS: Final = 5.0  # until a keeper that does not end is killed
+
+
+class Key(IntEnum):
+    """What the keeper holds. Numbers from 2**32 on are for memory."""
+
+    CONNECTION = 1  # /dev/fuse
+    JOURNAL = 2
+    LISTENER = 3  # the socket of the service
+    REQUEST = 4  # a memfd with the launcher's request
+    OWNER = 5  # the process with which the mount ends
+    LOG = 6  # standard error or the journal of systemd, where there is no log file
+
+
+class Kind(IntEnum):
+    """The kinds of messages."""
+
+    HOLD = 1
+    DROP = 2
+    RESTART = 3
+    GIVE_UP = 4
+    HAND_OVER = 5
+    END = 6
+    HELD = 16
+    READY = 17
+
+
+class Keeper:
+    """The keeper of one mount. Thread-safe. As a context manager, it ends with the context.
+
+    If its process has died or does not read, calls do nothing: :meth:`replace` starts another one, which gets
+    everything. The number of the socket's descriptor is always the same.
+    """
+
+    def __init__(self, mountpoint: str, held: Mapping[int, int] | None = None, fd: int | None = None) -> None:
+        """Start the process, or adopt the one that has started this daemon and sent what is ``held``.
+
+        Raises
+        ------
+        OSError
+            It cannot be started.
+        """
+        self._mountpoint = mountpoint
+        self._environment = dict(os.environb)
+        self._held = dict(held or {})
+        self._programs: dict[Kind, Sequence[str]] = {}
+        self._lock = threading.Lock()  # guards what is above and what is sent
+        self._child: subprocess.Popen[bytes] | None = None
+        if fd is None:
+            self._socket, self._child = self._start()
+        else:
+            self._socket = socket.socket(fileno=fd)
+        self._socket.settimeout(_SEND_SECONDS)
+
+    def _start(self) -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                child = subprocess.Popen(
+                    [os.fspath(PROGRAM), self._mountpoint],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return ours, child
+
+    @property
+    def socket_fd(self) -> int:
+        """The descriptor of the socket, also after :meth:`replace`."""
+        return self._socket.fileno()
+
+    @property
+    def pid(self) -> int:
+        """The present process."""
+        return self._child.pid if self._child is not None else syscalls.peer_of(self._socket)[0]
+
+    def hold(self, descriptors: Mapping[int, int]) -> None:
+        """Make the keeper hold descriptors, each under its key, in place of what it holds there.
+
+        They must stay open here until :meth:`drop` or :meth:`end`: the next keeper gets them again.
+        """
+        with self._lock:
+            self._held.update(descriptors)
+            self._send_held(descriptors)
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Make the keeper close what it holds under the keys."""
+        dropped = list(keys)
+        with self._lock:
+            for key in dropped:
+                self._held.pop(key, None)
+            for start in range(0, len(dropped), _BATCH):
+                self._send(Kind.DROP, dropped[start : start + _BATCH])
+
+    def restart_with(self, command: Sequence[str]) -> None:
+        """Set the program that takes over when this daemon has died. It gets the environment of this daemon."""
+        self._set_program(Kind.RESTART, command)
+
+    def give_up_with(self, command: Sequence[str]) -> None:
+        """Set the program that runs when this daemon has died and none can take over."""
+        self._set_program(Kind.GIVE_UP, command)
+
+    def hand_over(self) -> None:
+        """Announce that this daemon ends next, so that another one takes over."""
+        with self._lock:
+            self._send(Kind.HAND_OVER)
+
+    def end(self) -> None:
+        """End the keeper, which closes everything that it holds. Return when it has ended."""
+        with self._lock:
+            self._send(Kind.END)
+            self._socket.settimeout(_END_SECONDS)
+            try:
+                self._socket.recv(1)  # nothing: the end of the file
+            except TimeoutError:
+                self._kill()
+            except ConnectionResetError:
+                pass
+            if self._child is not None:
+                self._child.wait()
+            self._socket.close()
+
+    async def replace(self) -> None:
+        """Wait until the keeper has died, and start another one that holds the same. OSError if that is impossible."""
+        await trio.lowlevel.wait_readable(self._socket)  # it sends nothing: the end of the file
+        await threads.run(self._replace)
+
+    def _replace(self) -> None:
+        with self._lock:
+            former = self._child
+            fresh, self._child = self._start()
+            with fresh:
+                os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
+            code = former.wait() if former is not None else "unknown"
+            log.warning("the keeper has ended (exit code %s): another one takes its place", code)
+            for kind, command in self._programs.items():
+                self._send_program(kind, command)
+            self._send_held(self._held)
+
+    def _set_program(self, kind: Kind, command: Sequence[str]) -> None:
+        with self._lock:
+            self._programs[kind] = command
+            self._send_program(kind, command)
+
+    def _send_program(self, kind: Kind, command: Sequence[str]) -> None:
+        words = [*map(os.fsencode, command), *(name + b"=" + value for name, value in self._environment.items())]
+        memfd = new_memfd("gpufs-program", b"".join(word + b"\0" for word in words))
+        try:
+            self._send(kind, [len(command)], [memfd])
+        finally:
+            os.close(memfd)
+
+    def _send_held(self, descriptors: Mapping[int, int]) -> None:
+        keys = list(descriptors)
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            self._send(Kind.HOLD, batch, [descriptors[key] for key in batch])
+
+    def _send(self, kind: Kind, numbers: Sequence[int] = (), descriptors: Sequence[int] = ()) -> None:
+        data = _HEADER.pack(kind, len(numbers)) + struct.pack(f"={len(numbers)}Q", *numbers)
+        try:
+            socket.send_fds(self._socket, [data], descriptors)
+        except TimeoutError:
+            log.error("the keeper does not read its socket: it is killed")
+            self._kill()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # replace() notices that it has ended
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+
+def receive_held(fd: int) -> tuple[dict[int, int], int]:
+    """Return what the keeper holds, for a daemon that takes over: descriptors by their keys, which the caller owns.
+
+    Also returns when the daemon before this one had ended, in nanoseconds of CLOCK_MONOTONIC. OSError if the keeper
+    cannot pass on everything.
+    """
+    held: dict[int, int] = {}
+    with socket.socket(fileno=os.dup(fd)) as keeper:
+        while True:
+            data, descriptors, flags, _ = socket.recv_fds(
+                keeper, _HEADER.size + _BATCH * _NUMBER_BYTES, _BATCH, socket.MSG_CMSG_CLOEXEC
+            )
+            if not data:
+                raise OSError(errno.ECONNRESET, "the keeper has ended or cannot pass on what it holds")
+            kind, count = _HEADER.unpack_from(data)
+            numbers = struct.unpack_from(f"={count}Q", data, _HEADER.size)
+            if kind == Kind.READY:
+                return held, numbers[0]
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            held.update(zip(numbers, descriptors, strict=True))
+
+
+def new_memfd(name: str, contents: bytes) -> int:
+    """Return a descriptor of memory with these contents."""
+    memfd = os.memfd_create(name)
+    with open(memfd, "wb", closefd=False) as file:
+        file.write(contents)
+    return memfd

@@ -1,0 +1,111 @@
+"""A new daemon takes a mount over from one that has died: what that needs, and how it begins."""
+
+import errno
+import json
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from gpufs import engine, mounting
+from gpufs.daemon.keeper import Keeper, Key, new_memfd, receive_held
+from gpufs.daemon.logs import Log
+from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
+
+_SOCKET: Final = 3  # where the keeper puts a new daemon's socket
+_FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
+
+
+def obstacle(values: dict[str, Any], opened: engine.Engine) -> str | None:
+    """Return the reason why a mount with these values of the knobs does not survive its daemon; None if it does."""
+    if not values["survive"]:
+        return "the knob survive is off"
+    if values["backing"]:
+        return "it shows directories of the host (backing)"
+    if values["foreground"]:
+        return "it runs in the foreground, where something else watches its process"
+    for device in opened.devices:
+        if not device.info.keeps_memory:
+            return f"memory of gpu{device.index} has no descriptors that another process could hold"
+    return None
+
+
+def prepare(
+    keeper: Keeper,
+    request: MountRequest,
+    logs: Log,
+    mount: engine.Mount,
+    entry: mounting.MountEntry,
+    *,
+    connection: int,
+    owner: int,
+) -> None:
+    """Give the keeper what the next daemon needs to begin, and the command that starts it.
+
+    Parameters
+    ----------
+    connection
+        The descriptor of /dev/fuse.
+    owner
+        A descriptor of the process with which the mount ends; -1 for none.
+    """
+    text = json.dumps({"request": request.encode().decode(), "identity": entry.identity}).encode()
+    held: dict[int, int] = {
+        Key.CONNECTION: connection,
+        Key.JOURNAL: mount.journal_fd,
+        Key.REQUEST: new_memfd("gpufs-request", text),
+    }
+    if owner >= 0:
+        held[Key.OWNER] = owner
+    if logs.fd >= 0 and request.config["log_file"] is None:
+        held[Key.LOG] = logs.fd
+    keeper.hold(held)
+    keeper.restart_with([*DAEMON, "--takeover-fd", str(_SOCKET), request.mountpoint])
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """What a new daemon begins with.
+
+    Parameters
+    ----------
+    entry
+        The mount's entry.
+    held, memory
+        The descriptors that the keeper holds, by :class:`Key`, and those of memory by the engine's keys.
+    died
+        When the former daemon had ended, in nanoseconds of CLOCK_MONOTONIC.
+    """
+
+    request: MountRequest
+    entry: mounting.MountEntry
+    keeper: Keeper
+    held: dict[int, int]
+    memory: dict[int, int]
+    died: int
+
+
+def leave_to_the_keeper(code: int) -> NoReturn:
+    """End this process at once and take nothing apart: another daemon finds everything as it is."""
+    logging.shutdown()
+    os._exit(code)
+
+
+def begin(fd: int, mountpoint: str) -> Takeover:
+    """Receive everything from the keeper at the other end of a socket. StartFailure if that is not enough."""
+    try:
+        found, died = receive_held(fd)
+        held = {key: descriptor for key, descriptor in found.items() if key < _FIRST_MEMORY}
+        keeper = Keeper(mountpoint, held, fd)
+        if missing := [key.name.lower() for key in (Key.CONNECTION, Key.JOURNAL, Key.REQUEST) if key not in held]:
+            raise StartFailure(errno.EINVAL, f"cannot take over: the keeper does not hold {' and '.join(missing)}")
+        with open(held[Key.REQUEST], "rb", closefd=False) as file:
+            file.seek(0)
+            begun = json.load(file)
+        entry = mounting.entry_with(begun["identity"])
+    except OSError as failure:
+        raise StartFailure.of(failure, "cannot take over: ") from None
+    if entry is None:
+        raise StartFailure(errno.ENOENT, f"cannot take over: nothing is mounted at {mountpoint}")
+    memory = {key: descriptor for key, descriptor in found.items() if key >= _FIRST_MEMORY}
+    return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, died)

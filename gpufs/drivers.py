@@ -1,0 +1,68 @@
+"""The drivers by name: what their devices are called, and how the kernel, users and DLPack name them."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What is known about a driver without opening it.
+
+    Attributes
+    ----------
+    devices
+        Its devices, for people.
+    dlpack
+        DLPack's kind of their memory.
+    dlpack_reachable
+        Further kinds of DLPack whose memory belongs to this driver: pinned and managed memory.
+    kernel_device
+        The file by which the kernel shows such a device; empty for host memory.
+    hiding
+        Variables by which users hide devices from programs.
+    libraries
+        The names of the vendor's library, the newest first.
+    prefix
+        What the names of its functions begin with.
+    reserved_streams
+        Streams that a consumer of DLPack may not name, by the array API standard: 0 is ambiguous in CUDA, 1 and 2
+        exist only there.
+    """
+
+    devices: str
+    dlpack: int
+    dlpack_reachable: tuple[int, ...] = ()
+    kernel_device: str = ""
+    hiding: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    prefix: str = ""
+    reserved_streams: tuple[int, ...] = ()
+
+
+HOST: Final = "host"
+# `--driver auto` tries them in this order.
+DRIVERS: Final = {
+    "cuda": Driver(
+        "NVIDIA GPUs",
+        dlpack=2,
+        dlpack_reachable=(13,),
+        kernel_device="/dev/nvidiactl",
+        hiding=("CUDA_VISIBLE_DEVICES",),
+        libraries=("libcuda.so.1",),
+        prefix="cu",
+        reserved_streams=(0,),
+    ),
+    "hip": Driver(
+        "AMD GPUs",
+        dlpack=10,
+        kernel_device="/dev/kfd",
+        hiding=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        libraries=(*(f"libamdhip64.so.{version}" for version in (8, 7, 6, 5)), "libamdhip64.so"),
+        prefix="hip",
+        reserved_streams=(1, 2),
+    ),
+    HOST: Driver("host memory", dlpack=1, dlpack_reachable=(3, 11)),
+}
+DRIVER_OF_DLPACK: Final = {
+    kind: name for name, driver in DRIVERS.items() for kind in (driver.dlpack, *driver.dlpack_reachable)
+}

@@ -1,0 +1,258 @@
+"""The leases of one client: files whose memory it has attached."""
+
+import errno
+import functools
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from gpufs import protocol
+from gpufs.engine import Lease, SharedPiece
+from gpufs.modes import READ_WRITE
+from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh
+from gpufs.service import _checks
+from gpufs.service._channel import Channel, path_of
+from gpufs.service._holders import Holder
+from gpufs.service._resources import Descriptor, Resources
+from gpufs.service._served_mount import ServedMount
+from gpufs.service._user import trusted
+from gpufs.syscalls import close_all
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """A lease of a connection. ``device``: its index; ``busy``: a request for it is being served.
+
+    ``outgoing``: pieces that are about to be sent, at most as many as one message takes.
+    """
+
+    holder: Holder
+    resources: Resources = field(default_factory=Resources)
+    lease: Lease | None = None
+    device: int = 0
+    read_only: bool = False
+    busy: bool = False
+    outgoing: list[SharedPiece] = field(default_factory=list)
+
+    def take_outgoing(self) -> list[SharedPiece]:
+        pieces, self.outgoing = self.outgoing, []
+        return pieces
+
+
+def _close_pieces(pieces: list[SharedPiece]) -> None:
+    close_all([piece.fd for piece in pieces])
+
+
+def _end_of(pieces: list[SharedPiece]) -> int:
+    return pieces[-1].offset + pieces[-1].bytes
+
+
+async def _refuse(failure: OSError) -> None:
+    raise failure
+
+
+class ClientLeases:
+    """Serves the leases of one connection."""
+
+    def __init__(self, channel: Channel, served: ServedMount) -> None:
+        self._channel = channel
+        self._served = served
+        self._attachments: dict[int, _Attachment] = {}
+        self._working = 0  # requests being served
+
+    def accept(self, message: Attach | Refresh | Detach, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
+        """Begin to serve a request, and take its descriptors over. ProtocolError if there cannot be such a request.
+
+        The descriptors stay the caller's after a ProtocolError.
+        """
+        limits = self._served.limits
+        attachment = self._attachments.get(message.id)
+        if len(descriptors) != isinstance(message, Attach):
+            raise ProtocolError(f"a message {type(message).__name__} with {len(descriptors)} descriptors")
+        # An interrupted client may end what it has just asked for.
+        if attachment is not None and attachment.busy and not isinstance(message, Detach):
+            raise ProtocolError("a request for an attachment whose last request has not been answered")
+        if self._working >= limits.requests:
+            raise ProtocolError("too many requests at once")
+        if isinstance(message, Attach):
+            if attachment is not None:
+                raise ProtocolError("an attach message whose id is in use")
+            if len(self._attachments) >= limits.attachments:
+                raise ProtocolError("too many attachments on one connection")
+            holder = Holder(self._channel.peer, message.mode)
+            attachment = self._attachments[message.id] = _Attachment(holder)
+            holder.resources = attachment.resources
+            work = functools.partial(self._attach, message, attachment, *descriptors)
+            try:
+                holder.ino, attachment.read_only = self._check(message, *descriptors)
+            except OSError as failure:
+                self._channel.discard(descriptors)
+                work = functools.partial(_refuse, failure)
+            else:
+                attachment.resources.hold(descriptors[0])  # of a file of ours, so closing it does not hang
+        elif isinstance(message, Refresh):
+            work = functools.partial(self._refresh, message, attachment)
+        else:
+            work = functools.partial(self._detach, message, attachment)
+        self._working += 1
+        if attachment is not None:
+            attachment.busy = True
+        nursery.start_soon(self._serve, work, message, attachment)
+
+    async def _serve(
+        self, work: Callable[[], Awaitable[None]], message: Attach | Refresh | Detach, attachment: _Attachment | None
+    ) -> None:
+        try:
+            async with self._channel.user.turns:
+                try:
+                    await work()
+                except OSError as failure:
+                    if isinstance(message, Attach):
+                        await self._end(message.id, attachment)
+                    error = failure.errno or errno.EIO
+                    text = failure.strerror or os.strerror(error)
+                    self._channel.log(logging.INFO, "attach refused: %s %s", errno.errorcode.get(error, error), text)
+                    await self._channel.answer(Attached(message.id, error, protocol.shorten(text)))
+        finally:
+            # Work ends with the last message of its answer, and without a checkpoint after it.
+            self._working -= 1
+            if attachment is not None:
+                attachment.busy = False
+
+    async def close(self, seconds: float) -> None:
+        """End all leases, one after the other on one thread; wait at most ``seconds``."""
+        attachments = list(self._attachments.values())
+        self._attachments.clear()
+        if not attachments:
+            return
+        last = attachments.pop()
+        for attachment in attachments:
+            attachment.resources.end()
+
+        def start(close_last: Callable[[], None]) -> None:
+            def close() -> None:
+                for attachment in attachments:
+                    attachment.resources.close()
+                close_last()
+
+            self._channel.user.start(self._channel.user.ends, close)
+
+        with trio.move_on_after(seconds):
+            await last.resources.closed(start)
+
+    async def revoke(self, descriptors: list[Descriptor]) -> None:
+        """End all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
+        served, peer, user = self._served, self._channel.peer, self._channel.user
+        ino = _checks.check_revocable(descriptors, served.device)
+        if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
+            raise OSError(errno.EPERM, "only the file's owner, root and the user who mounted may end its leases")
+        for holder, resources in served.holders.leases_on(ino):
+            holder.revoked = True
+            self._channel.log(logging.INFO, "revoked the lease of %s on %s", holder.peer, holder.path)
+            await resources.closed(functools.partial(user.start, user.calls))
+
+    def _check(self, message: Attach, descriptor: Descriptor) -> tuple[int, bool]:
+        """The inode of the file to attach, and whether the client may only read it. OSError if a rule forbids it."""
+        ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._served.device)
+        return ino, not may_write
+
+    async def _attach(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> None:
+        def prepare() -> Lease:
+            return self._prepare(message, attachment, descriptor)
+
+        attachment.lease = await self._channel.in_thread(prepare, attachment.resources)
+        holder = attachment.holder
+        copied = "a private copy of " if holder.private else ""
+        self._channel.log(
+            logging.INFO, "attached %s%d bytes of %s (%s)", copied, holder.bytes, holder.path, holder.mode
+        )
+        await self._answer(message.id, attachment, attachment.lease, 0)
+
+    def _prepare(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> Lease:
+        """On a thread: opens the lease. OSError if a limit forbids it, or memory is missing."""
+        holder, resources, served = attachment.holder, attachment.resources, self._served
+        ino = holder.ino
+        holder.path = path_of(descriptor.fd)
+        served.holders.enter(holder)
+        resources.on_close(functools.partial(served.holders.leave, holder))
+        with served.open_buffer(ino) as buffer:
+            # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
+            descriptor.close()
+            attachment.device = buffer.info.device
+            holder.private = attachment.read_only and served.gets_copy(buffer, message.mode)
+            writable = message.mode == READ_WRITE
+            lease = resources.hold(served.lease(buffer, holder, writable=writable))
+        if writable:
+            # The kernel does not see what the program writes: the times change at both ends of the lease.
+            served.mount.inode_written(ino)
+            resources.on_close(functools.partial(served.mount.inode_written, ino))
+        resources.on_close(lambda: _close_pieces(attachment.take_outgoing()))
+        holder.bytes = lease.bytes
+        return lease
+
+    async def _refresh(self, message: Refresh, attachment: _Attachment | None) -> None:
+        if attachment is None or attachment.lease is None:
+            raise OSError(errno.EBADF, "nothing is attached under this number")
+        if attachment.holder.revoked:
+            raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
+        if attachment.holder.private:
+            raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
+        await self._channel.in_thread(attachment.lease.refresh, attachment.resources)
+        await self._answer(message.id, attachment, attachment.lease, message.start)
+
+    async def _detach(self, message: Detach, attachment: _Attachment | None) -> None:
+        await self._end(message.id, attachment)
+        await self._channel.answer(Done(message.id))
+
+    async def _end(self, number: int, attachment: _Attachment | None) -> None:
+        """End a lease and wait until its memory is released. Another one may have its number by now, and stays."""
+        if attachment is not None and self._attachments.get(number) is attachment:
+            del self._attachments[number]
+            user = self._channel.user
+            await attachment.resources.closed(functools.partial(user.start, user.calls))
+
+    async def _answer(self, number: int, attachment: _Attachment, lease: Lease, start: int) -> None:
+        """Send the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
+        devices = self._served.mount.engine.devices
+
+        def take(first: int) -> None:
+            attachment.outgoing = lease.pieces(first, protocol.MAX_PIECES)
+
+        def begin() -> int:
+            attachment.holder.bytes = lease.bytes
+            count, first = 0, start
+            while len(pieces := lease.pieces(first, protocol.MAX_PIECES)) == protocol.MAX_PIECES:
+                count += len(pieces)
+                first = _end_of(pieces)
+                _close_pieces(pieces)
+            if count == 0:
+                attachment.outgoing = pieces
+            else:
+                _close_pieces(pieces)
+            return count + len(pieces)
+
+        left = await self._channel.in_thread(begin, attachment.resources)
+        attached = Attached(
+            number,
+            driver=self._served.mount.engine.driver,
+            pci_address=devices[attachment.device].info.pci_address,
+            device=attachment.device,
+            size=attachment.holder.bytes,
+            private=attachment.holder.private,
+            pieces=left,
+        )
+        await self._channel.answer(attached)
+        while left > 0:
+            if not attachment.outgoing:
+                await self._channel.in_thread(functools.partial(take, start), attachment.resources)
+            pieces = attachment.take_outgoing()
+            try:
+                left -= len(pieces)
+                start = _end_of(pieces)
+                message = Pieces(number, [piece.offset for piece in pieces], [piece.bytes for piece in pieces])
+                await self._channel.answer(message, [piece.fd for piece in pieces])
+            finally:
+                _close_pieces(pieces)

@@ -1,0 +1,440 @@
+// gpufs-keeper MOUNTPOINT: holds the descriptors of one mount, and starts the mount's daemon again when it has died.
+//
+// The daemon starts the keeper with one end of a SEQPACKET socket pair as standard input. A message is a kind, a count,
+// and that many 64-bit numbers; descriptors come with it by SCM_RIGHTS. From the daemon:
+//
+//   HOLD keys          Keep each of the descriptors, one for each key, in place of what was held under that key.
+//   DROP keys          Close what is held under the keys.
+//   RESTART [words]    The program that takes over from a daemon that has died: a memfd has its arguments (the first
+//                      `words` of the strings there) and its environment (the others), each ending with a zero byte.
+//                      Without a number there is none.
+//   GIVE_UP [words]    The same for the program that runs if the mount cannot be saved.
+//   SETTLE [0]         Add 1 to the eventfd that comes with it: everything before has been handled.
+//   HAND_OVER          The daemon ends next, so that RESTART takes over. That does not count as a death.
+//   END                The mount ends: the keeper closes everything and exits.
+//
+// To a daemon that takes over, whose descriptor 3 is the other end of a new pair:
+//
+//   HELD keys          What is held, one descriptor for each key, in as many messages as it takes.
+//   READY time         That was all. The time is when the death was noticed, in nanoseconds of CLOCK_MONOTONIC.
+//
+// The keeper gives up when there is no RESTART, or after three deaths within a minute: it closes everything and becomes
+// GIVE_UP. Without that it goes on holding until the mount is unmounted, and answers the kernel's requests with EIO:
+// programs do not hang, and the memory is there for `gpufs restart`. SIGUSR1 makes it forget the deaths, and start
+// RESTART if no daemon runs. It takes no notice of other signals: it ends with the mount. What it does is in the
+// system's log. A daemon that is alive is never replaced, whatever it does or does not do.
+
+#include <fcntl.h>
+#include <linux/fuse.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <syslog.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/unique_fd.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
+using gpufs::UniqueFd;
+
+constexpr std::uint64_t kConnection = 1;  // the key of /dev/fuse
+constexpr int kDaemonSocket = 3;          // the number of a new daemon's end
+constexpr std::size_t kBatch = 200;       // numbers in a message; the kernel passes 253 descriptors at most
+constexpr std::int32_t kNotifyResend = 7;
+constexpr std::size_t kRequestBytes = std::size_t{17} << 20;  // the largest WRITE of a mount, and its header
+constexpr std::size_t kDeaths = 3;                            // within this time: the keeper gives up
+constexpr auto kDeathsTime = std::chrono::seconds(60);
+constexpr int kPauseMilliseconds = 1000;  // after a start that the system has refused
+constexpr int kLookMilliseconds = 20;     // between looks at a daemon that has closed its socket
+
+enum class Kind : std::uint32_t {
+  kHold = 1,
+  kDrop = 2,
+  kRestart = 3,
+  kGiveUp = 4,
+  kHandOver = 5,
+  kEnd = 6,
+  kSettle = 7,
+  kHeld = 16,
+  kReady = 17,
+};
+
+struct Message {
+  Kind kind;
+  std::uint32_t count;
+  std::uint64_t numbers[kBatch];
+};
+constexpr std::size_t kHeaderBytes = offsetof(Message, numbers);
+
+[[noreturn]] void fail(const char* what) {
+  ::syslog(LOG_ERR, "%s: %s: the mount does not survive its daemon", what, std::strerror(errno));
+  std::exit(EXIT_FAILURE);
+}
+
+UniqueFd checked(int fd, const char* what) {
+  if (fd < 0) fail(what);
+  return UniqueFd(fd);
+}
+
+int open_process(pid_t process) { return static_cast<int>(::syscall(SYS_pidfd_open, process, 0)); }
+
+sigset_t set_of(std::initializer_list<int> signals) {
+  sigset_t set;
+  ::sigemptyset(&set);
+  for (const int signal : signals) ::sigaddset(&set, signal);
+  return set;
+}
+
+// Blocks these signals alone.
+void block(const sigset_t& signals) { ::sigprocmask(SIG_SETMASK, &signals, nullptr); }
+
+// The process that made a socket pair.
+pid_t maker_of(int socket) {
+  ucred maker{};
+  socklen_t bytes = sizeof maker;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &maker, &bytes) < 0) fail("standard input is not a socket");
+  return maker.pid;
+}
+
+// Returns a descriptor that becomes readable when the parent ends.
+UniqueFd watch_parent(pid_t parent) {
+  UniqueFd process(open_process(parent));
+  // While it is the parent, the number is certainly its own.
+  if (process.valid() && ::getppid() == parent) return process;
+  return checked(::eventfd(1, EFD_CLOEXEC), "eventfd");  // readable at once: it has died already
+}
+
+// Whether the main thread of a process has ended. Others may wait in the kernel for a reply of this very mount, which
+// only the next daemon can give: those that read ahead, whose descriptors are their own
+// (native/src/fuse/read_ahead.cc).
+bool is_zombie(pid_t process) {
+  char text[512];
+  const UniqueFd file(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+  const ssize_t bytes = ::read(file.get(), text, sizeof text);
+  if (bytes <= 0) return false;
+  const std::string_view line(text, static_cast<std::size_t>(bytes));
+  const std::size_t name_end = line.rfind(')');
+  return name_end != line.npos && line.substr(name_end).starts_with(") Z");
+}
+
+// A program with its arguments and environment.
+class Program {
+ public:
+  Program() = default;
+
+  Program(int memfd, std::size_t arguments) : arguments_(arguments) {
+    struct stat status {};
+    if (::fstat(memfd, &status) < 0) fail("a program cannot be read");
+    text_.resize(static_cast<std::size_t>(status.st_size));
+    if (::pread(memfd, text_.data(), text_.size(), 0) != static_cast<ssize_t>(text_.size()))
+      fail("a program cannot be read");
+  }
+
+  [[nodiscard]] bool empty() const { return text_.empty() || arguments_ == 0; }
+
+  // Replaces this process by the program.
+  [[noreturn]] void run() {
+    std::vector<char*> arguments;
+    std::vector<char*> environment;
+    for (std::size_t at = 0; at < text_.size(); at += std::strlen(&text_[at]) + 1)
+      (arguments.size() < arguments_ ? arguments : environment).push_back(&text_[at]);
+    arguments.push_back(nullptr);
+    environment.push_back(nullptr);
+    ::execve(arguments[0], arguments.data(), environment.data());
+    ::syslog(LOG_ERR, "cannot start %s: %s", arguments[0], std::strerror(errno));
+    ::_exit(127);
+  }
+
+ private:
+  std::string text_;
+  std::size_t arguments_ = 0;
+};
+
+class Keeper {
+ public:
+  Keeper(UniqueFd socket, UniqueFd signals)
+      : socket_(std::move(socket)),
+        process_(maker_of(socket_.get())),
+        daemon_(watch_parent(process_)),
+        signals_(std::move(signals)) {}
+
+  // Returns the exit status, once there is nothing left to keep.
+  int run() {
+    for (;;) {
+      pollfd polled[] = {{socket_.get(), POLLIN, 0},
+                         {daemon_.get(), POLLIN, 0},
+                         {signals_.get(), POLLIN, 0},
+                         {daemon_.valid() ? -1 : connection(), POLLIN, 0}};
+      const auto& [socket, daemon, signals, mount] = polled;
+      const bool ends_soon = daemon_.valid() && !socket_.valid();
+      if (::poll(polled, std::size(polled), ends_soon ? kLookMilliseconds : -1) < 0) fail("poll");
+      // Messages first: those that a dead daemon has sent still count.
+      if (socket.revents != 0) {
+        if (!receive()) return EXIT_SUCCESS;
+      } else if (daemon.revents != 0 || (ends_soon && is_zombie(process_))) {
+        if (!replace_daemon()) return EXIT_FAILURE;
+      }
+      if (signals.revents != 0) {
+        signalfd_siginfo unused;
+        if (::read(signals_.get(), &unused, sizeof unused) < 0) fail("signalfd");
+        deaths_.clear();
+        if (!daemon_.valid() && !start_daemon()) return EXIT_FAILURE;
+      }
+      if ((mount.revents & POLLERR) != 0) return EXIT_FAILURE;  // unmounted
+      if (mount.revents != 0) refuse_request();
+    }
+  }
+
+ private:
+  // Handles one message. False at the end of the mount.
+  bool receive() {
+    Message message{};
+    alignas(cmsghdr) char control[CMSG_SPACE(kBatch * sizeof(int))];
+    iovec part{&message, sizeof message};
+    msghdr header{};
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+    const ssize_t bytes = ::recvmsg(socket_.get(), &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    // The daemon has died before it had read everything. What it has sent is read next.
+    if (bytes < 0 && errno == ECONNRESET) return true;
+    if (bytes < 0) fail("the daemon's socket");
+    if (bytes == 0) {
+      socket_.reset();
+      return true;
+    }
+    std::vector<UniqueFd> descriptors;
+    for (cmsghdr* one = CMSG_FIRSTHDR(&header); one != nullptr; one = CMSG_NXTHDR(&header, one)) {
+      if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS) continue;
+      for (std::size_t at = CMSG_LEN(0); at < one->cmsg_len; at += sizeof(int)) {
+        int fd = -1;
+        std::memcpy(&fd, reinterpret_cast<const char*>(one) + at, sizeof fd);
+        descriptors.emplace_back(fd);
+      }
+    }
+    errno = EMFILE;
+    if ((header.msg_flags & MSG_CTRUNC) != 0) fail("no descriptor is free");
+    errno = EBADMSG;
+    if (message.count > kBatch ||
+        static_cast<std::size_t>(bytes) != kHeaderBytes + message.count * sizeof(std::uint64_t))
+      fail("a message of the daemon");
+    switch (message.kind) {
+      case Kind::kHold:
+        if (descriptors.size() != message.count) fail("a message of the daemon");
+        for (std::size_t i = 0; i < message.count; ++i) held_[message.numbers[i]] = std::move(descriptors[i]);
+        break;
+      case Kind::kDrop:
+        for (std::size_t i = 0; i < message.count; ++i) held_.erase(message.numbers[i]);
+        break;
+      case Kind::kRestart:
+      case Kind::kGiveUp: {
+        Program program;
+        if (message.count == 1 && descriptors.size() == 1) program = Program(descriptors[0].get(), message.numbers[0]);
+        (message.kind == Kind::kRestart ? restart_ : give_up_) = std::move(program);
+        break;
+      }
+      case Kind::kSettle:
+        for (const UniqueFd& settled : descriptors) {
+          const std::uint64_t one = 1;
+          [[maybe_unused]] const ssize_t written = ::write(settled.get(), &one, sizeof one);
+        }
+        break;
+      case Kind::kHandOver:
+        handing_over_ = true;
+        break;
+      case Kind::kEnd:
+        return false;
+      default:  // of a newer daemon
+        ::syslog(LOG_WARNING, "a message of an unknown kind: %u", static_cast<unsigned>(message.kind));
+    }
+    return true;
+  }
+
+  // This and the next two return false if there is nothing left to keep.
+  bool replace_daemon() {
+    noticed_ = Clock::now();
+    ::syslog(LOG_NOTICE, "the daemon %d has died", process_);
+    int status = 0;  // of each daemon that this process has started
+    for (pid_t ended = 0; (ended = ::waitpid(-1, &status, WNOHANG)) > 0;) {
+      if (WIFSIGNALED(status)) ::syslog(LOG_NOTICE, "process %d was killed by signal %d", ended, WTERMSIG(status));
+      if (WIFEXITED(status)) ::syslog(LOG_NOTICE, "process %d has exited with %d", ended, WEXITSTATUS(status));
+    }
+    daemon_.reset();
+    socket_.reset();
+    if (is_unmounted()) return false;
+    std::erase_if(deaths_, [this](Clock::time_point death) { return noticed_ - death >= kDeathsTime; });
+    if (!std::exchange(handing_over_, false)) deaths_.push_back(noticed_);
+    return start_daemon();
+  }
+
+  bool start_daemon() {
+    while (!restart_.empty() && deaths_.size() < kDeaths) {
+      if (fork_daemon()) {
+        send_held();
+        return true;
+      }
+      ::syslog(LOG_ERR, "cannot start the daemon: %s", std::strerror(errno));
+      deaths_.push_back(Clock::now());
+      ::poll(nullptr, 0, kPauseMilliseconds);
+    }
+    return give_up();
+  }
+
+  bool give_up() {
+    if (!restart_.empty())
+      ::syslog(LOG_ERR, "the daemon has died %zu times within a minute: giving up", deaths_.size());
+    if (!give_up_.empty()) {
+      block(set_of({SIGTERM, SIGINT, SIGHUP}));  // it is brief
+      give_up_.run();                            // which closes everything that is held
+    }
+    if (connection() < 0) return false;
+    // Those that the daemon had read and not answered come again, to refuse_request().
+    const fuse_out_header resend{sizeof resend, kNotifyResend, 0};
+    if (::write(connection(), &resend, sizeof resend) < 0)
+      ::syslog(LOG_WARNING, "some programs wait: %s", std::strerror(errno));
+    return true;
+  }
+
+  // Answers a request of the kernel with EIO.
+  void refuse_request() {
+    if (request_ == nullptr) request_ = std::make_unique_for_overwrite<char[]>(kRequestBytes);
+    fuse_in_header request{};
+    const ssize_t bytes = ::read(connection(), request_.get(), kRequestBytes);
+    if (bytes < static_cast<ssize_t>(sizeof request)) return;  // taken back, or unmounted
+    std::memcpy(&request, request_.get(), sizeof request);
+    for (const std::uint32_t without_reply : {FUSE_FORGET, FUSE_BATCH_FORGET, FUSE_INTERRUPT, FUSE_NOTIFY_REPLY}) {
+      if (request.opcode == without_reply) return;
+    }
+    const fuse_out_header reply{sizeof reply, -EIO, request.unique};
+    [[maybe_unused]] const ssize_t written = ::write(connection(), &reply, sizeof reply);
+  }
+
+  bool fork_daemon() {
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) return false;
+    UniqueFd ours(ends[0]);
+    const UniqueFd theirs(ends[1]);
+    const pid_t child = ::fork();
+    if (child < 0) return false;
+    if (child == 0) {
+      ::setsid();
+      block(set_of({}));
+      if (::dup2(theirs.get(), kDaemonSocket) < 0 || ::fcntl(kDaemonSocket, F_SETFD, 0) < 0) ::_exit(127);
+      restart_.run();
+    }
+    daemon_ = checked(open_process(child), "pidfd_open");
+    process_ = child;
+    socket_ = std::move(ours);
+    return true;
+  }
+
+  // Blocks until the daemon has read almost everything, or has died.
+  void send_held() {
+    std::vector<std::uint64_t> keys;
+    std::vector<int> descriptors;
+    for (auto one = held_.begin(); one != held_.end();) {
+      keys.push_back(one->first);
+      descriptors.push_back(one->second.get());
+      if (++one != held_.end() && keys.size() < kBatch) continue;
+      if (!send(Kind::kHeld, keys, descriptors)) return;
+      keys.clear();
+      descriptors.clear();
+    }
+    const auto time = std::chrono::nanoseconds(noticed_.time_since_epoch()).count();
+    const std::uint64_t numbers[] = {static_cast<std::uint64_t>(time)};
+    send(Kind::kReady, numbers, {});
+  }
+
+  // A daemon whose message cannot be sent sees the end of the socket in its place.
+  bool send(Kind kind, std::span<const std::uint64_t> numbers, std::span<const int> descriptors) {
+    Message message{kind, static_cast<std::uint32_t>(numbers.size()), {}};
+    std::memcpy(message.numbers, numbers.data(), numbers.size_bytes());
+    iovec part{&message, kHeaderBytes + numbers.size_bytes()};
+    alignas(cmsghdr) char control[CMSG_SPACE(kBatch * sizeof(int))] = {};
+    msghdr header{};
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    if (!descriptors.empty()) {
+      header.msg_control = control;
+      header.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+      cmsghdr* const rights = CMSG_FIRSTHDR(&header);
+      rights->cmsg_level = SOL_SOCKET;
+      rights->cmsg_type = SCM_RIGHTS;
+      rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+      std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
+    }
+    if (::sendmsg(socket_.get(), &header, MSG_NOSIGNAL) >= 0) return true;
+    if (errno != EPIPE && errno != ECONNRESET)
+      ::syslog(LOG_ERR, "cannot pass on what is held: %s", std::strerror(errno));
+    socket_.reset();
+    return false;
+  }
+
+  [[nodiscard]] int connection() const {
+    const auto found = held_.find(kConnection);
+    return found == held_.end() ? -1 : found->second.get();
+  }
+
+  [[nodiscard]] bool is_unmounted() const {
+    pollfd mount{connection(), 0, 0};
+    return ::poll(&mount, 1, 0) > 0 && (mount.revents & POLLERR) != 0;
+  }
+
+  UniqueFd socket_;
+  pid_t process_;    // the present daemon, or the last one
+  UniqueFd daemon_;  // readable once it has ended; none if no daemon runs
+  UniqueFd signals_;
+  std::map<std::uint64_t, UniqueFd> held_;
+  Program restart_;
+  Program give_up_;
+  std::unique_ptr<char[]> request_;  // memory for one, once it is needed
+  bool handing_over_ = false;
+  std::vector<Clock::time_point> deaths_;  // those that count
+  Clock::time_point noticed_;              // when the last daemon had ended
+};
+
+}  // namespace
+
+int main(int count, char** words) {
+  if (count != 2) {
+    static constexpr char kUsage[] = "usage: gpufs-keeper MOUNTPOINT (the daemon of a mount starts it)\n";
+    [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, kUsage, sizeof kUsage - 1);
+    return 2;
+  }
+  // Blocked, and not ignored: the programs that it starts begin without that.
+  sigset_t all;
+  ::sigfillset(&all);
+  block(all);
+  const std::string name = std::string("gpufs-keeper ") + words[1];
+  ::openlog(name.c_str(), LOG_PID, LOG_DAEMON);
+  const sigset_t retry = set_of({SIGUSR1});
+  UniqueFd signals = checked(::signalfd(-1, &retry, SFD_CLOEXEC), "signalfd");
+  UniqueFd socket = checked(::fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, kDaemonSocket), "standard input");
+  // Descriptors 0 to 2 of the programs that it starts: what standard output is.
+  if (::dup2(STDOUT_FILENO, STDIN_FILENO) < 0) fail("standard output");
+  return Keeper(std::move(socket), std::move(signals)).run();
+}

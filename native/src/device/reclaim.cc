@@ -1,0 +1,111 @@
+#include "device/reclaim.h"
+
+#include <iterator>
+#include <utility>
+
+namespace gpufs {
+namespace {
+
+// How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
+// file that still exists then is kept by somebody.
+constexpr std::chrono::milliseconds kForgetTime{300};
+// Less than one part in so many of a device's memory is not worth waiting for.
+constexpr std::uint64_t kSmallPart = 64;
+
+}  // namespace
+
+void Reclaim::list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
+  const std::lock_guard lock(mutex_);
+  trimmable_[key] = std::move(buffer);
+}
+
+void Reclaim::unlist_trimmable(const Buffer* key) {
+  const std::lock_guard lock(mutex_);
+  trimmable_.erase(key);
+}
+
+std::vector<std::weak_ptr<Buffer>> Reclaim::trimmable() const {
+  std::vector<std::weak_ptr<Buffer>> buffers;
+  const std::lock_guard lock(mutex_);
+  buffers.reserve(trimmable_.size());
+  for (const auto& [key, buffer] : trimmable_) buffers.push_back(buffer);
+  return buffers;
+}
+
+Reclaim::Expected::Expected(Reclaim& reclaim, std::function<std::uint64_t()> bytes) : reclaim_(reclaim) {
+  const std::lock_guard lock(reclaim_.mutex_);
+  place_ = reclaim_.pending_.insert(reclaim_.pending_.end(),
+                                    {std::move(bytes), std::chrono::steady_clock::now(), /*certain=*/false});
+}
+
+Reclaim::Expected::~Expected() {
+  const std::lock_guard lock(reclaim_.mutex_);
+  reclaim_.pending_.erase(place_);
+  // Also if the file is in use again: what waits for it must look for other memory.
+  reclaim_.released_locked();
+}
+
+void Reclaim::Expected::confirm() {
+  const std::lock_guard lock(reclaim_.mutex_);
+  place_->certain = true;
+}
+
+void Reclaim::Expected::begin_release() {
+  const std::lock_guard lock(reclaim_.mutex_);
+  place_->certain = true;
+  place_->bytes = [bytes = place_->bytes()] { return bytes; };
+}
+
+std::uint64_t Reclaim::expected_bytes() const {
+  std::uint64_t bytes = 0;
+  const std::lock_guard lock(mutex_);
+  for (const Pending& pending : pending_) bytes += pending.bytes();
+  return bytes;
+}
+
+std::size_t Reclaim::expected_files() const {
+  const std::lock_guard lock(mutex_);
+  return pending_.size();
+}
+
+bool Reclaim::expects_since(TimePoint before) const {
+  const TimePoint now = std::chrono::steady_clock::now();
+  std::uint64_t bytes = 0;
+  const std::lock_guard lock(mutex_);
+  for (const Pending& pending : pending_) {
+    if (pending.since <= before && (pending.certain || now - pending.since <= kForgetTime)) bytes += pending.bytes();
+  }
+  return bytes != 0 && bytes >= device_bytes_ / kSmallPart;
+}
+
+void Reclaim::released() {
+  const std::lock_guard lock(mutex_);
+  released_locked();
+}
+
+void Reclaim::released_locked() {
+  ++releases_;
+  for (const std::function<void()>& listener : listeners_) listener();
+  changed_.notify_all();
+}
+
+std::uint64_t Reclaim::release_count() const {
+  const std::lock_guard lock(mutex_);
+  return releases_;
+}
+
+void Reclaim::wait_for_release(std::uint64_t seen, TimePoint deadline) const {
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, deadline, [&] { return releases_ != seen; });
+}
+
+std::shared_ptr<void> Reclaim::on_release(std::function<void()> action) {
+  const std::lock_guard lock(mutex_);
+  const auto place = listeners_.insert(listeners_.end(), std::move(action));
+  return {this, [place](Reclaim* reclaim) {
+            const std::lock_guard removal(reclaim->mutex_);
+            reclaim->listeners_.erase(place);
+          }};
+}
+
+}  // namespace gpufs

@@ -1,0 +1,96 @@
+// What a call needs to know that finds a device full: which buffers can release memory, which memory is about to be
+// released, and how to wait for a release. Whatever releases memory reports it here, and whatever waits is woken here.
+// Ownership: the DeviceContext's.
+// Thread-safe. The mutex is a leaf, except that listeners run under it.
+//
+// A call for memory first has unused memory released (ExtentBuffer::retry_when_full, on its own thread); a request of
+// the mount that still finds none waits for memory of removed files (fuse/long_requests.h, without a thread).
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace gpufs {
+
+class Buffer;  // memory/buffer.h
+
+class Reclaim {
+  struct Pending;
+  using PendingReleases = std::list<Pending>;
+
+ public:
+  using TimePoint = std::chrono::steady_clock::time_point;
+
+  explicit Reclaim(std::uint64_t device_bytes) : device_bytes_(device_bytes) {}
+  Reclaim(const Reclaim&) = delete;
+  Reclaim& operator=(const Reclaim&) = delete;
+
+  // ---- buffers that may hold memory which Buffer::trim() releases ----
+
+  void list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
+  void unlist_trimmable(const Buffer* key);
+  [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
+
+  // ---- memory of removed files that nothing has open: the kernel forgets the file, then it is released ----
+
+  // One such file. Destroyed when its memory has been released, or is in use again.
+  class Expected {
+   public:
+    // bytes: what the file holds; called until the release begins. The Reclaim must live as long.
+    Expected(Reclaim& reclaim, std::function<std::uint64_t()> bytes);
+    ~Expected();
+    Expected(const Expected&) = delete;
+    Expected& operator=(const Expected&) = delete;
+
+    // The kernel has forgotten the file: the memory comes for certain.
+    void confirm();
+    // The file goes now; until then its bytes are counted as they are.
+    void begin_release();
+
+   private:
+    Reclaim& reclaim_;
+    PendingReleases::iterator place_;
+  };
+  // Bytes of all such files.
+  [[nodiscard]] std::uint64_t expected_bytes() const;
+  [[nodiscard]] std::size_t expected_files() const;
+  // Whether so much memory of files that were removed before a time is likely to be free soon that it is worth waiting.
+  // Files that are removed but kept by somebody do not count.
+  [[nodiscard]] bool expects_since(TimePoint before) const;
+
+  // ---- waiting ----
+
+  // Memory has been released.
+  void released();
+  // How often that was.
+  [[nodiscard]] std::uint64_t release_count() const;
+  // Blocks until release_count() is not `seen` any more, or the deadline.
+  void wait_for_release(std::uint64_t seen, TimePoint deadline) const;
+  // Calls `action` after each release, for as long as the result lives. It must neither block nor call this object.
+  [[nodiscard]] std::shared_ptr<void> on_release(std::function<void()> action);
+
+ private:
+  struct Pending {
+    std::function<std::uint64_t()> bytes;
+    TimePoint since;  // the removal
+    bool certain = false;
+  };
+  void released_locked();
+
+  const std::uint64_t device_bytes_;
+  mutable std::mutex mutex_;  // guards all below
+  mutable std::condition_variable changed_;
+  std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;
+  PendingReleases pending_;
+  std::uint64_t releases_ = 0;
+  std::list<std::function<void()>> listeners_;
+};
+
+}  // namespace gpufs

@@ -1,0 +1,137 @@
+// Values by key in a memfd, which outlive the process: whoever holds the descriptor can restore them, at whatever
+// instruction the process was killed. The changes of one transaction are all there afterwards, or none.
+// docs/internals/journal.md has the format.
+//
+// It is no log: its size follows the values, not the changes. A value lies in a block of a power of two of bytes. A
+// transaction writes its values into fresh blocks, marks these and the blocks that they replace with its number, and
+// stores that number in the header: this one store commits it. Then the marks are removed.
+//
+// Ownership: the Mount's. Thread-safe.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+#include "base/unique_fd.h"
+
+namespace gpufs::journal {
+
+// What a value describes, and which of these. The journal does not interpret them.
+struct Key {
+  std::uint32_t kind = 0;
+  std::uint64_t id = 0;
+  friend auto operator<=>(const Key&, const Key&) = default;
+};
+
+class Journal {
+ public:
+  // Another one is refused.
+  static constexpr std::uint32_t kFormat = 1;
+  // Of one value.
+  static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
+
+  static Result<std::unique_ptr<Journal>> create();
+  // Takes over the values in a descriptor. EPROTO: it is no journal, or another version's. ENOTRECOVERABLE: values are
+  // missing, see health().
+  static Result<std::unique_ptr<Journal>> restore(UniqueFd descriptor);
+  ~Journal();
+  Journal(const Journal&) = delete;
+  Journal& operator=(const Journal&) = delete;
+
+  [[nodiscard]] int fd() const { return file_.get(); }
+  // Memory of the values, with what they leave free in their blocks.
+  [[nodiscard]] std::uint64_t bytes() const;
+  // Why values are missing: there was no memory for one, or it was too large. Nothing can be restored from then on.
+  [[nodiscard]] Status health() const;
+
+  // Calls visit(id, value) for the values of a kind, in the order of their ids. visit must not call this object.
+  template <typename Visit>
+  void each(std::uint32_t kind, Visit visit) const {
+    const std::lock_guard lock(mutex_);
+    for (auto entry = entries_.lower_bound({kind, 0}); entry != entries_.end() && entry->first.kind == kind; ++entry) {
+      if (entry->second.block != 0) visit(entry->first.id, value_of(entry->second.block));
+    }
+  }
+
+ private:
+  friend class Transaction;
+  struct Header;
+  struct Block;
+
+  // A value that is written and not committed. block 0: the key is to be removed.
+  struct Change {
+    Key key;
+    std::uint64_t block = 0;  // offset in the file, as everywhere
+    std::uint64_t order = 0;
+  };
+  // block 0: removed, and kept while transactions under way may have an older value.
+  struct Entry {
+    std::uint64_t block = 0;
+    std::uint64_t order = 0;
+  };
+  static constexpr std::size_t kSizeClasses = 18;  // 128 bytes to 16 MiB
+
+  Journal() = default;
+  Status map(UniqueFd file);
+  Status read_blocks();
+
+  // The order of the changes of one key is that of these calls, not of the commits.
+  std::uint64_t next_order() { return last_order_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  void begin(std::uint64_t order);
+  std::uint64_t write(Key key, std::span<const std::byte> value);  // the block; 0: see health()
+  void end(std::uint64_t began, std::span<const Change> changes);
+
+  // The rest needs the mutex.
+  Status add_segment(std::size_t size_class);
+  void release(std::uint64_t offset);
+  void give_up(Status reason);
+  [[nodiscard]] Header& header() const;
+  [[nodiscard]] Block& block(std::uint64_t offset) const;
+  [[nodiscard]] std::span<const std::byte> value_of(std::uint64_t offset) const;
+
+  UniqueFd file_;
+  std::byte* base_ = nullptr;  // of a mapping that reaches beyond the file, so that it never moves
+  std::atomic<std::uint64_t> last_order_{0};
+
+  mutable std::mutex mutex_;  // guards all below; innermost
+  std::map<Key, Entry> entries_;
+  std::map<std::uint64_t, Key> removed_;    // the removed entries, by order
+  std::multiset<std::uint64_t> under_way_;  // when the transactions began
+  std::array<std::vector<std::uint64_t>, kSizeClasses> free_;
+  std::uint64_t file_bytes_ = 0;
+  std::uint64_t used_bytes_ = 0;
+  Status health_;
+};
+
+// Changes that are committed together. One thread at a time. Destroyed without commit() it has changed nothing.
+class Transaction {
+ public:
+  explicit Transaction(Journal& journal);
+  ~Transaction();
+  Transaction(const Transaction&) = delete;
+  Transaction& operator=(const Transaction&) = delete;
+
+  // Of two transactions that change a key, the one that called this last determines its value. So the caller holds the
+  // lock of what it describes.
+  void put(Key key, std::span<const std::byte> value);
+  void remove(Key key);
+  void commit();
+
+ private:
+  Journal& journal_;
+  const std::uint64_t began_;
+  std::vector<Journal::Change> changes_;
+  bool open_ = true;
+};
+
+}  // namespace gpufs::journal

@@ -1,0 +1,156 @@
+#include "memory/kept_memory.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "base/log.h"
+
+namespace gpufs {
+namespace {
+
+constexpr std::uint32_t kKind = 100;  // of the journal's values
+
+// A message to the keeper: native/keeper/keeper.cc.
+struct Message {
+  std::uint32_t kind;
+  std::uint32_t count;
+  std::uint64_t key;
+};
+constexpr int kQueuePatience = 5000;  // milliseconds
+constexpr std::uint32_t kHold = 1;
+constexpr std::uint32_t kDrop = 2;
+constexpr std::uint32_t kSettle = 7;
+constexpr int kSettleTimeout = 1000;  // milliseconds
+
+}  // namespace
+
+KeptMemory::KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, std::vector<Held> held)
+    : journal_(std::move(journal)),
+      memories_(journal_.get(), journal::Numbers::kMemories, 1),
+      keys_(journal_.get(), journal::Numbers::kMemoryKeys, kFirstKey),
+      keeper_(keeper) {
+  std::map<std::uint64_t, UniqueFd> descriptors;
+  for (Held& each : held) {
+    descriptors.emplace(each.key, std::move(each.descriptor));
+  }
+  journal_->each(kKind, [&](std::uint64_t key, std::span<const std::byte> value) {
+    Part part{};
+    std::memcpy(&part, value.data(), std::min(value.size(), sizeof part));
+    const auto found = descriptors.find(key);
+    if (found == descriptors.end()) return;  // its memory was being released
+    untaken_[part.memory].push_back({key, part.offset, part.bytes, std::move(found->second)});
+    descriptors.erase(found);
+  });
+  for (const auto& [key, descriptor] : descriptors) untaken_[0].push_back({key, 0, 0, {}});
+}
+
+std::uint64_t KeptMemory::hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) {
+  const Part part{memory, offset, bytes};
+  const std::uint64_t key = keys_.next();
+  const std::lock_guard lock(mutex_);
+  held_.emplace(key, descriptor);
+  send_locked(kHold, key, descriptor);
+  journal::Transaction change(*journal_);
+  change.put({kKind, key}, std::as_bytes(std::span(&part, 1)));
+  change.commit();
+  return key;
+}
+
+void KeptMemory::drop(std::uint64_t key) {
+  const std::lock_guard lock(mutex_);
+  held_.erase(key);
+  journal::Transaction change(*journal_);
+  change.remove({kKind, key});
+  change.commit();
+  send_locked(kDrop, key, -1);
+}
+
+void KeptMemory::settle() {
+  const UniqueFd settled(::eventfd(0, EFD_CLOEXEC));
+  if (!settled.valid()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    send_locked(kSettle, 0, settled.get());
+    if (!health_.ok()) return;
+  }
+  pollfd answer{settled.get(), POLLIN, 0};
+  static_cast<void>(::poll(&answer, 1, kSettleTimeout));
+}
+
+void KeptMemory::lose(const Status& reason) {
+  const std::lock_guard lock(mutex_);
+  if (!lost_.ok()) return;
+  lost_ = reason;
+  log_warning("this mount does not survive its daemon: ", reason.message());
+}
+
+std::vector<MemoryKeeper::Piece> KeptMemory::take(std::uint64_t memory) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Piece> pieces;
+  if (auto found = untaken_.extract(memory)) pieces = std::move(found.mapped());
+  std::ranges::sort(pieces, {}, &Piece::offset);
+  for (const Piece& piece : pieces) held_.emplace(piece.key, piece.descriptor.get());
+  return pieces;
+}
+
+void KeptMemory::drop_untaken() {
+  std::map<std::uint64_t, std::vector<Piece>> untaken;
+  {
+    const std::lock_guard lock(mutex_);
+    untaken.swap(untaken_);
+  }
+  for (const auto& [memory, pieces] : untaken) {
+    for (const Piece& piece : pieces) drop(piece.key);
+  }
+}
+
+void KeptMemory::hold_again() {
+  const std::lock_guard lock(mutex_);
+  health_ = {};
+  for (const auto& [key, descriptor] : held_) send_locked(kHold, key, descriptor);
+}
+
+Status KeptMemory::health() const {
+  const std::lock_guard lock(mutex_);
+  return lost_.ok() ? health_ : lost_;
+}
+
+void KeptMemory::send_locked(std::uint32_t kind, std::uint64_t key, int descriptor) {
+  if (!health_.ok()) return;  // until hold_again()
+  Message message{kind, 1, key};
+  iovec part{&message, sizeof message};
+  msghdr header{};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  if (descriptor >= 0) {
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+    cmsghdr* const rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(rights), &descriptor, sizeof descriptor);
+  }
+  ssize_t sent = 0;
+  for (;;) {
+    sent = ::sendmsg(keeper_, &header, MSG_NOSIGNAL);
+    if (sent >= 0 || (errno != EINTR && errno != EAGAIN)) break;
+    // The socket does not block: its queue is full.
+    pollfd queue{keeper_, POLLOUT, 0};
+    if (errno == EAGAIN && ::poll(&queue, 1, kQueuePatience) == 0) break;
+  }
+  if (sent >= 0) return;
+  health_ = Status::from_errno(errno, "the keeper does not take descriptors");
+  log_warning("this mount does not survive its daemon at the moment: ", health_.message());
+}
+
+}  // namespace gpufs

@@ -1,0 +1,177 @@
+// The journal: what a new process finds in it, also if the old one was killed in the middle of a transaction.
+#include "journal/journal.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace gpufs::journal {
+namespace {
+
+std::span<const std::byte> bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
+
+std::map<std::uint64_t, std::string> values(const Journal& journal, std::uint32_t kind) {
+  std::map<std::uint64_t, std::string> found;
+  journal.each(kind, [&](std::uint64_t id, std::span<const std::byte> value) {
+    found.emplace(id, std::string(reinterpret_cast<const char*>(value.data()), value.size()));
+  });
+  return found;
+}
+
+std::unique_ptr<Journal> create() {
+  Result<std::unique_ptr<Journal>> made = Journal::create();
+  EXPECT_TRUE(made.ok()) << made.status().message();
+  return made.take();
+}
+
+std::unique_ptr<Journal> restored(const Journal& journal) {
+  Result<std::unique_ptr<Journal>> made = Journal::restore(UniqueFd(::fcntl(journal.fd(), F_DUPFD_CLOEXEC, 3)));
+  EXPECT_TRUE(made.ok()) << made.status().message();
+  return made.ok() ? made.take() : nullptr;
+}
+
+void put(Journal& journal, Key key, const std::string& text) {
+  Transaction transaction(journal);
+  transaction.put(key, bytes_of(text));
+  transaction.commit();
+}
+
+using Values = std::map<std::uint64_t, std::string>;
+
+TEST(Journal, RestoresValues) {
+  const auto journal = create();
+  put(*journal, {1, 7}, "seven");
+  put(*journal, {1, 8}, "");
+  put(*journal, {2, 7}, std::string(3000, 'x'));
+  put(*journal, {1, 7}, "seven again, and longer than a hundred and twenty-eight bytes: " + std::string(200, '7'));
+  {
+    Transaction transaction(*journal);
+    transaction.remove({1, 8});
+    transaction.put({1, 9}, bytes_of("nine"));
+    transaction.put({1, 9}, bytes_of("nine at last"));
+    transaction.remove({1, 10});
+    transaction.commit();
+  }
+  const Values expected = values(*journal, 1);
+  EXPECT_EQ(expected.size(), 2U);
+  EXPECT_EQ(expected.at(9), "nine at last");
+  const auto second = restored(*journal);
+  ASSERT_NE(second, nullptr);
+  EXPECT_EQ(values(*second, 1), expected);
+  EXPECT_EQ(values(*second, 2).at(7), std::string(3000, 'x'));
+  EXPECT_EQ(second->bytes(), journal->bytes());
+}
+
+TEST(Journal, ForgetsWhatWasNotCommitted) {
+  const auto journal = create();
+  put(*journal, {1, 1}, "old");
+  const std::uint64_t used = journal->bytes();
+  {
+    Transaction transaction(*journal);
+    transaction.put({1, 1}, bytes_of("new"));
+    transaction.put({1, 2}, bytes_of("more"));
+    EXPECT_EQ(values(*restored(*journal), 1), (Values{{1, "old"}}));
+  }
+  EXPECT_EQ(values(*journal, 1), (Values{{1, "old"}}));
+  EXPECT_EQ(journal->bytes(), used);
+}
+
+TEST(Journal, TheLatestChangeCountsInWhateverOrderTheyAreCommitted) {
+  const auto journal = create();
+  Transaction early(*journal);
+  early.put({1, 1}, bytes_of("early"));
+  early.put({1, 2}, bytes_of("early"));
+  put(*journal, {1, 1}, "late");
+  {
+    Transaction removal(*journal);
+    removal.remove({1, 2});
+    removal.commit();
+  }
+  early.commit();
+  EXPECT_EQ(values(*journal, 1), (Values{{1, "late"}}));
+  EXPECT_EQ(values(*restored(*journal), 1), (Values{{1, "late"}}));
+}
+
+TEST(Journal, ReusesSpace) {
+  const auto journal = create();
+  for (int i = 0; i < 100000; ++i) put(*journal, {1, static_cast<std::uint64_t>(i % 10)}, std::string(100, 'x'));
+  EXPECT_LE(journal->bytes(), 10 * 256U);
+  EXPECT_LE(::lseek(journal->fd(), 0, SEEK_END), 2 << 20);
+}
+
+TEST(Journal, RefusesOthers) {
+  UniqueFd other(::memfd_create("other", MFD_CLOEXEC));
+  EXPECT_EQ(Journal::restore(UniqueFd(::dup(other.get()))).error(), EPROTO);
+  ASSERT_EQ(::ftruncate(other.get(), 8192), 0);
+  EXPECT_EQ(Journal::restore(UniqueFd(::dup(other.get()))).error(), EPROTO);
+  const auto journal = create();
+  const std::uint32_t version = 99;
+  ASSERT_EQ(::pwrite(journal->fd(), &version, sizeof version, 8), 4);
+  const Result<std::unique_ptr<Journal>> newer = Journal::restore(UniqueFd(::dup(journal->fd())));
+  EXPECT_EQ(newer.error(), EPROTO);
+  EXPECT_NE(newer.status().message().find("99"), std::string::npos);
+}
+
+TEST(Journal, GivesUpWhereAValueIsMissing) {
+  const auto journal = create();
+  put(*journal, {1, 1}, std::string(Journal::kMaximumBytes, 'x'));
+  EXPECT_TRUE(journal->health().ok());
+  put(*journal, {1, 1}, std::string(Journal::kMaximumBytes + 1, 'x'));
+  EXPECT_EQ(journal->health().error(), EFBIG);
+  EXPECT_EQ(Journal::restore(UniqueFd(::dup(journal->fd()))).error(), ENOTRECOVERABLE);
+}
+
+// Threads of a child change values in pairs, until the child is killed.
+[[noreturn]] void change_for_ever(int fd, unsigned seed) {
+  Result<std::unique_ptr<Journal>> journal = Journal::restore(UniqueFd(::dup(fd)));
+  if (!journal.ok()) ::_exit(1);
+  std::vector<std::thread> threads;
+  for (std::uint64_t of = 0; of < 3; ++of) {
+    threads.emplace_back([&, of] {
+      std::mt19937 random(seed * 3 + static_cast<unsigned>(of));
+      for (;;) {
+        const std::uint64_t id = of * 100 + random() % 8;
+        const std::string text(random() % 700, static_cast<char>('a' + random() % 26));
+        Transaction transaction(*journal.value());
+        for (const std::uint32_t kind : {1U, 2U}) {
+          text.size() < 70 ? transaction.remove({kind, id}) : transaction.put({kind, id}, bytes_of(text));
+        }
+        transaction.commit();
+      }
+    });
+  }
+  for (;;) ::pause();
+}
+
+TEST(Journal, TransactionsAreWholeWhereverTheProcessIsKilled) {
+  const auto journal = create();
+  std::mt19937 random(1);
+  for (unsigned round = 0; round < 200; ++round) {
+    const pid_t child = ::fork();
+    if (child == 0) change_for_ever(journal->fd(), round);
+    ::usleep(static_cast<useconds_t>(random() % 4000));
+    ::kill(child, SIGKILL);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFSIGNALED(status));
+    const auto after = restored(*journal);
+    ASSERT_NE(after, nullptr);
+    ASSERT_EQ(values(*after, 1), values(*after, 2)) << "round " << round;
+    for (const auto& [id, text] : values(*after, 1)) ASSERT_EQ(text, std::string(text.size(), text.front()));
+  }
+  EXPECT_FALSE(values(*restored(*journal), 1).empty());
+}
+
+}  // namespace
+}  // namespace gpufs::journal

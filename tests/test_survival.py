@@ -1,0 +1,329 @@
+"""A mount survives its daemon: another one serves the same files, and no request is lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from errno import EEXIST, EIO, ENOENT
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import fake_gpu
+from support.cli import gpufs
+from support.data import MIB
+from support.processes import PATIENCE, errno_of, wait_until
+
+from gpufs import status
+
+
+class Survivor:
+    """A mount in the background."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.device = path / "gpu0"
+
+    @property
+    def pid(self) -> int:
+        """The daemon's process; 0 while there is none."""
+        return int(status(self.path).pid or 0)
+
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.path / ".gpufs" / "status").read_bytes())
+        return found
+
+    def keepers(self) -> list[int]:
+        """The keeper's process, in a list; more only by mistake."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if words[0].endswith(b"/gpufs-keeper") and words[1] == os.fsencode(self.path):
+                    found.append(int(folder.name))
+        return found
+
+    def await_another(self, former: int) -> None:
+        wait_until(lambda: self.pid not in (0, former), PATIENCE, "another daemon")
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kills the daemon, and waits until another one answers."""
+        former = self.pid
+        os.kill(former, number)
+        self.await_another(former)
+        (keeper,) = self.keepers()
+        os.kill(keeper, signal.SIGUSR1)  # forgets the deaths, of which there may be three within a minute
+
+
+@contextmanager
+def mounted(
+    path: Path, *options: str, driver: str = "host", environment: dict[str, str] | None = None
+) -> Iterator[Survivor]:
+    path.mkdir(exist_ok=True)
+    words = ["--driver", driver, "--memory", "512M", "--log-file", str(path.with_name("log"))]
+    words += ["--devices", "1"] if driver == "host" else []
+    gpufs("mount", path, *words, *options, env={**os.environ, **(environment or {})})
+    try:
+        yield Survivor(path)
+    finally:
+        gpufs("umount", "--force", path)
+
+
+@pytest.fixture(params=["host", "cuda"])
+def survivor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Survivor]:
+    """On the real driver of the run if it is a GPU's; otherwise on host memory, and over a fake library of CUDA."""
+    real = request.config.getoption("--driver")
+    environment = {}
+    if real not in ("host", request.param):
+        pytest.skip(f"runs once on {real}")
+    if request.param == "cuda" and real == "host":
+        environment = fake_gpu.environment(tmp_path)
+    with mounted(tmp_path / "mount", driver=request.param, environment=environment) as made:
+        yield made
+
+
+@pytest.mark.driver
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_files_survive(survivor: Survivor, number: signal.Signals) -> None:
+    """Names, contents, attributes, links, holes, open files, listings and limits are what they were."""
+    device = survivor.device
+    data = random.Random(0).randbytes(9 * MIB)
+    (device / "large").write_bytes(data)
+    (device / "small").write_bytes(b"small")
+    (device / "directory" / "below").mkdir(parents=True)
+    os.link(device / "small", device / "directory" / "link")
+    os.symlink("../small", device / "directory" / "symlink")
+    os.mkfifo(device / "fifo")
+    os.setxattr(device / "small", "user.name", b"value")
+    os.chmod(device / "small", 0o640)
+    os.chown(device / "small", 12, 34)
+    os.utime(device / "small", ns=(10**18, 2 * 10**18))
+    with open(device / "sparse", "wb") as file:
+        file.truncate(64 * MIB)
+        file.seek(40 * MIB)
+        file.write(b"data")
+    gpufs("quota", "set", device / "directory", "64M")
+    for number_of in range(500):
+        (device / "directory" / f"{number_of}").touch()
+
+    def facts() -> dict[str, object]:
+        found: dict[str, object] = {}
+        for folder, folders, files in os.walk(device):
+            for name in [*folders, *files]:
+                place = Path(folder, name)
+                about = place.lstat()
+                # Reading it sets the access time of a directory or link once.
+                found[str(place)] = about[:7] + about[8:] + (about.st_blocks, about.st_mtime_ns, about.st_ctime_ns)
+        return found
+
+    before = facts()
+    quotas = [quota for quota in survivor.report()["quotas"] if quota["limit_bytes"]]
+    unlinked = open(device / "unlinked", "w+b", buffering=0)  # noqa: SIM115
+    unlinked.write(b"before ")
+    os.unlink(device / "unlinked")
+    appending = open(device / "appended", "ab", buffering=0)  # noqa: SIM115
+    appending.write(b"before ")
+    listing = os.scandir(device / "directory")
+    listed = [next(listing).name for _ in range(10)]
+
+    survivor.kill(number)
+
+    unlinked.write(b"after")
+    assert os.pread(unlinked.fileno(), 100, 0) == b"before after"
+    appending.write(b"after")
+    assert (device / "appended").read_bytes() == b"before after"
+    listed += [entry.name for entry in listing]
+    assert sorted(listed) == sorted(os.listdir(device / "directory"))
+    os.unlink(device / "appended")
+    assert facts() == before
+    assert (device / "large").read_bytes() == data
+    assert (device / "directory" / "symlink").read_bytes() == b"small"
+    assert os.getxattr(device / "small", "user.name") == b"value"
+    with open(device / "sparse", "rb") as sparse:
+        assert os.lseek(sparse.fileno(), 0, os.SEEK_DATA) == 40 * MIB
+        assert os.pread(sparse.fileno(), 8, 40 * MIB - 4) == bytes(4) + b"data"
+    assert [quota for quota in survivor.report()["quotas"] if quota["limit_bytes"]] == quotas != []
+    unlinked.close()
+    appending.close()
+    for name in ("large", "small", "sparse", "fifo"):
+        os.unlink(device / name)
+    subprocess.run(["rm", "-r", str(device / "directory")], check=True)
+    wait_until(lambda: status(survivor.path).devices[0].used_bytes == 0, PATIENCE, "the memory to be free")
+
+
+class Worker(threading.Thread):
+    """Changes names and files in a directory of its own, and knows what each call must return."""
+
+    def __init__(self, directory: Path, seed: int, end: threading.Event) -> None:
+        super().__init__()
+        self.directory = directory
+        self.random = random.Random(seed)
+        self.end = end
+        self.files: dict[str, list[bytearray]] = {}  # of each name, in a list that its links share
+        self.failure: BaseException | None = None
+        self.calls = 0
+
+    def run(self) -> None:
+        try:
+            self.directory.mkdir()
+            while not self.end.is_set():
+                self.step()
+                self.calls += 1
+            self.check()
+        except (OSError, AssertionError) as failure:
+            self.failure = failure
+
+    def some_name(self) -> str:
+        return f"{self.random.randrange(30)}"
+
+    def step(self) -> None:
+        name, other = self.some_name(), self.some_name()
+        path, target = self.directory / name, self.directory / other
+        match self.random.randrange(9):
+            case 0 | 1:
+                self.expect(EEXIST if name in self.files else 0, lambda: os.close(self.create(path)))
+                self.files.setdefault(name, [bytearray()])
+            case 2:
+                self.expect(0 if name in self.files else ENOENT, lambda: os.unlink(path))
+                self.files.pop(name, None)
+            case 3:
+                self.expect(0 if name in self.files else ENOENT, lambda: os.rename(path, target))
+                if name in self.files and self.files[name] is not self.files.get(other):
+                    self.files[other] = self.files.pop(name)
+            case 4:
+                missing = ENOENT if name not in self.files else EEXIST if other in self.files else 0
+                self.expect(missing, lambda: os.link(path, target))
+                if not missing:
+                    self.files[other] = self.files[name]
+            case 5 | 6 if name in self.files:
+                data = self.random.randbytes(self.random.choice([10, 1000, 100_000, 3_000_000]))
+                with open(path, "ab", buffering=0) as file:
+                    assert file.write(data) == len(data)
+                self.files[name][0] += data
+            case 7 if name in self.files:
+                size = self.random.randrange(len(self.files[name][0]) + 1)
+                os.truncate(path, size)
+                del self.files[name][0][size:]
+            case 8 if name in self.files:
+                assert path.read_bytes() == self.files[name][0], path
+                assert path.stat().st_nlink == sum(each is self.files[name] for each in self.files.values())
+            case _:
+                assert sorted(os.listdir(self.directory)) == sorted(self.files)
+
+    @staticmethod
+    def create(path: Path) -> int:
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+
+    @staticmethod
+    def expect(error: int, call: Callable[[], object]) -> None:
+        outcome = 0
+        try:
+            call()
+        except OSError as failure:
+            outcome = failure.errno or 0
+        assert outcome == error
+
+    def check(self) -> None:
+        assert sorted(os.listdir(self.directory)) == sorted(self.files)
+        for name, (contents,) in self.files.items():
+            assert (self.directory / name).read_bytes() == contents
+
+
+def _work_while_it_dies(survivor: Survivor, deaths: int, seed: int) -> None:
+    end = threading.Event()
+    workers = [Worker(survivor.device / f"worker-{number}", seed + number, end) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    pauses = random.Random(seed)
+    try:
+        for _ in range(deaths):
+            time.sleep(pauses.random() * 0.3)
+            survivor.kill()
+    finally:
+        end.set()
+        for worker in workers:
+            worker.join(PATIENCE)
+    for worker in workers:
+        assert not worker.is_alive()
+        if worker.failure is not None:
+            raise worker.failure
+        assert worker.calls > deaths
+    for worker in workers:
+        worker.check()
+        subprocess.run(["rm", "-r", str(worker.directory)], check=True)
+    wait_until(lambda: status(survivor.path).devices[0].used_bytes == 0, PATIENCE, "the memory to be free")
+
+
+@pytest.mark.driver
+def test_no_call_is_lost_or_done_twice(survivor: Survivor) -> None:
+    """Programs that change names and files all the time see no error while the daemon is killed again and again."""
+    _work_while_it_dies(survivor, 15, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", range(100, 600, 100))
+def test_no_call_is_lost_or_done_twice_for_long(survivor: Survivor, seed: int) -> None:
+    _work_while_it_dies(survivor, 100, seed)
+
+
+@pytest.mark.driver
+def test_keeper_dies(survivor: Survivor) -> None:
+    """The daemon starts another keeper, and survives with it; if both die, the mount ends and can be unmounted."""
+    (survivor.device / "file").write_bytes(b"contents" * 1_000_000)
+    (former,) = survivor.keepers()
+    os.kill(former, signal.SIGKILL)
+    wait_until(lambda: survivor.keepers() not in ([], [former]), PATIENCE, "another keeper")
+    survivor.kill()
+    assert (survivor.device / "file").read_bytes() == b"contents" * 1_000_000
+
+
+@pytest.mark.driver
+def test_restart(survivor: Survivor) -> None:
+    """`gpufs restart` continues a mount in a new daemon; `gpufs status` says beforehand whether that is possible."""
+    (survivor.device / "file").write_bytes(b"contents" * 100_000)
+    open_file = open(survivor.device / "file", "rb", buffering=0)  # noqa: SIM115
+    assert survivor.report()["survives"]
+    for _ in range(5):  # in order: these are no deaths
+        former = survivor.pid
+        gpufs("restart", survivor.path)
+        assert survivor.pid not in (0, former)
+    assert os.pread(open_file.fileno(), 8, 8 * 99_999) == b"contents"
+    open_file.close()
+
+
+def test_restart_refuses(tmp_path: Path) -> None:
+    """What would end a mount is refused, with the reason, and the mount goes on."""
+    with mounted(tmp_path / "mount", "--no-survive") as mount:
+        former = mount.pid
+        assert not mount.report()["survives"]
+        done = gpufs("restart", mount.path, check=False)
+        assert done.returncode == 1
+        assert "survive" in done.stderr
+        assert mount.pid == former
+    assert gpufs("restart", tmp_path, check=False).returncode == 1
+    assert gpufs("restart", check=False).returncode == 2
+
+
+def test_a_daemon_that_dies_again_and_again(survivor: Survivor) -> None:
+    """Nothing hangs and nothing is lost: calls fail with EIO until `gpufs restart`, which finds everything."""
+    (survivor.device / "file").write_bytes(b"contents" * 100_000)
+    open_file = open(survivor.device / "file", "rb", buffering=0)  # noqa: SIM115
+    for death in range(3):
+        former = survivor.pid
+        os.kill(former, signal.SIGKILL)
+        if death < 2:
+            survivor.await_another(former)
+    wait_until(lambda: errno_of(lambda: os.listdir(survivor.device)) == EIO, PATIENCE, "errors")
+    assert errno_of(lambda: os.pread(open_file.fileno(), 8, 0)) == EIO
+    gpufs("restart", survivor.path)
+    assert os.pread(open_file.fileno(), 8, 0) == b"contents"
+    assert (survivor.device / "file").read_bytes() == b"contents" * 100_000
+    open_file.close()
