@@ -102,8 +102,7 @@ class DirectPathFixture : public FakeGpu {
     for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
       for (const Answer<Plan>& one : answers) {
         plan_call(&one.plan);
-        const Moved moved =
-            direction == Direction::kLoad ? file.load(address, data.size(), 0) : file.store(address, data.size(), 0);
+        const Moved moved = file.move(direction, address, data.size(), 0);
         EXPECT_EQ(moved.bytes, one.bytes) << one.what;
         EXPECT_EQ(moved.status.error(), one.error) << one.what << ": " << moved.status.message();
         EXPECT_EQ(moved.status.device_code(), one.code) << one.what;

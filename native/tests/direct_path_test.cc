@@ -105,7 +105,7 @@ TYPED_TEST(VendorFiles, NoCallIsLargerThanTheKernelsLimit) {
   START_OR_SKIP(pattern(4096, 4));
   this->plan(EIO, 0);
   // Not memory of the device: what counts is what is asked for.
-  (void)this->rig_->direct_file().load(4096, std::uint64_t{5} << 30, 0);
+  (void)this->rig_->direct_file().move(Direction::kLoad, 4096, std::uint64_t{5} << 30, 0);
   ASSERT_EQ(this->calls().size(), 1U);
   EXPECT_EQ(this->calls()[0].bytes, 0x7ffff000U);
 }
@@ -118,7 +118,7 @@ TYPED_TEST(VendorFiles, InterruptionsAreResumedAndShortCopiesContinued) {
   this->plan(EINTR, 0);
   this->plan(this->kFailuresMove ? EINTR : 0, 4096);
   this->plan(0, 8192);
-  Moved moved = file.load(address, kBytes, 0);
+  Moved moved = file.move(Direction::kLoad, address, kBytes, 0);
   EXPECT_TRUE(moved.status.ok()) << moved.status.message();
   EXPECT_EQ(moved.bytes, kBytes);
   const std::vector<FileCall> calls = this->calls();
@@ -132,12 +132,12 @@ TYPED_TEST(VendorFiles, InterruptionsAreResumedAndShortCopiesContinued) {
   // What cannot be continued at an aligned offset ends it; and nothing moved is the end.
   for (const int error : {0, this->kFailuresMove ? EINTR : 0}) {
     this->plan(error, 4096 + 512);
-    moved = file.load(address, kBytes, 0);
+    moved = file.move(Direction::kLoad, address, kBytes, 0);
     EXPECT_TRUE(moved.status.ok());
     EXPECT_EQ(moved.bytes, 4096U + 512U);
   }
   this->plan(0, 0);
-  EXPECT_EQ(file.load(address, kBytes, 0).bytes, 0U);
+  EXPECT_EQ(file.move(Direction::kLoad, address, kBytes, 0).bytes, 0U);
   EXPECT_EQ(this->calls().size(), 7U);
 }
 

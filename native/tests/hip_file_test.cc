@@ -115,7 +115,7 @@ TEST_F(HipFiles, AnErrnoFromBeforeTheCallMeansNothing) {
   failure.error_number = -1;
   fake().plan_file_call(&failure);
   errno = ENOTTY;
-  EXPECT_EQ(rig_->direct_file().load(address, 4096, 0).status.error(), EIO);
+  EXPECT_EQ(rig_->direct_file().move(Direction::kLoad, address, 4096, 0).status.error(), EIO);
   EXPECT_EQ(rig_->path->refusals(), 0U);
 }
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "io/file_ops.h"
+#include "io/file_io.h"
 
 namespace gpufs::testing {
 

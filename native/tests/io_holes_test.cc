@@ -1,5 +1,5 @@
 // Loads of files with holes: what is left out, what is cleared, and what is counted.
-#include "io/file_moves.h"
+#include "io/file_io.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

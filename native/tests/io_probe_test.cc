@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "io/backing_file.h"
-#include "io/file_moves.h"
+#include "io/file_io.h"
 #include "io_fakes.h"
 #include "temporary_file.h"
 

@@ -19,6 +19,9 @@
 #include <string_view>
 #include <utility>
 
+#include "io/file_io.h"
+#include "io/io_options.h"
+
 namespace gpufs {
 namespace {
 
@@ -148,6 +151,8 @@ void judge_file_system(const std::string& type, const std::string& super_options
   const std::string journal = option_value(super_options, "data");  // not listed if it is the default, ordered
   if (!journal.empty() && journal != "ordered") facts.fastpath_refusals |= mask_of(Refusal::kMountOptions);
 }
+
+Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd) { return open(fd, FileOps::system()); }
 
 Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operations) {
   // Before it is duplicated, since even closing a duplicate sends a request to a mount of our own.

@@ -10,7 +10,6 @@
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "io/direct_path.h"
-#include "io/file_ops.h"
 
 namespace gpufs {
 
@@ -32,13 +31,16 @@ struct BackingFacts {
   RefusalMask fastpath_refusals = 0;  // that depend on the file alone
 };
 
+class FileOps;  // io/file_io.h
+
 class BackingFile {
  public:
   // Opens descriptors of its own, so that nobody who shares `fd` can change their flags; with the access mode of `fd`,
   // never a wider one. If that is not permitted, it uses a duplicate of `fd` and no O_DIRECT.
   // EBADF: not open, O_PATH, or open for neither reading nor writing. EISDIR, EINVAL: neither a regular file nor a
   // block device. EDEADLK: on a mount of gpufs (detected without a request to that mount).
-  static Result<std::shared_ptr<BackingFile>> open(int fd, FileOps& operations = FileOps::system());
+  static Result<std::shared_ptr<BackingFile>> open(int fd, FileOps& operations);
+  static Result<std::shared_ptr<BackingFile>> open(int fd);  // with the system's calls
 
   // For tests: takes ownership of descriptors, with facts of the test's own. direct may be invalid.
   static std::shared_ptr<BackingFile> adopt(UniqueFd buffered, UniqueFd direct, BackingFacts facts,

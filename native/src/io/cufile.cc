@@ -59,38 +59,29 @@ class CufileFile final : public DirectFile {
   CufileFile(const CufileFile&) = delete;
   CufileFile& operator=(const CufileFile&) = delete;
 
-  // Offsets in memory apply to memory that was registered with the library; ours is not.
-  Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(bytes, "cuFileRead", [&](std::uint64_t done, std::uint64_t part) {
-      return calls_.read(handle_, reinterpret_cast<void*>(destination + done), part,
-                         static_cast<off_t>(file_offset + done), 0);
-    });
-  }
-  Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(bytes, "cuFileWrite", [&](std::uint64_t done, std::uint64_t part) {
-      return calls_.write(handle_, reinterpret_cast<const void*>(source + done), part,
-                          static_cast<off_t>(file_offset + done), 0);
-    });
-  }
-
- private:
-  template <typename Call>
-  Moved move(std::uint64_t bytes, const char* what, Call call) {
+  Moved move(Direction direction, DeviceAddress memory, std::uint64_t bytes, std::uint64_t file_offset) override {
+    const bool load = direction == Direction::kLoad;
+    const std::string what = load ? "cuFileRead" : "cuFileWrite";
     return move_in_parts(bytes, unit_, [&](std::uint64_t done, std::uint64_t part) -> Moved {
+      // Offsets in memory apply to memory that was registered with the library; ours is not.
+      auto* const at = reinterpret_cast<void*>(memory + done);
+      const auto offset = static_cast<off_t>(file_offset + done);
       errno = 0;
-      const ssize_t count = call(done, part);
+      const ssize_t count =
+          load ? calls_.read(handle_, at, part, offset, 0) : calls_.write(handle_, at, part, offset, 0);
       if (count < 0) {
         const int code = count == -1 ? 0 : static_cast<int>(-count);
         const int error = code >= kFirstLibraryError || errno == 0 ? EREMOTEIO : errno;
         return {0, Status(error, Status::from_errno(error, what).message(), code)};
       }
       if (static_cast<std::uint64_t>(count) > part) {
-        return {0, Status(EREMOTEIO, std::string(what) + " reported more bytes than were requested")};
+        return {0, Status(EREMOTEIO, what + " reported more bytes than were requested")};
       }
       return {static_cast<std::uint64_t>(count), {}};
     });
   }
 
+ private:
   const CufileCalls calls_;  // a copy, since a file may outlive the path
   void* const handle_;
   const std::uint64_t unit_;

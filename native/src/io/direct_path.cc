@@ -10,7 +10,7 @@
 #include "drivers/hip/hip_library.h"
 #include "io/backing_file.h"
 #include "io/cufile.h"
-#include "io/file_moves.h"
+#include "io/file_io.h"
 
 namespace gpufs {
 namespace {
@@ -20,31 +20,28 @@ class HostDirectFile final : public DirectFile {
  public:
   explicit HostDirectFile(BackingFile& file) : file_(file) {}
 
-  Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return read_range(file_, IoMode::kDirect, reinterpret_cast<std::byte*>(destination), bytes, file_offset);
-  }
-  Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return write_range(file_, IoMode::kDirect, reinterpret_cast<const std::byte*>(source), bytes, file_offset);
+  Moved move(Direction direction, DeviceAddress memory, std::uint64_t bytes, std::uint64_t file_offset) override {
+    auto* const data = reinterpret_cast<std::byte*>(memory);
+    return direction == Direction::kLoad ? read_range(file_, IoMode::kDirect, data, bytes, file_offset)
+                                         : write_range(file_, IoMode::kDirect, data, bytes, file_offset);
   }
 
  private:
   BackingFile& file_;  // owns this
 };
 
-class HostDirectPath final : public DirectPath {
+// A path without a vendor's library.
+class PlainDirectPath final : public DirectPath {
  public:
-  [[nodiscard]] RefusalMask refusals() const override { return 0; }
+  explicit PlainDirectPath(RefusalMask refusals) : refusals_(refusals) {}
+  [[nodiscard]] RefusalMask refusals() const override { return refusals_; }
   Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
+    if (refusals_ != 0) return Status(EOPNOTSUPP, "this driver moves no files");
     return std::unique_ptr<DirectFile>(std::make_unique<HostDirectFile>(file));
   }
-};
 
-class NoDirectPath final : public DirectPath {
- public:
-  [[nodiscard]] RefusalMask refusals() const override { return mask_of(Refusal::kNoVendorCall); }
-  Result<std::unique_ptr<DirectFile>> attach(BackingFile&) override {
-    return Status(EOPNOTSUPP, "this driver moves no files");
-  }
+ private:
+  const RefusalMask refusals_;
 };
 
 }  // namespace
@@ -60,12 +57,12 @@ std::string describe_refusals(RefusalMask mask) {
 }
 
 std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
-  if (driver_name == "host") return std::make_shared<HostDirectPath>();
+  if (driver_name == "host") return std::make_shared<PlainDirectPath>(0);
   if (driver_name == "cuda") return open_cufile_path(file_systems);
   if (driver_name == "hip") {
     return open_hip_file_path(hip::Library::names(), ::access(hip::kKernelDriver, R_OK | W_OK) == 0);
   }
-  return std::make_shared<NoDirectPath>();
+  return std::make_shared<PlainDirectPath>(mask_of(Refusal::kNoVendorCall));
 }
 
 Moved move_in_parts(std::uint64_t bytes, std::uint64_t unit,

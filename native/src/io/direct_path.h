@@ -1,5 +1,5 @@
 // A vendor's way of moving bytes between a file and device memory without passing them through the host.
-// Thread-safe; load() and store() need the device bound on the calling thread. A DirectPath belongs to the
+// Thread-safe; move() needs the device bound on the calling thread. A DirectPath belongs to the
 // TransferEngine, a DirectFile to its BackingFile; either may be destroyed first.
 #pragma once
 
@@ -19,6 +19,8 @@
 namespace gpufs {
 
 class BackingFile;
+
+enum class Direction : int { kLoad = 0, kStore = 1 };  // file to device, device to file
 
 // Why the fastpath does not take a request. Each reason is counted in the statistics.
 enum class Refusal : std::uint32_t {
@@ -65,8 +67,7 @@ struct Moved {
 class DirectFile {
  public:
   virtual ~DirectFile() = default;
-  virtual Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) = 0;
-  virtual Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) = 0;
+  virtual Moved move(Direction direction, DeviceAddress memory, std::uint64_t bytes, std::uint64_t file_offset) = 0;
 };
 
 class DirectPath {
@@ -93,7 +94,7 @@ Moved move_in_parts(std::uint64_t bytes, std::uint64_t unit,
                     const std::function<Moved(std::uint64_t done, std::uint64_t part)>& call);
 
 // Whether the rest of a request goes by fallback after this failure: the path turned out to be unusable. All others end
-// the transfer. What a failure of load() and store() means, by the layer that returns it:
+// the transfer. What a failure of move() means, by the layer that returns it:
 //
 //   any vendor   ECANCELED   ends      the process is ending, and the vendor's library with it
 //   host         any         as below  what pread(2) and pwrite(2) return for O_DIRECT

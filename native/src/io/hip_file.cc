@@ -32,25 +32,19 @@ class HipFile final : public DirectFile {
   HipFile(std::shared_ptr<HipFileCalls> calls, BackingFile& file)
       : calls_(std::move(calls)), fd_(file.direct_fd()), unit_(file.facts().unit) {}
 
-  Moved load(DeviceAddress destination, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(calls_->read, hip::kFileRead, destination, bytes, file_offset);
-  }
-  Moved store(DeviceAddress source, std::uint64_t bytes, std::uint64_t file_offset) override {
-    return move(calls_->write, hip::kFileWrite, source, bytes, file_offset);
-  }
-
- private:
-  Moved move(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
-             std::uint64_t file_offset) {
+  Moved move(Direction direction, DeviceAddress memory, std::uint64_t bytes, std::uint64_t file_offset) override {
+    const bool load = direction == Direction::kLoad;
     const hip::api::Code prepared = calls_->library->prepare_thread();
     if (prepared != hip::api::kSuccess) {
       return {0, Status(EREMOTEIO, "hipInit: " + calls_->library->describe(prepared), prepared)};
     }
     return move_in_parts(bytes, unit_, [&](std::uint64_t done, std::uint64_t part) {
-      return call_once(call, name, address + done, part, file_offset + done);
+      return load ? call_once(calls_->read, hip::kFileRead, memory + done, part, file_offset + done)
+                  : call_once(calls_->write, hip::kFileWrite, memory + done, part, file_offset + done);
     });
   }
 
+ private:
   Moved call_once(hip::HipFileCall call, const char* name, DeviceAddress address, std::uint64_t bytes,
                   std::uint64_t file_offset) {
     hip::HipFileHandle handle{};

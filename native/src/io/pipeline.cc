@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/math.h"
-#include "io/file_moves.h"
+#include "io/file_io.h"
 #include "io/transfer_engine.h"
 #include "observe/trace.h"
 
@@ -259,9 +259,7 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
 
 Moved Pipeline::call_vendor(const Work& work, const TransferTarget::Piece& piece) {
   observe::Span span(observe::TraceKind::kFastpath, device_index_, file_offset(work), piece.bytes, facts_.trace_id);
-  DirectFile& direct = *facts_.direct_file;
-  Moved moved = facts_.load() ? direct.load(piece.address, piece.bytes, file_offset(work))
-                              : direct.store(piece.address, piece.bytes, file_offset(work));
+  Moved moved = facts_.direct_file->move(facts_.request.direction, piece.address, piece.bytes, file_offset(work));
   span.set_bytes(moved.bytes);
   span.set_error(moved.status.error());
   return moved;
@@ -307,15 +305,19 @@ Moved Pipeline::read_in_place(const Work& work, const TransferTarget::Piece& pie
   auto* const memory = reinterpret_cast<std::byte*>(piece.address);
   const std::uint64_t body = direct ? round_down(piece.bytes, file_.facts().unit) : 0;
   Moved moved;
-  if (direct_fits(file_, memory, body, offset)) {
-    moved = read_range(file_, IoMode::kDirect, memory, body, offset);
-    count_file_bytes(true, moved.bytes);
-    if (!moved.status.ok() && moved.status.error() != EINVAL) return moved;
-  }
-  const Moved rest =
-      read_range(file_, IoMode::kBuffered, memory + moved.bytes, piece.bytes - moved.bytes, offset + moved.bytes);
+  if (direct_fits(file_, memory, body, offset)) moved = read_range(file_, IoMode::kDirect, memory, body, offset);
+  return read_rest(moved, memory, piece.bytes, offset);
+}
+
+// Reads what O_DIRECT has left of a range, unless it failed.
+Moved Pipeline::read_rest(const Moved& direct, std::byte* memory, std::uint64_t bytes, std::uint64_t offset) {
+  count_file_bytes(true, direct.bytes);
+  // EINVAL: the file system's alignment is not what it reported.
+  if (!direct.status.ok() && direct.status.error() != EINVAL) return direct;
+  const std::uint64_t done = direct.bytes;
+  const Moved rest = read_range(file_, IoMode::kBuffered, memory + done, bytes - done, offset + done);
   count_file_bytes(false, rest.bytes);
-  return Moved{moved.bytes + rest.bytes, rest.status};
+  return Moved{done + rest.bytes, rest.status};
 }
 
 // ---- the file's side of bounce buffers ----
@@ -334,15 +336,8 @@ Moved Pipeline::read_file(Slot& slot) {
     direct = read_range(file_, IoMode::kDirect, slot.memory, covering, offset - lead);
     slot.memory += lead;
     direct.bytes = std::min(direct.bytes > lead ? direct.bytes - lead : 0, bytes);
-    count_file_bytes(true, direct.bytes);
-    // EINVAL: the file system's alignment is not what it reported.
-    if (!direct.status.ok() && direct.status.error() != EINVAL) return direct;
-    if (direct.bytes == bytes) return direct;
   }
-  const Moved rest =
-      read_range(file_, IoMode::kBuffered, slot.memory + direct.bytes, bytes - direct.bytes, offset + direct.bytes);
-  count_file_bytes(false, rest.bytes);
-  return Moved{direct.bytes + rest.bytes, rest.status};
+  return read_rest(direct, slot.memory, bytes, offset);
 }
 
 Status Pipeline::write_file(Slot& slot) {

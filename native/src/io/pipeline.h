@@ -75,6 +75,7 @@ class Pipeline {
   void submitted(Slot& slot, Status status, bool queued);
   void finish(Slot& slot, const Status& device_status);
   Moved read_file(Slot& slot);
+  Moved read_rest(const Moved& direct, std::byte* memory, std::uint64_t bytes, std::uint64_t offset);
   Status write_file(Slot& slot);
 
   // Where the CPU addresses the device's memory.

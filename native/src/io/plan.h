@@ -18,7 +18,6 @@ namespace gpufs {
 
 struct BackingFacts;  // io/backing_file.h
 
-enum class Direction : int { kLoad = 0, kStore = 1 };  // file to device, device to file
 enum class Path : int { kFastpath = 0, kFallback = 1 };
 inline constexpr int kPathCount = 2;
 const char* direction_name(Direction direction);

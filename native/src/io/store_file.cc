@@ -4,7 +4,7 @@
 #include <cerrno>
 #include <cstddef>
 
-#include "io/file_moves.h"
+#include "io/file_io.h"
 
 namespace gpufs {
 namespace {

@@ -41,6 +41,7 @@ void TargetMemory::EndAccess::operator()(TargetMemory* memory) const {
 }
 
 void TargetMemory::expect(std::uint64_t bytes) {
+  total_ = bytes;
   if (growing_ == nullptr) return;
   noted_shrinks_ = growing_->shrinks();
   kept_ = growing_->keep_unpublished();

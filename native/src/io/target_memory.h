@@ -41,15 +41,13 @@ class TargetMemory {
 
   // The next four are for a thread with an AccessGuard.
   [[nodiscard]] TransferTarget& target() const { return *target_; }
-  // Before the first byte of a load is written. Announces the end of the load, so that its buffer does not move later.
+  // Of a load, before its first byte is written. Announces its end, so that the buffer does not move later.
   void expect(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
   // The memory of one chunk. May wait for other threads' pins; EAGAIN if that is forbidden.
   Result<TransferTarget::Pin> pin(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed);
 
-  // How much there is to move. Before the first chunk.
-  void set_total(std::uint64_t total) { total_ = total; }
   // Not null if the calling thread is to allocate memory ahead of `position`, up to which chunks were handed out. It
   // must then call allocate_ahead() next, with no pins.
   [[nodiscard]] AccessGuard start_ahead(std::uint64_t position);

@@ -13,7 +13,7 @@
 #include "base/cpus.h"
 #include "base/log.h"
 #include "device/device_context.h"
-#include "io/file_moves.h"
+#include "io/file_io.h"
 #include "io/pipeline.h"
 #include "io/transfer_engine.h"
 #include "observe/trace.h"
@@ -225,7 +225,6 @@ Result<Plan> Transfer::prepare() {
   if (!total.ok()) return total.status();
   if (total.value() == 0) return Plan();
   facts_.total = total.value();
-  memory_.set_total(total.value());
   Result<Plan> plan = make_plan(total.value());
   if (!plan.ok()) return plan;
   if (load()) return leave_holes_out(file_size, plan.value());
