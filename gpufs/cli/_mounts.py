@@ -110,6 +110,31 @@ def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> l
     return processes
 
 
+def open_keepers(mountpoint: str, entry: mounting.MountEntry) -> list["Process"]:
+    """Find the keepers of the mount at this path, and hold each."""
+    processes = []
+    for pid in _processes():
+        with suppress(OSError):
+            process = Process(pid, os.pidfd_open(pid))
+            if _keeps(pid, mountpoint, entry):
+                processes.append(process)
+            else:
+                process.close()
+    return processes
+
+
+def _keeps(pid: int, mountpoint: str, entry: mounting.MountEntry) -> bool:
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != entry.uid:
+            return False
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().rstrip(b"\0").split(b"\0")
+        named = os.path.basename(words[0]) == b"gpufs-keeper" and words[1:] == [os.fsencode(mountpoint)]
+        return named and mounting.FUSE_DEVICE in _links(pid) and _same_namespace(pid)
+    except OSError:
+        return False
+
+
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import click
 
@@ -50,14 +49,25 @@ def _restart(path: str, timeout: float) -> None:
     entry = _mounts.mounted_at(path)
     began = time.monotonic()
     (status,) = _queries.statuses([entry], lambda _: [], timeout)
+    former = status["pid"]
     if status["state"] == "ok":
         _check(path, status)
-        _signal(path, int(status["pid"]), signal.SIGUSR2)
+        # Not the process that the mount names: another user may serve it.
+        processes, number = _mounts.open_daemons(entry.mountpoint, entry), signal.SIGUSR2
+        problem = "its process is not found: only root and the user who mounted it may restart it"
     else:
-        if not (keepers := _keepers(entry.mountpoint)):
-            raise Failure(f"{path}: {status['error']}")
-        _signal(path, keepers[0], signal.SIGUSR1)
-    former = status["pid"]
+        processes, number = _mounts.open_keepers(entry.mountpoint, entry), signal.SIGUSR1
+        problem = str(status["error"])
+    try:
+        if not processes:
+            raise Failure(f"{path}: {problem}")
+        for process in processes:
+            process.signal(number)
+    except PermissionError:
+        raise Failure(f"{path}: only root and the user who mounted it may restart it") from None
+    finally:
+        for process in processes:
+            process.close()
     while True:
         left = timeout - (time.monotonic() - began)
         if left <= 0:
@@ -83,25 +93,3 @@ def _check(path: str, status: dict[str, object]) -> None:
             f"{path}: its journal has format {status['journal_format']}, the installed version continues format "
             f"{journal_format()}: unmount, and mount again"
         )
-
-
-def _signal(path: str, pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except PermissionError:
-        raise Failure(f"{path}: only root and the user who mounted it may restart it") from None
-    except ProcessLookupError:
-        raise Failure(f"{path}: its process {pid} has ended at the same time") from None
-
-
-def _keepers(mountpoint: str) -> list[int]:
-    """Return the processes that keep the mount at this path."""
-    keepers = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            program, *words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if os.path.basename(program) == b"gpufs-keeper" and words[:1] == [os.fsencode(mountpoint)]:
-            keepers.append(int(folder.name))
-    return keepers

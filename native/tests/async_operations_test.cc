@@ -587,12 +587,14 @@ TEST(AsyncFaults, FreeingMemoryStopsNoOtherOperation) {
   ASSERT_TRUE(soon([&] { return reached.load(); }));
   std::this_thread::sleep_for(10ms);
   std::vector<std::weak_ptr<Buffer>> freed;
+  std::vector<std::thread> releases;
   // More than there are threads; each kind of end.
   for (int count = 0; count < 40; ++count) {
     std::shared_ptr<Buffer> buffer = rig.buffer(pattern(100, 26));
     freed.emplace_back(buffer);
     ASSERT_OK(rig.load(buffer, count % 2 == 0 ? 0 : 1'000));
-    buffer.reset();
+    // On a thread of its own: the operation may have ended, and then this frees the memory, which waits for the gate.
+    releases.emplace_back([released = std::move(buffer)]() mutable { released.reset(); });
     const std::vector<Completion> over = rig.queue->collect(1, 1, kPatience);
     if (over.empty()) gate.open();
     ASSERT_EQ(over.size(), 1U);
@@ -600,6 +602,7 @@ TEST(AsyncFaults, FreeingMemoryStopsNoOtherOperation) {
   }
   EXPECT_FALSE(freed.front().expired() && freed.back().expired());
   gate.open();
+  for (std::thread& release : releases) release.join();
   EXPECT_TRUE(soon([&] { return freed.front().expired() && freed.back().expired(); }));
 }
 
