@@ -303,12 +303,12 @@ def test_an_exporter_killed_during_a_copy(gpu: GpufsMount, tmp_path: Path) -> No
     file = gpu.device / "dying"
     size = 64 * MIB
     before = memory_held(gpu)
-    for round_ in range(20):
+    for round_ in range(8):  # of some 5 s each, most of it the start of torch
         with program(EXPORTER, file, str(size)) as exporter:
             digest = answer(exporter)
             target = tmp_path / "copy"
             with subprocess.Popen(["cp", file, target], stderr=subprocess.PIPE) as copy:
-                time.sleep(0.002 * round_)
+                time.sleep(0.005 * round_)
                 exporter.send_signal(signal.SIGKILL)
                 exporter.wait()
                 copy.communicate(timeout=60)
