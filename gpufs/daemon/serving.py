@@ -41,7 +41,7 @@ _REQUESTS_GRACE = 2.0
 _PUBLISH_SECONDS = 1.0
 # Seconds between two looks at the mount's flags when many mounts come and go.
 _FLAGS_PAUSE = 0.2
-# Seconds until files are freed whose end a daemon that has died did not get to know.
+# Seconds after a takeover until removed files are released that the kernel forgot while there was no daemon.
 _FORGOTTEN_PAUSE = 5.0
 # Seconds, at least, between two keepers.
 _KEEPER_PAUSE = 0.2

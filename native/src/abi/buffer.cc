@@ -43,7 +43,7 @@ gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint
     const DeviceContext& device = *found.device();
     Reclaim& reclaim = found.device()->reclaim();
     for (;;) {
-      // In this order: memory that is no longer expected has become free.
+      // In this order: memory that is no longer expected is free for others.
       const std::uint64_t seen = reclaim.release_count();
       if (reclaim.expected_bytes() == 0 || std::chrono::steady_clock::now() >= deadline) return {};
       const Result<MemoryInfo> memory = device.memory();

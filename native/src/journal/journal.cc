@@ -108,7 +108,7 @@ Status Journal::read_blocks() {
   const std::lock_guard lock(mutex_);
   const Header& head = header();
   const std::uint64_t end = head.end.load();
-  if (head.magic != kMagic) return Status(EPROTO, "this is no journal of gpufs");
+  if (head.magic != kMagic) return Status(EPROTO, "this is not a journal of gpufs");
   if (head.version != kFormat) {
     return Status(EPROTO, "the journal has format " + std::to_string(head.version) + ", this gpufs reads format " +
                               std::to_string(kFormat));

@@ -2,7 +2,7 @@
 // instruction the process was killed. The changes of one transaction are all there afterwards, or none.
 // docs/internals/journal.md has the format.
 //
-// It is no log: its size follows the values, not the changes. A value lies in a block of a power of two of bytes. A
+// It is not a log: its size follows the values, not the changes. A value lies in a block of a power of two of bytes. A
 // transaction writes its values into fresh blocks, marks these and the blocks that they replace with its number, and
 // stores that number in the header: this one store commits it. Then the marks are removed.
 //
