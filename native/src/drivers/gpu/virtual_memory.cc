@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <functional>
 #include <string>
 #include <utility>
 
@@ -167,8 +166,8 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(std::shared_ptr<Gpu
   memory->number_ = number;
   memory->fixed_ = memory->restored_ = true;
   std::vector<MemoryKeeper::Piece> kept = device->keeper()->take(number);
-  // Where a piece was being split, the later ones hold the same.
-  std::ranges::sort(kept, std::greater{}, &MemoryKeeper::Piece::key);
+  // Where a piece was being split, its successors hold the same, but perhaps not all of them were kept.
+  std::ranges::sort(kept, {}, &MemoryKeeper::Piece::key);
   for (MemoryKeeper::Piece& piece : kept) {
     const std::uint64_t offset = piece.offset;
     const std::uint64_t key = piece.key;

@@ -1,0 +1,245 @@
+// Memory of GPUs whose process dies: what a keeper holds of it, and how the next process finds it again.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/unique_fd.h"
+#include "fake_vendors.h"
+
+namespace gpufs::gpu_test {
+namespace {
+
+constexpr Names kMemoryExport{"cuMemExportToShareableHandle", "hipMemExportToShareableHandle"};
+constexpr Names kMemoryImport{"cuMemImportFromShareableHandle", "hipMemImportFromShareableHandle"};
+
+// Holds the descriptors for a process that can die between any two calls.
+class FakeKeeper final : public MemoryKeeper {
+ public:
+  std::uint64_t new_memory() override { return ++last_memory_; }
+  std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override {
+    const std::uint64_t key = ++last_key_;
+    if (lives()) held_.emplace(key, Held{memory, {key, offset, bytes, copy_of(descriptor)}});
+    return key;
+  }
+  void drop(std::uint64_t key) override {
+    if (lives()) held_.erase(key);
+  }
+  void settle() override { ++settled; }
+  void lose(const Status& reason) override { lost = reason; }
+  std::vector<Piece> take(std::uint64_t memory) override {
+    std::vector<Piece> pieces;
+    for (const auto& [key, held] : held_) {
+      if (held.memory != memory) continue;
+      pieces.push_back({key, held.piece.offset, held.piece.bytes, copy_of(held.piece.descriptor.get())});
+    }
+    std::ranges::sort(pieces, {}, &Piece::offset);
+    return pieces;
+  }
+
+  // The process dies after so many more calls: later ones have no effect.
+  void die_after(int calls) { calls_left_ = calls; }
+  [[nodiscard]] bool died() const { return calls_left_ < 0; }
+  // What the next process has in place of this one.
+  std::shared_ptr<FakeKeeper> next() {
+    auto next = std::make_shared<FakeKeeper>();
+    next->held_.swap(held_);
+    next->last_key_ = last_key_;
+    next->last_memory_ = last_memory_;
+    die_after(0);
+    return next;
+  }
+  // Bytes of all that is held.
+  [[nodiscard]] std::uint64_t bytes() const {
+    std::uint64_t sum = 0;
+    for (const auto& [key, held] : held_) sum += held.piece.bytes;
+    return sum;
+  }
+
+  int settled = 0;
+  Status lost;
+
+ private:
+  struct Held {
+    std::uint64_t memory;
+    Piece piece;
+  };
+
+  static UniqueFd copy_of(int descriptor) { return UniqueFd(::fcntl(descriptor, F_DUPFD_CLOEXEC, 3)); }
+  bool lives() {
+    if (calls_left_ >= 0) --calls_left_;
+    return calls_left_ >= 0;
+  }
+
+  std::map<std::uint64_t, Held> held_;
+  std::uint64_t last_key_ = 0;
+  std::uint64_t last_memory_ = 0;
+  int calls_left_ = 1 << 30;  // negative: died
+};
+
+class KeptGpuMemory : public FakeVendorTest {
+ protected:
+  void open_kept(const DriverOptions& options = {}) {
+    open({}, options);
+    keeper_ = std::make_shared<FakeKeeper>();
+    device().set_keeper(keeper_);
+  }
+  // Another process, with a driver of its own.
+  void die(Filled& filled, const DriverOptions& options = {}) {
+    keeper_ = keeper_->next();
+    filled.memory.reset();
+    filled.range.reset();
+    driver_ = must(open_driver(options));
+    device().set_keeper(keeper_);
+  }
+  Status restore(Filled& filled, std::uint64_t number, std::span<const MemorySpan> populated) {
+    Result<std::unique_ptr<DeviceMemory>> restored = device().restore_memory(number, populated);
+    if (!restored.ok()) return restored.status();
+    filled.memory = restored.take();
+    filled.range = must(filled.memory->reserve(filled.data.size(), populated));
+    return {};
+  }
+  void expect_zeros(const Filled& filled, std::uint64_t offset, std::uint64_t bytes) {
+    std::vector<std::byte> back(bytes, std::byte{1});
+    EXPECT_OK(device().copy_out(back.data(), filled.range->base() + offset, bytes));
+    EXPECT_TRUE(std::ranges::all_of(back, [](std::byte one) { return one == std::byte{}; }));
+  }
+
+  std::shared_ptr<FakeKeeper> keeper_;
+};
+
+TEST_P(KeptGpuMemory, ContentsSurvive) {
+  open_kept();
+  Filled filled = fill(8);
+  const std::uint64_t number = filled.memory->number();
+  EXPECT_NE(number, 0U);
+  EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
+  const MemorySpan all{0, 8 * kGranule};
+  for (int death = 0; death < 3; ++death) {
+    die(filled);
+    ASSERT_OK(restore(filled, number, {&all, 1}));
+    EXPECT_EQ(filled.memory->number(), number);
+    expect_content(filled, 0, 8 * kGranule);
+    EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
+  }
+  filled.memory->release(0, 8 * kGranule);
+  EXPECT_EQ(keeper_->bytes(), 0U);
+}
+
+TEST_P(KeptGpuMemory, WhatWasNotPopulatedIsNotReadableAgain) {
+  open_kept();
+  Filled filled = fill(8);
+  ASSERT_OK(filled.memory->populate(8 * kGranule, 8 * kGranule));  // a piece that no record has
+  const std::uint64_t number = filled.memory->number();
+  const MemorySpan rest{2 * kGranule, 3 * kGranule};
+  die(filled);
+  ASSERT_OK(restore(filled, number, {&rest, 1}));
+  EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
+  expect_content(filled, rest.offset, rest.bytes);
+  ASSERT_OK(filled.memory->populate(0, 2 * kGranule));
+  ASSERT_OK(filled.memory->populate(5 * kGranule, 3 * kGranule));
+  expect_zeros(filled, 0, 2 * kGranule);
+  expect_zeros(filled, 5 * kGranule, 3 * kGranule);
+  expect_content(filled, rest.offset, rest.bytes);
+}
+
+TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
+  const MemorySpan parts[] = {{0, kGranule}, {2 * kGranule, kGranule}, {4 * kGranule, 4 * kGranule}};
+  const MemorySpan released[] = {{kGranule, kGranule}, {3 * kGranule, kGranule}};
+  bool completed = false;
+  for (int calls = 0; !completed; ++calls) {
+    SCOPED_TRACE(calls);
+    ASSERT_LT(calls, 20);
+    open_kept();
+    Filled filled = fill(8);
+    const std::uint64_t number = filled.memory->number();
+    keeper_->die_after(calls);
+    filled.memory->release(released);
+    completed = !keeper_->died();
+    die(filled);
+    ASSERT_OK(restore(filled, number, parts));
+    for (const MemorySpan& part : parts) expect_content(filled, part.offset, part.bytes);
+    EXPECT_LE(keeper_->bytes(), 8 * kGranule);
+    filled.memory->release(parts);
+    EXPECT_EQ(keeper_->bytes(), 0U);
+    filled = {};
+    driver_.reset();
+  }
+}
+
+TEST_P(KeptGpuMemory, RestoredMemoryCountsTowardsTheCap) {
+  DriverOptions options;
+  options.memory_bytes = 10 * kGranule;
+  open_kept(options);
+  Filled filled = fill(8);
+  const std::uint64_t number = filled.memory->number();
+  const MemorySpan all{0, 8 * kGranule};
+  die(filled, options);
+  ASSERT_OK(restore(filled, number, {&all, 1}));
+  EXPECT_EQ(must(device().memory()).free_bytes, 2 * kGranule);
+  EXPECT_EQ(take(device(), 0, kGranule).memory->populate(0, 3 * kGranule).error(), ENOSPC);
+  filled.memory->release(0, 8 * kGranule);
+  EXPECT_EQ(must(device().memory()).free_bytes, 10 * kGranule);
+}
+
+TEST_P(KeptGpuMemory, MemoryThatIsMissingIsAnError) {
+  open_kept();
+  Filled filled = fill(4);
+  const std::uint64_t number = filled.memory->number();
+  const MemorySpan more{0, 5 * kGranule};
+  die(filled);
+  EXPECT_EQ(restore(filled, number, {&more, 1}).error(), ENOENT);
+  const MemorySpan all{0, 4 * kGranule};
+  EXPECT_EQ(restore(filled, number + 1, {&all, 1}).error(), ENOENT);
+}
+
+TEST_P(KeptGpuMemory, AFullDeviceWaitsForTheKeeper) {
+  open_kept();
+  fake().fail(symbol(kMemoryCreate), 1, api::kOutOfMemory, 1);
+  const Filled filled = fill(2);
+  EXPECT_EQ(keeper_->settled, 1);
+  expect_content(filled, 0, 2 * kGranule);
+}
+
+TEST_P(KeptGpuMemory, AFailedExportIsReported) {
+  open_kept();
+  fake().fail(symbol(kMemoryExport), 1, api::kOutOfMemory, 1);
+  const Filled filled = fill(2);
+  EXPECT_FALSE(keeper_->lost.ok());
+  expect_content(filled, 0, 2 * kGranule);
+}
+
+TEST_P(KeptGpuMemory, AFailedImportIsReported) {
+  open_kept();
+  Filled filled = fill(4);
+  const std::uint64_t number = filled.memory->number();
+  const MemorySpan all{0, 4 * kGranule};
+  die(filled);
+  fake().fail(symbol(kMemoryImport), 1, api::kOutOfMemory, 1);
+  EXPECT_FALSE(restore(filled, number, {&all, 1}).ok());
+  EXPECT_OK(device().health());
+  EXPECT_EQ(must(device().memory()).free_bytes, must(device().memory()).total_bytes);
+}
+
+TEST_P(KeptGpuMemory, PlainMemoryCannotBeKept) {
+  FakeGpuSetup setup;
+  setup.virtual_memory = false;
+  open(setup);
+  const Status keeping = device().check_keeping();
+  EXPECT_EQ(keeping.error(), EOPNOTSUPP);
+  EXPECT_FALSE(keeping.message().empty());
+  EXPECT_EQ(device().restore_memory(1, {}).error(), EOPNOTSUPP);
+}
+
+INSTANTIATE_TEST_SUITE_P(EachVendor, KeptGpuMemory, kEachVendor, vendor_name);
+
+}  // namespace
+}  // namespace gpufs::gpu_test
