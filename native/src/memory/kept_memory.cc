@@ -36,7 +36,8 @@ KeptMemory::KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, st
     : journal_(std::move(journal)),
       memories_(journal_.get(), journal::Numbers::kMemories, 1),
       keys_(journal_.get(), journal::Numbers::kMemoryKeys, kFirstKey),
-      keeper_(keeper) {
+      keeper_(keeper),
+      restoring_(!held.empty()) {
   std::map<std::uint64_t, UniqueFd> descriptors;
   for (Held& each : held) {
     descriptors.emplace(each.key, std::move(each.descriptor));
@@ -67,6 +68,10 @@ std::uint64_t KeptMemory::hold(std::uint64_t memory, std::uint64_t offset, std::
 void KeptMemory::drop(std::uint64_t key) {
   const std::lock_guard lock(mutex_);
   held_.erase(key);
+  if (restoring_) {
+    untaken_[0].push_back({key, 0, 0, {}});
+    return;
+  }
   journal::Transaction change(*journal_);
   change.remove({kKind, key});
   change.commit();
@@ -105,6 +110,7 @@ void KeptMemory::drop_untaken() {
   std::map<std::uint64_t, std::vector<Piece>> untaken;
   {
     const std::lock_guard lock(mutex_);
+    restoring_ = false;
     untaken.swap(untaken_);
   }
   for (const auto& [memory, pieces] : untaken) {

@@ -37,7 +37,8 @@ class KeptMemory final : public MemoryKeeper {
   void lose(const Status& reason) override;
   std::vector<Piece> take(std::uint64_t memory) override;
 
-  // Has the keeper drop what nothing has taken; once everything is restored.
+  // Has the keeper drop what nothing has taken, and what was dropped until now; once everything is restored. Before, it
+  // still has all that the last process has kept: if the restore fails, another process can try again.
   void drop_untaken();
   // Hands over everything again: another keeper is at the other end of the socket.
   void hold_again();
@@ -62,6 +63,7 @@ class KeptMemory final : public MemoryKeeper {
   mutable std::mutex mutex_;                             // guards all below; held over sending
   std::map<std::uint64_t, int> held_;                    // descriptors of the callers, which stay open until drop()
   std::map<std::uint64_t, std::vector<Piece>> untaken_;  // of the last process, by memory
+  bool restoring_;                                       // until drop_untaken(), if anything was held
   Status health_;                                        // of the keeper
   Status lost_;                                          // see lose()
 };
