@@ -4,8 +4,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from errno import EACCES, EPERM
 from typing import Any, Final, NamedTuple
 
@@ -97,55 +97,46 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
     return [pid for pid in _processes() if _serves(pid, mountpoint, entry)]
 
 
-def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list["Process"]:
-    """Find daemons as :func:`daemons` does, and hold each."""
-    processes = []
-    for pid in daemons(mountpoint, entry):
-        with suppress(ProcessLookupError):
-            process = Process(pid, os.pidfd_open(pid))
-            if _serves(pid, mountpoint, entry):  # else another process has got the number
-                processes.append(process)
-            else:
-                process.close()
-    return processes
+def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> AbstractContextManager[list["Process"]]:
+    """Find daemons as :func:`daemons` does, and hold each until the context ends."""
+    return _hold(lambda pid: _serves(pid, mountpoint, entry))
 
 
-def open_keepers(mountpoint: str, entry: mounting.MountEntry) -> list["Process"]:
-    """Find the keepers of the mount at this path, and hold each."""
-    processes = []
-    for pid in _processes():
-        with suppress(OSError):
-            process = Process(pid, os.pidfd_open(pid))
-            if _keeps(pid, mountpoint, entry):
-                processes.append(process)
-            else:
-                process.close()
-    return processes
+def open_keepers(mountpoint: str, entry: mounting.MountEntry) -> AbstractContextManager[list["Process"]]:
+    """Find the keepers of the mount at this path, and hold each until the context ends."""
+    return _hold(lambda pid: _keeps(pid, mountpoint, entry))
 
 
-def _keeps(pid: int, mountpoint: str, entry: mounting.MountEntry) -> bool:
-    try:
-        if os.stat(f"/proc/{pid}").st_uid != entry.uid:
-            return False
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().rstrip(b"\0").split(b"\0")
-        named = os.path.basename(words[0]) == b"gpufs-keeper" and words[1:] == [os.fsencode(mountpoint)]
-        return named and mounting.FUSE_DEVICE in _links(pid) and _same_namespace(pid)
-    except OSError:
-        return False
+@contextmanager
+def _hold(is_wanted: Callable[[int], bool]) -> Iterator[list["Process"]]:
+    with ExitStack() as held:
+        processes = []
+        for pid in filter(is_wanted, _processes()):
+            with suppress(ProcessLookupError):
+                process = Process(pid, os.pidfd_open(pid))
+                held.callback(process.close)
+                if is_wanted(pid):  # else another process has got the number
+                    processes.append(process)
+        yield processes
 
 
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+def _keeps(pid: int, mountpoint: str, entry: mounting.MountEntry) -> bool:
+    try:
+        words = _words(pid, entry.uid)
+        named = os.path.basename(words[0]) == b"gpufs-keeper" and words[1:] == [os.fsencode(mountpoint)]
+        return named and mounting.FUSE_DEVICE in _links(pid)
+    except OSError:
+        return False
+
+
 def _serves(pid: int, mountpoint: str, entry: mounting.MountEntry | None) -> bool:
     try:
-        if os.stat(f"/proc/{pid}").st_uid != (os.geteuid() if entry is None else entry.uid):
-            return False
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().rstrip(b"\0").split(b"\0")
-        if words[-1] != os.fsencode(mountpoint) or b"gpufs.daemon" not in words or not _same_namespace(pid):
+        words = _words(pid, os.geteuid() if entry is None else entry.uid)
+        if words[-1] != os.fsencode(mountpoint) or b"gpufs.daemon" not in words:
             return False
         held = _links(pid)
     except OSError:
@@ -153,6 +144,14 @@ def _serves(pid: int, mountpoint: str, entry: mounting.MountEntry | None) -> boo
     # The counters' file is missing if the runtime directory is not writable.
     served = _devices(held)
     return mounting.FUSE_DEVICE in held and (entry is None or not served or entry.device in served)
+
+
+def _words(pid: int, uid: int) -> list[bytes]:
+    """Return the command line of a user's process in our mount namespace; an empty word for any other. OSError."""
+    if os.stat(f"/proc/{pid}").st_uid != uid or not _same_namespace(pid):
+        return [b""]
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().rstrip(b"\0").split(b"\0")
 
 
 def _links(pid: int) -> list[str]:

@@ -53,21 +53,19 @@ def _restart(path: str, timeout: float) -> None:
     if status["state"] == "ok":
         _check(path, status)
         # Not the process that the mount names: another user may serve it.
-        processes, number = _mounts.open_daemons(entry.mountpoint, entry), signal.SIGUSR2
+        holding, number = _mounts.open_daemons(entry.mountpoint, entry), signal.SIGUSR2
         problem = "its process is not found: only root and the user who mounted it may restart it"
     else:
-        processes, number = _mounts.open_keepers(entry.mountpoint, entry), signal.SIGUSR1
+        holding, number = _mounts.open_keepers(entry.mountpoint, entry), signal.SIGUSR1
         problem = str(status["error"])
-    try:
+    with holding as processes:
         if not processes:
             raise Failure(f"{path}: {problem}")
-        for process in processes:
-            process.signal(number)
-    except PermissionError:
-        raise Failure(f"{path}: only root and the user who mounted it may restart it") from None
-    finally:
-        for process in processes:
-            process.close()
+        try:
+            for process in processes:
+                process.signal(number)
+        except PermissionError:
+            raise Failure(f"{path}: only root and the user who mounted it may restart it") from None
     while True:
         left = timeout - (time.monotonic() - began)
         if left <= 0:

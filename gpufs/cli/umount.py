@@ -5,8 +5,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from errno import EBUSY, EINVAL, EPERM
 from typing import Any
 
@@ -61,7 +60,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         _end_left_over(path, missing, force=force, timeout=timeout)
         return
     mountpoint = entry.mountpoint
-    with _daemons(mountpoint, entry) as daemons:
+    with _mounts.open_daemons(mountpoint, entry) as daemons:
         if force and not daemons and _is_bound(entry):
             force, lazy = False, True  # cutting the connection would end the mount, with all its files
         leases = _leases_of(entry, daemons, timeout)
@@ -101,7 +100,7 @@ def _leases_of(entry: mounting.MountEntry, daemons: Sequence[_mounts.Process], t
 
 def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) -> None:
     """End the daemon of a mount that is no longer visible. Raise ``missing`` if it has none."""
-    with _daemons(_mounts.absolute(path)) as daemons:
+    with _mounts.open_daemons(_mounts.absolute(path)) as daemons:
         devices = {device for daemon in daemons for device in _mounts.devices_served(daemon.pid)}
         left = daemons if force else _wait_unless_copied(daemons, devices, min(_GRACE, timeout))
         if not left:
@@ -114,17 +113,6 @@ def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) 
         _signal(left, signal.SIGTERM)
         if left := _kill(left, timeout):
             raise Failure(f"{path}: {_named(left)} has not ended")
-
-
-@contextmanager
-def _daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> Iterator[list[_mounts.Process]]:
-    """Hold the daemons of a mountpoint until the context ends."""
-    daemons = _mounts.open_daemons(mountpoint, entry)
-    try:
-        yield daemons
-    finally:
-        for daemon in daemons:
-            daemon.close()
 
 
 def _named(processes: Sequence[_mounts.Process]) -> str:
