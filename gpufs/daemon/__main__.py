@@ -126,6 +126,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             mount,
             entry,
             keeper,
+            ends_with_daemon=obstacle,
             socket_path=socket_path,
             early=early,
             owner=owner,

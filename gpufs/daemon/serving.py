@@ -60,6 +60,8 @@ class Serving:
 
     Parameters
     ----------
+    ends_with_daemon
+        The reason why the knobs and devices rule out that the mount survives; None if they do not.
     early
         Signals that came before this object could wait for them.
     owner
@@ -78,6 +80,7 @@ class Serving:
     mount: engine.Mount
     entry: mounting.MountEntry
     keeper: Keeper | None
+    ends_with_daemon: str | None
     socket_path: str
     early: list[int]
     owner: int
@@ -124,9 +127,9 @@ class Serving:
 
     def obstacle(self) -> str | None:
         """Return the reason why the mount does not survive this daemon; None if it does."""
-        if self.keeper is None:
-            return takeover.obstacle(self.request.config, self.mount.engine) or "its keeper could not be started"
-        return takeover.obstacle(self.request.config, self.mount.engine) or self.mount.obstacle()
+        if self.ends_with_daemon is not None:
+            return self.ends_with_daemon
+        return "its keeper could not be started" if self.keeper is None else self.mount.obstacle()
 
     async def _watch_restart(self) -> None:
         """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""
@@ -155,7 +158,7 @@ class Serving:
                 device=self.entry.st_dev,
                 allow_other=bool(config["allow_other"]),
                 trust_readers=bool(config["trust_readers"]),
-                keeper=None if takeover.obstacle(config, self.mount.engine) else self.keeper,
+                keeper=self.keeper if self.ends_with_daemon is None else None,
                 kept=self.kept,
                 task_status=self,
             )
@@ -235,7 +238,7 @@ class Serving:
     async def _replace_keeper(self) -> None:
         assert self.keeper is not None
         await self.keeper.replace()
-        if takeover.obstacle(self.request.config, self.mount.engine) is None:
+        if self.ends_with_daemon is None:
             await threads.run(self.mount.hold_again)
 
     async def _publish_statistics(self) -> None:
