@@ -53,41 +53,26 @@
 #include <utility>
 #include <vector>
 
+#include "base/keeper_messages.h"
 #include "base/unique_fd.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 using gpufs::UniqueFd;
+using gpufs::keeper::kBatch;
+using gpufs::keeper::kHeaderBytes;
+using gpufs::keeper::Kind;
+using gpufs::keeper::Message;
 
 constexpr std::uint64_t kConnection = 1;  // the key of /dev/fuse
 constexpr int kDaemonSocket = 3;          // the number of a new daemon's end
-constexpr std::size_t kBatch = 200;       // numbers in a message; the kernel passes 253 descriptors at most
 constexpr std::int32_t kNotifyResend = 7;
 constexpr std::size_t kRequestBytes = std::size_t{17} << 20;  // the largest WRITE of a mount, and its header
 constexpr std::size_t kDeaths = 3;                            // within this time: the keeper gives up
 constexpr auto kDeathsTime = std::chrono::seconds(60);
 constexpr int kPauseMilliseconds = 1000;  // after a start that the system has refused
 constexpr int kLookMilliseconds = 20;     // between looks at a daemon that has closed its socket
-
-enum class Kind : std::uint32_t {
-  kHold = 1,
-  kDrop = 2,
-  kRestart = 3,
-  kGiveUp = 4,
-  kHandOver = 5,
-  kEnd = 6,
-  kSettle = 7,
-  kHeld = 16,
-  kReady = 17,
-};
-
-struct Message {
-  Kind kind;
-  std::uint32_t count;
-  std::uint64_t numbers[kBatch];
-};
-constexpr std::size_t kHeaderBytes = offsetof(Message, numbers);
 
 [[noreturn]] void fail(const char* what) {
   ::syslog(LOG_ERR, "%s: %s: the mount does not survive its daemon", what, std::strerror(errno));
@@ -371,23 +356,7 @@ class Keeper {
 
   // A daemon whose message cannot be sent sees the end of the socket in its place.
   bool send(Kind kind, std::span<const std::uint64_t> numbers, std::span<const int> descriptors) {
-    Message message{kind, static_cast<std::uint32_t>(numbers.size()), {}};
-    std::memcpy(message.numbers, numbers.data(), numbers.size_bytes());
-    iovec part{&message, kHeaderBytes + numbers.size_bytes()};
-    alignas(cmsghdr) char control[CMSG_SPACE(kBatch * sizeof(int))] = {};
-    msghdr header{};
-    header.msg_iov = &part;
-    header.msg_iovlen = 1;
-    if (!descriptors.empty()) {
-      header.msg_control = control;
-      header.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
-      cmsghdr* const rights = CMSG_FIRSTHDR(&header);
-      rights->cmsg_level = SOL_SOCKET;
-      rights->cmsg_type = SCM_RIGHTS;
-      rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
-      std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
-    }
-    if (::sendmsg(socket_.get(), &header, MSG_NOSIGNAL) >= 0) return true;
+    if (gpufs::keeper::send(socket_.get(), kind, numbers, descriptors) >= 0) return true;
     if (errno != EPIPE && errno != ECONNRESET)
       ::syslog(LOG_ERR, "cannot pass on what is held: %s", std::strerror(errno));
     socket_.reset();

@@ -2,8 +2,6 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -18,16 +16,7 @@ namespace {
 
 constexpr std::uint32_t kKind = 100;  // of the journal's values
 
-// A message to the keeper: native/keeper/keeper.cc.
-struct Message {
-  std::uint32_t kind;
-  std::uint32_t count;
-  std::uint64_t key;
-};
 constexpr int kQueuePatience = 5000;  // milliseconds
-constexpr std::uint32_t kHold = 1;
-constexpr std::uint32_t kDrop = 2;
-constexpr std::uint32_t kSettle = 7;
 constexpr int kSettleTimeout = 1000;  // milliseconds
 
 }  // namespace
@@ -58,7 +47,7 @@ std::uint64_t KeptMemory::hold(std::uint64_t memory, std::uint64_t offset, std::
   const std::uint64_t key = keys_.next();
   const std::lock_guard lock(mutex_);
   held_.emplace(key, descriptor);
-  send_locked(kHold, key, descriptor);
+  send_locked(keeper::Kind::kHold, key, descriptor);
   journal::Transaction change(*journal_);
   change.put({kKind, key}, std::as_bytes(std::span(&part, 1)));
   change.commit();
@@ -75,7 +64,7 @@ void KeptMemory::drop(std::uint64_t key) {
   journal::Transaction change(*journal_);
   change.remove({kKind, key});
   change.commit();
-  send_locked(kDrop, key, -1);
+  send_locked(keeper::Kind::kDrop, key, -1);
 }
 
 void KeptMemory::settle() {
@@ -83,7 +72,7 @@ void KeptMemory::settle() {
   if (!settled.valid()) return;
   {
     const std::lock_guard lock(mutex_);
-    send_locked(kSettle, 0, settled.get());
+    send_locked(keeper::Kind::kSettle, 0, settled.get());
     if (!health_.ok()) return;
   }
   pollfd answer{settled.get(), POLLIN, 0};
@@ -121,7 +110,7 @@ void KeptMemory::drop_untaken() {
 void KeptMemory::hold_again() {
   const std::lock_guard lock(mutex_);
   health_ = {};
-  for (const auto& [key, descriptor] : held_) send_locked(kHold, key, descriptor);
+  for (const auto& [key, descriptor] : held_) send_locked(keeper::Kind::kHold, key, descriptor);
 }
 
 Status KeptMemory::health() const {
@@ -129,26 +118,12 @@ Status KeptMemory::health() const {
   return lost_.ok() ? health_ : lost_;
 }
 
-void KeptMemory::send_locked(std::uint32_t kind, std::uint64_t key, int descriptor) {
+void KeptMemory::send_locked(keeper::Kind kind, std::uint64_t key, int descriptor) {
   if (!health_.ok()) return;  // until hold_again()
-  Message message{kind, 1, key};
-  iovec part{&message, sizeof message};
-  msghdr header{};
-  header.msg_iov = &part;
-  header.msg_iovlen = 1;
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  if (descriptor >= 0) {
-    header.msg_control = control;
-    header.msg_controllen = sizeof control;
-    cmsghdr* const rights = CMSG_FIRSTHDR(&header);
-    rights->cmsg_level = SOL_SOCKET;
-    rights->cmsg_type = SCM_RIGHTS;
-    rights->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(rights), &descriptor, sizeof descriptor);
-  }
+  const std::span<const int> descriptors(&descriptor, descriptor >= 0 ? 1 : 0);
   ssize_t sent = 0;
   for (;;) {
-    sent = ::sendmsg(keeper_, &header, MSG_NOSIGNAL);
+    sent = keeper::send(keeper_, kind, {&key, 1}, descriptors);
     if (sent >= 0 || (errno != EINTR && errno != EAGAIN)) break;
     // The socket does not block: its queue is full.
     pollfd queue{keeper_, POLLOUT, 0};

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/keeper_messages.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "drivers/driver.h"
@@ -53,7 +54,7 @@ class KeptMemory final : public MemoryKeeper {
     std::uint64_t bytes;
   };
 
-  void send_locked(std::uint32_t kind, std::uint64_t key, int descriptor);
+  void send_locked(keeper::Kind kind, std::uint64_t key, int descriptor);
 
   const std::shared_ptr<journal::Journal> journal_;
   journal::Numbers memories_;
