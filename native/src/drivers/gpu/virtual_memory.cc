@@ -44,14 +44,14 @@ Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::adopt(std::shared_ptr<Gp
   if (!status.ok()) return status;
   std::shared_ptr<PhysicalMemory> adopted(new PhysicalMemory(std::move(device), piece.bytes, handle, /*own=*/true));
   adopted->exported_ = true;  // perhaps
-  adopted->kept_ = std::move(piece.descriptor);
+  adopted->descriptor_ = std::move(piece.descriptor);
   adopted->key_ = piece.key;
   return adopted;
 }
 
 PhysicalMemory::~PhysicalMemory() {
   drop();
-  kept_.reset();
+  descriptor_.reset();
   device_->return_physical(handle_, own_ ? bytes_ : 0, !exported_);
 }
 
@@ -62,8 +62,8 @@ void PhysicalMemory::keep(std::uint64_t memory, std::uint64_t offset) {
     device_->keeper()->lose(descriptor.status());
     return;
   }
-  kept_ = descriptor.take();
-  key_ = device_->keeper()->hold(memory, offset, bytes_, kept_.get());
+  descriptor_ = descriptor.take();
+  key_ = device_->keeper()->hold(memory, offset, bytes_, descriptor_.get());
 }
 
 void PhysicalMemory::drop() {

@@ -48,7 +48,7 @@ class PhysicalMemory {
   // Has the device's keeper, if there is one, keep it as the part at `offset` of a memory; or keep it no longer.
   void keep(std::uint64_t memory, std::uint64_t offset);
   void drop();
-  // Only the first call for a large piece asks the driver, which takes 0.1 ms.
+  // Asks the driver, which takes 0.1 ms, unless the piece is kept, or is large and was exported before.
   Result<UniqueFd> export_descriptor();
 
  private:
@@ -61,9 +61,8 @@ class PhysicalMemory {
   const PhysicalHandle handle_;
   const bool own_;         // counted as taken from the device
   bool exported_;          // other processes may have mapped it
-  UniqueFd descriptor_;    // of a large piece that was exported
-  UniqueFd kept_;          // the keeper has a copy
-  std::uint64_t key_ = 0;  // of that; 0: not kept
+  UniqueFd descriptor_;    // of a piece that is kept, or that is large and was exported
+  std::uint64_t key_ = 0;  // under which the keeper has a copy of it; 0: not kept
 };
 
 // A reserved range of addresses and what it shows.
