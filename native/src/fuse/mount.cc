@@ -158,14 +158,14 @@ Status Mount::restore() {
   if (kept_ != nullptr) {
     for (const std::shared_ptr<DeviceContext>& device : table_.devices()) device->device().set_keeper(kept_);
   }
-  const auto init = records_.init();
-  if (!init) return {};  // nothing was there
-  if (Status status = table_.restore(); !status.ok()) return status;
-  if (Status status = names_.restore(); !status.ok()) return status;
-  name_operations_.restore_directories();
-  relay_.restore_init(init->first, init->second);
-  kept_->drop_untaken();
-  restored_ = true;
+  if (const auto init = records_.init()) {  // else nothing was there
+    if (Status status = table_.restore(); !status.ok()) return status;
+    if (Status status = names_.restore(); !status.ok()) return status;
+    name_operations_.restore_directories();
+    relay_.restore_init(init->first, init->second);
+    restored_ = true;
+  }
+  if (kept_ != nullptr) kept_->drop_untaken();
   return {};
 }
 
