@@ -1,4 +1,4 @@
-"""What clients have of a mount survives its daemon: leases go on, and no client waits for an answer in vain."""
+"""What clients have of a mount survives its daemon: leases go on, and no client waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What the keeper is told of descriptors of memory, by a process and by the one that takes over from it.
+// Which descriptors of memory the keeper gets, from a process and from the one that takes over.
 #include "memory/kept_memory.h"
 
 #include <fcntl.h>

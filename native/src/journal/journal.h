@@ -41,8 +41,8 @@ class Journal {
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
 
   static Result<std::unique_ptr<Journal>> create();
-  // Takes over the values in a descriptor. EPROTO: it is no journal, or another version's. ENOTRECOVERABLE: values are
-  // missing, see health().
+  // Takes over the values in a descriptor. EPROTO: it is not a journal, or has another format. ENOTRECOVERABLE: values
+  // are missing, see health().
   static Result<std::unique_ptr<Journal>> restore(UniqueFd descriptor);
   ~Journal();
   Journal(const Journal&) = delete;
