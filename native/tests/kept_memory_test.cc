@@ -92,6 +92,17 @@ TEST_F(KeptMemoryTest, WhatNothingTakesIsDropped) {
   EXPECT_TRUE(held().empty());
 }
 
+TEST_F(KeptMemoryTest, NothingIsSentAfterTheEnd) {
+  const std::uint64_t key = hold(0);
+  EXPECT_EQ(held().size(), 1U);
+  kept_->end();
+  kept_->drop(key);
+  hold(4096);
+  kept_->settle();
+  char message[64];
+  EXPECT_EQ(::recv(keeper_.get(), message, sizeof message, MSG_DONTWAIT), -1);
+}
+
 TEST_F(KeptMemoryTest, ARestoreThatFailsDropsNothing) {
   hold(0);
   for (int attempt = 0; attempt < 3; ++attempt) {

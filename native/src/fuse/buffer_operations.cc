@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
+#include <span>
 #include <utility>
 
 #include "base/log.h"
@@ -42,6 +44,18 @@ bool may_fill_ahead(Buffer& buffer) {
   constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
   const Result<MemoryInfo> memory = buffer.device()->device().memory(Wait::kForbidden);
   return memory.ok() && std::min(memory.value().free_bytes, buffer.charge().room()) >= kPlenty;
+}
+
+// Lets this process have each page in its page table. Where the kernel copies from a page that is not there, and SIGKILL
+// comes meanwhile, it fails the request with EIO, and the next daemon never sees it. That also concerns memory that
+// was filled before this process took over.
+void fault_in(std::span<const iovec> pieces) {
+  constexpr std::size_t kPage = 4096;
+  for (const iovec& piece : pieces) {
+    const auto* const bytes = static_cast<const volatile std::byte*>(piece.iov_base);
+    for (std::size_t at = 0; at < piece.iov_len; at += kPage) static_cast<void>(bytes[at]);
+    if (piece.iov_len != 0) static_cast<void>(bytes[piece.iov_len - 1]);
+  }
 }
 
 // A write across the largest size ends there; one that begins there fails.
@@ -123,6 +137,7 @@ bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, s
   note_read(inode, in, gathered.value().bytes);
   {
     const observe::Span reply(observe::TraceKind::kReply, inode.device(), in.offset, gathered.value().bytes);
+    fault_in(gathered.value().pieces);
     responder.data(gathered.value().pieces);
   }
   measured.done(gathered.value().bytes);

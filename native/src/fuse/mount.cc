@@ -222,6 +222,7 @@ void Mount::close() {
   backing_.left_behind(executor_.stop(kStopTimeout));
   transport_.stop();
   transport_.close();
+  if (kept_ != nullptr) kept_->end();  // some files live on until the engine is closed
   connection_ended();
 }
 

@@ -113,6 +113,11 @@ void KeptMemory::hold_again() {
   for (const auto& [key, descriptor] : held_) send_locked(keeper::Kind::kHold, key, descriptor);
 }
 
+void KeptMemory::end() {
+  const std::lock_guard lock(mutex_);
+  health_ = Status(ESHUTDOWN, "the mount has ended");
+}
+
 Status KeptMemory::health() const {
   const std::lock_guard lock(mutex_);
   return lost_.ok() ? health_ : lost_;

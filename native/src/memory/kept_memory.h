@@ -43,6 +43,8 @@ class KeptMemory final : public MemoryKeeper {
   void drop_untaken();
   // Hands over everything again: another keeper is at the other end of the socket.
   void hold_again();
+  // The mount has ended, and the caller closes the socket: nothing is sent from now on.
+  void end();
   // OK while the keeper has everything.
   [[nodiscard]] Status health() const;
 
