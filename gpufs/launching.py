@@ -90,8 +90,12 @@ def run_in_foreground(request: MountRequest) -> NoReturn:
     os.execv(DAEMON[0], [*DAEMON, request.mountpoint])
 
 
-def launch(request: MountRequest, timeout: float) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
+def launch(
+    request: MountRequest, timeout: float, *, service: bool = False
+) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
     """Start the daemon in its own session; return its process, and its answer once the mount works.
+
+    ``service``: if systemd has started this very process, the daemon reports to it as that service.
 
     OSError, with one line, if it reports an error, ends, or does not answer within ``timeout`` seconds. Then, and after
     any other exception, the daemon has ended and nothing is mounted. If this process dies, the daemon ends by itself:
@@ -110,6 +114,7 @@ def launch(request: MountRequest, timeout: float) -> tuple["subprocess.Popen[byt
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                     cwd="/",
+                    env=_environment(service=service),
                     pass_fds=tuple(passed.values()),
                     start_new_session=True,
                 )
@@ -128,6 +133,16 @@ def launch(request: MountRequest, timeout: float) -> tuple["subprocess.Popen[byt
                 raise
     finally:
         os.close(answer_end)
+
+
+def _environment(*, service: bool) -> dict[str, str]:
+    """Return the daemon's environment. What it tells systemd must not be taken for words of the program that mounts."""
+    environment = dict(os.environ)
+    environment.pop("WATCHDOG_PID", None)  # this process
+    if not service or environment.get("SYSTEMD_EXEC_PID") != str(os.getpid()):
+        environment.pop("NOTIFY_SOCKET", None)
+        environment.pop("WATCHDOG_USEC", None)
+    return environment
 
 
 def _answer(process: "subprocess.Popen[bytes]", fd: int, errors: IO[bytes], timeout: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from support.cli import user_gpufs
 from support.data import MIB, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount
 from support.processes import NOBODY, errno_of, plain_user, run, wait_until
+from support.surviving import mounted
 
 pytestmark = pytest.mark.driver
 
@@ -116,6 +117,26 @@ def test_the_program_is_killed(root: Path, program: Callable[..., Program]) -> N
             wait_until(lambda: not list(root.iterdir()), 10, "the end of the name")
             ended = partial(lambda fd: errno_of(os.pread, fd, 1, 0) == errno.ESTALE, file.fileno())
             wait_until(ended, 10, "the end of the contents")
+
+
+@pytest.mark.parametrize("kind", ["plain", "virtual", "pieces"])
+def test_the_daemon_is_killed(tmp_path: Path, program: Callable[..., Program], kind: str, driver: str) -> None:
+    """Another one has the same memory for the file; for the next ones it is still there."""
+    with mounted(tmp_path / "mount", driver=driver) as mount:
+        running = program(mount.device / "live", offset=MIB, kind=kind)
+        if running.answer != "ready" or not mount.report()["survives"]:
+            assert driver == "hip"
+            return
+        with open(mount.device / "live", "r+b", buffering=0) as file:
+            for value in range(1, 4):
+                mount.kill()
+                assert running.ask(f"write 1000 {value:02x}") == "done"
+                assert os.pread(file.fileno(), 1, 1000) == bytes([value])
+                assert os.pwrite(file.fileno(), bytes([value]), 2000) == 1
+                assert running.ask("read 2000 1") == f"{value:02x}"
+            assert os.pread(file.fileno(), 1000, 0) == noise(4 * MIB)[MIB : MIB + 1000]
+        assert running.ask("close") == "done"
+        assert not (mount.device / "live").exists()
 
 
 def test_pinned_memory_is_refused(root: Path, program: Callable[..., Program]) -> None:

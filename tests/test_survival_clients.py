@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EBUSY
+from errno import EBUSY, EPERM, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from support.cli import gpufs
 from support.data import MIB
 from support.mounting import GPUFS
-from support.processes import PATIENCE, errno_of, wait_until
+from support.processes import PATIENCE, errno_of, keepers_of, wait_until
 
 from gpufs import status
 
@@ -81,11 +81,13 @@ def mount(tmp_path: Path) -> Iterator[Path]:
         gpufs("umount", "--force", path)
 
 
-def kill(mount: Path) -> None:
+def kill(mount: Path, number: signal.Signals = signal.SIGKILL) -> None:
     """Kills the daemon, and waits until another one answers."""
     former = status(mount).pid
-    os.kill(int(former or 0), signal.SIGKILL)
+    os.kill(int(former or 0), number)
     wait_until(lambda: status(mount).pid != former, PATIENCE, "another daemon")
+    (keeper,) = keepers_of(mount)
+    os.kill(keeper, signal.SIGUSR1)  # forgets the deaths, of which there may be three within a minute
 
 
 def leases(mount: Path) -> list[dict[str, Any]]:
@@ -173,3 +175,95 @@ def test_requests_at_random_moments(mount: Path) -> None:
             kill(mount)
             assert program.line() == "done"
         assert len(leases(mount)) == 1
+
+
+# Registers memory whose bytes are all 7 as the file that its argument names, beside the attached one.
+_REGISTER = """
+from multiprocessing.shared_memory import SharedMemory; import os
+shared = SharedMemory(create=True, size=3 << 20); own = numpy.frombuffer(shared.buf, numpy.uint8)
+own[:] = 7; registration = gpufs.register(own, os.path.dirname(sys.argv[1]) + "/registered")
+"""
+_RELEASE = "shared.unlink()"
+
+
+def test_registration_survives(mount: Path) -> None:
+    """Its file, links and open descriptors still show the program's memory; its end is noticed."""
+    file, registered = mount / "gpu0" / "file", mount / "gpu0" / "registered"
+    file.write_bytes(bytes(4 * MIB))
+    with attached(file) as program:
+        program.run("; ".join(_REGISTER.strip().splitlines()))
+        os.link(registered, mount / "gpu0" / "link")
+        before = leases(mount)
+        about = registered.stat()
+        with open(registered, "r+b", buffering=0) as opened:
+            for value in (1, 2):
+                kill(mount)
+                assert leases(mount) == before
+                assert registered.stat() == about
+                assert opened.read() == bytes([value - 1 or 7]) + bytes([7]) * (3 * MIB - 1)
+                opened.seek(0)
+                opened.write(bytes([value]))
+                program.run(f"assert own[0] == {value}")
+                opened.seek(0)
+                about = registered.stat()
+            assert errno_of(os.truncate, registered, 0) == EPERM
+            os.kill(int(status(mount).pid or 0), signal.SIGKILL)
+            program.run("registration.close()")  # answered by the next daemon
+            assert errno_of(opened.read, 1) == ESTALE
+        assert os.listdir(mount / "gpu0") == ["file"]
+        program.run(_RELEASE)
+
+
+def test_program_that_registers_and_dies_with_the_daemon(mount: Path) -> None:
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4 * MIB))
+    with attached(file) as program:
+        program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
+        os.kill(int(status(mount).pid or 0), signal.SIGKILL)
+    wait_until(lambda: os.listdir(mount / "gpu0") == ["file"], PATIENCE, "the end of the registration")
+
+
+def test_registrations_at_random_moments(mount: Path) -> None:
+    """No file is left over, and none is empty."""
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4 * MIB))
+    with attached(file) as program:
+        program.run("; ".join(_REGISTER.strip().splitlines()))
+        program.run(
+            'exec(\'def again():\\n with gpufs.register(own, os.path.dirname(sys.argv[1]) + "/more") as made:'
+            '\\n  assert open(made.path, "rb").read(1) == bytes([7])\')'
+        )
+        for _ in range(3):
+            program.send("[again() for _ in range(100)]")
+            time.sleep(0.1)
+            kill(mount)
+            assert program.line() == "done"
+        assert sorted(os.listdir(mount / "gpu0")) == ["file", "registered"]
+        assert (mount / "gpu0" / "registered").read_bytes() == bytes([7]) * (3 * MIB)
+        program.run(f"registration.close(); {_RELEASE}")
+
+
+def test_failure_of_the_daemons_own_code(tmp_path: Path) -> None:
+    """An exception anywhere in its Python code is like any other death: leases and registrations stay."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal\ndef fail(*_): raise RuntimeError('a failure')\nsignal.signal(signal.SIGVTALRM, fail)\n"
+    )
+    path, environment = tmp_path / "mount", {**os.environ, "PYTHONPATH": os.fspath(tmp_path)}
+    path.mkdir()
+    options = ("--driver", "host", "--memory", "512M", "--devices", "1", "--log-file", tmp_path / "log")
+    gpufs("mount", path, *options, env=environment)
+    try:
+        file = path / "gpu0" / "file"
+        file.write_bytes(bytes(4 * MIB))
+        with attached(file) as program:
+            program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
+            before = leases(path)
+            for _ in range(3):
+                kill(path, signal.SIGVTALRM)
+                assert leases(path) == before
+                assert errno_of(os.truncate, file, 0) == EBUSY
+                assert (path / "gpu0" / "registered").read_bytes() == bytes([7]) * (3 * MIB)
+            program.run("registration.close(); del view; array.close()")
+        assert "a failure" in (tmp_path / "log").read_text()
+    finally:
+        gpufs("umount", "--force", path)

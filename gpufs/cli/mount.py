@@ -111,7 +111,7 @@ def mount(
             launching.run_in_foreground(request)
         # As Ctrl-C does, it ends the daemon that is being started.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        process, answer = launching.launch(request, chosen["mount_timeout"])
+        process, answer = launching.launch(request, chosen["mount_timeout"], service=True)
     except BaseException as failure:
         for note in getattr(failure, "__notes__", ()):
             complain(note)

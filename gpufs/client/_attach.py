@@ -13,7 +13,7 @@ from gpufs import mounting, protocol
 from gpufs._naming import named_in
 from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
-from gpufs.client._connection import Connection
+from gpufs.client._connection import Connection, Memory
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
@@ -178,9 +178,13 @@ def attach(
         raise
     except OSError as error:
         raise _failure(error, name) from None
-    try:
+
+    def ask() -> tuple[Connection, Memory]:
         connection = _daemons.shared_connection(os.fstat(fd).st_dev, mounts)
-        answer, pieces = connection.attach(fd, mode)
+        return connection, connection.attach(fd, mode)
+
+    try:
+        connection, (answer, pieces) = _daemons.repeat_if_it_dies(ask)
     except OSError as error:
         # With these modes only a copy takes memory.
         if copy is False and mode in _WHY_A_COPY and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpufs import mounting
 from gpufs.exceptions import NotOnMount
@@ -24,6 +24,13 @@ _STATUS_FILE: Final = ".gpufs/status"
 _NO_ROOT: Final = "the root of the mount is not visible here"
 _PATH_MAX: Final = 4096
 _SILENT_SECONDS: Final = 60.0
+# What a connection fails with whose daemon dies meanwhile. The next one answers the question for its socket's path; it
+# may then need a moment until it listens there.
+_DAEMON_DIED: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOENT, errno.EPIPE)
+_RECONNECT_PAUSES: Final = (0.02, 0.1, 0.5)
+_ATTEMPTS: Final = 3
+
+T = TypeVar("T")
 
 
 def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) -> Connection:
@@ -47,11 +54,21 @@ def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) ->
     """
     from gpufs.client._connection import Connection
 
-    for entry in mounts:
-        path = _socket_path(entry, device) if entry.root == "/" else None
-        if path is not None:
-            return Connection(path, trusting=trusting)
-    raise OSError(errno.ENOENT, _NO_ROOT)
+    for pause in (*_RECONNECT_PAUSES, None):
+        for entry in mounts:
+            path = _socket_path(entry, device) if entry.root == "/" else None
+            if path is None:
+                continue
+            try:
+                return Connection(path, trusting=trusting)
+            except OSError as failure:
+                if pause is None or failure.errno not in _DAEMON_DIED:
+                    raise
+                time.sleep(pause)
+                break
+        else:
+            raise OSError(errno.ENOENT, _NO_ROOT)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _socket_path(entry: MountEntry, device: int) -> str | None:
@@ -103,11 +120,26 @@ def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) 
         mounts = mounting.by_device().get(device)
         if mounts is None:
             raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
-        # It gets the descriptor of its own file and nothing else.
-        with connect(device, mounts, trusting=True) as daemon:
-            ask(daemon, fd)
+
+        def ask_once() -> None:
+            # It gets the descriptor of its own file and nothing else.
+            with connect(device, mounts, trusting=True) as daemon:
+                ask(daemon, fd)
+
+        repeat_if_it_dies(ask_once)
     finally:
         os.close(fd)
+
+
+def repeat_if_it_dies(ask: Callable[[], T]) -> T:
+    """Ask a daemon for something, and ask again if it dies before it answers: another one may have taken over."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return ask()
+        except OSError as failure:
+            if failure.errno != errno.ECONNRESET:
+                raise
+    return ask()
 
 
 # ---- the connection that keeps leases and registrations ----

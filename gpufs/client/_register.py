@@ -140,13 +140,17 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     mounts = mounting.by_device().get(device)
     if mounts is None:
         raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", directory)
-    try:
+
+    def ask() -> Registration:
         connection = _daemons.shared_connection(device, mounts)
         share = _share(memory, connection.driver)
         try:
             return _create(connection, share, name, mode, memory, kind)
         finally:
             share.close()
+
+    try:
+        return _daemons.repeat_if_it_dies(ask)
     except OSError as error:
         if error.filename is None:
             raise failure_of_mount(error, name) from None

@@ -90,9 +90,8 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             fuse_fd, entry = os.dup(taken.held[Key.CONNECTION]), taken.entry
             parts.enter_context(mountpoint.unmounted_at_the_end(entry, ended.is_set))
         survives = keeper is not None and obstacle is None
-        if keeper is not None and values["auto_unmount"]:
-            # What survives stays mounted if no daemon can be started: `gpufs restart` starts one later.
-            keeper.give_up_with([] if survives else _guard(request, entry.identity))
+        if keeper is not None and not survives:
+            takeover.instruct(keeper, request, entry, survives=False)
         counters.belongs_to(entry.device)
         with _start_failures():
             mount = engine.Mount(
@@ -132,7 +131,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
             owner=owner,
             notes=notes,
             died=None if taken is None else taken.died,
-            kept=[] if taken is None else service.restore(mount, taken.held),
+            kept=service.restore(mount, keeper if survives else None, {} if taken is None else taken.held),
         )
         operations = control_plane.build(request, mount, serving)
         mount.start()
@@ -141,10 +140,10 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
         try:
             trio.run(serving.run, Connection(control, operations, TASKS), operations)
         except BaseExceptionGroup as failures:
-            if survives and serving.answers and mount.obstacle() is None:
-                log.critical("the daemon has failed: another one takes over", exc_info=True)
-                takeover.leave_to_the_keeper(1)
             _reraise_simplified(failures)
+            raise
+        except Exception:  # of trio itself
+            serving.leave_if_it_survives()
             raise
         finally:
             if _is_readable(mount.ended_fd):
@@ -185,14 +184,8 @@ def _start_keeper(request: MountRequest, obstacle: str | None, parts: ExitStack)
         log.error("the mount ends with its daemon, and no auto_unmount: %s", failure)
         return None
     if unmounts:
-        keeper.give_up_with(_guard(request, ""))
+        keeper.give_up_with(guard.command(request.mountpoint, request.config["log_file"]))
     return keeper
-
-
-def _guard(request: MountRequest, identity: str) -> list[str]:
-    """Return the command that unmounts if this daemon has died."""
-    words = [str(os.getpid()), request.mountpoint, request.config["log_file"] or "", identity]
-    return [sys.executable, "-I", "-S", guard.__file__, *words]
 
 
 def _watch(process: int | None, parts: ExitStack) -> int:

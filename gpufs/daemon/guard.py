@@ -9,6 +9,11 @@ import os
 import sys
 
 
+def command(mountpoint: str, log_file: str | None, identity: str = "") -> list[str]:
+    """Return the command that unmounts once this process has died."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), mountpoint, log_file or "", identity]
+
+
 def _log(log_file: str, text: str) -> None:
     """Write a line to the mount's log, or to the system's log if the mount has none."""
     import time

@@ -37,10 +37,9 @@ class Key(IntEnum):
 
     CONNECTION = 1  # /dev/fuse
     JOURNAL = 2
-    LISTENER = 3  # the socket of the service
-    REQUEST = 4  # a memfd with the launcher's request
-    OWNER = 5  # the process with which the mount ends
-    LOG = 6  # standard error or the journal of systemd, where there is no log file
+    REQUEST = 3  # a memfd with the launcher's request
+    OWNER = 4  # the process with which the mount ends
+    LOG = 5  # standard error or the journal of systemd, where there is no log file
 
 
 class Kind(IntEnum):

@@ -22,7 +22,7 @@ from gpufs.daemon.startup import Answer, MountRequest, StartFailure
 from gpufs.fs.connection import Connection
 from gpufs.fs.dispatch import Operations
 from gpufs.fs.quotas import Quotas
-from gpufs.service import KeptClient, Service
+from gpufs.service import Kept, Service
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -43,6 +43,8 @@ _PUBLISH_SECONDS = 1.0
 _FLAGS_PAUSE = 0.2
 # Seconds after a takeover until removed files are released that the kernel forgot while there was no daemon.
 _FORGOTTEN_PAUSE = 5.0
+# Seconds between two looks at whether the mount still survives this daemon.
+_INSTRUCT_SECONDS = 1.0
 # Seconds, at least, between two keepers.
 _KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
@@ -71,7 +73,7 @@ class Serving:
     died
         When the daemon died that served the mount before, in nanoseconds of CLOCK_MONOTONIC; None for a new mount.
     kept
-        The clients of that daemon, which the service takes over.
+        What that daemon's clients had, which the service takes over; or where that of this daemon is kept.
     """
 
     request: MountRequest
@@ -86,30 +88,31 @@ class Serving:
     owner: int
     notes: list[str]
     died: int | None
-    kept: list[KeptClient]
+    kept: Kept
     service: Service | None = field(default=None, init=False)
     answers: bool = field(default=False, init=False)  # the launcher knows that the mount works
     _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
+    _instructed: bool = field(init=False)  # whether the keeper is to start another daemon
     _flags: frozenset[str] = field(init=False)  # of the mount, as the engine was last told
     _connection: Connection = field(init=False)
     _requests: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)  # of the loop that answers them
 
     def __post_init__(self) -> None:
         self._flags = self.entry.flags
+        self._instructed = self.ends_with_daemon is None
 
     async def run(self, connection: Connection, operations: Operations) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
         self._connection = connection
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_signals)
-            nursery.start_soon(self._watch_restart)
-            nursery.start_soon(self._watch_end)
+            essential = [self._watch_signals, self._watch_restart, self._watch_end, self._serve_clients]
+            essential.append(self._answer_launcher if self.died is None else self._resume)
             if self.owner >= 0:
-                nursery.start_soon(self._watch_owner)
-            nursery.start_soon(self._serve_clients)
-            nursery.start_soon(self._answer_launcher if self.died is None else self._resume)
+                essential.append(self._watch_owner)
+            for work in essential:
+                nursery.start_soon(self._or_leave, work)
             # The files do not depend on these.
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
@@ -118,10 +121,11 @@ class Serving:
                 nursery.start_soon(keep_up, "freeing forgotten files", self._release_forgotten, _FORGOTTEN_PAUSE)
             if self.keeper is not None:
                 nursery.start_soon(keep_up, "replacing the keeper", self._replace_keeper, _KEEPER_PAUSE)
+                nursery.start_soon(keep_up, "instructing the keeper", self._instruct_keeper, _INSTRUCT_SECONDS)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
-                await connection.serve()
+                await self._or_leave(connection.serve)
             self._copies.cancel()
             nursery.cancel_scope.cancel()
 
@@ -130,6 +134,31 @@ class Serving:
         if self.ends_with_daemon is not None:
             return self.ends_with_daemon
         return "its keeper could not be started" if self.keeper is None else self.mount.obstacle()
+
+    async def _or_leave(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do work without which there is no mount. If it fails, another daemon takes over, where that is possible."""
+        try:
+            await work()
+        except Exception:
+            self.leave_if_it_survives()
+            raise
+
+    def leave_if_it_survives(self) -> None:
+        """After a failure, while it is handled: end this process at once, if another daemon can take over.
+
+        The clients' tasks must not be cancelled before, which would end their leases.
+        """
+        if self.answers and self.obstacle() is None:
+            log.critical("the daemon has failed: another one takes over", exc_info=True)
+            takeover.leave_to_the_keeper(1)
+
+    async def _instruct_keeper(self) -> None:
+        """Have the keeper start another daemon only as long as the mount survives this one; otherwise it unmounts."""
+        assert self.keeper is not None
+        survives = self.obstacle() is None
+        if self.answers and survives != self._instructed:
+            await threads.run(functools.partial(takeover.instruct, self.keeper, self.request, self.entry, survives))
+            self._instructed = survives
 
     async def _watch_restart(self) -> None:
         """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""
@@ -212,9 +241,9 @@ class Serving:
             await mountpoint.unmount(self.entry)
             return
         self.answers = True
-        await self._manager.notify(
-            f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serves {printable(self.request.mountpoint)}"
-        )
+        # A service whose mount survives has no main process: systemd would end it with that.
+        main = f"MAINPID={os.getpid()}\n" if self.request.foreground or self.obstacle() is not None else ""
+        await self._manager.notify(f"READY=1\n{main}STATUS=serves {printable(self.request.mountpoint)}")
         if self.request.foreground and self.notes:
             threads.in_background(functools.partial(_print_notes, self.notes))
 
@@ -227,7 +256,6 @@ class Serving:
             self.request.mountpoint,
             (time.monotonic_ns() - self.died) / 1e9,
         )
-        await self._manager.notify(f"MAINPID={os.getpid()}")
         await threads.run(
             functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from gpufs import engine, mounting
+from gpufs.daemon import guard
 from gpufs.daemon.keeper import Keeper, Key, new_memfd, receive_held
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
@@ -60,7 +61,20 @@ def prepare(
     if logs.fd >= 0 and request.config["log_file"] is None:
         held[Key.LOG] = logs.fd
     keeper.hold(held)
-    keeper.restart_with([*DAEMON, "--takeover-fd", str(_SOCKET), request.mountpoint])
+    instruct(keeper, request, entry, survives=True)
+
+
+def instruct(keeper: Keeper, request: MountRequest, entry: mounting.MountEntry, survives: bool) -> None:
+    """Tell the keeper what it starts when this daemon has died: another one if the mount survives, else the guard.
+
+    What survives stays mounted if no daemon can be started: `gpufs restart` starts one later.
+    """
+    restart = [*DAEMON, "--takeover-fd", str(_SOCKET), request.mountpoint]
+    unmount: list[str] = []
+    if request.config["auto_unmount"]:
+        unmount = guard.command(request.mountpoint, request.config["log_file"], entry.identity)
+    keeper.give_up_with([] if survives else unmount)
+    keeper.restart_with(restart if survives else [])
 
 
 @dataclass(frozen=True, slots=True)

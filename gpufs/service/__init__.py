@@ -4,7 +4,7 @@ Runs in the daemon's trio loop: :func:`serve` is started in its nursery. Nothing
 client may read and write is what the kernel let it open. docs/protocol.md has the protocol and the rules.
 """
 
-from gpufs.service._kept import KeptClient, restore
+from gpufs.service._kept import Kept, restore
 from gpufs.service._server import Service, serve, sweep
 
-__all__ = ["KeptClient", "Service", "restore", "serve", "sweep"]
+__all__ = ["Kept", "Service", "restore", "serve", "sweep"]

@@ -50,8 +50,8 @@ class ClientConnection:
         self._sock = sock
         self._served = served
         self._channel = Channel(sock, peer, number, served.limits, user)
-        self._registrations = ClientRegistrations(self._channel, served)
         self._record = Record(served.keeper, number, sock)
+        self._registrations = ClientRegistrations(self._channel, served, self._record)
         self._leases = ClientLeases(self._channel, served, self._record)
         self._copies = ClientCopies(self._channel, served, self._record)
         self._kept: KeptClient | None = None
@@ -63,6 +63,8 @@ class ClientConnection:
         for entry, lease in kept.leases:
             if lease is not None or entry.private:
                 self._leases.adopt(entry, lease)
+        for registration in kept.registrations:
+            self._registrations.adopt(registration)
 
     @property
     def running(self) -> int:
@@ -134,6 +136,13 @@ class ClientConnection:
                 answer = Result(request.id, errno.ECONNRESET, 0, text, 0, {}, [], 0.0)
             elif request.kind == "Detach":
                 await self._leases.end(request.id)
+                answer = Done(request.id)
+            elif request.kind == "Register" and request.id in self._registrations:
+                answer = Done(request.id)
+            elif request.kind == "Unregister":
+                if request.id in self._registrations:
+                    await self._change(request.id, [], self._registrations.remove(request.id))
+                    continue
                 answer = Done(request.id)
             else:
                 answer = Done(request.id, errno.ECONNRESET, text)

@@ -72,7 +72,7 @@ class ClientLeases:
         holder.resources = attachment.resources
         self._served.holders.enter(holder)
         attachment.resources.on_close(functools.partial(self._served.holders.leave, holder))
-        attachment.resources.on_close(functools.partial(self._record.remove, kept.id))
+        attachment.resources.on_close(functools.partial(self._record.remove, KeptLease, kept.id))
         if lease is not None:
             holder.bytes = lease.bytes
             attachment.resources.hold(lease)
@@ -214,7 +214,7 @@ class ClientLeases:
             resources.on_close(functools.partial(served.mount.inode_written, ino))
         resources.on_close(lambda: _close_pieces(attachment.take_outgoing()))
         holder.bytes = lease.bytes
-        resources.on_close(functools.partial(self._record.remove, message.id))
+        resources.on_close(functools.partial(self._record.remove, KeptLease, message.id))
         self._record.add(
             KeptLease(
                 message.id,

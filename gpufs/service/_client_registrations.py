@@ -3,6 +3,8 @@
 import functools
 import logging
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from errno import EINVAL, EPERM, ETIMEDOUT
 from typing import Final
 
@@ -13,6 +15,7 @@ from gpufs.protocol import Register
 from gpufs.service import _checks
 from gpufs.service._channel import Channel, path_of
 from gpufs.service._holders import REGISTERED, Holder
+from gpufs.service._kept import KeptRegistration, Record, kept_path
 from gpufs.service._resources import Descriptor
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import trusted
@@ -23,13 +26,30 @@ _FOREIGN_IPC: Final = (
 )
 
 
+@dataclass
+class _Registration:
+    id: int
+    holder: Holder
+    number: int | None = None  # of its memory in ServedMount.registrations
+
+
 class ClientRegistrations:
     """Those of one connection. Only the trio thread calls it; one call at a time."""
 
-    def __init__(self, channel: Channel, served: ServedMount) -> None:
+    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
-        self._by_id: dict[int, Holder] = {}
+        self._record = record
+        self._by_id: dict[int, _Registration] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_id
+
+    def adopt(self, kept: KeptRegistration) -> None:
+        """Go on with a registration of the former daemon."""
+        holder = Holder(self._channel.peer, REGISTERED, kept.path, kept.ino, bytes=kept.bytes, since=kept.since)
+        self._served.holders.enter(holder)
+        self._by_id[kept.id] = _Registration(kept.id, holder, kept.number)
 
     async def add(self, message: Register, descriptors: list[Descriptor]) -> None:
         """Serve ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
@@ -45,52 +65,63 @@ class ClientRegistrations:
         for memory in descriptors[1:]:
             _checks.check_shareable(memory.fd)
         holder = Holder(peer, REGISTERED, path_of(descriptors[0].fd), ino, bytes=message.size)
+        registration = _Registration(message.id, holder)
         served.holders.enter(holder)
-        try:
+        with ExitStack() as undo:
+            undo.callback(served.holders.leave, holder)
             served.mount.inode_hold(ino)
-            try:
-                shared = descriptors[1].fd if wanted == 2 else -1
-                async with self._channel.user.pieces() as taken:
-                    await threads.run_to_the_end(
-                        functools.partial(served.register, ino, message, shared, taken), self._channel.user.calls
-                    )
-            except BaseException:
-                served.mount.inode_release(ino)
-                raise
-        except BaseException:
-            served.holders.leave(holder)
-            raise
-        self._by_id[message.id] = holder
+            undo.pop_all()
+            undo.callback(self._release, [registration])
+            shared = descriptors[1].fd if wanted == 2 else -1
+            async with self._channel.user.pieces() as taken:
+                await threads.run_to_the_end(
+                    functools.partial(self._register, registration, message, shared, taken), self._channel.user.calls
+                )
+            undo.pop_all()
+        self._by_id[message.id] = registration
+
+    def _register(self, registration: "_Registration", message: Register, shared: int, taken: list[int]) -> None:
+        holder = registration.holder
+        number = registration.number = self._served.register(holder.ino, message, shared, taken)
+        if number is not None:
+            path = kept_path(holder.path)
+            self._record.add(KeptRegistration(message.id, holder.ino, path, holder.bytes, holder.since, number))
 
     async def remove(self, number: int) -> None:
         """Serve ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
-        holder = self._by_id.get(number)
-        if holder is None:
+        registration = self._by_id.get(number)
+        if registration is None:
             raise OSError(EINVAL, "this connection has no registration with this id")
-        failure = await self._withdraw([holder], self._served.limits.withdrawal, self._channel.user.calls)
+        failure = await self._withdraw([registration], self._served.limits.withdrawal, self._channel.user.calls)
         if failure is None or failure.errno != ETIMEDOUT:
             del self._by_id[number]
-            self._release([holder])
+            self._release([registration])
         if failure is not None:
             raise failure
 
     async def close(self, patience: float) -> None:
         """The connection has ended: withdraws all, in so many seconds together."""
-        holders = list(self._by_id.values())
+        registrations = list(self._by_id.values())
         self._by_id.clear()
-        if holders:
+        if registrations:
             try:
-                await self._withdraw(holders, patience, self._channel.user.ends)
+                await self._withdraw(registrations, patience, self._channel.user.ends)
             finally:
-                self._release(holders)
+                self._release(registrations)
 
-    def _release(self, holders: list[Holder]) -> None:
-        for holder in holders:
-            self._served.mount.inode_release(holder.ino)
-            self._served.holders.leave(holder)
+    def _release(self, registrations: "list[_Registration]") -> None:
+        for registration in registrations:
+            if registration.number is not None:
+                self._record.remove(KeptRegistration, registration.id)
+                self._served.registrations.drop(registration.number)
+            self._served.mount.inode_release(registration.holder.ino)
+            self._served.holders.leave(registration.holder)
 
-    async def _withdraw(self, holders: list[Holder], patience: float, limiter: trio.CapacityLimiter) -> OSError | None:
+    async def _withdraw(
+        self, registrations: "list[_Registration]", patience: float, limiter: trio.CapacityLimiter
+    ) -> OSError | None:
         """Remove the files' names and end the use of the memory. Return the failure of that, if there is one."""
+        holders = [registration.holder for registration in registrations]
         return await threads.run_to_the_end(functools.partial(self._revoke, holders, patience), limiter)
 
     def _revoke(self, holders: list[Holder], patience: float) -> OSError | None:

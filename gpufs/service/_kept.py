@@ -1,16 +1,17 @@
-"""What outlives the daemon of a client: its socket, and a record of its leases and of its requests in progress.
+"""What outlives the daemon of a client: its socket, and a record of its leases, registrations and requests in progress.
 
-The keeper holds both from the client's first lease on. A new daemon opens the leases again before it serves anything,
-so the client notices nothing. A request that nobody answered gets an answer: it has failed, and may be made again.
+The keeper holds both from the client's first lease or registration on. A new daemon opens the leases again and
+registers the memory again before it serves anything, so the client notices nothing. A request that nobody answered gets
+an answer: it has failed, and may be made again.
 """
 
 import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -19,21 +20,15 @@ from gpufs.engine import Lease, Mount
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import Cancel, ClientMessage, ProtocolError, Request
 from gpufs.service._channel import Peer, peer_of
+from gpufs.service._kept_registrations import KeptRegistrations
+from gpufs.service._resources import Keeping
 
 log = logging.getLogger(__name__)
 
 FIRST_KEY: Final = 1 << 20  # of the keeper: of each connection its socket, then its record
-LAST_KEY: Final = (1 << 32) - 1
+LAST_KEY: Final = (1 << 31) - 1
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
 _PATH_CHARACTERS: Final = 500
-
-
-class Keeping(Protocol):
-    """What holds descriptors for the next daemon."""
-
-    def hold(self, descriptors: Mapping[int, int]) -> None: ...
-
-    def drop(self, keys: Iterable[int]) -> None: ...
 
 
 class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
@@ -57,7 +52,18 @@ class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
     kind: str
 
 
-Entry = KeptLease | KeptRequest
+class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
+    """A registration in a record; see Holder. ``number``: of its memory, in KeptRegistrations."""
+
+    id: int
+    ino: int
+    path: str
+    bytes: int
+    since: float
+    number: int
+
+
+Entry = KeptLease | KeptRequest | KeptRegistration
 
 
 class Record:
@@ -95,20 +101,20 @@ class Record:
         """The request is answered."""
         self._remove(KeptRequest, number)
 
-    def add(self, lease: KeptLease) -> None:
-        """Note a lease. The first one makes the keeper hold the connection, which may block."""
-        self._put(lease)
+    def add(self, entry: KeptLease | KeptRegistration) -> None:
+        """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
+        self._put(entry)
         with self._lock:
             if self._keeper is None or self._held:
                 return
             self._held = (os.dup(self._sock.fileno()), os.memfd_create("gpufs-client"))
-            for key, entry in self._entries.items():
-                self._write(key, entry)
+            for key, noted in self._entries.items():
+                self._write(key, noted)
             self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
 
-    def remove(self, number: int) -> None:
-        """The lease has ended."""
-        self._remove(KeptLease, number)
+    def remove(self, kind: type[KeptLease | KeptRegistration], number: int) -> None:
+        """The lease or registration has ended."""
+        self._remove(kind, number)
 
     def close(self) -> None:
         """The connection ends."""
@@ -156,7 +162,7 @@ def next_message(sock: socket.socket) -> ClientMessage | None:
 
 @dataclass(frozen=True, slots=True)
 class KeptClient:
-    """A connection that the former daemon had, and its leases on files, which are open again.
+    """A connection that the former daemon had, its leases on files, which are open again, and its registrations.
 
     ``lost``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
     """
@@ -165,6 +171,7 @@ class KeptClient:
     sock: socket.socket
     peer: Peer
     leases: list[tuple[KeptLease, Lease | None]]
+    registrations: list[KeptRegistration]
     lost: list[KeptRequest]
     held: tuple[int, int]
     slots: dict[int, Entry]
@@ -175,16 +182,36 @@ def kept_path(path: str) -> str:
     return path.encode(errors="replace").decode()[:_PATH_CHARACTERS]
 
 
-def restore(mount: Mount, held: Mapping[int, int]) -> list[KeptClient]:
-    """The clients of the former daemon, from what the keeper holds. Before the mount serves anything."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the clients of a mount have beyond the life of a daemon.
+
+    ``clients``: those of the former daemon, until the service has taken them over.
+    """
+
+    registrations: KeptRegistrations
+    clients: list[KeptClient]
+
+
+def restore(mount: Mount, keeper: Keeping | None, held: Mapping[int, int]) -> Kept:
+    """Restore what the clients of the former daemon had, from what the keeper holds. Before the mount is started.
+
+    ``held`` is empty for a new mount.
+    """
+    registrations = KeptRegistrations(keeper)
+    registrations.restore(held)
     clients = []
     for key in sorted(held):
         if FIRST_KEY <= key <= LAST_KEY and key % 2 == 0 and key + 1 in held:
-            clients.append(_restore_client(mount, (key - FIRST_KEY) // 2, held[key], held[key + 1]))
-    return clients
+            number = (key - FIRST_KEY) // 2
+            clients.append(_restore_client(mount, registrations, number, held[key], held[key + 1]))
+    registrations.drop_others({entry.number for client in clients for entry in client.registrations})
+    return Kept(registrations, clients)
 
 
-def _restore_client(mount: Mount, number: int, socket_fd: int, record: int) -> KeptClient:
+def _restore_client(
+    mount: Mount, registrations: KeptRegistrations, number: int, socket_fd: int, record: int
+) -> KeptClient:
     sock = socket.socket(fileno=os.dup(socket_fd))
     peer = peer_of(sock)
     slots: dict[int, Entry] = {}
@@ -200,7 +227,12 @@ def _restore_client(mount: Mount, number: int, socket_fd: int, record: int) -> K
     # What is still in the queue is not lost.
     queued = first.id if isinstance(first, Request) and not isinstance(first, Cancel) else None
     lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry.id != queued]
-    return KeptClient(number, sock, peer, leases, lost, (socket_fd, record), slots)
+    registered = [
+        entry
+        for entry in slots.values()
+        if isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer)
+    ]
+    return KeptClient(number, sock, peer, leases, registered, lost, (socket_fd, record), slots)
 
 
 def _open_again(mount: Mount, lease: KeptLease, peer: Peer) -> Lease | None:
@@ -212,3 +244,17 @@ def _open_again(mount: Mount, lease: KeptLease, peer: Peer) -> Lease | None:
     except OSError as failure:
         log.error("the lease of %s on %s is lost: %s", peer, lease.path, failure.strerror or failure)
         return None
+
+
+def _register_again(mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: Peer) -> bool:
+    try:
+        mount.inode_hold(entry.ino)
+        try:
+            registrations.register_again(mount, entry.number, entry.ino)
+        except BaseException:
+            mount.inode_release(entry.ino)
+            raise
+    except (OSError, KeyError, msgspec.MsgspecError) as failure:
+        log.error("the file %s, which %s registered, is empty now: %s", entry.path, peer, failure)
+        return False
+    return True

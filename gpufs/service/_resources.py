@@ -8,8 +8,8 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -17,6 +17,14 @@ from gpufs.service._user import Closable, Place
 
 T = TypeVar("T")
 Held = TypeVar("Held", bound=Closable)
+
+
+class Keeping(Protocol):
+    """What holds descriptors for the next daemon."""
+
+    def hold(self, descriptors: Mapping[int, int]) -> None: ...
+
+    def drop(self, keys: Iterable[int]) -> None: ...
 
 
 class Resources:

@@ -11,7 +11,8 @@ from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
 from gpufs.service._holders import Holder, HolderTable
-from gpufs.service._kept import Keeping
+from gpufs.service._kept_registrations import KeptRegistrations, RegisteredMemory
+from gpufs.service._resources import Keeping
 from gpufs.service._user import Limits
 
 # A write through the mount waits as long for the memory of files that have just been removed.
@@ -32,6 +33,8 @@ class ServedMount:
         access.
     set_limit
         For the trio thread alone: limits a user, or None for all, below the directory of an inode.
+    registrations
+        The registered memory that outlives the daemon.
     keeper
         Holds clients' connections for the next daemon; None if the mount ends with its daemon.
     """
@@ -42,7 +45,8 @@ class ServedMount:
     trust_readers: bool
     limits: Limits
     holders: HolderTable
-    keeper: Keeping | None = None
+    registrations: KeptRegistrations
+    keeper: Keeping | None
 
     def open_buffer(self, ino: int) -> Buffer:
         """The buffer of an inode, which lives until it is closed. OSError EINVAL if there is none."""
@@ -86,10 +90,11 @@ class ServedMount:
             copy.copy_from(buffer, size=size)
             return Lease(copy, label=label)
 
-    def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> None:
+    def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> int | None:
         """Make a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
 
-        ``taken`` gets the descriptors of the memory's pieces, which the caller closes.
+        ``taken`` gets the descriptors of the memory's pieces, which the caller closes. Returns the number of the memory
+        in ``registrations``; None if it ends with the daemon.
 
         OSError if the memory or the file is not what the client says, EXDEV if it is that of another device.
         """
@@ -104,13 +109,7 @@ class ServedMount:
         pieces = [SharedPiece(*piece) for piece in receive_pieces(memory, taken)] if wanted.kind == "descriptor" else []
         for piece in pieces:
             _checks.check_shareable(piece.fd)
-        self.mount.inode_register(
-            ino,
-            wanted.kind,
-            memory,
-            offset=wanted.offset,
-            size=wanted.size,
-            writable=wanted.writable,
-            handle=wanted.handle,
-            pieces=pieces,
-        )
+        descriptors = [memory] if wanted.kind == "file" else [piece.fd for piece in pieces]
+        kept = RegisteredMemory.of(wanted, pieces)
+        kept.register(self.mount, ino, descriptors)
+        return self.registrations.hold(kept, descriptors)

@@ -18,7 +18,8 @@ from gpufs.engine import Mount
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._holders import HolderTable
-from gpufs.service._kept import Keeping, KeptClient
+from gpufs.service._kept import Kept, KeptClient
+from gpufs.service._resources import Keeping
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import Limits, Users, trusted
 
@@ -167,27 +168,29 @@ async def serve(
     path: str,
     device: int,
     allow_other: bool = False,
+    kept: Kept,
     trust_readers: bool = False,
     keeper: Keeping | None = None,
-    kept: list[KeptClient] | None = None,
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.
-    ``kept``: clients of the former daemon, which are taken from the list. ``set_limit``, ``trust_readers``, ``keeper``:
+    ``kept``: from restore(); the clients there are taken over. ``set_limit``, ``trust_readers``, ``keeper``:
     see :class:`ServedMount`. When this is cancelled, copies in progress are cancelled, their clients get results, and
     their files have the size that was really copied; that takes a few seconds at most. OSError if the socket cannot be
     created.
     """
     limits = Limits()
-    service = Service(ServedMount(mount, set_limit, device, trust_readers, limits, HolderTable(limits), keeper))
+    holders = HolderTable(limits)
+    served = ServedMount(mount, set_limit, device, trust_readers, limits, holders, kept.registrations, keeper)
+    service = Service(served)
     with _listen(path, allow_other=allow_other) as listener:
         created = os.lstat(path)
         try:
             task_status.started(service)
-            await service._run(listener, kept if kept is not None else [])
+            await service._run(listener, kept.clients)
         finally:
             # Another daemon may have taken the name by now.
             with contextlib.suppress(OSError):

@@ -71,7 +71,7 @@ constexpr std::int32_t kNotifyResend = 7;
 constexpr std::size_t kRequestBytes = std::size_t{17} << 20;  // the largest WRITE of a mount, and its header
 constexpr std::size_t kDeaths = 3;                            // within this time: the keeper gives up
 constexpr auto kDeathsTime = std::chrono::seconds(60);
-constexpr int kPauseMilliseconds = 1000;  // after a start that the system has refused
+constexpr int kPauseMilliseconds = 1000;  // before a start, where the one before has just failed
 constexpr int kLookMilliseconds = 20;     // between looks at a daemon that has closed its socket
 
 [[noreturn]] void fail(const char* what) {
@@ -278,13 +278,14 @@ class Keeper {
 
   bool start_daemon() {
     while (!restart_.empty() && deaths_.size() < kDeaths) {
+      // What it died of may pass: a lack of memory, a GPU that is being reset.
+      if (deaths_.size() > 1) ::poll(nullptr, 0, kPauseMilliseconds);
       if (fork_daemon()) {
         send_held();
         return true;
       }
       ::syslog(LOG_ERR, "cannot start the daemon: %s", std::strerror(errno));
       deaths_.push_back(Clock::now());
-      ::poll(nullptr, 0, kPauseMilliseconds);
     }
     return give_up();
   }

@@ -243,3 +243,14 @@ def plain_user() -> Iterator[dict[str, str]]:
         fcntl.flock(device, fcntl.LOCK_UN)  # children may have the descriptor too
         os.close(device)
         subprocess.run(["rm", "-rf", "--one-file-system", home], check=False, timeout=PATIENCE)
+
+
+def keepers_of(mountpoint: Path) -> list[int]:
+    """The keeper of a mount, in a list; more only by mistake."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"/gpufs-keeper") and words[1] == os.fsencode(mountpoint):
+                found.append(int(folder.name))
+    return found

@@ -341,8 +341,10 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
     const std::shared_ptr<Buffer> empty = inode.buffer();
     Result<std::shared_ptr<RegisteredBuffer>> mapped = RegisteredBuffer::map(empty->device(), wanted, empty->charge());
     if (!mapped.ok()) return mapped.status();
-    Status status = found.table().replace_buffer(ino, mapped.take());
-    if (status.ok()) found.notifier().invalidate_inode_now(ino);
+    // Until the mount is started, the kernel knows the file as it was before the takeover.
+    const bool again = !found.started();
+    Status status = found.table().replace_buffer(ino, mapped.take(), again);
+    if (status.ok() && !again) found.notifier().invalidate_inode_now(ino);
     return status;
   });
 }

@@ -314,18 +314,19 @@ void InodeTable::charge_to(Inode& inode, std::shared_ptr<Account> account) {
   inode.directory_account_ = std::move(account);
 }
 
-Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer) {
+Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer, bool again) {
   const std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return unknown_inode(ino);
   if (!inode->buffer_) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
   const Timestamp now = Timestamp::now();
   const std::lock_guard lock(inode->mutex_);
-  const bool fresh = inode->created_open_ && inode->writers_ever_ == 1 && inode->attributes_.nlink <= 1 &&
-                     !inode->replaced_ && inode->buffer_->size() == 0;
+  const bool is_new = inode->created_open_ && inode->writers_ever_ == 1 && inode->attributes_.nlink <= 1;
+  const bool fresh = (is_new || again) && !inode->replaced_ && inode->buffer_->size() == 0;
   if (!fresh) return Status(EBUSY, "the file is not one that its opener has just created, empty and for itself alone");
   buffer->charge().move_to_accounts_of(inode->buffer_->charge());  // whose owner may have changed
   inode->replacement_ = std::move(buffer);
   inode->replaced_.store(true, std::memory_order_release);
+  if (again) return {};
   set_mtime(inode->attributes_, now);
   set_ctime(inode->attributes_, now);
   inode->record_locked();

@@ -246,8 +246,9 @@ class InodeTable {
 
   // Gives a new and empty file another buffer, for good, as if it were changed now. Only for a file that was created by
   // opening it for writing, and that nobody else has opened for writing since: whoever has that descriptor has created
-  // the file. EBUSY otherwise, ENOENT and EINVAL as ever.
-  Status replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer);
+  // the file. EBUSY otherwise, ENOENT and EINVAL as ever. again: the file had such a buffer in the last process, so it
+  // need not be new, and its times stay.
+  Status replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer, bool again);
 
   // EISDIR and EINVAL without a buffer. flags: as open(2), without effect on the contents.
   Result<std::uint64_t> open(const std::shared_ptr<Inode>& inode, int flags);

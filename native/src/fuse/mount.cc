@@ -181,7 +181,7 @@ Status Mount::resume() {
 }
 
 void Mount::release_forgotten() {
-  if (std::chrono::steady_clock::now() - started_ > kResendTime) records_.forget_outcomes();
+  if (std::chrono::steady_clock::now() - created_ > kResendTime) records_.forget_outcomes();
   for (const std::uint64_t ino : table_.doubtful()) {
     notifier_.if_forgotten(ino, [this, ino] { table_.forget(ino, UINT64_MAX); });
   }
@@ -198,6 +198,7 @@ Status Mount::survives() const {
 }
 
 Status Mount::start() {
+  started_ = true;
   Status status = relay_.start();
   if (status.ok() && restored_) status = resume();
   if (status.ok()) status = transport_.start(*this);

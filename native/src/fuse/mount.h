@@ -3,6 +3,7 @@
 // start() and close() are the owner's, neither on a thread of the mount's; any thread may call the rest.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -65,6 +66,7 @@ class Mount final : private RequestHandler {
   Mount& operator=(const Mount&) = delete;
 
   Status start();
+  [[nodiscard]] bool started() const { return started_; }
   // Frees the memory of restored files that the kernel has forgotten without this process's knowledge: call it from
   // time to time.
   void release_forgotten();
@@ -115,7 +117,7 @@ class Mount final : private RequestHandler {
   void release(Request& request, Responder responder);
 
   UniqueFd ended_;
-  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  const std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();
   mutable Statistics statistics_;
   // Each uses those above it.
   Executor executor_;
@@ -134,6 +136,7 @@ class Mount final : private RequestHandler {
   NameOperations name_operations_;
 
   bool restored_ = false;  // constant once it is created
+  std::atomic<bool> started_{false};
 
   std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
   bool closed_ = false;

@@ -1,0 +1,61 @@
+"""Mounts whose daemon is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpufs import status
+from support.cli import gpufs
+from support.processes import PATIENCE, keepers_of, wait_until
+
+
+class Survivor:
+    """A mount in the background."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.device = path / "gpu0"
+
+    @property
+    def pid(self) -> int:
+        """The daemon's process; 0 while there is none."""
+        return int(status(self.path).pid or 0)
+
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.path / ".gpufs" / "status").read_bytes())
+        return found
+
+    def keepers(self) -> list[int]:
+        """The keeper's process, in a list; more only by mistake."""
+        return keepers_of(self.path)
+
+    def await_another(self, former: int) -> None:
+        wait_until(lambda: self.pid not in (0, former), PATIENCE, "another daemon")
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kills the daemon, and waits until another one answers."""
+        former = self.pid
+        os.kill(former, number)
+        self.await_another(former)
+        (keeper,) = self.keepers()
+        os.kill(keeper, signal.SIGUSR1)  # forgets the deaths, of which there may be three within a minute
+
+
+@contextmanager
+def mounted(
+    path: Path, *options: str, driver: str = "host", environment: dict[str, str] | None = None
+) -> Iterator[Survivor]:
+    path.mkdir(exist_ok=True)
+    words = ["--driver", driver, "--memory", "512M", "--log-file", str(path.with_name("log"))]
+    words += ["--devices", "1"] if driver == "host" else []
+    gpufs("mount", path, *words, *options, env={**os.environ, **(environment or {})})
+    try:
+        yield Survivor(path)
+    finally:
+        gpufs("umount", "--force", path)
