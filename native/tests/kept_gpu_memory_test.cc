@@ -175,6 +175,22 @@ TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
   }
 }
 
+TEST_P(KeptGpuMemory, APartOfRestoredMemoryCanBeReleased) {
+  open_kept();
+  Filled filled = fill(8);
+  const std::uint64_t number = filled.memory->number();
+  const MemorySpan all{0, 8 * kGranule};
+  die(filled);
+  ASSERT_OK(restore(filled, number, {&all, 1}));
+  filled.memory->fix_in_place();  // as a lease does: the programs that have it map the pieces as they are
+  filled.memory->release(6 * kGranule, 2 * kGranule);
+  EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
+  filled.memory->allow_moves();
+  filled.memory->release(4 * kGranule, 2 * kGranule);
+  EXPECT_EQ(keeper_->bytes(), 4 * kGranule);
+  expect_content(filled, 0, 4 * kGranule);
+}
+
 TEST_P(KeptGpuMemory, RestoredMemoryCountsTowardsTheCap) {
   DriverOptions options;
   options.memory_bytes = 10 * kGranule;

@@ -164,7 +164,6 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(std::shared_ptr<Gpu
   if (!current.status().ok()) return current.status();
   auto memory = std::make_unique<VirtualMemory>(device);
   memory->number_ = number;
-  memory->fixed_ = memory->restored_ = true;
   std::vector<MemoryKeeper::Piece> kept = device->keeper()->take(number);
   // Where a piece was being split, its successors hold the same, but perhaps not all of them were kept.
   std::ranges::sort(kept, {}, &MemoryKeeper::Piece::key);

@@ -94,8 +94,7 @@ class VirtualMemory final : public DeviceMemory {
   static constexpr std::uint64_t kLargestPiece = std::uint64_t{1} << 30;
 
   explicit VirtualMemory(std::shared_ptr<GpuDevice> device);
-  // See Device::restore_memory(). Programs may still have mapped what the last process has exported, so pieces never
-  // move.
+  // See Device::restore_memory(). Pieces move, as in new memory, unless fix_in_place() says that they are in use.
   static Result<std::unique_ptr<DeviceMemory>> restore(std::shared_ptr<GpuDevice> device, std::uint64_t number,
                                                        std::span<const MemorySpan> populated);
 
@@ -107,7 +106,7 @@ class VirtualMemory final : public DeviceMemory {
   void release(std::span<const MemorySpan> spans) override;
   [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
-  void allow_moves() override { fixed_ = restored_; }
+  void allow_moves() override { fixed_ = false; }
   [[nodiscard]] std::uint64_t number() const override { return number_; }
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override;
@@ -144,7 +143,6 @@ class VirtualMemory final : public DeviceMemory {
   std::shared_ptr<MappedRange> current_;
   std::uint64_t number_ = 0;
   bool fixed_ = false;
-  bool restored_ = false;
 };
 
 }  // namespace gpufs::gpu
