@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from support import fake_gpu
-from support.cli import gpufs
+from support.cli import gpufs, user_gpufs
 from support.data import MIB
-from support.processes import PATIENCE, errno_of, wait_until
+from support.processes import NOBODY, PATIENCE, errno_of, plain_user, run, wait_until
 from support.surviving import Survivor, mounted
 
 from gpufs import status
@@ -258,6 +259,59 @@ def test_restart_refuses(tmp_path: Path) -> None:
     assert gpufs("restart", check=False).returncode == 2
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
+def test_restart_all(tmp_path: Path) -> None:
+    """All mounts of a user, and no others; a mount of root's is refused by name."""
+    with mounted(tmp_path / "mount", "--allow-other") as roots, plain_user() as environment:
+        tmp_path.chmod(0o711)
+        command, environment = user_gpufs(environment)
+
+        def as_user(*words: str) -> subprocess.CompletedProcess[str]:
+            return run(*command, *words, env=environment, user=NOBODY, group=NOBODY, cwd="/", check=False)
+
+        places = [Path(environment["HOME"], name) for name in ("first", "second", "third")]
+        try:
+            for place in places:
+                place.mkdir()
+                os.chown(place, NOBODY, NOBODY)
+                more = ["--no-survive"] if place.name == "third" else []
+                done = as_user("mount", str(place), "--driver", "host", "--memory", "16M", *more)
+                assert done.returncode == 0, done
+            before = {place: status_as_user(as_user, place)["pid"] for place in places}
+            former = roots.pid
+            done = as_user("restart", str(roots.path))
+            assert done.returncode == 1
+            assert str(roots.path) in done.stderr
+            done = as_user("restart", "--all")
+            assert done.returncode == 0, done
+            after = {place: status_as_user(as_user, place)["pid"] for place in places}
+            assert [before[place] == after[place] for place in places] == [False, False, True]
+            assert str(places[2]) in done.stderr
+            assert roots.pid == former
+        finally:
+            as_user("umount", "--all", "--force")
+
+
+def status_as_user(as_user: Callable[..., subprocess.CompletedProcess[str]], place: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(as_user("status", "--json", str(place)).stdout)
+    return found
+
+
+def test_restart_by_a_version_with_another_journal(tmp_path: Path) -> None:
+    """A stand-in for such a version. The mount goes on in the daemon that it has."""
+    (tmp_path / "sitecustomize.py").write_text("import gpufs.engine\ngpufs.engine.journal_format = lambda: 1000\n")
+    with mounted(tmp_path / "mount") as mount:
+        (mount.device / "file").write_bytes(b"contents")
+        former = mount.pid
+        path = os.pathsep.join([os.fspath(tmp_path), os.environ.get("PYTHONPATH", "")])
+        done = gpufs("restart", mount.path, check=False, env={**os.environ, "PYTHONPATH": path})
+        assert done.returncode == 1
+        assert "1000" in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert mount.pid == former
+        assert (mount.device / "file").read_bytes() == b"contents"
+
+
 def test_a_daemon_that_dies_again_and_again(survivor: Survivor) -> None:
     """Nothing hangs and nothing is lost: calls fail with EIO until `gpufs restart`, which finds everything."""
     (survivor.device / "file").write_bytes(b"contents" * 100_000)
@@ -273,3 +327,23 @@ def test_a_daemon_that_dies_again_and_again(survivor: Survivor) -> None:
     assert os.pread(open_file.fileno(), 8, 0) == b"contents"
     assert (survivor.device / "file").read_bytes() == b"contents" * 100_000
     open_file.close()
+
+
+def test_context_that_fails(tmp_path: Path) -> None:
+    """As after an Xid: another daemon has a new context, and the same memory. Only that GPU's calls fail in between."""
+    plan = fake_gpu.plan("cuMemcpyDtoHAsync_v2", 6, fake_gpu.ILLEGAL_ADDRESS)  # in each process
+    environment = fake_gpu.environment(tmp_path, plan, devices=2)
+    data, other = random.Random(0).randbytes(MIB), random.Random(1).randbytes(MIB)
+    with mounted(tmp_path / "mount", driver="cuda", environment=environment) as mount:
+        former = mount.pid
+        (mount.device / "file").write_bytes(data)
+        (mount.path / "gpu1" / "file").write_bytes(other)
+        with open(mount.device / "file", "rb", buffering=0) as file:
+            for _ in range(6):
+                error = errno_of(os.pread, file.fileno(), 4096, 0)
+            assert error == EIO
+            mount.await_another(former)
+            assert os.pread(file.fileno(), MIB, 0) == data
+        assert (mount.path / "gpu1" / "file").read_bytes() == other
+        assert [device["health"] for device in mount.report()["devices"]] == ["good", "good"]
+        assert mount.report()["survives"]

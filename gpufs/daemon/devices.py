@@ -1,12 +1,17 @@
-"""Chooses the driver of a mount and opens its devices."""
+"""Chooses the driver of a mount and opens its devices.
+
+As a program, ``python -m gpufs.daemon.devices DRIVER DEVICES``, it finds out whether another process can open them.
+"""
 
 import errno
+import json
 import os
 import resource
+import sys
 from typing import Any, Final
 
 from gpufs import config, engine
-from gpufs.daemon.startup import StartFailure
+from gpufs.daemon.startup import PYTHON, StartFailure
 from gpufs.drivers import DRIVERS, HOST
 from gpufs.units import bytes_text
 
@@ -87,3 +92,15 @@ def _remedy() -> str:
 
 def _text(failure: engine.EngineError) -> str:
     return failure.strerror or str(failure)
+
+
+def probe_command(driver: str, values: dict[str, Any]) -> list[str]:
+    """Return the command that exits with 0 if another process can open the devices of a mount of GPUs."""
+    return [*PYTHON, "-m", __name__, driver, json.dumps(values["devices"])]
+
+
+if __name__ == "__main__":
+    try:
+        engine.Engine(sys.argv[1], devices=json.loads(sys.argv[2])).close()
+    except engine.EngineError as failure:
+        sys.exit(failure.strerror)

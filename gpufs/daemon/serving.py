@@ -15,7 +15,7 @@ import trio
 
 from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
-from gpufs.daemon import mountpoint, supervision, takeover
+from gpufs.daemon import devices, mountpoint, supervision, takeover
 from gpufs.daemon.keeper import Keeper
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import Answer, MountRequest, StartFailure
@@ -45,6 +45,9 @@ _FLAGS_PAUSE = 0.2
 _FORGOTTEN_PAUSE = 5.0
 # Seconds between two looks at whether the mount still survives this daemon.
 _INSTRUCT_SECONDS = 1.0
+# Seconds between two looks at the contexts on GPUs, and at least between two daemons because of them.
+_CONTEXT_SECONDS = 0.5
+_CONTEXT_PAUSE = 60.0
 # Seconds, at least, between two keepers.
 _KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
@@ -95,6 +98,7 @@ class Serving:
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
     _instructed: bool = field(init=False)  # whether the keeper is to start another daemon
+    _contexts_stay_until: float = field(default=0.0, init=False)  # in trio's time
     _flags: frozenset[str] = field(init=False)  # of the mount, as the engine was last told
     _connection: Connection = field(init=False)
     _requests: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)  # of the loop that answers them
@@ -106,6 +110,8 @@ class Serving:
     async def run(self, connection: Connection, operations: Operations) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
         self._connection = connection
+        if self.died is not None:
+            self._contexts_stay_until = trio.current_time() + _CONTEXT_PAUSE
         async with trio.open_nursery() as nursery:
             essential = [self._watch_signals, self._watch_restart, self._watch_end, self._serve_clients]
             essential.append(self._answer_launcher if self.died is None else self._resume)
@@ -122,6 +128,7 @@ class Serving:
             if self.keeper is not None:
                 nursery.start_soon(keep_up, "replacing the keeper", self._replace_keeper, _KEEPER_PAUSE)
                 nursery.start_soon(keep_up, "instructing the keeper", self._instruct_keeper, _INSTRUCT_SECONDS)
+                nursery.start_soon(keep_up, "replacing failed contexts", self._replace_contexts, _CONTEXT_SECONDS)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
@@ -160,6 +167,35 @@ class Serving:
             await threads.run(functools.partial(takeover.instruct, self.keeper, self.request, self.entry, survives))
             self._instructed = survives
 
+    async def _replace_contexts(self) -> None:
+        """Have another daemon take over if this one's context on a GPU has failed.
+
+        Such a context stays unusable in its process, as after an Xid. Memory that the keeper holds is not lost with it.
+        """
+        if trio.current_time() < self._contexts_stay_until or not self.answers or self.obstacle() is not None:
+            return
+        failed = await threads.run(self._failed_devices, abandon_on_cancel=True)
+        if not failed:
+            return
+        self._contexts_stay_until = trio.current_time() + _CONTEXT_PAUSE
+        command = devices.probe_command(self.mount.engine.driver, self.request.config)
+        probe = await trio.run_process(command, cwd="/", check=False, capture_stdout=True, capture_stderr=True)
+        if probe.returncode:
+            said = probe.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            log.error("%s stays out of service, since other processes cannot open it: %s", failed, said)
+            return
+        log.critical("%s is out of service in this process: another daemon takes over", failed)
+        self._hand_over()
+
+    def _failed_devices(self) -> str:
+        found = self.mount.engine.devices
+        return ", ".join(f"gpu{device.index}" for device in found if device.memory().health is not None)
+
+    def _hand_over(self) -> NoReturn:
+        assert self.keeper is not None
+        self.keeper.hand_over()
+        takeover.leave_to_the_keeper(0)
+
     async def _watch_restart(self) -> None:
         """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""
         with trio.open_signal_receiver(signal.SIGUSR2) as arriving:
@@ -168,8 +204,7 @@ class Serving:
                     log.warning("cannot restart: the mount does not survive its daemon: %s", obstacle)
                     continue
                 log.info("another daemon takes over")
-                self.keeper.hand_over()
-                takeover.leave_to_the_keeper(0)
+                self._hand_over()
 
     async def _serve_clients(self) -> None:
         """Runs the service that copies for other processes and lets them attach files, until copies are cancelled."""

@@ -12,8 +12,9 @@ from gpufs import config, mounting
 # Never with the current directory in the module search path: another user may own it. The daemon ignores PYTHON
 # variables and the user's own packages if the process that starts it does.
 _PYTHON_OPTIONS: Final = ["-I"] if sys.flags.isolated else ["-P", *(["-s"] if sys.flags.no_user_site else [])]
-# Start it with the working directory "/".
-DAEMON: Final = (sys.executable, *_PYTHON_OPTIONS, "-m", "gpufs.daemon")
+# Start them with the working directory "/".
+PYTHON: Final = (sys.executable, *_PYTHON_OPTIONS)
+DAEMON: Final = (*PYTHON, "-m", "gpufs.daemon")
 
 
 class StartFailure(Exception):
