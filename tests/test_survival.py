@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from errno import EEXIST, EIO, ENOENT
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import fake_gpu
