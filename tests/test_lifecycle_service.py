@@ -93,7 +93,7 @@ def test_a_mount_whose_name_is_not_utf8_stays(manager: Manager, address: str, tm
     place = os.path.join(os.fsencode(tmp_path), b"caf\xe9\nMAINPID=1")
     os.mkdir(place)
     environment = {**os.environ, "NOTIFY_SOCKET": address, "WATCHDOG_USEC": "200000"}
-    words = [*GPUFS, "mount", place, "--driver", "host", "--memory", "64M", "--no-survive"]
+    words: list[str | bytes] = [*GPUFS, "mount", place, "--driver", "host", "--memory", "64M", "--no-survive"]
     subprocess.run(["sh", "-c", AS_SERVICE, *words], env=environment, check=True)
     try:
         ready = manager.next()

@@ -1,7 +1,7 @@
-"""Programs that use a mount all the time and know what they must see: ``python -m support.at_work NAME DIRECTORY STOP``.
+"""Programs that use a mount and know what they must see: ``python -m support.at_work NAME DIRECTORY STOP``.
 
-Each works in a directory of its own on the mount until the file STOP exists. It exits with 0 if every call succeeded and
-every byte was right.
+Each works in a directory of its own on the mount until the file STOP exists. It exits with 0 if every call succeeded
+and every byte was right.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def register(directory: Path, stop: Path) -> None:
     """Changes memory that is registered, and reads the file."""
     shared = SharedMemory(create=True, size=4 * MIB)
     try:
-        view = numpy.frombuffer(shared.buf, numpy.uint8)
+        view: numpy.ndarray = numpy.ndarray(shared.size, numpy.uint8, shared.buf)
         with gpufs.register(view, directory / "file"), open(directory / "file", "rb", buffering=0) as file:
             for number in _until(stop):
                 view[number % view.size] = number % 251
