@@ -123,6 +123,62 @@ TEST(Journal, RefusesOthers) {
   EXPECT_NE(newer.status().message().find("99"), std::string::npos);
 }
 
+TEST(Journal, HasTheStateAfterARandomHistory) {
+  auto journal = create();
+  std::map<std::uint32_t, Values> model{{1, {}}, {2, {}}};
+  std::mt19937 random(1);
+  for (int operation = 1; operation <= 100000; ++operation) {
+    const std::uint32_t kind = 1 + random() % 2;
+    const std::uint64_t id = random() % 500;
+    Transaction change(*journal);
+    if (random() % 3 == 0) {
+      change.remove({kind, id});
+      model[kind].erase(id);
+    } else {
+      const std::string text(random() % 20 == 0 ? random() % 20000 : random() % 300, static_cast<char>(random() % 128));
+      change.put({kind, id}, bytes_of(text));
+      model[kind][id] = text;
+    }
+    change.commit();
+    if (operation % 5000 != 0) continue;
+    journal = restored(*journal);
+    ASSERT_NE(journal, nullptr);
+    for (const auto& [each, expected] : model) ASSERT_EQ(values(*journal, each), expected) << operation;
+  }
+}
+
+TEST(Journal, RefusesDamage) {
+  const auto journal = create();
+  for (std::uint64_t id = 0; id < 300; ++id) put(*journal, {1, id}, std::string(id * 5, 'x'));
+  std::vector<char> whole(static_cast<std::size_t>(::lseek(journal->fd(), 0, SEEK_END)));
+  ASSERT_EQ(::pread(journal->fd(), whole.data(), whole.size(), 0), static_cast<ssize_t>(whole.size()));
+  const auto restore = [](const std::vector<char>& text) {
+    UniqueFd copy(::memfd_create("copy", MFD_CLOEXEC));
+    EXPECT_EQ(::pwrite(copy.get(), text.data(), text.size(), 0), static_cast<ssize_t>(text.size()));
+    return Journal::restore(std::move(copy));
+  };
+  EXPECT_TRUE(restore(whole).ok());
+  const std::size_t used = journal->bytes();
+  for (const std::size_t left : {std::size_t{0}, std::size_t{10}, std::size_t{4096}, used / 2}) {
+    EXPECT_EQ(restore(std::vector<char>(whole.begin(), whole.begin() + static_cast<long>(left))).error(), EPROTO);
+  }
+  std::mt19937 random(1);
+  int refused = 0;
+  for (std::size_t at = 0; at < used / 2; at += 8 + 8 * (random() % 100)) {  // headers of blocks, and values
+    std::vector<char> damaged = whole;
+    const auto word = at % 3 == 0 ? std::uint64_t{random()} << 32 | random() : random() % 300;
+    std::memcpy(&damaged[at], &word, sizeof word);
+    const Result<std::unique_ptr<Journal>> found = restore(damaged);
+    if (found.ok()) {
+      EXPECT_LE(values(*found.value(), 1).size(), 300U);  // damage within a value is not seen
+    } else {
+      EXPECT_TRUE(found.error() == EPROTO || found.error() == ENOTRECOVERABLE) << found.status().message();
+      ++refused;
+    }
+  }
+  EXPECT_GT(refused, 0);
+}
+
 TEST(Journal, GivesUpWhereAValueIsMissing) {
   const auto journal = create();
   put(*journal, {1, 1}, std::string(Journal::kMaximumBytes, 'x'));
