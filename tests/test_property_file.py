@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import random
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from errno import EINVAL, ENXIO, EOPNOTSUPP
@@ -31,6 +33,7 @@ from hypothesis.stateful import (
 from support import linux
 from support.data import GRANULE, KIB, MIB, assert_same, noise
 from support.processes import errno_of
+from support.surviving import mounted
 
 LARGEST = 5 * MIB
 EDGES = (0, 4 * KIB, 64 * KIB, MIB, GRANULE, 2 * GRANULE)
@@ -286,3 +289,31 @@ class Files(RuleBasedStateMachine):
 def test_files_behave_as_their_model(root: Path, examples: int) -> None:
     Files.root = root
     run_state_machine_as_test(Files, settings=settings(max_examples=examples, stateful_step_count=50))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_files_behave_as_their_model_while_the_daemon_dies(tmp_path: Path, examples: int) -> None:
+    """It is killed again and again, in the middle of whatever it does."""
+    with mounted(tmp_path / "mount") as mount:
+        end = threading.Event()
+        failures: list[BaseException] = []
+
+        def kill() -> None:
+            chance = random.Random(1)
+            try:
+                while not end.wait(chance.random() * 0.5):
+                    mount.kill()
+            except BaseException as failure:
+                failures.append(failure)
+                raise
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            Files.root = mount.device
+            run_state_machine_as_test(Files, settings=settings(max_examples=examples, stateful_step_count=50))
+        finally:
+            end.set()
+            killer.join()
+        assert not failures
