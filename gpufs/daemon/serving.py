@@ -43,10 +43,9 @@ _PUBLISH_SECONDS = 1.0
 _FLAGS_PAUSE = 0.2
 # Seconds after a takeover until removed files are released that the kernel forgot while there was no daemon.
 _FORGOTTEN_PAUSE = 5.0
-# Seconds between two looks at whether the mount still survives this daemon.
-_INSTRUCT_SECONDS = 1.0
-# Seconds between two looks at the contexts on GPUs, and at least between two daemons because of them.
-_CONTEXT_SECONDS = 0.5
+# Seconds between two looks at whether the mount still survives this daemon, and whether its contexts on GPUs work.
+_PROVIDE_SECONDS = 1.0
+# Seconds, at least, between two daemons because of such a context.
 _CONTEXT_PAUSE = 60.0
 # Seconds, at least, between two keepers.
 _KEEPER_PAUSE = 0.2
@@ -127,8 +126,7 @@ class Serving:
                 nursery.start_soon(keep_up, "freeing forgotten files", self._release_forgotten, _FORGOTTEN_PAUSE)
             if self.keeper is not None:
                 nursery.start_soon(keep_up, "replacing the keeper", self._replace_keeper, _KEEPER_PAUSE)
-                nursery.start_soon(keep_up, "instructing the keeper", self._instruct_keeper, _INSTRUCT_SECONDS)
-                nursery.start_soon(keep_up, "replacing failed contexts", self._replace_contexts, _CONTEXT_SECONDS)
+                nursery.start_soon(keep_up, "providing for the next daemon", self._provide_for_next, _PROVIDE_SECONDS)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
             with self._requests:
@@ -159,25 +157,33 @@ class Serving:
             log.critical("the daemon has failed: another one takes over", exc_info=True)
             takeover.leave_to_the_keeper(1)
 
-    async def _instruct_keeper(self) -> None:
-        """Have the keeper start another daemon only as long as the mount survives this one; otherwise it unmounts."""
+    async def _provide_for_next(self) -> None:
+        """Have the keeper start another daemon only while the mount survives this one. Hand over if a context fails."""
         assert self.keeper is not None
+        if not self.answers:
+            return
         survives = self.obstacle() is None
-        if self.answers and survives != self._instructed:
+        if survives != self._instructed:
             await threads.run(functools.partial(takeover.instruct, self.keeper, self.request, self.entry, survives))
             self._instructed = survives
+        if survives and trio.current_time() > self._contexts_stay_until and (failed := self._failed_devices()):
+            self._contexts_stay_until = trio.current_time() + _CONTEXT_PAUSE
+            await self._replace_contexts(failed)
 
-    async def _replace_contexts(self) -> None:
-        """Have another daemon take over if this one's context on a GPU has failed.
+    def _failed_devices(self) -> str:
+        failed = []
+        for device in self.mount.engine.devices:
+            try:
+                device.check()
+            except engine.EngineError:
+                failed.append(f"gpu{device.index}")
+        return ", ".join(failed)
+
+    async def _replace_contexts(self, failed: str) -> None:
+        """Have another daemon take over if it can open what this one's contexts have failed for.
 
         Such a context stays unusable in its process, as after an Xid. Memory that the keeper holds is not lost with it.
         """
-        if trio.current_time() < self._contexts_stay_until or not self.answers or self.obstacle() is not None:
-            return
-        failed = await threads.run(self._failed_devices, abandon_on_cancel=True)
-        if not failed:
-            return
-        self._contexts_stay_until = trio.current_time() + _CONTEXT_PAUSE
         command = devices.probe_command(self.mount.engine.driver, self.request.config)
         probe = await trio.run_process(command, cwd="/", check=False, capture_stdout=True, capture_stderr=True)
         if probe.returncode:
@@ -186,10 +192,6 @@ class Serving:
             return
         log.critical("%s is out of service in this process: another daemon takes over", failed)
         self._hand_over()
-
-    def _failed_devices(self) -> str:
-        found = self.mount.engine.devices
-        return ", ".join(f"gpu{device.index}" for device in found if device.memory().health is not None)
 
     def _hand_over(self) -> NoReturn:
         assert self.keeper is not None

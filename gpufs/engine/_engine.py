@@ -130,6 +130,10 @@ class Device:
             keeps_memory=bool(info.keeps_memory),
         )
 
+    def check(self) -> None:
+        """Raise EngineError if the device is out of service. Never waits for it."""
+        check(lib.gpufs_engine_device_check(self.engine._handle, self.index))
+
     def memory(self) -> DeviceMemory:
         """Return how much memory is in use now. EngineError EBADF once the engine is closed."""
         memory = ffi.new("gpufs_device_memory *")

@@ -109,6 +109,8 @@ gpufs_status gpufs_engine_close(gpufs_handle engine);
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count);
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info);
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory);
+/* Fails if the device is out of service. Never waits for it. */
+gpufs_status gpufs_engine_device_check(gpufs_handle engine, int32_t device);
 
 /* The counters of the engine, in a file or not, have the format of docs/internals/statistics-file.md. */
 /* Stores a description of them, a JSON object. EFBIG beyond 3840 bytes. */

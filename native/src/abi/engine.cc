@@ -274,6 +274,13 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
   });
 }
 
+gpufs_status gpufs_engine_device_check(gpufs_handle engine, int32_t device) {
+  return with<Engine>(engine, [&](Engine& found) -> Status {
+    const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
+    return context.ok() ? context.value()->device().health() : context.status();
+  });
+}
+
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory) {
   return with<Engine>(engine, [&](Engine& found) -> Status {
     const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
