@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +16,8 @@ from support.attaching import leases
 from support.cli import user_gpufs
 from support.copying import socket_path
 from support.data import MIB, noise
-from support.mounting import REPOSITORY, GpufsMount, Mounter
-from support.processes import NOBODY, wait_until
+from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
+from support.processes import NOBODY, PATIENCE, wait_until
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")]
 
@@ -86,3 +89,43 @@ with gpufs.attach("/data/gpu0/weights", "r+") as array:
         assert (lease["pid"] > 1, lease["bytes"]) == (True, 5 * MIB)
         process.kill()
     wait_until(lambda: not leases(container), 10, "the leases to end")
+
+
+def test_the_command_of_the_daemon_set(mountpoint: Path, tmp_path: Path) -> None:
+    """As the first process of a container: the mount survives its daemon, and ends with SIGTERM."""
+    page = (REPOSITORY / "docs/containers.md").read_text()
+    found = re.search(r"^ +- \|\n(.*?)^ +- /mnt/gpufs/node$", page, re.MULTILINE | re.DOTALL)
+    assert found
+    script = found[1].replace("cuda", "host --memory 64M").replace("/run/gpufs/log", str(tmp_path / "log"))
+    program = tmp_path / "gpufs"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script, str(mountpoint)]
+    with subprocess.Popen(words, env=environment) as container:
+        try:
+            children = Path(f"/proc/{container.pid}/task/{container.pid}/children")
+            wait_until(lambda: children.read_text(), PATIENCE, "the container")
+            shell = int(children.read_text())
+            device = Path(f"/proc/{shell}/root{mountpoint}/gpu0")
+            wait_until(device.exists, PATIENCE, "the mount")
+            (device / "file").write_bytes(b"contents")
+            # The daemon's number as this PID namespace has it.
+            wanted = (b"gpufs.daemon", os.fsencode(mountpoint))
+            processes = [
+                folder for folder in Path("/proc").glob("[0-9]*") if all(w in cmdline_of(folder) for w in wanted)
+            ]
+            (daemon,) = processes
+            os.kill(int(daemon.name), signal.SIGKILL)
+            assert (device / "file").read_bytes() == b"contents"
+            os.kill(shell, signal.SIGTERM)
+            assert container.wait(PATIENCE) == 0
+        finally:
+            container.kill()
+
+
+def cmdline_of(folder: Path) -> bytes:
+    try:
+        return (folder / "cmdline").read_bytes()
+    except OSError:
+        return b""
