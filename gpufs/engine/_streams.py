@@ -76,7 +76,7 @@ def configure_operations(
     options = {
         "operations": unsigned("operations", operations),
         "stream_depth": unsigned("stream_depth", stream_depth),
-        "patience_ms": -1 if patience is None else int(min(seconds("patience", patience) * 1000, _LONGEST_TIMEOUT)),
+        "timeout_ms": -1 if patience is None else int(min(seconds("patience", patience) * 1000, _LONGEST_TIMEOUT)),
         "stream_waits": choice("stream_waits", {"auto": lib.GPUFS_AUTO, "off": lib.GPUFS_OFF}, stream_waits),
     }
     check(lib.gpufs_async_configure(engine._handle, ffi.new("gpufs_async_options *", options)))

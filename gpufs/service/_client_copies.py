@@ -188,9 +188,9 @@ class ClientCopies:
         finally:
             # Cancellation does not stop what follows: the files must be consistent and everything be closed.
             task.cancel()
-            patience = limits.send
+            timeout = limits.send
             if trio.current_effective_deadline() == -math.inf:  # the mount is ending
-                patience = min(patience, limits.last_send)
+                timeout = min(timeout, limits.last_send)
             with trio.CancelScope(shield=True):
                 deadline = trio.current_time() + limits.grace  # for all steps together: a server may hang in each
                 try:
@@ -215,7 +215,7 @@ class ClientCopies:
                         if result.error
                         else "done",
                     )
-                await self._channel.answer(result, seconds=patience)
+                await self._channel.answer(result, seconds=timeout)
                 self._record.end(task.copy.id)
 
     def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:

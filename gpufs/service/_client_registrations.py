@@ -99,13 +99,13 @@ class ClientRegistrations:
         if failure is not None:
             raise failure
 
-    async def close(self, patience: float) -> None:
+    async def close(self, seconds: float) -> None:
         """The connection has ended: withdraws all, in so many seconds together."""
         registrations = list(self._by_id.values())
         self._by_id.clear()
         if registrations:
             try:
-                await self._withdraw(registrations, patience, self._channel.user.ends)
+                await self._withdraw(registrations, seconds, self._channel.user.ends)
             finally:
                 self._release(registrations)
 
@@ -118,15 +118,15 @@ class ClientRegistrations:
             self._served.holders.leave(registration.holder)
 
     async def _withdraw(
-        self, registrations: "list[_Registration]", patience: float, limiter: trio.CapacityLimiter
+        self, registrations: "list[_Registration]", seconds: float, limiter: trio.CapacityLimiter
     ) -> OSError | None:
         """Remove the files' names and end the use of the memory. Return the failure of that, if there is one."""
         holders = [registration.holder for registration in registrations]
-        return await threads.run_to_the_end(functools.partial(self._revoke, holders, patience), limiter)
+        return await threads.run_to_the_end(functools.partial(self._revoke, holders, seconds), limiter)
 
-    def _revoke(self, holders: list[Holder], patience: float) -> OSError | None:
+    def _revoke(self, holders: list[Holder], seconds: float) -> OSError | None:
         mount = self._served.mount
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + seconds
         failure: OSError | None = None
         try:
             # The kernel takes notifications in order: once it knows of the last file, it knows of the names as well.

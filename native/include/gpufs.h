@@ -442,7 +442,7 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
 /* Ends that: all calls on the file fail with ESTALE. On return nothing uses the memory any more, and the kernel has
  * dropped what it had cached. ETIMEDOUT: something still uses the memory, and it is unmapped later. EINVAL: the file is
  * not a registered one. Threads as above. */
-gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patience_ms);
+gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t timeout_ms);
 
 /* ---- backing files and transfers: bytes between files and device memory ---- */
 
@@ -547,7 +547,7 @@ enum {
 typedef struct {
   uint64_t operations;   /* under way at most; 0: 65536 */
   uint64_t stream_depth; /* outstanding on one stream at most; 0: 256 */
-  int64_t patience_ms;   /* how long a submission waits for space on a stream or a device; < 0: 10 s, 0: not at all */
+  int64_t timeout_ms;    /* how long a submission waits for space on a stream or a device; < 0: 10 s, 0: not at all */
   int32_t stream_waits;  /* streams wait for values where the device can: GPUFS_AUTO or GPUFS_OFF */
 } gpufs_async_options;
 

@@ -226,7 +226,7 @@ TEST_P(AsyncOperations, OnOneStreamMayExceedTheHardwareQueue) {
 
 TEST_P(AsyncOperations, BlockAtMostFourStreamsOfADevice) {
   AsyncOptions options;
-  options.patience = 50ms;
+  options.timeout = 50ms;
   Rig rig(GetParam(), options);
   const std::vector<std::byte> bytes = pattern(10'000, 9);
   rig.fill_file(bytes);

@@ -66,9 +66,9 @@ Bytes bytes_of(const T& value) {
 
 inline Bytes pattern(std::size_t count, unsigned seed) { return testing::pattern_bytes(count, seed); }
 
-inline bool readable(int fd, std::chrono::milliseconds patience) {
+inline bool readable(int fd, std::chrono::milliseconds timeout) {
   pollfd waiting{fd, POLLIN, 0};
-  return ::poll(&waiting, 1, static_cast<int>(patience.count())) == 1;
+  return ::poll(&waiting, 1, static_cast<int>(timeout.count())) == 1;
 }
 
 // The next message of a socket that keeps them apart; empty at its end.
@@ -193,8 +193,8 @@ class FakeKernel {
 
   // The next message of any kind; nothing when none comes. INTERRUPTs that the mount asks for again are repeated, as
   // long as their requests have no reply.
-  std::optional<Reply> receive(std::chrono::milliseconds patience = kPatience) {
-    const auto end = std::chrono::steady_clock::now() + patience;
+  std::optional<Reply> receive(std::chrono::milliseconds timeout = kPatience) {
+    const auto end = std::chrono::steady_clock::now() + timeout;
     for (;;) {
       const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
       if (!readable(fd_.get(), std::max(left, 0ms))) return std::nullopt;
@@ -288,8 +288,8 @@ class FakeControlPlane {
  public:
   explicit FakeControlPlane(UniqueFd fd) : fd_(std::move(fd)) {}
 
-  std::optional<RelayedRequest> receive(std::chrono::milliseconds patience = kPatience) {
-    if (!readable(fd_.get(), patience)) return std::nullopt;
+  std::optional<RelayedRequest> receive(std::chrono::milliseconds timeout = kPatience) {
+    if (!readable(fd_.get(), timeout)) return std::nullopt;
     const Bytes buffer = receive_message(fd_.get());
     if (buffer.empty()) return std::nullopt;
     EXPECT_LE(buffer.size(), (1U << 20) + 4096U) << "the control plane, which reads no more, would cut the message";
@@ -415,7 +415,7 @@ class MountTest : public DevicesTest {
     EXPECT_TRUE(fh.ok());
     return fh.ok() ? fh.value() : 0;
   }
-  bool ended(std::chrono::milliseconds patience) { return readable(mount->ended_fd(), patience); }
+  bool ended(std::chrono::milliseconds timeout) { return readable(mount->ended_fd(), timeout); }
   bool counted(const std::string& text) { return mount->statistics().find(text) != std::string::npos; }
 
   static Bytes copy_body(std::uint64_t from, std::uint64_t to, std::uint64_t bytes, std::uint64_t from_offset = 0,

@@ -363,8 +363,8 @@ TEST_F(RelayTest, ConfusedMessages) {
     return (state >> 8) % limit;
   };
   std::set<std::uint64_t> open_requests;
-  const auto take = [&](std::chrono::milliseconds patience) {
-    std::optional<Reply> reply = kernel->receive(patience);
+  const auto take = [&](std::chrono::milliseconds timeout) {
+    std::optional<Reply> reply = kernel->receive(timeout);
     if (reply && reply->header.unique != 0) {
       EXPECT_EQ(open_requests.erase(reply->header.unique), 1U) << reply->header.unique;
     }

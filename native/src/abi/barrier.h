@@ -56,7 +56,7 @@ Status close_of(T& object) {
 
 // How long a call with this timeout waits: a negative one for a year, since a longer wait would overflow the clock and
 // end at once.
-inline std::chrono::milliseconds patience_of(std::int64_t milliseconds) {
+inline std::chrono::milliseconds timeout_of(std::int64_t milliseconds) {
   constexpr std::int64_t kLongest = std::int64_t{1000} * 60 * 60 * 24 * 365;
   return std::chrono::milliseconds(milliseconds < 0 ? kLongest : std::min(milliseconds, kLongest));
 }

@@ -349,11 +349,11 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
   });
 }
 
-gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t patience_ms) {
+gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t timeout_ms) {
   return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
     auto* const registered = dynamic_cast<RegisteredBuffer*>(inode.buffer().get());
     if (registered == nullptr) return Status(EINVAL, "inode " + std::to_string(ino) + " is not a registered file");
-    const bool unused = registered->revoke(std::chrono::milliseconds(patience_ms));
+    const bool unused = registered->revoke(std::chrono::milliseconds(timeout_ms));
     found.notifier().invalidate_inode_now(ino);
     return unused ? Status() : Status(ETIMEDOUT, "the memory is still in use");
   });

@@ -250,7 +250,7 @@ gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_requ
 
 gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done) {
   return with<Transfer>(transfer, [&](Transfer& found) -> Status {
-    const bool ended = found.wait(patience_of(timeout_ms));
+    const bool ended = found.wait(timeout_of(timeout_ms));
     *done = ended ? 1 : 0;
     return {};
   });
@@ -281,7 +281,7 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
     if (options->stream_depth > kMostOperations) return Status(EINVAL, "stream_depth must be at most 4194304");
     if (options->operations != 0) wanted.operations = static_cast<std::size_t>(options->operations);
     if (options->stream_depth != 0) wanted.stream_depth = static_cast<std::size_t>(options->stream_depth);
-    if (options->patience_ms >= 0) wanted.patience = patience_of(options->patience_ms);
+    if (options->timeout_ms >= 0) wanted.timeout = timeout_of(options->timeout_ms);
     if (options->stream_waits != GPUFS_AUTO && options->stream_waits != GPUFS_OFF) {
       return Status(EINVAL, "stream_waits must be auto or off");
     }
@@ -390,7 +390,7 @@ gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completio
   return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     const std::vector<Completion> over =
         found.queue->collect(static_cast<std::size_t>(std::min(fewest, capacity)), static_cast<std::size_t>(capacity),
-                             patience_of(timeout_ms));
+                             timeout_of(timeout_ms));
     for (std::size_t number = 0; number < over.size(); ++number) {
       completions[number].cookie = over[number].cookie;
       completions[number].id = over[number].id;

@@ -200,7 +200,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
       start(operation);
       continue;
     }
-    status = operation->stream()->submit(operation, options_.stream_depth, options_.patience);
+    status = operation->stream()->submit(operation, options_.stream_depth, options_.timeout);
     if (status.ok()) continue;
     if (operation == operations.front()) {
       for (const std::shared_ptr<Operation>& each : operations) (void)each->retract();

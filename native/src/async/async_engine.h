@@ -29,8 +29,8 @@ struct AsyncOptions {
   // Outstanding on one stream at most: a driver takes some thousand calls of a stream, and blocks the thread that
   // queues more.
   std::size_t stream_depth = 256;
-  std::chrono::milliseconds patience{10000};  // of a submission that finds its stream full, or too many blocked
-  Switch stream_waits = Switch::kAuto;        // whether streams wait for values, where the device can
+  std::chrono::milliseconds timeout{10000};  // of a submission that finds its stream full, or too many blocked
+  Switch stream_waits = Switch::kAuto;       // whether streams wait for values, where the device can
 };
 
 // "gpu 0 (NVIDIA H200)"

@@ -35,10 +35,10 @@ void CompletionQueue::deliver(Completion completion) {
 }
 
 std::vector<Completion> CompletionQueue::collect(std::size_t fewest, std::size_t most,
-                                                 std::chrono::milliseconds patience) {
+                                                 std::chrono::milliseconds timeout) {
   std::vector<Completion> collected;
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, patience, [&] { return done_.size() >= fewest || under_way_.empty(); });
+  changed_.wait_for(lock, timeout, [&] { return done_.size() >= fewest || under_way_.empty(); });
   while (!done_.empty() && collected.size() < most) {
     collected.push_back(std::move(done_.front()));
     done_.pop_front();

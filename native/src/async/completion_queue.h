@@ -32,8 +32,8 @@ class CompletionQueue {
   void deliver(Completion completion);
 
   // Collects up to `most` that are over, in the order in which they ended, once there are `fewest` or as many as there
-  // can be; waits for that up to `patience`.
-  std::vector<Completion> collect(std::size_t fewest, std::size_t most, std::chrono::milliseconds patience);
+  // can be; waits for that up to `timeout`.
+  std::vector<Completion> collect(std::size_t fewest, std::size_t most, std::chrono::milliseconds timeout);
 
   // Asks an operation to stop, 0: all of them. ENOENT: no such operation is under way.
   Status cancel(std::uint64_t id);

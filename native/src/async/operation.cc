@@ -313,9 +313,9 @@ void OperationStream::close() {
 
 // ---- submitting ----
 
-Status OperationStream::reserve(std::size_t depth, std::chrono::milliseconds patience) {
+Status OperationStream::reserve(std::size_t depth, std::chrono::milliseconds timeout) {
   BlockedStreams& blocked = device_->device().blocked_streams();
-  const auto end = std::chrono::steady_clock::now() + patience;
+  const auto end = std::chrono::steady_clock::now() + timeout;
   std::unique_lock lock(mutex_);
   if (!changed_.wait_until(lock, end, [&] { return closed_ || outstanding_ < depth; })) {
     return Status(EAGAIN,
@@ -345,8 +345,8 @@ void OperationStream::forget(const Operation& operation) {
 }
 
 Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std::size_t depth,
-                               std::chrono::milliseconds patience) {
-  Status status = reserve(depth, patience);
+                               std::chrono::milliseconds timeout) {
+  Status status = reserve(depth, timeout);
   if (!status.ok()) return status;
   const std::lock_guard submitting(submit_mutex_);
   Outstanding entry{last_number_ + 1, false};

@@ -181,10 +181,10 @@ class OperationStream {
   // No more operations; those that are queued go on.
   void close();
 
-  // Queues the operation behind all that the stream has. EAGAIN: for longer than `patience` the stream had `depth`
+  // Queues the operation behind all that the stream has. EAGAIN: for longer than `timeout` the stream had `depth`
   // operations outstanding, or other streams of the device had all that may be blocked. EBADF: closed. Others are the
   // driver's. After a failure the operation is not queued.
-  Status submit(const std::shared_ptr<Operation>& operation, std::size_t depth, std::chrono::milliseconds patience);
+  Status submit(const std::shared_ptr<Operation>& operation, std::size_t depth, std::chrono::milliseconds timeout);
   // The operation is over and the stream has reached it: it goes on.
   void release(const Operation& operation);
 
@@ -209,7 +209,7 @@ class OperationStream {
   static void on_reached(void* operation) noexcept;
   void reach(Operation* reached);
   // Counts one more operation, and the stream among the device's blocked ones.
-  Status reserve(std::size_t depth, std::chrono::milliseconds patience);
+  Status reserve(std::size_t depth, std::chrono::milliseconds timeout);
   // Uncounts an operation. mutex_ is held.
   void forget(const Operation& operation);
   // Has the stream wait for an operation that is queued; what cannot wait is ended. submit_mutex_ is held.

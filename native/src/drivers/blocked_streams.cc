@@ -2,9 +2,9 @@
 
 namespace gpufs {
 
-bool BlockedStreams::add(Clock::duration patience) {
+bool BlockedStreams::add(Clock::duration timeout) {
   std::unique_lock lock(mutex_);
-  if (!removed_.wait_for(lock, patience, [this] { return count_ < kMost; })) return false;
+  if (!removed_.wait_for(lock, timeout, [this] { return count_ < kMost; })) return false;
   if (count_++ == 0) last_progress_ = Clock::now();
   return true;
 }

@@ -18,8 +18,8 @@ class BlockedStreams {
   BlockedStreams(const BlockedStreams&) = delete;
   BlockedStreams& operator=(const BlockedStreams&) = delete;
 
-  // Counts one more stream; waits up to `patience` while there are kMost. False if there still are.
-  bool add(std::chrono::steady_clock::duration patience);
+  // Counts one more stream; waits up to `timeout` while there are kMost. False if there still are.
+  bool add(std::chrono::steady_clock::duration timeout);
   // Counts one that was given up on. It is never removed, so pinned memory of the device stays pinned.
   void add_lost();
   void remove();

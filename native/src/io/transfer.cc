@@ -129,9 +129,9 @@ void Transfer::cancel() {
   }
 }
 
-bool Transfer::wait(std::chrono::milliseconds patience) {
+bool Transfer::wait(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  return done_.wait_for(lock, patience, [&] { return phase_ == Phase::kDone; });
+  return done_.wait_for(lock, timeout, [&] { return phase_ == Phase::kDone; });
 }
 
 void Transfer::wait() {

@@ -116,8 +116,8 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   // again. A thread that hangs in a file of a network or user file system is left behind: nothing it still does reaches
   // the device, but a write under way may still reach the file.
   void cancel();
-  // Blocks until it is done, up to `patience`; true if it is.
-  bool wait(std::chrono::milliseconds patience);
+  // Blocks until it is done, up to `timeout`; true if it is.
+  bool wait(std::chrono::milliseconds timeout);
   void wait();
   // Cancels and waits for the end. ETIMEDOUT if it has not ended within 10 s; its memory is in use until it does.
   Status close();

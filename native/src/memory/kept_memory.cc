@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::uint32_t kKind = 100;  // of the journal's values
 
-constexpr int kQueuePatience = 5000;  // milliseconds
+constexpr int kQueueTimeout = 5000;   // milliseconds
 constexpr int kSettleTimeout = 1000;  // milliseconds
 
 }  // namespace
@@ -132,7 +132,7 @@ void KeptMemory::send_locked(keeper::Kind kind, std::uint64_t key, int descripto
     if (sent >= 0 || (errno != EINTR && errno != EAGAIN)) break;
     // The socket does not block: its queue is full.
     pollfd queue{keeper_, POLLOUT, 0};
-    if (errno == EAGAIN && ::poll(&queue, 1, kQueuePatience) == 0) break;
+    if (errno == EAGAIN && ::poll(&queue, 1, kQueueTimeout) == 0) break;
   }
   if (sent >= 0) return;
   health_ = Status::from_errno(errno, "the keeper does not take descriptors");

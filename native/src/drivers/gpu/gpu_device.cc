@@ -71,7 +71,7 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLib
     Result<std::shared_ptr<GpuDevice>> device = open(static_cast<int>(devices.size()), ordinal);
     if (!device.ok()) return device.status();
     devices.push_back(device.take());
-    devices.back()->spares_.set_patience(options.keep_freed);
+    devices.back()->spares_.set_keep_time(options.keep_freed);
   }
   // Before anything is allocated: peers get access to virtual memory when it is mapped. Where asking fails there is no
   // direct way, and copy_to_peer() reports it.
@@ -207,8 +207,8 @@ Result<MemoryInfo> GpuDevice::memory(Wait wait) {
   if (!current.status().ok()) return current.status();
   MemoryInfo info{info_.total_bytes, 0};
   Status status;
-  const auto patience = wait == Wait::kAllowed ? kReleaseTime : std::chrono::seconds{0};
-  spares_.while_settled(patience, [&](std::uint64_t cached) {
+  const auto timeout = wait == Wait::kAllowed ? kReleaseTime : std::chrono::seconds{0};
+  spares_.while_settled(timeout, [&](std::uint64_t cached) {
     std::size_t free_bytes = 0;
     std::size_t total = 0;
     status = call(functions().memory_info, &free_bytes, &total);

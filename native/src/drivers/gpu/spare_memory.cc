@@ -9,7 +9,7 @@
 namespace gpufs::gpu {
 
 bool SpareMemory::keep(PhysicalHandle handle, std::uint64_t bytes) {
-  if (patience_.count() <= 0) return false;
+  if (keep_time_.count() <= 0) return false;
   const std::lock_guard lock(mutex_);
   if (closed_) return false;
   if (!working_) {
@@ -64,22 +64,22 @@ std::uint64_t SpareMemory::bytes() const {
   return bytes_;
 }
 
-void SpareMemory::while_settled(std::chrono::milliseconds patience,
+void SpareMemory::while_settled(std::chrono::milliseconds timeout,
                                 const std::function<void(std::uint64_t bytes)>& look) const {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, patience, [this] { return releasing_ == 0; });
+  changed_.wait_for(lock, timeout, [this] { return releasing_ == 0; });
   look(bytes_);
 }
 
 void SpareMemory::work() {
   std::unique_lock lock(mutex_);
   while (!pieces_.empty()) {
-    const Clock::time_point due = pieces_.front().since + patience_;
+    const Clock::time_point due = pieces_.front().since + keep_time_;
     if (Clock::now() < due) {
       changed_.wait_until(lock, due);
       continue;
     }
-    release(lock, take_older(Clock::now() - patience_));
+    release(lock, take_older(Clock::now() - keep_time_));
   }
   working_ = false;
 }

@@ -33,7 +33,7 @@ class SpareMemory {
   SpareMemory& operator=(const SpareMemory&) = delete;
 
   // How long pieces are kept, 0 for not at all. Before the first keep().
-  void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }
+  void set_keep_time(std::chrono::milliseconds time) { keep_time_ = time; }
 
   // Takes ownership of a piece. False, and the caller still owns it, if it is not to be kept.
   bool keep(PhysicalHandle handle, std::uint64_t bytes);
@@ -47,8 +47,8 @@ class SpareMemory {
   void close();
   [[nodiscard]] std::uint64_t bytes() const;
   // Calls look(bytes) with the cached bytes while no piece comes or goes. Waits until no release is in progress, whose
-  // pieces are neither cached nor free, but not longer than `patience`. look() must not call this object.
-  void while_settled(std::chrono::milliseconds patience, const std::function<void(std::uint64_t bytes)>& look) const;
+  // pieces are neither cached nor free, but not longer than `timeout`. look() must not call this object.
+  void while_settled(std::chrono::milliseconds timeout, const std::function<void(std::uint64_t bytes)>& look) const;
 
  private:
   struct CachedPiece {
@@ -65,7 +65,7 @@ class SpareMemory {
   void release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& handles);
 
   const Release release_;
-  std::chrono::milliseconds patience_{0};
+  std::chrono::milliseconds keep_time_{0};
 
   mutable std::mutex mutex_;  // guards the rest; held over one call of the driver's by while_settled()
   mutable std::condition_variable changed_;
