@@ -27,20 +27,17 @@ def _json(content: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> by
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases``, ``io`` and ``quotas`` are asked at
-    each reading.
+    ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``quotas`` are asked at each reading.
     """
 
     mountpoint: str
     driver: str
     devices: tuple[Device, ...]
     knobs: Mapping[str, Any]
-    statistics: Callable[[], Mapping[str, Any]]
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]]
     leases: Callable[[int], list[dict[str, Any]]]  # and registrations, that a user may see
     quotas: Callable[[int], list[dict[str, Any]]]  # that a user may see
-    io: Callable[[], Mapping[str, Any]]  # the engine's: what moved by which path, and what was refused
     obstacle: Callable[[], str | None]  # to surviving the daemon
     started: float = field(default_factory=time.time)
 
@@ -60,11 +57,9 @@ class MountStatus:
             "journal_format": journal_format(),
             "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
-            "statistics": dict(self.statistics()),
             "transfers": self.transfers(),
             "leases": self.leases(uid),
             "quotas": self.quotas(uid),
-            "io": self.io(),
         }
 
     def as_bytes(self, uid: int) -> bytes:

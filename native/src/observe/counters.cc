@@ -64,6 +64,7 @@ Status Region::map(UniqueFd file) {
     return offset;
   };
   const std::size_t gauges = place(sizeof(EngineGauges));
+  const std::size_t counters = place(sizeof(EngineCounters));
   const std::size_t device_gauges = place(devices_ * sizeof(DeviceGauges));
   const std::size_t details = place(devices_ * kFlowCount * sizeof(TransferDetails));
   const std::size_t blocks = place(stripes_ * devices_ * kBackendCount * kFlowCount * sizeof(Block), alignof(Block));
@@ -88,6 +89,7 @@ Status Region::map(UniqueFd file) {
   auto* const start = static_cast<std::byte*>(base);
   header_ = std::launder(reinterpret_cast<Header*>(start));
   gauges_ = std::launder(reinterpret_cast<EngineGauges*>(start + gauges));
+  counters_ = std::launder(reinterpret_cast<EngineCounters*>(start + counters));
   device_gauges_ = std::launder(reinterpret_cast<DeviceGauges*>(start + device_gauges));
   details_ = std::launder(reinterpret_cast<TransferDetails*>(start + details));
   blocks_ = std::launder(reinterpret_cast<Block*>(start + blocks));
@@ -99,15 +101,14 @@ Status Region::map(UniqueFd file) {
   header_->stripes = static_cast<std::uint32_t>(stripes_);
   header_->backends = kBackendCount;
   header_->flows = kFlowCount;
-  header_->block_bytes = sizeof(Block);
   header_->buckets = kBuckets;
   header_->reasons = kReasons;
   header_->process = static_cast<std::uint32_t>(::getpid());
-  header_->engine_gauges_offset = gauges;
+  header_->gauges_offset = gauges;
+  header_->counters_offset = counters;
   header_->device_gauges_offset = device_gauges;
   header_->details_offset = details;
   header_->blocks_offset = blocks;
-  header_->engine_gauges_bytes = sizeof(EngineGauges);
   header_->device_gauges_bytes = sizeof(DeviceGauges);
   header_->details_bytes = sizeof(TransferDetails);
   header_->created = wall_clock_ns();
