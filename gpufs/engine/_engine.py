@@ -226,7 +226,7 @@ class Engine(Handle):
         opened = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, opened))
         self._devices = int(opened[0])
-        self.statistics_describe({"driver": driver, "refusals": _REFUSALS})
+        self.statistics_describe({})
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -234,12 +234,12 @@ class Engine(Handle):
         return tuple(Device(self, index) for index in range(self._devices))
 
     def statistics_describe(self, facts: dict[str, Any]) -> None:
-        """Store a description beside the counters.
+        """Store a description beside the counters, with the driver and the names of the reasons of refusals.
 
         Parameters
         ----------
         facts
-            A JSON object, in text at most 3840 bytes.
+            More for it: a JSON object. The whole text has at most 3840 bytes.
 
         Raises
         ------
@@ -249,9 +249,8 @@ class Engine(Handle):
             EFBIG if the text is too long.
         """
         instance("facts", dict, facts)
-        check(
-            lib.gpufs_statistics_describe(self._handle, ffi.new("char[]", json.dumps(facts, allow_nan=False).encode()))
-        )
+        description = json.dumps({"driver": self.driver, "refusals": _REFUSALS, **facts}, allow_nan=False)
+        check(lib.gpufs_statistics_describe(self._handle, ffi.new("char[]", description.encode())))
 
     def statistics_publish(self) -> None:
         """Write the gauges (memory, pools) and the time beside the counters."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpufs import statistics
 from gpufs._version import __version__
-from gpufs.engine import Device, Engine, EngineError, Mount, journal_format, refusal_names
+from gpufs.engine import Device, Engine, EngineError, Mount, journal_format
 
 _PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
 _BUSIEST = 32  # files that `.gpufs/activity` lists at most
@@ -103,9 +103,7 @@ class MountStatistics:
         self._engine = opened
         facts: dict[str, Any] = {
             "version": __version__,
-            "driver": opened.driver,
             "mountpoint": mountpoint,
-            "refusals": [name for name in refusal_names((1 << 32) - 1) if not name.startswith("bit ")],
             "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],
         }
         try:

@@ -261,7 +261,7 @@ TEST_F(RelayTest, ABusyControlPlaneDelaysNoNativeRequest) {
   }
   for (const std::uint64_t unique : uniques) EXPECT_EQ(kernel->wait(unique).error(), 0);
   mount->publish_gauges();
-  EXPECT_EQ(contexts[0]->counters().region()->gauges().requests_relayed, 0U);
+  EXPECT_EQ(contexts[0]->counters().region().gauges().requests_relayed, 0U);
 }
 
 TEST_F(RelayTest, ClosingWhileTheControlPlaneIsBusy) {

@@ -109,7 +109,7 @@ const Mount::InodeHandler* Mount::inode_handler(std::uint32_t opcode) {
 Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
              MountOptions options)
     : ended_(std::move(ended)),
-      region_(*devices.front()->counters().region()),
+      region_(devices.front()->counters().region()),
       executor_(limits_of(options)),
       kept_(options.kept),
       records_(std::move(options.journal)),

@@ -121,22 +121,6 @@ Region::~Region() {
   if (base_ != nullptr) ::munmap(base_, bytes_);
 }
 
-std::uint64_t Region::sum(std::size_t device, Backend backend, Flow flow, Counter Block::*member) const {
-  std::uint64_t total = 0;
-  for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
-    total += (block_of(stripe, device, backend, flow).*member).load(std::memory_order_relaxed);
-  }
-  return total;
-}
-
-std::uint64_t Region::refusals(std::size_t device, Backend backend, Flow flow, std::size_t bit) const {
-  std::uint64_t total = 0;
-  for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
-    total += block_of(stripe, device, backend, flow).refusals[bit].load(std::memory_order_relaxed);
-  }
-  return total;
-}
-
 Status Region::describe(std::string_view json) {
   if (json.size() > kTextBytes) return Status(EFBIG, "the description of the statistics is too long");
   const std::lock_guard lock(text_mutex_);
@@ -149,7 +133,7 @@ Status Region::describe(std::string_view json) {
 void Region::touch() { header_->updated.store(wall_clock_ns(), std::memory_order_relaxed); }
 
 void DeviceCounters::refuse(Backend backend, Flow flow, std::uint32_t reasons) const {
-  if (!region_ || reasons == 0) return;
+  if (reasons == 0) return;
   Block& block = region_->block(device_, backend, flow);
   for (std::size_t bit = 0; bit < kReasons; ++bit) {
     if ((reasons >> bit & 1U) != 0) count(block.refusals[bit]);

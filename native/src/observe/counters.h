@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -174,14 +175,19 @@ class Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  [[nodiscard]] std::size_t devices() const { return devices_; }
   // In the calling thread's stripe.
   [[nodiscard]] Block& block(std::size_t device, Backend backend, Flow flow) {
     return block_of(thread_number() & (stripes_ - 1), device, backend, flow);
   }
-  // Over all stripes.
-  [[nodiscard]] std::uint64_t sum(std::size_t device, Backend backend, Flow flow, Counter Block::*member) const;
-  [[nodiscard]] std::uint64_t refusals(std::size_t device, Backend backend, Flow flow, std::size_t bit) const;
+  // Over all stripes. select: a member of Block, or a function that reads a counter of it.
+  template <typename Select>
+  [[nodiscard]] std::uint64_t sum(std::size_t device, Backend backend, Flow flow, Select select) const {
+    std::uint64_t total = 0;
+    for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
+      total += std::invoke(select, block_of(stripe, device, backend, flow));
+    }
+    return total;
+  }
 
   [[nodiscard]] TransferDetails& details(std::size_t device, Flow flow) {
     return details_[device * kFlowCount + static_cast<std::size_t>(flow)];
@@ -221,22 +227,18 @@ class Region {
   std::mutex text_mutex_;  // guards the header's text against two writers
 };
 
-// One device's part of a region. Cheap to copy. Counts nothing if it is empty.
+// One device's part of a region. Cheap to copy.
 class DeviceCounters {
  public:
-  DeviceCounters() = default;
   DeviceCounters(std::shared_ptr<Region> region, std::size_t device) : region_(std::move(region)), device_(device) {}
 
-  void begin(Backend backend, Flow flow) const {
-    if (region_) count(region_->block(device_, backend, flow).started);
-  }
+  void begin(Backend backend, Flow flow) const { count(region_->block(device_, backend, flow).started); }
   // Counts bytes of an operation that has not ended, so that rates follow it. end() gets them as `counted`.
   void advance(Backend backend, Flow flow, std::uint64_t bytes) const {
-    if (region_) count(region_->block(device_, backend, flow).bytes, bytes);
+    count(region_->block(device_, backend, flow).bytes, bytes);
   }
   void end(Backend backend, Flow flow, std::uint64_t bytes, bool failed, std::uint64_t nanoseconds,
            std::uint64_t counted = 0) const {
-    if (!region_) return;
     Block& block = region_->block(device_, backend, flow);
     count(block.ended);
     if (failed) count(block.errors);
@@ -247,16 +249,16 @@ class DeviceCounters {
   }
   // Undoes begin().
   void forget(Backend backend, Flow flow) const {
-    if (region_) region_->block(device_, backend, flow).started.fetch_sub(1, std::memory_order_relaxed);
+    region_->block(device_, backend, flow).started.fetch_sub(1, std::memory_order_relaxed);
   }
   // Counts each reason, a set bit, once.
   void refuse(Backend backend, Flow flow, std::uint32_t reasons) const;
-  [[nodiscard]] Region* region() const { return region_.get(); }
+  [[nodiscard]] Region& region() const { return *region_; }
   [[nodiscard]] std::size_t device() const { return device_; }
 
  private:
   std::shared_ptr<Region> region_;
-  std::size_t device_ = 0;
+  std::size_t device_;
 };
 
 // Counts an operation that lasts as long as the object. It has failed unless done() was called.
