@@ -141,6 +141,26 @@ def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -
     assert found["devices"][0]["transfers"]["in"]["failed"] == 0
 
 
+def test_what_belongs_to_no_device_is_counted(mount: Mounter, tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(MIB))
+    own = mount("--backing", f"b={tmp_path}")
+    before = own.stats()["gauges"]
+    with open(own.device / "file", "wb"), open(own.path / "backing/b/source", "rb", buffering=0) as source:
+        assert len(source.read(MIB)) == MIB
+        found = own.stats()
+        page = metrics_of((own.path / ".gpufs/metrics").read_text())
+    assert before["open_files"] == before["backing_open_files"] == 0 < before["inodes"]
+    labels = (("mountpoint", str(own.path)),)
+    for name in ("inodes", "open_files", "backing_open_files"):
+        assert found["gauges"][name] == before[name] + 1 == page[f"gpufs_{name}"][labels]
+    assert 0 < before["metadata_bytes"] < found["gauges"]["metadata_bytes"] < found["gauges"]["metadata_limit_bytes"]
+    assert found["counters"]["backing_read_bytes"] == MIB
+    assert [name for name, number in found["counters"].items() if number and "repl" in name] == []
+    assert page["gpufs_backing_read_bytes_total"][labels] == MIB
+    names = {f"gpufs_{name}" for name in found["gauges"]} | {f"gpufs_{name}_total" for name in found["counters"]}
+    assert names <= page.keys()
+
+
 # ---- outliving the daemon ----
 
 
