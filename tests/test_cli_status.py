@@ -27,7 +27,6 @@ STATUS: dict[str, type | tuple[type, ...]] = {
     "started": (int, float),
     "devices": list,
     "knobs": dict,
-    "statistics": dict,
 }
 DEVICE: dict[str, type | tuple[type, ...]] = {
     "index": int,

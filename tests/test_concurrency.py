@@ -157,8 +157,8 @@ def check_tree(root: Path) -> int:
 
 def in_table(mounted: GpufsMount) -> tuple[int, int, int, int]:
     """Inodes, open files, removed files that still have memory, and bytes of names and attributes."""
-    table = mounted.status()["statistics"]["table"]
-    return table["inodes"], table["open_files"], table["orphans"], table["metadata_bytes"]
+    gauges = mounted.stats()["gauges"]
+    return gauges["inodes"], gauges["open_files"], gauges["removed_files"], gauges["metadata_bytes"]
 
 
 def test_racing_changes_of_names_leave_a_consistent_tree_and_nothing_in_the_tables(mount: Mounter) -> None:

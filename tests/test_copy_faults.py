@@ -48,11 +48,10 @@ def expect_failure(done: subprocess.CompletedProcess[str], program: str, error: 
 
 
 def expect_nothing_left(mount: GpufsMount, before: Snapshot) -> None:
-    wait_until(lambda: mount.status()["io"]["active"] == 0, 10, "the end of the copy")
-    found = mount.status()
-    assert found["io"]["bounce_pool"]["used_bytes"] == 0
-    assert found["statistics"]["replies"]["unanswered"] == 0
-    assert found["transfers"]["running"] == 0
+    wait_until(lambda: mount.gauge("transfers_active") == 0, 10, "the end of the copy")
+    assert mount.gauge("bounce_used_bytes") == 0
+    assert mount.count("replies_missing") == 0
+    assert mount.status()["transfers"]["running"] == 0
     # The first copy makes threads of pools and a lane; names that the kernel knows have a descriptor each.
     wait_until(lambda: Snapshot.of(mount.pid).descriptors <= before.descriptors + 4, 10, "closed descriptors")
 

@@ -59,12 +59,11 @@ class World:
         return self.mount.status()
 
     def moving(self) -> bool:
-        return bool(self.status()["io"]["active"])
+        return self.mount.gauge("transfers_active") > 0
 
     def at_rest(self) -> bool:
         """Nothing moves, and of what was cancelled the destinations have got their sizes."""
-        status = self.status()
-        return not status["io"]["active"] and not status["transfers"]["running"]
+        return not self.moving() and not self.status()["transfers"]["running"]
 
     def held(self) -> int:
         return int(self.status()["devices"][0]["held_bytes"])
@@ -100,9 +99,8 @@ def calm(world: World) -> Iterator[World]:
     wait_until(lambda: world.held() <= empty, 10, "the memory of the copy")
     # A few for names that the kernel still knows, and for what the first use made; no more with every test.
     wait_until(lambda: Snapshot.of(world.mount.pid).descriptors <= world.descriptors + 8, 10, "closed descriptors")
-    status = world.status()
-    assert status["io"]["bounce_pool"]["used_bytes"] == 0
-    assert status["statistics"]["replies"]["unanswered"] == 0
+    assert world.mount.gauge("bounce_used_bytes") == 0
+    assert world.mount.count("replies_missing") == 0
     (world.disk / "small").write_bytes(noise(MIB))
     run(*world.command("cp", world.disk / "small", world.mount.device / "small"))
     assert (world.mount.device / "small").read_bytes() == noise(MIB)

@@ -45,8 +45,8 @@ def to_all(mount: GpufsMount) -> list[str]:
 
 def read_from_host(mount: GpufsMount) -> int:
     """Bytes of the host's files that the daemon has copied to devices."""
-    loads = [device["load"] for device in mount.status()["io"]["devices"]]
-    return sum(load[path]["bytes"] for load in loads for path in ("fastpath", "fallback"))
+    devices = [device["backends"] for device in mount.stats()["devices"]]
+    return sum(backends[path]["in"]["bytes"] for backends in devices for path in ("fastpath", "fallback"))
 
 
 def fill(device: Path, count: int) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -16,7 +17,11 @@ from support.data import KIB, MIB, assert_same, noise
 from support.mounting import GpufsMount
 from support.processes import PATIENCE, wait_until
 
-from gpufs import engine
+from gpufs import engine, statistics
+
+
+def counted(opened: engine.Engine) -> dict[str, Any]:
+    return statistics.parse(opened.statistics_read())
 
 
 @pytest.fixture
@@ -146,7 +151,7 @@ def test_interrupt_cancels_a_read(host: engine.Engine, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             repeat()
         timer.join()
-    wait_until(lambda: host.io_statistics()["active"] == 0, 10, "the end of what was interrupted")
+    wait_until(lambda: counted(host)["gauges"]["transfers_active"] == 0, 10, "the end of what was interrupted")
 
 
 @pytest.mark.driver
@@ -176,8 +181,8 @@ def test_options_are_set_once(opened: engine.Engine, tmp_path: Path) -> None:
     path.write_bytes(noise(MIB))
     with engine.Buffer(opened) as buffer, engine.BackingFile.open(opened, path) as file:
         assert file.read(buffer) == MIB
-    statistics = opened.io_statistics()
-    assert statistics["devices"][0]["load"]["fallback"]["operations"] == 16
-    assert statistics["bounce_pool"]["capacity_bytes"] == MIB
+    found = counted(opened)
+    assert found["devices"][0]["backends"]["fallback"]["in"]["operations"] == 16
+    assert found["gauges"]["bounce_capacity_bytes"] == MIB
     if opened.driver == "host":
-        assert statistics["bounce_pool"]["pinned_bytes"] == 0  # it needs no slots
+        assert found["gauges"]["bounce_pinned_bytes"] == 0  # it needs no slots

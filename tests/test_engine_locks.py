@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +127,7 @@ def test_the_memory_of_requests(mount: Mounter, policy: str) -> None:
     own = mount("--lock-policy", policy, driver="hip", environment=fake_gpu.hip(), memory=64 * MIB)
     (own.device / "file").write_bytes(noise(3 * MIB))
     assert_same((own.device / "file").read_bytes(), noise(3 * MIB))
-    found = json.loads((own.path / ".gpufs/stats").read_text())["gauges"]
+    found = own.stats()["gauges"]
     assert (found["request_pinned_bytes"] > 0) == (policy != "off")
     assert found["locked_bytes"] == found["locked_ranges"] == 0
     own.unmount()
@@ -139,7 +138,7 @@ def test_requests_whose_memory_cannot_be_locked(mount: Mounter, tmp_path: Path) 
     own = mount(driver="hip", environment=plans, memory=64 * MIB)
     (own.device / "file").write_bytes(b"works all the same")
     assert (own.device / "file").read_bytes() == b"works all the same"
-    assert json.loads((own.path / ".gpufs/stats").read_text())["gauges"]["request_pinned_bytes"] == 0
+    assert own.gauge("request_pinned_bytes") == 0
     own.unmount()
     words = (*GPUFS, "mount", tmp_path, "--driver", "hip", "--lock-policy", "mandatory")
     failed = run(*words, env={**os.environ, **plans}, check=False)

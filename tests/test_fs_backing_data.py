@@ -76,20 +76,10 @@ def memory(backed: tuple[GpufsMount, Path, Path]) -> Place:
     return Place(mount, "memory", there)
 
 
-def served(mount: GpufsMount) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["statistics"]["backing"]
-    return found
-
-
 def working(mount: GpufsMount) -> int:
     """Requests that threads serve, or that wait for one."""
-    pool = mount.status()["statistics"]["pool"]
-    return int(pool["running"] + pool["queued"])
-
-
-def counters(mount: GpufsMount, direction: str) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["io"]["devices"][0][direction]
-    return found
+    gauges = mount.stats()["gauges"]
+    return int(gauges["requests_running"] + gauges["requests_queued"])
 
 
 def grown(after: dict[str, Any], before: dict[str, Any], path: str, key: str = "bytes") -> int:
@@ -121,20 +111,17 @@ def copy(source: Path, target: Path, count: int, source_at: int = 0, target_at: 
 
 def test_plain_cp_is_served_by_the_engine(disk: Place) -> None:
     shown = disk.file("source", noise(9 * MIB + 3))
-    before_load, before_store = counters(disk.mount, "load"), counters(disk.mount, "store")
-    asked = served(disk.mount)
+    before = disk.mount.moved("in"), disk.mount.moved("out")
+    asked = disk.mount.stats()["counters"]
     run("cp", shown, disk.mount.device / "copied")
     run("cp", disk.mount.device / "copied", disk.shown / "back")
     assert_same((disk.there / "back").read_bytes(), noise(9 * MIB + 3))
-    for before, after in (
-        (before_load, counters(disk.mount, "load")),
-        (before_store, counters(disk.mount, "store")),
-    ):
-        assert grown(after, before, "fastpath") + grown(after, before, "fallback") == 9 * MIB + 3
-    after = served(disk.mount)
-    assert after["copied_bytes"] - asked["copied_bytes"] == 2 * (9 * MIB + 3)
-    assert after["read_bytes"] == asked["read_bytes"]
-    assert after["written_bytes"] == asked["written_bytes"]
+    for old, new in zip(before, (disk.mount.moved("in"), disk.mount.moved("out")), strict=True):
+        assert grown(new, old, "fastpath") + grown(new, old, "fallback") == 9 * MIB + 3
+    after = disk.mount.stats()["counters"]
+    assert after["backing_copied_bytes"] - asked["backing_copied_bytes"] == 2 * (9 * MIB + 3)
+    assert after["backing_read_bytes"] == asked["backing_read_bytes"]
+    assert after["backing_written_bytes"] == asked["backing_written_bytes"]
 
 
 # ---- by which path; what drivers that have a fastpath do with files on a disk ----
@@ -220,7 +207,7 @@ def test_a_source_that_is_truncated_during_copies_ends_them_short(disk: Place) -
         assert len(content) == done
         assert content == b"x" * done
         target.unlink()
-    assert disk.mount.status()["io"]["active"] == 0
+    assert disk.mount.gauge("transfers_active") == 0
 
 
 # ---- limits ----
@@ -321,7 +308,7 @@ def test_a_full_disk(small: Place) -> None:
     assert_same((small.there / "other").read_bytes(), noise(8 * MIB)[:done])
     assert run("cp", buffer, small.shown / "other", check=False).returncode == 1
     assert (small.there / "kept").read_bytes() == b"precious"
-    assert small.mount.status()["io"]["active"] == 0
+    assert small.mount.gauge("transfers_active") == 0
 
 
 # ---- servers that hang or end ----
@@ -370,7 +357,7 @@ def test_hung_servers_block_no_other_files(mount: Mounter) -> None:
         children = start_children(30, hang)
         try:
             wait_until(lambda: working(one) >= 30, 30, "everybody to hang")
-            wait_until(lambda: one.status()["io"]["active"] >= 10, 30, "transfers to hang")
+            wait_until(lambda: one.gauge("transfers_active") >= 10, 30, "transfers to hang")
             assert_same(shown.read_bytes(), noise(3 * MIB))
             assert copy(shown, one.device / "copy", 3 * MIB) == 3 * MIB
             assert copy(one.device / "copy", place.shown / "back", 3 * MIB) == 3 * MIB

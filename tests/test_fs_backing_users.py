@@ -67,7 +67,7 @@ def test_a_hung_server_blocks_no_other_calls(mount: Mounter, host: Path, operati
                 os.open(shown / "hung" / "file", os.O_RDONLY)
 
         with many_threads(ask):
-            wait_until(lambda: mounted.status()["statistics"]["control_plane"]["pending"] >= MANY, 60, "all requests")
+            wait_until(lambda: mounted.gauge("requests_relayed") >= MANY, 60, "all requests")
             (mounted.device / "new").write_bytes(b"x")
             assert as_nobody(lambda: (shown / "data" / "file").read_bytes()) == b"still read"
             assert sorted(os.listdir(shown)) == ["data", "hung"]
@@ -80,8 +80,8 @@ def test_a_hung_server_blocks_no_other_calls(mount: Mounter, host: Path, operati
 
 def under_way(mount: GpufsMount) -> int:
     """Requests that native threads serve, or that wait for one."""
-    pool = mount.status()["statistics"]["pool"]
-    return int(pool["running"] + pool["queued"])
+    gauges = mount.stats()["gauges"]
+    return int(gauges["requests_running"] + gauges["requests_queued"])
 
 
 def use(file: int, operation: str) -> None:
@@ -113,7 +113,7 @@ def test_a_killed_process_does_not_wait_for_a_server(mount: Mounter, host: Path,
 
         children = start_children(count, start)
         try:
-            wait_until(lambda: mounted.status()["statistics"]["backing"]["open_files"] == count, 60, "all openings")
+            wait_until(lambda: mounted.gauge("backing_open_files") == count, 60, "all openings")
             wait_until(lambda: under_way(mounted) > 0 and hung.waiting() > 0, 60, "a request that hangs")
             for child in children:
                 os.kill(child, signal.SIGKILL)
@@ -126,11 +126,10 @@ def test_a_killed_process_does_not_wait_for_a_server(mount: Mounter, host: Path,
         finally:
             hung.resume()
         wait_until(lambda: under_way(mounted) == 0 and hung.waiting() == 0, 60, "late answers")
-        wait_until(lambda: mounted.status()["statistics"]["backing"]["open_files"] == 0, 60, "files to be closed")
+        wait_until(lambda: mounted.gauge("backing_open_files") == 0, 60, "files to be closed")
         with open(shown / "hung" / "file", "rb", buffering=0) as file:
             assert os.pread(file.fileno(), 5, 1 << 21) == bytes(5)
-        replies = mounted.status()["statistics"]["replies"]
-        assert (replies["lost"], replies["unanswered"]) == (0, 0)
+        assert (mounted.count("replies_lost"), mounted.count("replies_missing")) == (0, 0)
         assert not mounted.complaints()
         mounted.unmount()
 
@@ -151,7 +150,7 @@ def test_a_handled_signal_does_not_end_a_write(mount: Mounter) -> None:
         def is_noticed() -> bool:
             os.kill(children[0], signal.SIGUSR1)  # again, because the first may come before write(2)
             time.sleep(0.05)
-            return bool(mounted.status()["statistics"]["interrupts"]["received"] > 0)
+            return mounted.count("interrupts") > 0
 
         wait_until(is_noticed, 60, "the signal's notice")
         time.sleep(2.2)  # looks whether the process is being killed come every second
@@ -210,7 +209,7 @@ def test_a_lease_delays_only_openings_of_its_file(mount: Mounter, host: Path) ->
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         assert errno_of(os.open, shown / "file", os.O_RDONLY | os.O_NONBLOCK) == errno.EAGAIN
         with many_threads(lambda index: os.open(shown / "file", os.O_WRONLY)):
-            wait_until(lambda: mounted.status()["statistics"]["control_plane"]["pending"] >= MANY, 60, "all requests")
+            wait_until(lambda: mounted.gauge("requests_relayed") >= MANY, 60, "all requests")
             assert as_nobody(lambda: (shown / "other").read_bytes()) == b"other"
             (shown / "new").write_bytes(b"in the same directory")
         opened: list[int] = []

@@ -32,7 +32,7 @@ PYTHON_MAY_USE = {
     "gpufs.statistics": set(),
     "gpufs.config": {"drivers", "units"},
     "gpufs.mounting": {"syscalls"},
-    "gpufs.engine": {"drivers", "statistics"},
+    "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
     # engine: lazily, to map memory
     "gpufs.client": {

@@ -71,11 +71,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def held(mounted: GpufsMount) -> dict[str, int]:
     """What the mount holds, as it reports it."""
-    status = mounted.status()
-    table = status["statistics"]["table"]
+    status, gauges = mounted.status(), mounted.stats()["gauges"]
     return {
-        "open files": table["open_files"],
-        "orphans": table["orphans"],
+        "open files": gauges["open_files"],
+        "removed files": gauges["removed_files"],
         "bytes": sum(device["held_bytes"] for device in status["devices"]),
         "copies": status["transfers"]["running"],
     }

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.driver
 
 def metadata(mounted: GpufsMount) -> tuple[int, int]:
     """Bytes in use, and the limit."""
-    table = mounted.status()["statistics"]["table"]
-    return table["metadata_bytes"], table["metadata_limit"]
+    gauges = mounted.stats()["gauges"]
+    return gauges["metadata_bytes"], gauges["metadata_limit_bytes"]
 
 
 def resident(mounted: GpufsMount) -> int:

@@ -48,7 +48,7 @@ def scanned(area: mmap.mmap) -> bytes:
 
 
 def read_ahead(mounted: GpufsMount) -> int:
-    return int(mounted.status()["statistics"]["bytes"]["read_ahead"])
+    return mounted.count("read_ahead_bytes")
 
 
 def test_a_scan_is_read_ahead_and_random_places_are_not(mount: Mounter) -> None:
@@ -63,7 +63,7 @@ def test_a_scan_is_read_ahead_and_random_places_are_not(mount: Mounter) -> None:
     with mapped(path) as area:
         assert_same(scanned(area), content)
     assert read_ahead(mounted) > SIZE // 2
-    wait_until(lambda: mounted.status()["statistics"]["table"]["open_files"] == 0, 10, "all files to be closed")
+    wait_until(lambda: mounted.gauge("open_files") == 0, 10, "all files to be closed")
     mounted.unmount()
 
 

@@ -24,11 +24,6 @@ from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait
 from gpufs import engine, mounting, statistics
 
 
-def stats(mount: GpufsMount) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((mount.path / ".gpufs/stats").read_bytes())
-    return value
-
-
 def counted(found: dict[str, Any], backend: str, flow: str, device: int = 0) -> dict[str, Any]:
     value: dict[str, Any] = found["devices"][device]["backends"][backend][flow]
     return value
@@ -41,7 +36,7 @@ def settled(mount: GpufsMount, moved: int, device: int = 0) -> dict[str, Any]:
     """
 
     def whole() -> dict[str, Any] | None:
-        found = stats(mount)
+        found = mount.stats()
         for flow in ("in", "out"):
             counts = counted(found, "mount", flow, device)
             sums = [sum(number for _, number in counts[name]) for name in ("sizes", "times")]
@@ -106,9 +101,9 @@ def test_the_counters_of_many_processes_add_up(mount: Mounter, tmp_path: Path) -
         found = counted(mounts, "mount", flow)
         assert (found["bytes"], found["operations"], found["errors"], found["in_flight"]) == (total, operations, 0, 0)
         assert sum(number for _, number in found["sizes"]) == sum(number for _, number in found["times"]) == operations
-    found = counted(stats(own), "transfer", "in")
+    found = counted(own.stats(), "transfer", "in")
     assert (found["bytes"], found["operations"], found["errors"], found["in_flight"]) == (total, count, 0, 0)
-    pieces = [counted(stats(own), backend, "in")["bytes"] for backend in ("fastpath", "fallback")]
+    pieces = [counted(own.stats(), backend, "in")["bytes"] for backend in ("fastpath", "fallback")]
     assert sum(pieces) == total
     page = metrics_of((own.path / ".gpufs/metrics").read_text())
     labels = (("backend", "mount"), ("device", "gpu0"), ("direction", "in"), ("mountpoint", str(own.path)))
@@ -123,8 +118,8 @@ def test_a_full_device_counts_errors_once(mount: Mounter) -> None:
         with pytest.raises(OSError) as caught:
             file.write(bytes(MIB))
         assert caught.value.errno == errno.ENOSPC
-    wait_until(lambda: counted(stats(own), "mount", "in")["errors"] == 1, 10, "the failure to be counted")
-    assert counted(stats(own), "mount", "in")["in_flight"] == 0
+    wait_until(lambda: counted(own.stats(), "mount", "in")["errors"] == 1, 10, "the failure to be counted")
+    assert counted(own.stats(), "mount", "in")["in_flight"] == 0
 
 
 def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -> None:
@@ -133,7 +128,7 @@ def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -
     run(*GPUFS, "cp", tmp_path / "source", own.device / "one")
     run(*GPUFS, "cp", own.device / "one", own.device / "two")
     run(*GPUFS, "cp", own.device / "one", tmp_path / "back")
-    found = stats(own)
+    found = own.stats()
     size = 9 * MIB + 5
     for flow in ("in", "out"):
         transfer, fallback = counted(found, "transfer", flow), counted(found, "fallback", flow)
@@ -146,13 +141,33 @@ def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -
     assert found["devices"][0]["transfers"]["in"]["failed"] == 0
 
 
+def test_what_belongs_to_no_device_is_counted(mount: Mounter, tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(MIB))
+    own = mount("--backing", f"b={tmp_path}")
+    before = own.stats()["gauges"]
+    with open(own.device / "file", "wb"), open(own.path / "backing/b/source", "rb", buffering=0) as source:
+        assert len(source.read(MIB)) == MIB
+        found = own.stats()
+        page = metrics_of((own.path / ".gpufs/metrics").read_text())
+    assert before["open_files"] == before["backing_open_files"] == 0 < before["inodes"]
+    labels = (("mountpoint", str(own.path)),)
+    for name in ("inodes", "open_files", "backing_open_files"):
+        assert found["gauges"][name] == before[name] + 1 == page[f"gpufs_{name}"][labels]
+    assert 0 < before["metadata_bytes"] < found["gauges"]["metadata_bytes"] < found["gauges"]["metadata_limit_bytes"]
+    assert found["counters"]["backing_read_bytes"] == MIB
+    assert [name for name, number in found["counters"].items() if number and "repl" in name] == []
+    assert page["gpufs_backing_read_bytes_total"][labels] == MIB
+    names = {f"gpufs_{name}" for name in found["gauges"]} | {f"gpufs_{name}_total" for name in found["counters"]}
+    assert names <= page.keys()
+
+
 # ---- outliving the daemon ----
 
 
 def test_counters_of_a_killed_daemon_are_shown(mount: Mounter) -> None:
     own = mount("--no-auto-unmount")
     (own.device / "file").write_bytes(bytes(MIB))
-    wait_until(lambda: counted(stats(own), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
+    wait_until(lambda: counted(own.stats(), "mount", "in")["bytes"] == MIB, 10, "the write to be counted")
     path = counters_of(own)
     before = time.time()
     own.signal(signal.SIGKILL)
@@ -223,8 +238,8 @@ def test_metrics_of_several_mounts(mount: Mounter) -> None:
     first, second = mount(devices=2, memory=64 * MIB), mount(memory=64 * MIB)
     for device in (first.path / "gpu0", first.path / "gpu1", second.device):
         (device / "file").write_bytes(bytes(MIB))
-    wait_until(lambda: counted(stats(first), "mount", "in", 1)["bytes"] == MIB, 60, "the write to be counted")
-    wait_until(lambda: counted(stats(second), "mount", "in")["bytes"] == MIB, 60, "the write to be counted")
+    wait_until(lambda: counted(first.stats(), "mount", "in", 1)["bytes"] == MIB, 60, "the write to be counted")
+    wait_until(lambda: counted(second.stats(), "mount", "in")["bytes"] == MIB, 60, "the write to be counted")
     found = metrics_of(run(*GPUFS, "metrics", first.path, second.path, first.path).stdout)
     places = {str(first.path), str(second.path)}
     for name, samples in found.items():

@@ -60,8 +60,7 @@ def busy(mount: GpufsMount) -> bool:
 
 def moved(mount: GpufsMount) -> dict[str, int]:
     """Bytes that the mount has counted, which it does after it has recorded their spans."""
-    found = json.loads((mount.path / ".gpufs/stats").read_bytes())
-    return {flow: counts["bytes"] for flow, counts in found["devices"][0]["backends"]["mount"].items()}
+    return {flow: mount.moved(flow)["mount"]["bytes"] for flow in ("in", "out")}
 
 
 def checked(path: Path) -> list[Event]:

@@ -58,11 +58,11 @@ def test_plain_cp_both_ways(make: Maker, vendor: Vendor) -> None:
         assert {call.path for call in own} == {str(one.there / path)}
         assert [(call.offset, call.bytes, call.moved) for call in own] == [(n * CHUNK, CHUNK, CHUNK) for n in range(16)]
     assert len(calls) == 32
-    for direction in ("load", "store"):
-        found = one.counters(direction)
+    for flow in ("in", "out"):
+        found = one.mount.moved(flow)
         assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (4 * MIB, 0)
         assert found["fastpath"]["operations"] == 16
-        assert found["refusals"] == {}
+        assert found["fastpath"]["refusals"] == {}
 
 
 def test_the_fallback_moves_the_rest_of_a_failed_call(make: Maker, vendor: Vendor) -> None:
@@ -71,16 +71,16 @@ def test_the_fallback_moves_the_rest_of_a_failed_call(make: Maker, vendor: Vendo
     run("cp", one.shown / "source", one.mount.device / "file")
     assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
     assert len(one.calls()) == 3
-    found = one.counters("load")
+    found = one.mount.moved("in")
     direct = 2 * CHUNK + (CHUNK // 2 if vendor.partial else 0)
-    assert found["fastpath"] == {"bytes": direct, "operations": 3, "errors": 1}
+    assert [found["fastpath"][key] for key in ("bytes", "operations", "errors")] == [direct, 3, 1]
     assert found["fallback"]["bytes"] == 2 * MIB - direct
-    assert found["refusals"] == {"failed_before": 1}
+    assert found["fastpath"]["refusals"] == {"failed_before": 1}
     assert found["failed"] == 0
     one.mount.wait_for_log(f"fastpath gave up on a load: {vendor.read}")
     # Another request tries again.
     run("cp", one.mount.device / "file", one.shown / "back")
-    assert one.counters("store")["fastpath"]["bytes"] == 2 * MIB
+    assert one.mount.moved("out")["fastpath"]["bytes"] == 2 * MIB
 
 
 def test_a_required_fastpath_never_falls_back(make: Maker, vendor: Vendor) -> None:
@@ -91,7 +91,7 @@ def test_a_required_fastpath_never_falls_back(make: Maker, vendor: Vendor) -> No
     )
     assert done.returncode == 1
     assert f"fastpath alone is allowed but failed: {vendor.read}: No such device" in done.stderr
-    found = one.counters("load")
+    found = one.mount.moved("in")
     assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (CHUNK, 0)
     assert (one.mount.device / "file").stat().st_size == CHUNK
 
@@ -120,9 +120,9 @@ def test_a_missing_part_is_reported_and_the_fallback_used(
         assert not (one.mount.device / "other").exists()
         run("cp", one.shown / source.name, one.mount.device / "file")
         assert_same((one.mount.device / "file").read_bytes(), noise(2 * MIB))
-        found = one.counters("load")
+        found = one.mount.moved("in")
         assert (found["fastpath"]["operations"], found["fallback"]["bytes"]) == (0, 2 * MIB)
-        assert {reason: found["refusals"].get(reason) for reason in reasons} == dict.fromkeys(reasons, 2)
+        assert {reason: found["fastpath"]["refusals"].get(reason) for reason in reasons} == dict.fromkeys(reasons, 2)
         assert one.calls() == []
     finally:
         source.unlink()
@@ -148,11 +148,11 @@ def test_the_kind_of_memory_decides(make: Maker, options: list[str], moves_files
     run("cp", one.shown / "source", one.mount.device / "file")
     run("cp", one.mount.device / "file", one.shown / "back")
     assert_same((one.there / "back").read_bytes(), noise(2 * MIB))
-    for direction in ("load", "store"):
-        found = one.counters(direction)
+    for flow in ("in", "out"):
+        found = one.mount.moved(flow)
         assert found["fastpath"]["bytes"] == (2 * MIB if plain else 0)
         disabled = {"disabled": 1} if "off" in options else {}
-        assert found["refusals"] == ({} if plain else {**disabled, "memory_kind": 1})
+        assert found["fastpath"]["refusals"] == ({} if plain else {**disabled, "memory_kind": 1})
     assert bool(one.calls()) == plain
     # Plain memory grows by a copy.
     with open(one.mount.device / "grown", "wb") as file:

@@ -308,6 +308,7 @@ def measure_peaks(bench: Bench, args: argparse.Namespace, cuda: Cuda, path: Path
 def measure_engine(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Path) -> None:
     """gpufs as a library, without a mount."""
     from gpufs import engine as gpufs
+    from gpufs import statistics as counters
 
     size = args.size
     bench.section("gpufs.engine")
@@ -365,7 +366,7 @@ def measure_engine(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
                 if not same:
                     bench.skip("gpufs.engine: THE STORED FILE DIFFERS FROM THE LOADED ONE")
         target.unlink(missing_ok=True)
-        (hot or Row("", "", 0, 0, [1])).notes["statistics"] = engine.io_statistics()
+        (hot or Row("", "", 0, 0, [1])).notes["statistics"] = counters.parse(engine.statistics_read())
     measure_arrays(bench, args)
 
 
@@ -384,9 +385,10 @@ def measure_arrays(bench: Bench, args: argparse.Namespace) -> None:
     array[:] = 1
     with gpufs.Engine("cuda", lock_policy="off") as engine, gpufs.Buffer(engine) as buffer:
 
-        def bytes_by(backend: str) -> int:
-            found = counters.parse(engine.statistics_read())["devices"][0]["backends"][backend]
-            return int(found["in"]["bytes"] + found["out"]["bytes"])
+        def detour() -> int:
+            found = counters.parse(engine.statistics_read())
+            pageable = found["devices"][0]["backends"]["pageable"]
+            return int(pageable["in"]["bytes"] + pageable["out"]["bytes"] + found["gauges"]["bounce_pinned_bytes"])
 
         for kind in ("locked", "not locked"):
             with contextlib.ExitStack() as stack:
@@ -400,10 +402,9 @@ def measure_arrays(bench: Bench, args: argparse.Namespace) -> None:
                         yardstick=f"pinned copies, {way}",
                     )  # fmt: skip
                     if row is not None and kind == "locked":
-                        detour = bytes_by("pageable") + engine.io_statistics()["bounce_pool"]["pinned_bytes"]
-                        row.notes |= {"detour_bytes": detour, "lock_seconds": locking}
-                        if detour:
-                            bench.skip(f"array {way}: {detour} BYTES OF LOCKED MEMORY TOOK A DETOUR")
+                        row.notes |= {"detour_bytes": detour(), "lock_seconds": locking}
+                        if detour():
+                            bench.skip(f"array {way}: {detour()} BYTES OF LOCKED MEMORY TOOK A DETOUR")
 
 
 def measure_mount(bench: Bench, args: argparse.Namespace, mount: Mounted, path: Path, tmpfs: Path) -> None:

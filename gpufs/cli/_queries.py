@@ -4,7 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from errno import ECONNABORTED, ENOENT, ENOTCONN, ETIMEDOUT
+from errno import ECONNABORTED, ENOTCONN, ETIMEDOUT
 from typing import Any, Final
 
 from gpufs import mounting, statistics
@@ -211,7 +211,9 @@ def _counters_at(path: str, show: _answers.Show, timeout: float) -> list[dict[st
     try:
         entry = _mounts.find(path)
     except Failure:
-        (left,) = _answers.ask([functools.partial(_left_behind, os.path.realpath(path))], show, timeout)
+        (left,) = _answers.ask(
+            [functools.partial(statistics.read_left_behind, os.path.realpath(path), os.getuid())], show, timeout
+        )
         if isinstance(left, OSError):
             raise
         return [left]
@@ -228,14 +230,6 @@ def _counters_of_mounts(
         for entry, answer in zip(entries, answers, strict=True)
         if private or not (isinstance(answer, OSError) and _mounts.is_private(entry, answer))
     ]
-
-
-def _left_behind(mountpoint: str) -> dict[str, Any]:
-    """Return the last counters of a mount of ours that is gone. OSError ENOENT without them."""
-    left = statistics.read_left_behind(mountpoint, os.getuid())
-    if left is None:
-        raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
-    return left
 
 
 def counters_of(entry: mounting.MountEntry) -> dict[str, Any]:

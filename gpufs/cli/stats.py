@@ -106,7 +106,7 @@ def _lines(mount: dict[str, Any]) -> list[str]:
     gauges = mount["gauges"]
     lines.append(
         f"pinned memory: {bytes_text(gauges['bounce_pinned_bytes'])} of {bytes_text(gauges['bounce_capacity_bytes'])} "
-        f"for copies ({bytes_text(gauges['bounce_used_bytes'])} in use, {gauges['bounce_waits']} waits), "
+        f"for copies ({bytes_text(gauges['bounce_used_bytes'])} in use, {mount['counters']['bounce_waits']} waits), "
         f"{bytes_text(gauges['request_pinned_bytes'])} for requests, {bytes_text(gauges['locked_bytes'])} locked; "
         f"{gauges['transfers_active']} copies under way"
     )

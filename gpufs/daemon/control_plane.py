@@ -30,11 +30,9 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         driver=opened.driver,
         devices=opened.devices,
         knobs=values,
-        statistics=mount.statistics,
         files=mount.files,
         transfers=lambda: serving.service.statistics() if serving.service is not None else {},
         leases=leases,
-        io=opened.io_statistics,
         quotas=Quotas(mount).as_list,
         obstacle=serving.obstacle,
     )

@@ -316,7 +316,7 @@ class Serving:
 
         async def trim() -> None:
             nonlocal most
-            inodes = self.mount.statistics()["table"]["inodes"] + operations.host_inodes
+            inodes = self.mount.inodes() + operations.host_inodes
             most = max(most, inodes)
             if most >= _TRIM_INODES and inodes < most // 2:
                 most = inodes

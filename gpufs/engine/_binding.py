@@ -1,7 +1,6 @@
 """Errors and handles: what every class of the binding rests on."""
 
 import ctypes
-import json
 import os
 import weakref
 from collections.abc import Callable
@@ -96,14 +95,6 @@ def engine_version() -> str:
     """
     text: bytes = ffi.string(lib.gpufs_version())
     return text.decode()
-
-
-def json_of(call: Callable[[int, Any], Any], handle: int) -> dict[str, Any]:
-    """Return the JSON object that a call gives."""
-    text = ffi.new("char **")
-    check(call(handle, text))
-    value: dict[str, Any] = json.loads(ffi.string(text[0]))
-    return value
 
 
 def _close_in(pid: int, close: Callable[[int], Any], handle: int) -> Any:

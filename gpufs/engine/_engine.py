@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from gpufs import statistics
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._in_use import Users
@@ -15,7 +14,6 @@ from gpufs.engine._native import ffi, lib
 LockPolicy = Literal["auto", "off", "mandatory"]
 HipMemory = Literal["auto", "virtual", "plain"]
 _LONGEST_KEPT: Final = 3600.0
-_PATHS: Final = ("fastpath", "fallback")
 # The names of the bits of a mask of refusals.
 _REFUSALS: Final = [name for bit in range(32) if (name := ffi.string(lib.gpufs_refusal_name(bit)).decode())]
 _LOCK_POLICIES: Final[dict[str, int]] = {
@@ -232,7 +230,7 @@ class Engine(Handle):
         opened = ffi.new("int32_t *")
         check(lib.gpufs_engine_device_count(self._handle, opened))
         self._devices = int(opened[0])
-        self.statistics_describe({"driver": driver, "refusals": _REFUSALS})
+        self.statistics_describe({})
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -240,12 +238,12 @@ class Engine(Handle):
         return tuple(Device(self, index) for index in range(self._devices))
 
     def statistics_describe(self, facts: dict[str, Any]) -> None:
-        """Store a description beside the counters.
+        """Store a description beside the counters, with the driver and the names of the reasons of refusals.
 
         Parameters
         ----------
         facts
-            A JSON object, in text at most 3840 bytes.
+            More for it: a JSON object. The whole text has at most 3840 bytes.
 
         Raises
         ------
@@ -255,9 +253,8 @@ class Engine(Handle):
             EFBIG if the text is too long.
         """
         instance("facts", dict, facts)
-        check(
-            lib.gpufs_statistics_describe(self._handle, ffi.new("char[]", json.dumps(facts, allow_nan=False).encode()))
-        )
+        description = json.dumps({"driver": self.driver, "refusals": _REFUSALS, **facts}, allow_nan=False)
+        check(lib.gpufs_statistics_describe(self._handle, ffi.new("char[]", description.encode())))
 
     def statistics_publish(self) -> None:
         """Write the gauges (memory, pools) and the time beside the counters."""
@@ -269,34 +266,6 @@ class Engine(Handle):
         check(lib.gpufs_statistics_read(self._handle, data, size))
         copy: bytes = ffi.buffer(data[0], size[0])[:]
         return copy
-
-    def io_statistics(self) -> dict[str, Any]:
-        """Return the counters of transfers: which path moved how much, and what the fastpath refused."""
-        counters = statistics.parse(self.statistics_read())
-        gauges = counters["gauges"]
-        return {
-            "active": gauges["transfers_active"],
-            "devices": [
-                {"load": _transfers(device, "in"), "store": _transfers(device, "out")} for device in counters["devices"]
-            ],
-            "bounce_pool": {
-                name.removeprefix("bounce_"): value for name, value in gauges.items() if name.startswith("bounce_")
-            },
-        }
-
-
-def _transfers(device: dict[str, Any], flow: str) -> dict[str, Any]:
-    """Return the transfers of a device in one direction."""
-    backends = {name: counts[flow] for name, counts in device["backends"].items()}
-    details = device["transfers"][flow]
-    moved = {path: {name: backends[path][name] for name in ("bytes", "operations", "errors")} for path in _PATHS}
-    moved["fallback"] |= {name: value for name, value in details.items() if name.endswith("_bytes")}
-    return {
-        "transfers": backends["transfer"]["operations"] + backends["transfer"]["in_flight"],
-        **{name: details[name] for name in ("failed", "cancelled", "abandoned")},
-        **moved,
-        "refusals": backends["fastpath"]["refusals"],
-    }
 
 
 def io_configure(

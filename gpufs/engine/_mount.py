@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from errno import ENOENT
 from operator import attrgetter
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from gpufs.engine._binding import EngineError, Handle, check, json_of
+from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
@@ -219,10 +219,6 @@ class Mount(Handle):
         check(lib.gpufs_mount_ended_fd(self._handle, fd))
         return int(fd[0])
 
-    def statistics(self) -> dict[str, Any]:
-        """Return the data plane's counters."""
-        return json_of(lib.gpufs_mount_statistics, self._handle)
-
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
         """Return (inode, bytes read, bytes written) of the files that moved most bytes since the last call, sorted.
 
@@ -237,6 +233,10 @@ class Mount(Handle):
         count = ffi.new(_NUMBER)
         check(lib.gpufs_mount_files(self._handle, device, count))
         return int(count[0])
+
+    def inodes(self) -> int:
+        """Return how many inodes the mount has in memory."""
+        return self.files(lib.GPUFS_ALL_INODES)
 
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
         """Set which reads change access times: RELATIME, STRICTATIME, NOATIME; ``not_directories``: nodiratime too."""
@@ -260,13 +260,17 @@ class Mount(Handle):
         """Count the memory of a buffer without a file as memory of a user's files on its device."""
         check(lib.gpufs_quota_buffer(self._handle, buffer._handle, uid))
 
-    def quotas(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return what is used and allowed: "users" by "device:uid" and "directories" by inode.
+    def quotas(self) -> list[tuple[int, int, int, int, int]]:
+        """Return (directory or 0, device, user, bytes used, limit or NO_LIMIT) of each account.
 
-        Each has ``used_bytes``, and ``limit_bytes`` if there is a limit. Users who use nothing and have no limit are
-        left out.
+        Of a directory only the inode counts, of a user the device and the number. Users who use nothing and have no
+        limit are left out.
         """
-        return json_of(lib.gpufs_quota_list, self._handle)
+        accounts, count = ffi.new("gpufs_account **"), ffi.new("uint64_t *")
+        check(lib.gpufs_quota_list(self._handle, accounts, count))
+        return [
+            (one.directory, one.device, one.uid, one.used_bytes, one.limit_bytes) for one in accounts[0][0 : count[0]]
+        ]
 
     def place(self, directory: int, name: bytes, attributes: Attributes, target: bytes | None = None) -> int:
         """Create an inode of the mount's own.

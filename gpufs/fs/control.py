@@ -9,7 +9,7 @@ from typing import Any
 
 from gpufs import statistics
 from gpufs._version import __version__
-from gpufs.engine import Device, Engine, EngineError, Mount, journal_format, refusal_names
+from gpufs.engine import Device, Engine, EngineError, Mount, journal_format
 
 _PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
 _BUSIEST = 32  # files that `.gpufs/activity` lists at most
@@ -27,20 +27,17 @@ def _json(content: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> by
 class MountStatus:
     """What ``.gpufs/status`` is made of.
 
-    ``statistics``, ``files`` (of a device, by its index), ``transfers``, ``leases``, ``io`` and ``quotas`` are asked at
-    each reading.
+    ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``quotas`` are asked at each reading.
     """
 
     mountpoint: str
     driver: str
     devices: tuple[Device, ...]
     knobs: Mapping[str, Any]
-    statistics: Callable[[], Mapping[str, Any]]
     files: Callable[[int], int]
     transfers: Callable[[], Mapping[str, Any]]
     leases: Callable[[int], list[dict[str, Any]]]  # and registrations, that a user may see
     quotas: Callable[[int], list[dict[str, Any]]]  # that a user may see
-    io: Callable[[], Mapping[str, Any]]  # the engine's: what moved by which path, and what was refused
     obstacle: Callable[[], str | None]  # to surviving the daemon
     started: float = field(default_factory=time.time)
 
@@ -60,11 +57,9 @@ class MountStatus:
             "journal_format": journal_format(),
             "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
-            "statistics": dict(self.statistics()),
             "transfers": self.transfers(),
             "leases": self.leases(uid),
             "quotas": self.quotas(uid),
-            "io": self.io(),
         }
 
     def as_bytes(self, uid: int) -> bytes:
@@ -108,9 +103,7 @@ class MountStatistics:
         self._engine = opened
         facts: dict[str, Any] = {
             "version": __version__,
-            "driver": opened.driver,
             "mountpoint": mountpoint,
-            "refusals": [name for name in refusal_names((1 << 32) - 1) if not name.startswith("bit ")],
             "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],
         }
         try:

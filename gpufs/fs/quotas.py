@@ -41,18 +41,13 @@ class Quotas:
         (None without one).
         """
         everything = uid in (0, os.geteuid())
-        known = self._mount.quotas()
         found = []
-        for key, account in known["users"].items():
-            device, _, user = key.partition(":")
-            if everything or int(user) == uid:
-                found.append(_entry(f"gpu{device}", int(user), account))
-        for key, account in known["directories"].items():
-            if everything or self._mount.inode_get(int(key)).uid == uid:
-                found.append(_entry(os.fsdecode(self._mount.path(int(key)) or b"(removed)"), None, account))
+        for directory, device, number, used, limit in self._mount.quotas():
+            owner, path = number, f"gpu{device}"
+            if directory:
+                owner = self._mount.inode_get(directory).uid
+                path = os.fsdecode(self._mount.path(directory) or b"(removed)")
+            if everything or owner == uid:
+                entry = {"path": path, "uid": None if directory else number, "used_bytes": used}
+                found.append({**entry, "limit_bytes": None if limit == NO_LIMIT else limit})
         return found
-
-
-def _entry(path: str, uid: int | None, account: dict[str, int]) -> dict[str, Any]:
-    used, limit = account["used_bytes"], account.get("limit_bytes")
-    return {"path": path, "uid": uid, "used_bytes": used, "limit_bytes": limit}

@@ -177,16 +177,18 @@ def read_mount(device: str, uid: int, mountpoint: str) -> dict[str, Any]:
     return newest
 
 
-def read_left_behind(mountpoint: str, uid: int) -> dict[str, Any] | None:
+def read_left_behind(mountpoint: str, uid: int) -> dict[str, Any]:
     """Read the last counters of a user's mount at this path whose process died and that is gone.
 
-    None if there are none. They stay until the user's next mount there, or for an hour.
+    They stay until the user's next mount there, or for an hour. FileNotFoundError without them.
     """
     paths = [path for folder in folders(uid) for path in _listed(folder)]
     dead = [
         counters for counters in _readable(paths, uid) if not counters["alive"] and counters["mountpoint"] == mountpoint
     ]
-    return max(dead, key=lambda counters: counters["updated"], default=None)
+    if not dead:
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+    return max(dead, key=lambda counters: counters["updated"])
 
 
 def remove_dead(device: str, uid: int) -> None:

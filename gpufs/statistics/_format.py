@@ -7,7 +7,7 @@ from collections import namedtuple
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAGIC: Final = b"GPUFSTAT"
 BACKENDS: Final = ("mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable")
 FLOWS: Final = ("in", "out")
@@ -26,11 +26,37 @@ ENGINE_GAUGES: Final = {
     "bounce_capacity_bytes": "Bytes that pinned slots may take.",
     "bounce_pinned_bytes": "Bytes that pinned slots take.",
     "bounce_used_bytes": "Bytes of pinned slots in use.",
-    "bounce_waits": "Times that a thread waited for a pinned slot.",
-    "bounce_pin_failures": "Times that memory for a slot could not be pinned.",
     "request_pinned_bytes": "Pinned bytes of the memory for the kernel's requests.",
     "locked_bytes": "Bytes of locked host memory.",
     "locked_ranges": "Locked ranges of host memory.",
+    "inodes": "Files, directories and other inodes in the mount's table.",
+    "open_files": "Open files in device memory, each opening counted.",
+    "removed_files": "Removed files whose memory is still being freed.",
+    "metadata_bytes": "Bytes of memory for names and attributes.",
+    "metadata_limit_bytes": "Bytes that names and attributes may take.",
+    "backing_open_files": "Open files below backing/, each opening counted.",
+    "requests_running": "Requests that worker threads serve.",
+    "requests_queued": "Requests that wait for a worker thread.",
+    "requests_relayed": "Requests that the control plane has not answered.",
+}
+ENGINE_COUNTERS: Final = {
+    "bounce_waits": "Times that a thread waited for a pinned slot.",
+    "bounce_pin_failures": "Times that memory for a slot could not be pinned.",
+    "read_ahead_bytes": "Bytes that were read ahead for mappings.",
+    "backing_read_bytes": "Bytes of READs of files below backing/.",
+    "backing_written_bytes": "Bytes of WRITEs to files below backing/.",
+    "backing_copied_bytes": "Bytes that copy_file_range(2) moved from or to files below backing/.",
+    "interrupts": "Interrupts of requests.",
+    "interrupts_cancelled": "Interrupts that ended or shortened a request that native code served.",
+    "interrupts_early": "Interrupts that came before their request, or after its end.",
+    "memory_waits": "Writes that waited for the memory of removed files.",
+    "reader_spins": "Times that a thread polled for requests before it slept.",
+    "replies_lost": "Replies to requests that the kernel had ended.",
+    "replies_rejected": "Replies that the kernel refused. EIO replaced them.",
+    "replies_missing": "Requests that nothing replied to. They were answered with EIO.",
+    "bad_requests": "Malformed requests of the kernel.",
+    "relay_overflows": "Requests that had to wait because the control plane was busy.",
+    "relay_bad_replies": "Malformed replies of the control plane.",
 }
 DEVICE_GAUGES: Final = {
     "total_bytes": "Bytes of memory of the device that the mount may use.",
@@ -41,12 +67,11 @@ DEVICE_GAUGES: Final = {
     "streams_existing": "Streams that have been created.",
     "streams_idle": "Streams that are not in use.",
 }
-_HEADER: Final = struct.Struct("=8sIIQIIIIIIII4QIIIIQQ")
+_HEADER: Final = struct.Struct("=8sIIQ10I7Q")
 _Header = namedtuple(
     "_Header",
-    "magic version header_bytes file_bytes devices stripes backends flows block_bytes buckets reasons pid "
-    "gauges_at device_gauges_at details_at blocks_at gauges_bytes device_gauges_bytes details_bytes text_bytes "
-    "created updated",
+    "magic version header_bytes file_bytes devices stripes backends flows buckets reasons pid device_gauges_bytes "
+    "details_bytes text_bytes gauges_at counters_at device_gauges_at details_at blocks_at created updated",
 )
 _TEXT: Final = 256  # offset of the text
 _LONGEST_TEXT: Final = 4096
@@ -85,21 +110,19 @@ def parse(data: bytes, *, alive: bool = True) -> dict[str, Any]:
     header = _Header(*_HEADER.unpack_from(data))
     if header.version != VERSION:
         raise StatisticsError(f"the statistics have format {header.version}, this program reads format {VERSION}")
-    words = _SCALARS + header.reasons + 2 * header.buckets
     blocks = header.stripes * header.devices * header.backends * header.flows
     if (
         header.file_bytes != len(data)
         or header.header_bytes < _TEXT + header.text_bytes
-        or header.block_bytes != 8 * words
         or (header.backends, header.flows) != (len(BACKENDS), len(FLOWS))
         or min(header.stripes, header.buckets) < 1
         or max(header.reasons, header.buckets) > _MOST_COLUMNS
         or header.text_bytes > _LONGEST_TEXT
-        or header.gauges_at + header.gauges_bytes > len(data)
+        or header.gauges_at + 8 * len(ENGINE_GAUGES) > len(data)
+        or header.counters_at + 8 * len(ENGINE_COUNTERS) > len(data)
         or header.device_gauges_at + header.devices * header.device_gauges_bytes > len(data)
         or header.details_at + header.devices * header.flows * header.details_bytes > len(data)
-        or header.blocks_at + blocks * header.block_bytes > len(data)
-        or header.gauges_bytes < 8 * len(ENGINE_GAUGES)
+        or header.blocks_at + blocks * _block_bytes(header) > len(data)
         or header.device_gauges_bytes < 8 * len(DEVICE_GAUGES)
         or header.details_bytes < 8 * len(DETAILS)
     ):
@@ -115,16 +138,22 @@ def parse(data: bytes, *, alive: bool = True) -> dict[str, Any]:
         "updated": updated,
         "dead_since": None if alive else updated,
         "gauges": _named(data, header.gauges_at, ENGINE_GAUGES),
+        "counters": _named(data, header.counters_at, ENGINE_COUNTERS),
         "devices": _devices(data, header, facts),
     }
 
 
+def _block_bytes(header: _Header) -> int:
+    """Return the bytes of the counters of one stripe, device, backend and direction."""
+    return int(8 * (_SCALARS + header.reasons + 2 * header.buckets))
+
+
 def _devices(data: bytes, header: _Header, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what each device has counted, added up over the stripes."""
-    stripe_bytes = header.devices * header.backends * header.flows * header.block_bytes
+    words = _block_bytes(header) // 8
+    stripe_bytes = header.devices * header.backends * header.flows * _block_bytes(header)
     columns = [_words(data, header.blocks_at + stripe * stripe_bytes, stripe_bytes) for stripe in range(header.stripes)]
     totals = [sum(row) & _WRAP for row in zip(*columns, strict=True)]
-    words = header.block_bytes // 8
     blocks = iter([totals[start : start + words] for start in range(0, len(totals), words)])
     names = [str(name) for name in _list(facts.get("refusals"))]
     names += [f"reason_{bit}" for bit in range(len(names), header.reasons)]

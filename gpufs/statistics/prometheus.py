@@ -7,13 +7,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gpufs.statistics._format import DETAILS, DEVICE_GAUGES, ENGINE_GAUGES
+from gpufs.statistics._format import DETAILS, DEVICE_GAUGES, ENGINE_COUNTERS, ENGINE_GAUGES
 
 _SIZE_BOUNDS: Final = tuple(float(1 << power) for power in range(9, 37))  # 512 bytes to 64 GiB
 _TIME_BOUNDS: Final = tuple((1 << power) / 1e9 for power in range(9, 38))  # 512 ns to 137 s
 _MOUNT: Final = ("mountpoint",)
 _DEVICE: Final = ("mountpoint", "device")
-_GROWING: Final = frozenset({"bounce_waits", "bounce_pin_failures"})
 
 
 def metrics(mounts: Iterable[dict[str, Any]]) -> bytes:
@@ -76,12 +75,15 @@ def _families(mounts: Mapping[str, dict[str, Any]]) -> Iterator[Metric]:
         build.add_metric([mountpoint, _label(counters["version"]), _label(counters["driver"])], 1)
         started.add_metric([mountpoint], counters["started"])
     yield from (build, started)
-    for name, text in ENGINE_GAUGES.items():
-        kind = CounterMetricFamily if name in _GROWING else GaugeMetricFamily
-        gauge = kind(f"gpufs_{name}", text, labels=_MOUNT)
-        for mountpoint, counters in mounts.items():
-            gauge.add_metric([mountpoint], counters["gauges"][name])
-        yield gauge
+    for key, kind, names in (
+        ("gauges", GaugeMetricFamily, ENGINE_GAUGES),
+        ("counters", CounterMetricFamily, ENGINE_COUNTERS),
+    ):
+        for name, text in names.items():
+            family = kind(f"gpufs_{name}", text, labels=_MOUNT)
+            for mountpoint, counters in mounts.items():
+                family.add_metric([mountpoint], counters[key][name])
+            yield family
 
     devices = [
         ([mountpoint, f"gpu{index}"], device)

@@ -332,8 +332,6 @@ gpufs_status gpufs_mount_start(gpufs_handle mount);
 gpufs_status gpufs_mount_read_ahead(gpufs_handle mount, const char* directory, uint64_t piece);
 /* An eventfd of the mount's that becomes readable once the connection has ended (unmounted or aborted). */
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd);
-/* JSON object of counters; valid until the calling thread asks for the next text. */
-gpufs_status gpufs_mount_statistics(gpufs_handle mount, const char** text);
 
 /* A file and what has been moved to and from its memory since it was created. */
 typedef struct {
@@ -345,7 +343,8 @@ typedef struct {
  * files, then how many there are. Files whose bytes were never moved are left out. */
 gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count);
 
-/* How many regular files a device has, those without a name included. */
+enum { GPUFS_ALL_INODES = -1 };
+/* How many regular files a device has, those without a name included. GPUFS_ALL_INODES: all inodes of the mount. */
 gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count);
 
 /* Which reads set access times: as mount(8) has it for relatime (the default), strictatime and noatime;
@@ -377,8 +376,8 @@ gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char
                               const gpufs_attributes* attributes, const char* target, uint64_t* ino);
 /* The inode at a path below the root, without following symbolic links. ENOENT if it does not exist. */
 gpufs_status gpufs_name_find(gpufs_handle mount, const char* path, uint64_t* ino);
-/* The path of an inode below the root: one of them if it has several. As gpufs_mount_statistics(); paths may hold any
- * bytes but 0. ENOENT without a name. */
+/* The path of an inode below the root: one of them if it has several. Valid until the calling thread asks again. It may
+ * hold any bytes but 0. ENOENT without a name. */
 gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path);
 /* Removes all names of a file, and queues notifications of the kernel. ENOENT if unknown. */
 gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino);
@@ -414,9 +413,16 @@ gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, 
 gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit);
 /* Charges a buffer of the mount's engine to a user, whatever the limit; its growth needs space below it. */
 gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_t uid);
-/* JSON object of the accounts: "users" by "device:uid" and "directories" by inode, with "used_bytes" and "limit_bytes",
- * which is absent if no limit is set. As gpufs_mount_statistics(). */
-gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text);
+/* What a user's files on a device take and may take, or the files below a directory. */
+typedef struct {
+  uint64_t directory; /* its inode; 0: a user's account */
+  int32_t device;     /* -1 for a directory */
+  uint32_t uid;
+  uint64_t used_bytes;
+  int64_t limit_bytes; /* or GPUFS_NO_LIMIT */
+} gpufs_account;
+/* All accounts but those of users who use nothing and have no limit. Valid until the calling thread asks again. */
+gpufs_status gpufs_quota_list(gpufs_handle mount, const gpufs_account** accounts, uint64_t* count);
 
 /* Memory of another program, as that passed it on; nothing in it is trusted. */
 enum {

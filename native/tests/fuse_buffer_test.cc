@@ -121,7 +121,7 @@ TEST_F(BufferOperationsTest, InterruptOfARunningCopyGivesTheBytesDone) {
   const std::uint64_t copy = send_copy(kChunk + 1000);
   ASSERT_TRUE(copies.wait_for_visitors(1));
   kernel->interrupt(copy);
-  EXPECT_TRUE(eventually([&] { return counted("\"cancelled\": 1"); }));
+  EXPECT_TRUE(eventually([&] { return counted().interrupts_cancelled == 1; }));
   copies.open();
   EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, kChunk);
   EXPECT_FALSE(kernel->receive(kQuiet));  // an INTERRUPT has no reply
@@ -137,7 +137,7 @@ TEST_F(BufferOperationsTest, AnInterruptThatComesBeforeItsRequestIsRepeated) {
   ASSERT_TRUE(copies.wait_for_visitors(4));
   const std::uint64_t unique = kernel->next_unique();
   kernel->interrupt(unique);
-  ASSERT_TRUE(eventually([&] { return counted("\"early\": 1"); }));
+  ASSERT_TRUE(eventually([&] { return counted().interrupts_early == 1; }));
   kernel->send_raw(FakeKernel::message(FUSE_COPY_FILE_RANGE, unique, 2, copy_body(from, to, 100, 0, 400)));
   EXPECT_EQ(kernel->wait(unique).error(), EINTR);
   copies.open();
@@ -184,7 +184,7 @@ TEST_F(BufferOperationsTest, WaitingForMemoryEnds) {
   start(200ms);
   fill_beside_an_unlinked_file();
   EXPECT_EQ(kernel->write(3, to, 0, pattern(10, 1)).error(), ENOSPC);
-  EXPECT_TRUE(counted("\"space_waits\": 1"));
+  EXPECT_EQ(counted().memory_waits, 1U);
 }
 
 }  // namespace

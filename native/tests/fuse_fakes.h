@@ -416,7 +416,7 @@ class MountTest : public DevicesTest {
     return fh.ok() ? fh.value() : 0;
   }
   bool ended(std::chrono::milliseconds timeout) { return readable(mount->ended_fd(), timeout); }
-  bool counted(const std::string& text) { return mount->statistics().find(text) != std::string::npos; }
+  observe::EngineCounters& counted() { return contexts[0]->counters().region().counters(); }
 
   static Bytes copy_body(std::uint64_t from, std::uint64_t to, std::uint64_t bytes, std::uint64_t from_offset = 0,
                          std::uint64_t to_offset = 0) {

@@ -32,7 +32,7 @@ class CountingHandler : public RequestHandler {
   Gate gate;
   std::atomic<int> ends{0};
   Transport* transport = nullptr;
-  Statistics statistics;
+  observe::EngineCounters counters;
 };
 
 class TransportTest : public ::testing::Test {
@@ -43,7 +43,7 @@ class TransportTest : public ::testing::Test {
     TransportOptions options;
     options.reader_threads = readers;
     options.spin = spin;
-    transport.emplace(std::move(pair.value().native), options, handler.statistics);
+    transport.emplace(std::move(pair.value().native), options, handler.counters);
     handler.transport = &*transport;
     ASSERT_TRUE(transport->start(handler).ok());
     transport->initialized();
@@ -63,9 +63,9 @@ TEST_F(TransportTest, WithoutTrafficNoReaderSpins) {
   start(8, std::chrono::milliseconds(20));
   for (int i = 0; i < 20; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
   EXPECT_TRUE(eventually([&] {
-    const std::uint64_t spins = handler.statistics.spins;
+    const std::uint64_t spins = handler.counters.reader_spins;
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
-    return handler.statistics.spins == spins;
+    return handler.counters.reader_spins == spins;
   }));
   EXPECT_EQ(kernel->call(FUSE_LOOKUP, 1, Bytes(10)).error(), 0);
 }

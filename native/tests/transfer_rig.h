@@ -126,15 +126,16 @@ class TransferRig {
     return data;
   }
   [[nodiscard]] std::uint64_t counted(Direction direction, Path way, Counter observe::Block::*member) const {
-    return device->counters().region()->sum(0, backend_of(way), flow_of(direction), member);
+    return device->counters().region().sum(0, backend_of(way), flow_of(direction), member);
   }
   [[nodiscard]] observe::TransferDetails& details(Direction direction) const {
-    return device->counters().region()->details(0, flow_of(direction));
+    return device->counters().region().details(0, flow_of(direction));
   }
   [[nodiscard]] std::uint64_t refused(Direction direction, Refusal reason) const {
     std::size_t bit = 0;
     while (mask_of(reason) >> bit != 1U) ++bit;
-    return device->counters().region()->refusals(0, observe::Backend::kFastpath, flow_of(direction), bit);
+    return device->counters().region().sum(0, observe::Backend::kFastpath, flow_of(direction),
+                                           [bit](const observe::Block& block) { return block.refusals[bit].load(); });
   }
   [[nodiscard]] int fd() const { return fd_.get(); }
 

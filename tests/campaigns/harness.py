@@ -64,12 +64,12 @@ class Held:
     def of(cls, mount: GpufsMount) -> Held:
         status = mount.status()
         process = Snapshot.of(mount.pid)
-        table = status["statistics"]["table"]
+        gauges = mount.stats()["gauges"]
         return cls(
             descriptors=process.descriptors,
             threads=process.threads,
-            inodes=table["inodes"],
-            open_files=table["open_files"],
+            inodes=gauges["inodes"],
+            open_files=gauges["open_files"],
             device_bytes=sum(device["total_bytes"] - device["free_bytes"] for device in status["devices"]),
             anonymous_bytes=_anonymous_bytes(mount.pid),
         )

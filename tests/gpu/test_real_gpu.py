@@ -101,7 +101,7 @@ def test_locked_memory_goes_straight() -> None:
             assert buffer.read(0, back) == GIB
             assert moved(engine, "locked") == (GIB, GIB)
             assert moved(engine, "pageable") == (0, 0)
-            assert engine.io_statistics()["bounce_pool"]["pinned_bytes"] == 0
+            assert statistics.parse(engine.statistics_read())["gauges"]["bounce_pinned_bytes"] == 0
         assert (data == back).all()
         # Only a part of it is locked: a copy across the border would be refused.
         with HostLock(engine, data[100 * MIB + 5 : 300 * MIB + 7]):

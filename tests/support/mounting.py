@@ -177,6 +177,24 @@ class GpufsMount:
         found: dict[str, Any] = json.loads((self.path / ".gpufs" / "status").read_text())
         return found
 
+    def stats(self) -> dict[str, Any]:
+        """The mount's counters and gauges."""
+        found: dict[str, Any] = json.loads((self.path / ".gpufs" / "stats").read_text())
+        return found
+
+    def gauge(self, name: str) -> int:
+        """One of the mount's gauges."""
+        return int(self.stats()["gauges"][name])
+
+    def count(self, name: str) -> int:
+        """One of the mount's counters."""
+        return int(self.stats()["counters"][name])
+
+    def moved(self, flow: str, device: int = 0) -> dict[str, Any]:
+        """What each backend of a device has counted in a direction, and more about its transfers."""
+        found = self.stats()["devices"][device]
+        return {**{name: flows[flow] for name, flows in found["backends"].items()}, **found["transfers"][flow]}
+
     def wait_for_log(self, text: str) -> None:
         """Waits until the log has this text."""
         wait_until(

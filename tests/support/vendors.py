@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from support.mounting import REPOSITORY, GpufsMount
 
@@ -42,12 +40,6 @@ class VendorMount:
         lines = self.records.read_text().splitlines() if self.records.exists() else []
         fields = [line.split() for line in lines]
         return [Call(f[0], f[1], int(f[2]), int(f[3]), int(f[4])) for f in fields]
-
-    def counters(self, direction: str, device: int = 0) -> dict[str, Any]:
-        """Those of a device's transfers, "load" or "store"."""
-        status = json.loads((self.mount.path / ".gpufs" / "status").read_text())
-        found: dict[str, Any] = status["io"]["devices"][device][direction]
-        return found
 
 
 def preloaded(library: Path, folder: Path) -> str:

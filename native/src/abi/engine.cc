@@ -13,6 +13,7 @@
 #include "async/async_engine.h"
 #include "base/log.h"
 #include "device/device_context.h"
+#include "fuse/mount.h"
 #include "gpufs.h"
 #include "io/direct_path.h"
 #include "io/transfer_engine.h"
@@ -119,38 +120,45 @@ Status Engine::configure_operations(const AsyncOptions& options) {
   return make_operations_locked(options).status();
 }
 
+void Engine::publish_of(std::weak_ptr<fuse::Mount> mount) {
+  const std::lock_guard lock(mutex_);
+  mount_ = std::move(mount);
+}
+
 void Engine::publish_gauges() {
   std::shared_ptr<TransferEngine> transfers;
+  std::shared_ptr<fuse::Mount> mount;
   {
     const std::lock_guard lock(mutex_);
     transfers = transfers_;
+    mount = mount_.lock();
   }
-  const auto set = [](Counter& gauge, std::uint64_t value) { gauge.store(value, std::memory_order_relaxed); };
+  if (mount) mount->publish_gauges();
+  observe::EngineGauges& gauges = counters_->gauges();
   if (transfers) {
-    observe::EngineGauges& gauges = counters_->gauges();
     const BouncePool::Usage pool = transfers->bounce_pool()->statistics();
     set(gauges.transfers_active, transfers->active());
     set(gauges.bounce_slot_bytes, pool.slot_bytes);
     set(gauges.bounce_capacity_bytes, pool.capacity_bytes);
     set(gauges.bounce_pinned_bytes, pool.pinned_bytes);
     set(gauges.bounce_used_bytes, pool.used_bytes);
-    set(gauges.bounce_waits, pool.waits);
-    set(gauges.bounce_pin_failures, pool.pin_failures);
+    set(counters_->counters().bounce_waits, pool.waits);
+    set(counters_->counters().bounce_pin_failures, pool.pin_failures);
   }
   const HostLocks::Totals locked = host_locks_->statistics();
-  set(counters_->gauges().locked_bytes, locked.bytes);
-  set(counters_->gauges().locked_ranges, locked.ranges);
-  set(counters_->gauges().request_pinned_bytes, locked.mount_bytes);
+  set(gauges.locked_bytes, locked.bytes);
+  set(gauges.locked_ranges, locked.ranges);
+  set(gauges.request_pinned_bytes, locked.mount_bytes);
   for (std::size_t index = 0; index < devices_.size(); ++index) {
     DeviceContext& device = *devices_[index];
-    observe::DeviceGauges& gauges = counters_->gauges(index);
-    set(gauges.total_bytes, device.info().total_bytes);
-    set(gauges.held_bytes, device.held_bytes());
-    set(gauges.health_error, static_cast<std::uint64_t>(device.device().health().error()));
-    set(gauges.events_existing, device.events().existing());
-    set(gauges.events_idle, device.events().idle());
-    set(gauges.streams_existing, device.streams().existing());
-    set(gauges.streams_idle, device.streams().idle());
+    observe::DeviceGauges& own = counters_->gauges(index);
+    set(own.total_bytes, device.info().total_bytes);
+    set(own.held_bytes, device.held_bytes());
+    set(own.health_error, static_cast<std::uint64_t>(device.device().health().error()));
+    set(own.events_existing, device.events().existing());
+    set(own.events_idle, device.events().idle());
+    set(own.streams_existing, device.streams().existing());
+    set(own.streams_idle, device.streams().idle());
   }
   counters_->touch();
 }

@@ -22,6 +22,9 @@ class AsyncEngine;     // async/async_engine.h
 struct AsyncOptions;   // async/async_engine.h
 struct IoOptions;      // io/io_options.h
 class TransferEngine;  // io/transfer_engine.h
+namespace fuse {
+class Mount;  // fuse/mount.h
+}
 
 class Engine {
  public:
@@ -38,8 +41,9 @@ class Engine {
 
   // The counters of all devices.
   [[nodiscard]] observe::Region& counters() const { return *counters_; }
-  // Writes the gauges beside the counters.
+  // Writes the gauges beside the counters, also those of this mount.
   void publish_gauges();
+  void publish_of(std::weak_ptr<fuse::Mount> mount);
 
   // Moves data between files and devices: made by the first call, with these options or the default ones.
   // ESHUTDOWN after close(). EBUSY: it is made already.
@@ -66,6 +70,7 @@ class Engine {
   std::mutex mutex_;  // guards all below; held while the two are made
   std::shared_ptr<TransferEngine> transfers_;
   std::shared_ptr<AsyncEngine> operations_;
+  std::weak_ptr<fuse::Mount> mount_;
   bool closed_ = false;
 };
 

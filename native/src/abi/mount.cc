@@ -27,7 +27,6 @@
 #include "fuse/mount.h"
 #include "fuse/quotas.h"
 #include "fuse/relay.h"
-#include "fuse/statistics.h"
 #include "gpufs.h"
 #include "journal/journal.h"
 #include "memory/account.h"
@@ -43,9 +42,6 @@ namespace {
 constexpr double kLongestSpin = 0.01;
 
 static_assert(static_cast<int>(fuse::AccessTimes::kNever) == GPUFS_NOATIME);
-
-// The text that the calling thread has asked for last.
-thread_local std::string last_text;
 
 // body(mount, inode), a Status; ENOENT without this inode.
 template <typename Body>
@@ -120,6 +116,7 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     Result<std::shared_ptr<Mount>> opened =
         Mount::create(std::move(device), std::move(relay), devices, std::move(chosen));
     if (!opened.ok()) return opened.status();
+    owner.value()->publish_of(opened.value());
     return give(HandleTable::instance().put<Mount>(opened.take(), engine, close_of<Mount>), mount);
   });
 }
@@ -164,14 +161,6 @@ gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
   });
 }
 
-gpufs_status gpufs_mount_statistics(gpufs_handle mount, const char** text) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
-    last_text = found.statistics();
-    *text = last_text.c_str();
-    return {};
-  });
-}
-
 gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
     const auto busiest = found.table().busiest(*count);
@@ -194,7 +183,7 @@ gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_
 
 gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
-    *count = found.table().file_count(device);
+    *count = device == GPUFS_ALL_INODES ? found.table().counts().inodes : found.table().file_count(device);
     return {};
   });
 }
@@ -221,8 +210,9 @@ gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path
   return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
     std::optional<std::string> text = found.names().path_of(inode);
     if (!text) return Status(ENOENT, "inode " + std::to_string(ino) + " has no name");
-    last_text = std::move(*text);
-    *path = last_text.c_str();
+    thread_local std::string last;
+    last = std::move(*text);
+    *path = last.c_str();
     return {};
   });
 }
@@ -308,12 +298,12 @@ gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_
   });
 }
 
-gpufs_status gpufs_quota_list(gpufs_handle mount, const char** text) {
+gpufs_status gpufs_quota_list(gpufs_handle mount, const gpufs_account** accounts, uint64_t* count) {
   return with<Mount>(mount, [&](Mount& found) -> Status {
-    fuse::JsonWriter json;
-    found.table().quotas().write(json);
-    last_text = json.finish();
-    *text = last_text.c_str();
+    thread_local std::vector<gpufs_account> last;
+    last = found.table().quotas().list();
+    *accounts = last.data();
+    *count = last.size();
     return {};
   });
 }

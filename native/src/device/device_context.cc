@@ -14,13 +14,15 @@ constexpr std::size_t kIdleStreams = 64;
 
 }  // namespace
 
-DeviceContext::DeviceContext(std::shared_ptr<Driver> driver, Device& device, std::uint64_t copy_chunk_bytes)
+DeviceContext::DeviceContext(std::shared_ptr<Driver> driver, Device& device, std::uint64_t copy_chunk_bytes,
+                             observe::DeviceCounters counters)
     : driver_(std::move(driver)),
       device_(device),
       copy_chunk_bytes_(copy_chunk_bytes),
       events_(driver_, device_, &Device::create_event, kIdleEvents),
       streams_(driver_, device_, &Device::create_stream, kIdleStreams),
       pinned_(device_),
+      counters_(std::move(counters)),
       reclaim_(device_.info().total_bytes) {}
 
 Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Driver> driver, std::size_t index,
@@ -29,8 +31,8 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
   Device& device = *driver->devices()[index];
   Result<std::shared_ptr<observe::Region>> region = observe::Region::create(1, "");
   if (!region.ok()) return region.status();
-  std::shared_ptr<DeviceContext> context(new DeviceContext(std::move(driver), device, copy_chunk_bytes));
-  context->counters_ = observe::DeviceCounters(region.take(), 0);
+  std::shared_ptr<DeviceContext> context(
+      new DeviceContext(std::move(driver), device, copy_chunk_bytes, {region.take(), 0}));
   return context;
 }
 

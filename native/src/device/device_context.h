@@ -71,7 +71,8 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] HostLocks* host_locks() const { return host_locks_.get(); }
 
  private:
-  DeviceContext(std::shared_ptr<Driver> driver, Device& device, std::uint64_t copy_chunk_bytes);
+  DeviceContext(std::shared_ptr<Driver> driver, Device& device, std::uint64_t copy_chunk_bytes,
+                observe::DeviceCounters counters);
 
   const std::shared_ptr<Driver> driver_;
   Device& device_;  // driver_'s

@@ -147,12 +147,9 @@ void BackingOperations::interrupted(std::uint64_t unique) {
 }
 
 void BackingOperations::settle(Pending& pending, const Answer& answer) {
-  count(read_bytes_, answer.read);
-  count(written_bytes_, answer.written);
-  count(copied_bytes_, answer.copied);
-  count(statistics_.read_bytes, answer.read);
-  count(statistics_.written_bytes, answer.written);
-  count(statistics_.copied_bytes, answer.copied);
+  count(counters_.backing_read_bytes, answer.read);
+  count(counters_.backing_written_bytes, answer.written);
+  count(counters_.backing_copied_bytes, answer.copied);
   if (answer.error != 0) {
     pending.responder.error(answer.error);
   } else {
@@ -165,7 +162,6 @@ void BackingOperations::settle(Pending& pending, const Answer& answer) {
 void BackingOperations::left_behind(std::size_t threads) {
   if (threads == 0) return;
   log_warning(threads, " threads hang in files of backing/ and are left behind");
-  count(left_behind_, threads);
   decltype(pending_) hanging;
   {
     const std::lock_guard lock(pending_mutex_);
@@ -177,15 +173,6 @@ void BackingOperations::left_behind(std::size_t threads) {
     const std::lock_guard lock(pending->mutex);
     if (pending->responder.pending()) pending->responder.error(ENOTCONN);
   }
-}
-
-void BackingOperations::write_statistics(JsonWriter& json) const {
-  json.number("open_files", files_.size());
-  json.number("left_behind", left_behind_);
-  json.number("read_bytes", read_bytes_);
-  json.number("written_bytes", written_bytes_);
-  json.number("copied_bytes", copied_bytes_);
-  json.number("cached_reads", cached_reads_);
 }
 
 // ---- requests ----
@@ -217,9 +204,7 @@ bool BackingOperations::read_cached(const OpenBacking& open, const fuse_read_in&
   const ssize_t got = ::preadv2(open.fd.get(), &part, 1, static_cast<off_t>(in.offset), RWF_NOWAIT);
   // A short count may mean that the rest is not cached.
   if (got < 0 || static_cast<std::size_t>(got) != memory.size()) return false;
-  count(cached_reads_);
-  count(read_bytes_, memory.size());
-  count(statistics_.read_bytes, memory.size());
+  count(counters_.backing_read_bytes, memory.size());
   responder.data({&part, 1});
   return true;
 }
@@ -341,8 +326,7 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
         const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, loss, cancellation);
         if (copied.ok()) {
           if (!load && copied.value() > 0) drop_set_id_after_copy(file, caller);
-          count(copied_bytes_, copied.value());
-          count(statistics_.copied_bytes, copied.value());
+          count(counters_.backing_copied_bytes, copied.value());
           reply_copied(reply, wide, copied.value());
           return 0;
         }

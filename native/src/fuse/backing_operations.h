@@ -18,8 +18,8 @@
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
 #include "io/transfer_engine.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
@@ -29,11 +29,11 @@ class BackingOperations {
 
   // transfers: null without an engine (tests); copies with buffers are then EXDEV, which makes the kernel copy.
   BackingOperations(InodeTable& table, std::shared_ptr<TransferEngine> transfers, LongRequests& long_requests,
-                    Statistics& statistics)
+                    observe::EngineCounters& counters)
       : table_(table),
         transfers_(std::move(transfers)),
         long_requests_(long_requests),
-        statistics_(statistics),
+        counters_(counters),
         files_(long_requests.executor()) {}
   BackingOperations(const BackingOperations&) = delete;
   BackingOperations& operator=(const BackingOperations&) = delete;
@@ -56,7 +56,6 @@ class BackingOperations {
   [[nodiscard]] BackingTable& files() { return files_; }
   // The executor has ended without so many threads, which hang in files: answers their requests.
   void left_behind(std::size_t threads);
-  void write_statistics(JsonWriter& json) const;
 
  private:
   // The result of a thread's work. It depends on nothing of this object, which may be gone by then.
@@ -96,12 +95,7 @@ class BackingOperations {
   InodeTable& table_;
   const std::shared_ptr<TransferEngine> transfers_;
   LongRequests& long_requests_;
-  Statistics& statistics_;
-  Counter read_bytes_;
-  Counter written_bytes_;
-  Counter copied_bytes_;
-  Counter cached_reads_;
-  Counter left_behind_;
+  observe::EngineCounters& counters_;
   BackingTable files_;
 
   std::mutex pending_mutex_;  // guards pending_; after a Pending's

@@ -184,7 +184,6 @@ void BufferOperations::fill_later(const File& file, const fuse_read_in& in, std:
 void BufferOperations::note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes) {
   // Before the reply: the client may ask for these numbers as soon as it has it.
   if ((in.flags & O_NOATIME) == 0) table_.was_read(inode);
-  count(statistics_.read_bytes, bytes);
   inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, bytes);
 }
 
@@ -194,7 +193,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   const auto in = request.arguments<fuse_write_in>();
   const std::span<const std::byte> data = request.message.subspan(kWriteHeaderBytes);
   if (data.size() != in.size) {
-    count(statistics_.bad_requests);
+    count(counters_.bad_requests);
     return responder.error(EINVAL);
   }
   if (!valid_range(in.offset, in.size)) return responder.error(EFBIG);
@@ -230,7 +229,6 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
 
 void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder) {
   file.inode->was_written(loss);
-  count(statistics_.written_bytes, bytes);
   file.inode->buffer()->activity().note(observe::Backend::kMount, observe::Flow::kIn, bytes);
   fuse_write_out out{};
   out.size = static_cast<std::uint32_t>(bytes);  // at most the request's 32-bit size
@@ -382,7 +380,6 @@ void BufferOperations::finish_copy(Inode& from, Inode& to, SetIdLoss loss, std::
   if (bytes == 0) return;
   table_.was_read(from);
   to.was_written(loss);
-  count(statistics_.copied_bytes, bytes);
 }
 
 }  // namespace gpufs::fuse

@@ -13,7 +13,7 @@
 #include "fuse/namespace.h"
 #include "fuse/read_ahead.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
@@ -22,13 +22,13 @@ class BufferOperations {
   using File = std::shared_ptr<OpenFile>;
 
   BufferOperations(InodeTable& table, const Namespace& names, LongRequests& long_requests, ReadAhead& read_ahead,
-                   const InitNegotiation& init, Statistics& statistics)
+                   const InitNegotiation& init, observe::EngineCounters& counters)
       : table_(table),
         names_(names),
         long_requests_(long_requests),
         read_ahead_(read_ahead),
         init_(init),
-        statistics_(statistics) {}
+        counters_(counters) {}
 
   void read(const File& file, Request& request, Responder responder);
   void write(const File& file, Request& request, Responder responder);
@@ -66,7 +66,7 @@ class BufferOperations {
   LongRequests& long_requests_;
   ReadAhead& read_ahead_;
   const InitNegotiation& init_;
-  Statistics& statistics_;
+  observe::EngineCounters& counters_;
 };
 
 }  // namespace gpufs::fuse

@@ -65,7 +65,6 @@ bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t
         state.parked.splice(state.parked.end(), mine);
         wake_for_parked(state_);
       } else {
-        ++state.submitted;
         state.queue.splice(state.queue.end(), mine);
         wake_for_queue(state_);
       }
@@ -187,10 +186,7 @@ std::size_t Executor::stop(std::chrono::milliseconds timeout) {
 
 Executor::JobCounts Executor::counts() const {
   const std::lock_guard lock(state_->mutex);
-  const auto waits_for_memory = [](const QueuedJob& entry) { return entry.lane.device >= 0; };
-  const auto parked = std::ranges::count_if(state_->parked, waits_for_memory);
-  return {state_->threads, state_->active.size(), state_->queue.size(), static_cast<std::size_t>(parked),
-          state_->submitted};
+  return {state_->active.size(), state_->queue.size()};
 }
 
 std::size_t Executor::State::limit_of(Lane::Kind kind) const {

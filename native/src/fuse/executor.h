@@ -102,11 +102,8 @@ class Executor {
   std::size_t stop(std::chrono::milliseconds timeout);
 
   struct JobCounts {
-    std::size_t threads = 0;
     std::size_t running = 0;
     std::size_t queued = 0;
-    std::size_t parked = 0;
-    std::uint64_t submitted = 0;
   };
   [[nodiscard]] JobCounts counts() const;
   [[nodiscard]] const Limits& limits() const { return state_->limits; }
@@ -155,7 +152,6 @@ class Executor {
     std::size_t idle = 0;      // of these, those that wait
     std::size_t starting = 0;  // and those that have been started and look at the queue next
     std::uint64_t resumes = 0;
-    std::uint64_t submitted = 0;
     bool stopping = false;
     bool start_failed = false;  // logged once, until a thread could be started again
 

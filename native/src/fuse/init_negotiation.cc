@@ -70,10 +70,4 @@ void InitNegotiation::restore(std::uint64_t offered, std::uint64_t granted) {
   granted_ = granted;
 }
 
-void InitNegotiation::write_statistics(JsonWriter& json) const {
-  json.number("offered", offered_);
-  json.number("granted", granted_);
-  json.boolean("direct_io", direct_io());
-}
-
 }  // namespace gpufs::fuse

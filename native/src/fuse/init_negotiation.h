@@ -10,7 +10,6 @@
 
 #include "base/status.h"
 #include "fuse/protocol.h"
-#include "fuse/statistics.h"
 
 namespace gpufs::fuse {
 
@@ -37,8 +36,6 @@ class InitNegotiation {
   // Buffers are opened for direct input and output only where such files can still be mapped.
   [[nodiscard]] bool direct_io() const { return granted(kInitDirectIoAllowMmap); }
   [[nodiscard]] bool acls() const { return granted(kInitPosixAcl); }
-
-  void write_statistics(JsonWriter& json) const;
 
  private:
   const Options options_;

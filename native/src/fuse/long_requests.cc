@@ -32,8 +32,8 @@ Result<CopyRequest> read_copy_request(const Request& request) {
 }
 
 LongRequests::LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor,
-                           Statistics& statistics, std::chrono::milliseconds timeout)
-    : devices_(devices), executor_(executor), statistics_(statistics), timeout_(timeout) {
+                           observe::EngineCounters& counters, std::chrono::milliseconds timeout)
+    : devices_(devices), executor_(executor), counters_(counters), timeout_(timeout) {
   for (const std::shared_ptr<DeviceContext>& device : devices_) {
     listeners_.push_back(
         device->reclaim().on_release([&executor, index = device->info().index] { executor.resume(index); }));

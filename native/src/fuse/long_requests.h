@@ -17,8 +17,8 @@
 #include "fuse/executor.h"
 #include "fuse/inode_table.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
 #include "memory/account.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
@@ -45,8 +45,8 @@ class LongRequests {
 
   // devices: those of the mount, which outlive this. timeout: how long a request that finds the device full waits for
   // memory of removed files to come back.
-  LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor, Statistics& statistics,
-               std::chrono::milliseconds timeout);
+  LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor,
+               observe::EngineCounters& counters, std::chrono::milliseconds timeout);
 
   [[nodiscard]] Executor& executor() const { return executor_; }
 
@@ -94,7 +94,7 @@ class LongRequests {
           const bool expected_before = reclaim.expected_bytes() > 0;  // what is released during the attempt counts
           const int error = attempt(cancellation, reply);
           if (lacks_memory(error) && !cancellation.requested() && std::chrono::steady_clock::now() < deadline) {
-            if (!std::exchange(waited, true)) count(statistics_.space_waits);
+            if (!std::exchange(waited, true)) count(counters_.memory_waits);
             if (expected_before || reclaim.expected_bytes() > 0) return deadline;
           }
           if (error != 0) {
@@ -117,7 +117,7 @@ class LongRequests {
 
   const std::vector<std::shared_ptr<DeviceContext>>& devices_;
   Executor& executor_;
-  Statistics& statistics_;
+  observe::EngineCounters& counters_;
   const std::chrono::milliseconds timeout_;
   std::vector<std::shared_ptr<void>> listeners_;  // of the devices: they wake parked requests
 };

@@ -109,23 +109,24 @@ const Mount::InodeHandler* Mount::inode_handler(std::uint32_t opcode) {
 Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
              MountOptions options)
     : ended_(std::move(ended)),
+      region_(devices.front()->counters().region()),
       executor_(limits_of(options)),
       kept_(options.kept),
       records_(std::move(options.journal)),
       table_(std::move(devices), executor_, records_, metadata_limit_of(options),
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
-      transport_(std::move(device), transport_options(options), statistics_),
-      long_requests_(table_.devices(), executor_, statistics_, options.space_timeout),
-      read_ahead_(statistics_),
-      notifier_(transport_, executor_, statistics_),
-      backing_(table_, options.transfers, long_requests_, statistics_),
+      transport_(std::move(device), transport_options(options), region_.counters()),
+      long_requests_(table_.devices(), executor_, region_.counters(), options.space_timeout),
+      read_ahead_(region_.counters()),
+      notifier_(transport_, executor_),
+      backing_(table_, options.transfers, long_requests_, region_.counters()),
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
-             {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, statistics_),
-      buffers_(table_, names_, long_requests_, read_ahead_, relay_.init(), statistics_),
+             {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, region_.counters()),
+      buffers_(table_, names_, long_requests_, read_ahead_, relay_.init(), region_.counters()),
       attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
       name_operations_(table_, names_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout,
-                       statistics_) {}
+                       region_.counters()) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
@@ -254,7 +255,6 @@ void Mount::handle(Request& request) {
   }
   if (const InodeHandler* const handler = inode_handler(opcode); handler != nullptr) {
     if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid); inode) {
-      count(statistics_.of(opcode).native);
       if (request.message.size() < sizeof(fuse_in_header) + handler->arguments) return responder.error(EINVAL);
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
@@ -267,10 +267,8 @@ void Mount::handle(Request& request) {
     case FUSE_RELEASE:
       return release(request, std::move(responder));
     case FUSE_INIT:
-      count(statistics_.of(opcode).native);
       return relay_.initialize(request, std::move(responder));
     case FUSE_IOCTL:
-      count(statistics_.of(opcode).native);
       return responder.error(ENOTTY);
     default:
       break;
@@ -284,7 +282,6 @@ void Mount::serve_file(const FileHandler& handler, Request& request, Responder r
   if (whole && !is_buffer(fh) && !is_backing(fh) && handler.control == nullptr) {
     return relay_.forward(request, std::move(responder));
   }
-  count(statistics_.of(handler.opcode).native);
   if (!whole) return responder.error(EINVAL);
   if (handler.opcode == FUSE_LSEEK) {
     const auto in = request.arguments<fuse_lseek_in>();
@@ -315,7 +312,6 @@ void Mount::lseek_control_file(Request& request, Responder responder) {
 void Mount::refuse_fallocate(Request& /*request*/, Responder responder) { responder.error(EOPNOTSUPP); }
 
 void Mount::copy_file_range(Request& request, Responder responder) {
-  count(statistics_.of(request.header.opcode).native);
   if (request.message.size() < sizeof(fuse_in_header) + sizeof(fuse_copy_file_range_in)) {
     return responder.error(EINVAL);
   }
@@ -353,64 +349,42 @@ void Mount::release(Request& request, Responder responder) {
   if (!is_buffer(in.fh) || !table_.release(in.fh).ok()) {
     return relay_.forward(request, std::move(responder));
   }
-  count(statistics_.of(FUSE_RELEASE).native);
   responder.ok();
 }
 
 void Mount::interrupt(const Request& request) {
-  count(statistics_.interrupts);
+  count(region_.counters().interrupts);
   fuse_interrupt_in in{};
   if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
-    count(statistics_.bad_requests);
+    count(region_.counters().bad_requests);
     return;
   }
   if (relay_.interrupt(in.unique)) return;
   const Executor::Cancelled outcome = executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
-  if (outcome != Executor::Cancelled::kUnknown) return count(statistics_.interrupts_cancelled);
+  if (outcome != Executor::Cancelled::kUnknown) return count(region_.counters().interrupts_cancelled);
   // Another thread may be about to submit it: on EAGAIN the kernel sends the INTERRUPT again, unless the request has
   // ended.
-  count(statistics_.interrupts_early);
+  count(region_.counters().interrupts_early);
   executor_.submit_at(std::chrono::steady_clock::now() + kInterruptPause,
                       [this, unique = request.header.unique](int refusal, Cancellation&) {
                         if (refusal == 0) static_cast<void>(transport_.send(unique, EAGAIN, {}));
                       });
 }
 
-std::string Mount::statistics() const {
-  JsonWriter json;
-  json.open("transport");
-  transport_.write_statistics(json);
-  json.close();
-  json.open("init");
-  relay_.init().write_statistics(json);
-  json.close();
-  json.open("control_plane");
-  relay_.write_statistics(json);
-  json.close();
-  json.open("pool");
-  const Executor::JobCounts jobs = executor_.counts();
-  json.number("limit", executor_.limits().buffers);
-  json.number("threads", jobs.threads);
-  json.number("running", jobs.running);
-  json.number("queued", jobs.queued);
-  json.number("waiting_for_memory", jobs.parked);
-  json.number("jobs", jobs.submitted);
-  json.close();
-  json.open("backing");
-  backing_.write_statistics(json);
-  json.close();
-  json.open("table");
+void Mount::publish_gauges() {
+  observe::EngineGauges& gauges = region_.gauges();
   const InodeTable::Counts counts = table_.counts();
-  json.number("inodes", counts.inodes);
-  json.number("open_files", counts.files);
-  json.number("orphans", counts.orphans);
-  json.number("metadata_bytes", counts.metadata_bytes);
-  json.number("metadata_limit", table_.metadata_limit());
-  json.number("orphan_bytes", counts.orphan_bytes);
-  json.close();
-  write_statistics(statistics_, json);
-  return json.finish();
+  set(gauges.inodes, counts.inodes);
+  set(gauges.open_files, counts.files);
+  set(gauges.removed_files, counts.orphans);
+  set(gauges.metadata_bytes, counts.metadata_bytes);
+  set(gauges.metadata_limit_bytes, table_.metadata_limit());
+  set(gauges.backing_open_files, backing_.files().size());
+  const Executor::JobCounts jobs = executor_.counts();
+  set(gauges.requests_running, jobs.running);
+  set(gauges.requests_queued, jobs.queued);
+  set(gauges.requests_relayed, relay_.pending());
 }
 
 }  // namespace gpufs::fuse

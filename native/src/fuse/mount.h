@@ -27,11 +27,11 @@
 #include "fuse/read_ahead.h"
 #include "fuse/relay.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
 #include "fuse/transport.h"
 #include "io/transfer_engine.h"
 #include "journal/journal.h"
 #include "memory/kept_memory.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
@@ -90,7 +90,8 @@ class Mount final : private RequestHandler {
   // Reads ahead of programs that go through mappings: as ReadAhead::start(), by the end of the first request.
   Status read_ahead(const std::string& directory, std::uint64_t piece);
   [[nodiscard]] BackingTable& backing_files() { return backing_.files(); }
-  [[nodiscard]] std::string statistics() const;
+  // Writes the gauges of the mount beside the counters of its devices.
+  void publish_gauges();
 
  private:
   struct FileHandler;
@@ -118,7 +119,7 @@ class Mount final : private RequestHandler {
 
   UniqueFd ended_;
   const std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();
-  mutable Statistics statistics_;
+  observe::Region& region_;  // of the devices
   // Each uses those above it.
   Executor executor_;
   const std::shared_ptr<KeptMemory> kept_;  // null without a keeper

@@ -104,7 +104,6 @@ bool NameOperations::serve(Request& request, Responder& responder) {
   const auto* const handler = std::ranges::find(kHandlers, opcode, &Handler::opcode);
   if (handler == std::end(kHandlers) && opcode != FUSE_OPEN) return false;
   if (crosses_to_host(request)) {
-    count(statistics_.of(opcode).native);
     responder.error(EXDEV);
     return true;
   }
@@ -113,12 +112,10 @@ bool NameOperations::serve(Request& request, Responder& responder) {
   const InodePointer inode = table_.find(request.header.nodeid);
   if (!inode) return false;
   if (const std::optional<Outcome> outcome = table_.records().done_before()) {
-    count(statistics_.of(opcode).native);
     answer_again(*outcome, request, std::move(responder));
     return true;
   }
   if (opcode == FUSE_OPEN) return open(inode, request, responder);
-  count(statistics_.of(opcode).native);
   if (request.message.size() < kBody + handler->arguments) {
     responder.error(EINVAL);
   } else {
@@ -271,7 +268,6 @@ bool NameOperations::open(const InodePointer& inode, const Request& request, Res
   if (!read_struct(request.message, kBody, &in) || !inode->buffer()) return false;
   const Result<std::uint64_t> fh = table_.open(inode, static_cast<int>(in.flags));
   if (!fh.ok()) return false;
-  count(statistics_.of(FUSE_OPEN).native);
   fuse_open_out out = opened(fh.value());
   if (read_ahead_.is_own(request.header.pid)) out.open_flags |= kOpenKeepCache;
   responder.body(out);
@@ -330,7 +326,6 @@ bool NameOperations::serve_directory(Request& request, Responder& responder) {
   const auto fh = request.arguments<std::uint64_t>();
   if (!is_directory_handle(fh)) return false;
   const std::uint32_t opcode = request.header.opcode;
-  count(statistics_.of(opcode).native);
   const std::shared_ptr<OpenDirectory> directory =
       opcode == FUSE_RELEASEDIR ? directories_.remove(fh) : directories_.find(fh);
   if (opcode == FUSE_RELEASEDIR) table_.records().remove_file(fh);
@@ -398,8 +393,7 @@ void NameOperations::forget(const Request& request) {
       if (in.count != 0) std::memcpy(all.data(), request.message.data() + kFirst, in.count * sizeof(fuse_forget_one));
     }
   }
-  if (all.empty()) return count(statistics_.bad_requests);
-  count(statistics_.of(request.header.opcode).native);
+  if (all.empty()) return count(counters_.bad_requests);
   std::erase_if(all, [this](const fuse_forget_one& one) { return table_.forget(one.nodeid, one.nlookup); });
   relay_.forget(all);
 }

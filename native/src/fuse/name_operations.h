@@ -15,7 +15,7 @@
 #include "fuse/read_ahead.h"
 #include "fuse/relay.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
@@ -23,14 +23,14 @@ class NameOperations {
  public:
   // The timeouts: how long the kernel may cache names and attributes, in seconds.
   NameOperations(InodeTable& table, Namespace& names, Relay& relay, const ReadAhead& read_ahead, double entry_timeout,
-                 double attribute_timeout, Statistics& statistics)
+                 double attribute_timeout, observe::EngineCounters& counters)
       : table_(table),
         names_(names),
         relay_(relay),
         read_ahead_(read_ahead),
         entry_validity_(Validity::of(entry_timeout)),
         attribute_validity_(Validity::of(attribute_timeout)),
-        statistics_(statistics),
+        counters_(counters),
         directories_(table.records().journal(), journal::Numbers::kDirectories) {}
 
   // Serves a request about names, or returns false: the request is another one, or about the host's files or control
@@ -79,7 +79,7 @@ class NameOperations {
   const ReadAhead& read_ahead_;
   const Validity entry_validity_;
   const Validity attribute_validity_;
-  Statistics& statistics_;
+  observe::EngineCounters& counters_;
   OpenFiles<OpenDirectory, kDirectoryHandle> directories_;
 };
 

@@ -74,7 +74,6 @@ Status Notifier::queue(std::int32_t code, std::vector<std::byte> body, std::func
 
 int Notifier::write(std::int32_t code, std::span<const std::byte> body) {
   const int error = transport_.notify(code, body);
-  count(statistics_.notifications);
   // ENOENT: the kernel has nothing cached. ENODEV: it is gone, and so is its cache.
   if (error == 0 || error == ENOENT || error == ENODEV || error == ENOTDIR || error == ENOTEMPTY) {
     return error;

@@ -15,15 +15,13 @@
 #include "base/status.h"
 #include "fuse/executor.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
 #include "fuse/transport.h"
 
 namespace gpufs::fuse {
 
 class Notifier {
  public:
-  Notifier(Transport& transport, Executor& executor, Statistics& statistics)
-      : transport_(transport), executor_(executor), statistics_(statistics) {}
+  Notifier(Transport& transport, Executor& executor) : transport_(transport), executor_(executor) {}
 
   // Content and attributes. ESHUTDOWN once the executor has stopped.
   Status invalidate_inode(std::uint64_t ino);
@@ -41,7 +39,6 @@ class Notifier {
 
   Transport& transport_;
   Executor& executor_;
-  Statistics& statistics_;
 };
 
 }  // namespace gpufs::fuse

@@ -8,12 +8,11 @@ namespace gpufs::fuse {
 
 namespace {
 
-void write_account(JsonWriter& json, const std::string& name, const Account& account) {
+gpufs_account describe(const Account& account, std::uint64_t directory, std::int32_t device, std::uint32_t uid) {
   const std::uint64_t limit = account.limit();
-  json.open(name);
-  json.number("used_bytes", account.used());
-  if (limit != Account::kNoLimit) json.number("limit_bytes", limit);
-  json.close();
+  constexpr std::int64_t kNone = GPUFS_NO_LIMIT;
+  return {directory, device, uid, account.used(),
+          limit == Account::kNoLimit ? kNone : static_cast<std::int64_t>(limit)};
 }
 
 }  // namespace
@@ -55,17 +54,15 @@ void Quotas::set_directory(std::uint64_t ino, std::shared_ptr<Account> account) 
   }
 }
 
-void Quotas::write(JsonWriter& json) const {
+std::vector<gpufs_account> Quotas::list() const {
+  std::vector<gpufs_account> accounts;
   const std::lock_guard lock(mutex_);
-  json.open("users");
   for (const auto& [key, account] : users_) {
     if (account->used() == 0 && account->limit() == Account::kNoLimit) continue;
-    write_account(json, std::to_string(key.first) + ":" + std::to_string(key.second), *account);
+    accounts.push_back(describe(*account, 0, key.first, key.second));
   }
-  json.close();
-  json.open("directories");
-  for (const auto& [ino, account] : directories_) write_account(json, std::to_string(ino), *account);
-  json.close();
+  for (const auto& [ino, account] : directories_) accounts.push_back(describe(*account, ino, -1, 0));
+  return accounts;
 }
 
 }  // namespace gpufs::fuse

@@ -9,8 +9,9 @@
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
-#include "fuse/statistics.h"
+#include "gpufs.h"
 #include "memory/account.h"
 
 namespace gpufs::fuse {
@@ -28,8 +29,8 @@ class Quotas {
   // Lists the account of a directory's inode; null: no longer.
   void set_directory(std::uint64_t ino, std::shared_ptr<Account> account);
 
-  // Accounts that are used or have a limit: "users" by "device:uid" and "directories" by inode number.
-  void write(JsonWriter& json) const;
+  // Accounts that are used or have a limit.
+  [[nodiscard]] std::vector<gpufs_account> list() const;
 
  private:
   [[nodiscard]] static bool is_plain(std::uint32_t uid);

@@ -161,7 +161,7 @@ void ReadAhead::read_windows(std::unique_lock<std::mutex>& lock, int directory) 
     lock.unlock();
     const auto bytes = static_cast<off_t>(end - start);
     (void)::posix_fadvise(file.get(), static_cast<off_t>(start), bytes, POSIX_FADV_WILLNEED);
-    count(statistics_.bytes_read_ahead, end - start);
+    count(counters_.read_ahead_bytes, end - start);
     lock.lock();
   }
 }

@@ -20,13 +20,13 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
-#include "fuse/statistics.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
 class ReadAhead {
  public:
-  explicit ReadAhead(Statistics& statistics) : statistics_(statistics) {}
+  explicit ReadAhead(observe::EngineCounters& counters) : counters_(counters) {}
   ~ReadAhead() { stop(); }
   ReadAhead(const ReadAhead&) = delete;
   ReadAhead& operator=(const ReadAhead&) = delete;
@@ -73,7 +73,7 @@ class ReadAhead {
   void read_windows(std::unique_lock<std::mutex>& lock, int directory);
   [[nodiscard]] Result<UniqueFd> open_directory() const;
 
-  Statistics& statistics_;
+  observe::EngineCounters& counters_;
   std::string directory_;
   std::uint64_t piece_ = 0;
   std::uint64_t file_system_ = 0;  // st_dev

@@ -73,7 +73,7 @@ std::size_t largest_message(int socket) {
 }
 
 Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Executor& executor,
-             const InitNegotiation::Options& init, Statistics& statistics)
+             const InitNegotiation::Options& init, observe::EngineCounters& counters)
     : socket_(std::move(socket)),
       message_limit_(largest_message(socket_.get())),
       payload_limit_(round_down(message_limit_ - kHeaderBytes, kPage)),
@@ -82,7 +82,7 @@ Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTa
       backing_files_(backing_files),
       executor_(executor),
       init_(init, static_cast<std::uint32_t>(payload_limit_)),
-      statistics_(statistics) {}
+      counters_(counters) {}
 
 Status Relay::start() {
   Result<std::thread> receiver = start_thread(
@@ -179,11 +179,10 @@ void Relay::forward(Request& request, Responder responder) {
     }
     case Admission::kTwice:
       // The reply to the first one answers it.
-      count(statistics_.bad_requests);
+      count(counters_.bad_requests);
       log_error("the kernel sent a request twice");
       return responder.abandon();
   }
-  count(statistics_.of(request.header.opcode).relayed);
   if (const int error = send(message); error != 0) {
     Responder failed = take_pending(unique);
     if (failed.pending()) failed.error(error == EPIPE || error == ECONNRESET ? ENOTCONN : EIO);
@@ -226,7 +225,6 @@ void Relay::forward_forgotten() {
 void Relay::forward_one_way(std::span<const std::byte> message) {
   fuse_in_header header{};
   if (!read_struct(message, 0, &header)) return;
-  count(statistics_.of(header.opcode).relayed);
   static_cast<void>(send(message));  // fails only when the control plane is gone, and then it is not needed
 }
 
@@ -240,7 +238,7 @@ int Relay::send(std::span<const std::byte> message) {
     if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) return errno;
     break;
   }
-  count(statistics_.relay_overflowed);
+  count(counters_.relay_overflows);
   ++overflow_;
   executor_.submit({Executor::Lane::Kind::kRelay, -1, 0}, nullptr, 0,
                    [this, copy = std::vector<std::byte>(message.begin(), message.end())](int refusal, Cancellation&) {
@@ -313,7 +311,7 @@ void Relay::receive_loop(std::span<std::byte> buffer) {
 void Relay::receive(std::span<std::byte> message, bool truncated) {
   fuse_out_header header{};
   if (!read_struct(message, 0, &header)) {
-    count(statistics_.relay_bad_replies);
+    count(counters_.relay_bad_replies);
     log_error("a message of ", message.size(), " bytes from the control plane is too short");
     return;
   }
@@ -335,13 +333,13 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
       unread_replies_.fetch_sub(1);
       return;
     }
-    count(statistics_.relay_bad_replies);
+    count(counters_.relay_bad_replies);
     log_warning("the control plane answered an unknown request");
     return;
   }
   if (truncated || header.len != message.size() || header.error > 0 || header.error < -kMaximumErrno ||
       (header.error != 0 && header.len != sizeof(header))) {
-    count(statistics_.relay_bad_replies);
+    count(counters_.relay_bad_replies);
     log_error("a reply to ", opcode_name(opcode), truncated ? " was too large for a message" : " makes no sense");
     return responder.error(EIO);
   }
@@ -372,15 +370,9 @@ void Relay::die() {
   }
 }
 
-void Relay::write_statistics(JsonWriter& json) const {
-  json.number("payload_limit", payload_limit_);
-  {
-    const std::lock_guard lock(pending_mutex_);
-    json.boolean("alive", !dead_);
-    json.number("pending", pending_.size());
-  }
-  const std::lock_guard lock(send_mutex_);
-  json.number("overflow", overflow_);
+std::size_t Relay::pending() const {
+  const std::lock_guard lock(pending_mutex_);
+  return pending_.size();
 }
 
 }  // namespace gpufs::fuse

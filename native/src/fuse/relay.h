@@ -20,8 +20,8 @@
 #include "fuse/inode_table.h"
 #include "fuse/protocol.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
 #include "fuse/transport.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
@@ -40,7 +40,7 @@ Result<RelayPair> make_relay_pair();
 class Relay {
  public:
   Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Executor& executor,
-        const InitNegotiation::Options& init, Statistics& statistics);
+        const InitNegotiation::Options& init, observe::EngineCounters& counters);
   ~Relay() { stop(); }
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
@@ -62,7 +62,8 @@ class Relay {
   [[nodiscard]] bool interrupt(std::uint64_t unique);
 
   [[nodiscard]] const InitNegotiation& init() const { return init_; }
-  void write_statistics(JsonWriter& json) const;
+  // How many requests the control plane has not answered.
+  [[nodiscard]] std::size_t pending() const;
 
  private:
   enum class Admission { kPending, kDead, kTwice };
@@ -89,7 +90,7 @@ class Relay {
   BackingTable& backing_files_;
   Executor& executor_;
   InitNegotiation init_;
-  Statistics& statistics_;
+  observe::EngineCounters& counters_;
   std::thread receiver_;  // only start() and stop() touch it
   StatxOut statx_{};      // used by the receiver alone
 

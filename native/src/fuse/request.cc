@@ -29,7 +29,7 @@ Responder::~Responder() {
     error(ENOMEM);
     return;
   }
-  count(transport_->statistics().unanswered);
+  count(transport_->counters().replies_missing);
   log_error("a request (", opcode_name(opcode_), ") was left without a reply; answering EIO");
   error(EIO);
 }
@@ -49,16 +49,14 @@ void Responder::data(std::span<const std::byte> body) {
 void Responder::deliver(int error, std::span<const iovec> body) {
   Transport* transport = std::exchange(transport_, nullptr);
   if (transport == nullptr) return;
-  Statistics& statistics = transport->statistics();
-  if (error != 0) count(statistics.of(opcode_).errors);
   const int outcome = transport->send(unique_, error, body);
   if (outcome == 0 || outcome == ENODEV) return;
   if (outcome == ENOENT) {  // the connection was aborted, or the kernel has ended the request itself
-    count(statistics.lost_replies);
+    count(transport->counters().replies_lost);
     return;
   }
   // The kernel rejected the reply (or had no memory for it), and its client still waits for one.
-  count(statistics.rejected_replies);
+  count(transport->counters().replies_rejected);
   log_warning("the kernel refused a reply to ", opcode_name(opcode_), " (errno ", outcome, "); answering EIO");
   if (error == 0) static_cast<void>(transport->send(unique_, EIO, {}));
 }

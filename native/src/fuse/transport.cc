@@ -66,13 +66,13 @@ void accept_kicks() {
 
 }  // namespace
 
-Transport::Transport(UniqueFd device, const TransportOptions& options, Statistics& statistics)
+Transport::Transport(UniqueFd device, const TransportOptions& options, observe::EngineCounters& counters)
     : device_(std::move(device)),
       reader_limit_(choose_readers(options.reader_threads)),
       payload_bytes_(options.payload_bytes),
       spin_(usable_cpus(-1) > 1 ? options.spin : std::chrono::nanoseconds{0}),
       locks_(options.locks),
-      statistics_(statistics) {
+      counters_(counters) {
   readers_.reserve(reader_limit_);
   parked_.reserve(reader_limit_);
 }
@@ -212,7 +212,7 @@ ssize_t Transport::wait_and_read(Reader& reader, std::span<std::byte> memory) {
 }
 
 void Transport::spin_for_request(std::chrono::steady_clock::time_point until) {
-  count(statistics_.spins);
+  count(counters_.reader_spins);
   while (!stopping_.load(std::memory_order_relaxed) && sleeping_.load(std::memory_order_relaxed) == 0) {
     pollfd device{device_.get(), POLLIN, 0};
     if (::poll(&device, 1, 0) != 0 || std::chrono::steady_clock::now() >= until) return;
@@ -239,7 +239,7 @@ void Transport::serve(Reader& reader, const PayloadMemory& memory, std::size_t b
   request.message = memory.message().first(bytes);
   request.payload = memory.payload();
   if (!read_struct(request.message, 0, &request.header) || request.header.len != bytes) {
-    count(statistics_.bad_requests);
+    count(counters_.bad_requests);
     log_error("a message of ", bytes, " bytes from the kernel has a wrong length");
     if (bytes >= sizeof(fuse_in_header)) static_cast<void>(send(request.header.unique, EIO, {}));
   } else {
@@ -356,18 +356,6 @@ int Transport::write_message(std::uint64_t unique, std::int32_t error, std::span
     if (errno == EINTR) continue;
     return errno == EPIPE || errno == ECONNABORTED ? ENODEV : errno;
   }
-}
-
-void Transport::write_statistics(JsonWriter& json) const {
-  json.number("readers_limit", reader_limit_);
-  json.number("payload_bytes", payload_bytes_);
-  json.number("readers_allowed", allowed_.load());
-  {
-    const std::lock_guard lock(mutex_);
-    json.number("readers_started", readers_.size());
-    json.number("readers_active", active_);
-  }
-  json.number("spins", statistics_.spins);
 }
 
 }  // namespace gpufs::fuse

@@ -33,7 +33,7 @@
 #include "base/unique_fd.h"
 #include "fuse/payload_memory.h"
 #include "fuse/request.h"
-#include "fuse/statistics.h"
+#include "observe/counters.h"
 
 namespace gpufs::fuse {
 
@@ -56,7 +56,7 @@ class RequestHandler {
 
 class Transport {
  public:
-  Transport(UniqueFd device, const TransportOptions& options, Statistics& statistics);
+  Transport(UniqueFd device, const TransportOptions& options, observe::EngineCounters& counters);
   ~Transport() { stop(); }
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
@@ -74,8 +74,7 @@ class Transport {
   // One notification; may block as long as the kernel likes, so only the notification lane calls it.
   int notify(std::int32_t code, std::span<const std::byte> body);
 
-  [[nodiscard]] Statistics& statistics() const { return statistics_; }
-  void write_statistics(JsonWriter& json) const;
+  [[nodiscard]] observe::EngineCounters& counters() const { return counters_; }
 
  private:
   static constexpr unsigned kLongWaits = 2;  // in a row: a reader no longer spins
@@ -112,7 +111,7 @@ class Transport {
   const std::size_t payload_bytes_;
   const std::chrono::nanoseconds spin_;
   const std::shared_ptr<HostLocks> locks_;
-  Statistics& statistics_;
+  observe::EngineCounters& counters_;
   RequestHandler* handler_ = nullptr;  // constant once start() has been called
 
   std::atomic<bool> stopping_{false};

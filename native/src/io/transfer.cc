@@ -50,7 +50,7 @@ TransferFacts facts_of(const TransferRequest& request) {
   return {request,
           device,
           counters,
-          counters.region()->details(counters.device(), flow),
+          counters.region().details(counters.device(), flow),
           flow,
           request.trace_id != 0 ? request.trace_id : observe::trace::next_id(),
           observe::trace::on() ? observe::trace::name_of_file(request.file->buffered_fd()) : 0};

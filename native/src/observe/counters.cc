@@ -64,6 +64,7 @@ Status Region::map(UniqueFd file) {
     return offset;
   };
   const std::size_t gauges = place(sizeof(EngineGauges));
+  const std::size_t counters = place(sizeof(EngineCounters));
   const std::size_t device_gauges = place(devices_ * sizeof(DeviceGauges));
   const std::size_t details = place(devices_ * kFlowCount * sizeof(TransferDetails));
   const std::size_t blocks = place(stripes_ * devices_ * kBackendCount * kFlowCount * sizeof(Block), alignof(Block));
@@ -88,6 +89,7 @@ Status Region::map(UniqueFd file) {
   auto* const start = static_cast<std::byte*>(base);
   header_ = std::launder(reinterpret_cast<Header*>(start));
   gauges_ = std::launder(reinterpret_cast<EngineGauges*>(start + gauges));
+  counters_ = std::launder(reinterpret_cast<EngineCounters*>(start + counters));
   device_gauges_ = std::launder(reinterpret_cast<DeviceGauges*>(start + device_gauges));
   details_ = std::launder(reinterpret_cast<TransferDetails*>(start + details));
   blocks_ = std::launder(reinterpret_cast<Block*>(start + blocks));
@@ -99,15 +101,14 @@ Status Region::map(UniqueFd file) {
   header_->stripes = static_cast<std::uint32_t>(stripes_);
   header_->backends = kBackendCount;
   header_->flows = kFlowCount;
-  header_->block_bytes = sizeof(Block);
   header_->buckets = kBuckets;
   header_->reasons = kReasons;
   header_->process = static_cast<std::uint32_t>(::getpid());
-  header_->engine_gauges_offset = gauges;
+  header_->gauges_offset = gauges;
+  header_->counters_offset = counters;
   header_->device_gauges_offset = device_gauges;
   header_->details_offset = details;
   header_->blocks_offset = blocks;
-  header_->engine_gauges_bytes = sizeof(EngineGauges);
   header_->device_gauges_bytes = sizeof(DeviceGauges);
   header_->details_bytes = sizeof(TransferDetails);
   header_->created = wall_clock_ns();
@@ -118,22 +119,6 @@ Status Region::map(UniqueFd file) {
 
 Region::~Region() {
   if (base_ != nullptr) ::munmap(base_, bytes_);
-}
-
-std::uint64_t Region::sum(std::size_t device, Backend backend, Flow flow, Counter Block::*member) const {
-  std::uint64_t total = 0;
-  for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
-    total += (block_of(stripe, device, backend, flow).*member).load(std::memory_order_relaxed);
-  }
-  return total;
-}
-
-std::uint64_t Region::refusals(std::size_t device, Backend backend, Flow flow, std::size_t bit) const {
-  std::uint64_t total = 0;
-  for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
-    total += block_of(stripe, device, backend, flow).refusals[bit].load(std::memory_order_relaxed);
-  }
-  return total;
 }
 
 Status Region::describe(std::string_view json) {
@@ -148,7 +133,7 @@ Status Region::describe(std::string_view json) {
 void Region::touch() { header_->updated.store(wall_clock_ns(), std::memory_order_relaxed); }
 
 void DeviceCounters::refuse(Backend backend, Flow flow, std::uint32_t reasons) const {
-  if (!region_ || reasons == 0) return;
+  if (reasons == 0) return;
   Block& block = region_->block(device_, backend, flow);
   for (std::size_t bit = 0; bit < kReasons; ++bit) {
     if ((reasons >> bit & 1U) != 0) count(block.refusals[bit]);

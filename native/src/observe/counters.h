@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,6 +24,7 @@ namespace gpufs {
 using Counter = std::atomic<std::uint64_t>;
 static_assert(Counter::is_always_lock_free && sizeof(Counter) == 8);
 inline void count(Counter& counter, std::uint64_t amount = 1) { counter.fetch_add(amount, std::memory_order_relaxed); }
+inline void set(Counter& gauge, std::uint64_t value) { gauge.store(value, std::memory_order_relaxed); }
 
 }  // namespace gpufs
 
@@ -69,25 +71,51 @@ struct alignas(64) TransferDetails {
   Counter buffered_bytes;  // through the page cache
   Counter direct_bytes;    // by O_DIRECT
   Counter hole_bytes;      // not one of the parts: holes of the source, never read
-  std::array<Counter, 10> reserved;
 };
-static_assert(sizeof(TransferDetails) == 128);
 
-// Gauges, written from time to time.
+// Gauges, written from time to time. gpufs/statistics/_format.py says what each of them and of the counters is.
 struct alignas(64) EngineGauges {
   Counter transfers_active;
   Counter bounce_slot_bytes;
   Counter bounce_capacity_bytes;
   Counter bounce_pinned_bytes;
   Counter bounce_used_bytes;
-  Counter bounce_waits;
-  Counter bounce_pin_failures;
   Counter request_pinned_bytes;  // of the mount's own request memory
   Counter locked_bytes;          // host memory that programs or transfers locked
   Counter locked_ranges;
-  std::array<Counter, 22> reserved;
+  // Of the mount.
+  Counter inodes;
+  Counter open_files;
+  Counter removed_files;
+  Counter metadata_bytes;
+  Counter metadata_limit_bytes;
+  Counter backing_open_files;
+  Counter requests_running;
+  Counter requests_queued;
+  Counter requests_relayed;
 };
-static_assert(sizeof(EngineGauges) == 256);
+
+// What is not of a device. Too rare to be striped.
+struct alignas(64) EngineCounters {
+  Counter bounce_waits;  // this and the next are written with the gauges
+  Counter bounce_pin_failures;
+  // Of the mount.
+  Counter read_ahead_bytes;
+  Counter backing_read_bytes;
+  Counter backing_written_bytes;
+  Counter backing_copied_bytes;
+  Counter interrupts;
+  Counter interrupts_cancelled;
+  Counter interrupts_early;
+  Counter memory_waits;
+  Counter reader_spins;
+  Counter replies_lost;
+  Counter replies_rejected;
+  Counter replies_missing;
+  Counter bad_requests;
+  Counter relay_overflows;
+  Counter relay_bad_replies;
+};
 
 struct alignas(64) DeviceGauges {
   Counter total_bytes;
@@ -97,13 +125,11 @@ struct alignas(64) DeviceGauges {
   Counter events_idle;
   Counter streams_existing;
   Counter streams_idle;
-  std::array<Counter, 9> reserved;
 };
-static_assert(sizeof(DeviceGauges) == 128);
 
 inline constexpr std::size_t kHeaderBytes = 4096;
 inline constexpr std::size_t kTextBytes = kHeaderBytes - 256;
-inline constexpr std::uint32_t kFormatVersion = 2;
+inline constexpr std::uint32_t kFormatVersion = 3;
 
 struct Header {
   std::array<char, 8> magic;  // "GPUFSTAT"
@@ -114,20 +140,19 @@ struct Header {
   std::uint32_t stripes;
   std::uint32_t backends;
   std::uint32_t flows;
-  std::uint32_t block_bytes;
   std::uint32_t buckets;
   std::uint32_t reasons;
   std::uint32_t process;  // its number
-  std::uint64_t engine_gauges_offset;
-  std::uint64_t device_gauges_offset;  // one for each device
-  std::uint64_t details_offset;        // [device][flow]
-  std::uint64_t blocks_offset;         // [stripe][device][backend][flow]
-  std::uint32_t engine_gauges_bytes;
   std::uint32_t device_gauges_bytes;
   std::uint32_t details_bytes;
   std::atomic<std::uint32_t> text_bytes;
-  std::uint64_t created;  // nanoseconds since 1970, as below
-  Counter updated;        // when the gauges were written: the process was alive then
+  std::uint64_t gauges_offset;
+  std::uint64_t counters_offset;
+  std::uint64_t device_gauges_offset;  // one for each device
+  std::uint64_t details_offset;        // [device][flow]
+  std::uint64_t blocks_offset;         // [stripe][device][backend][flow]
+  std::uint64_t created;               // nanoseconds since 1970, as below
+  Counter updated;                     // when the gauges were written: the process was alive then
   std::array<std::byte, 256 - 120> reserved;
   std::array<char, kTextBytes> text;  // JSON that describes the counters
 };
@@ -150,19 +175,25 @@ class Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  [[nodiscard]] std::size_t devices() const { return devices_; }
   // In the calling thread's stripe.
   [[nodiscard]] Block& block(std::size_t device, Backend backend, Flow flow) {
     return block_of(thread_number() & (stripes_ - 1), device, backend, flow);
   }
-  // Over all stripes.
-  [[nodiscard]] std::uint64_t sum(std::size_t device, Backend backend, Flow flow, Counter Block::*member) const;
-  [[nodiscard]] std::uint64_t refusals(std::size_t device, Backend backend, Flow flow, std::size_t bit) const;
+  // Over all stripes. select: a member of Block, or a function that reads a counter of it.
+  template <typename Select>
+  [[nodiscard]] std::uint64_t sum(std::size_t device, Backend backend, Flow flow, Select select) const {
+    std::uint64_t total = 0;
+    for (std::size_t stripe = 0; stripe < stripes_; ++stripe) {
+      total += std::invoke(select, block_of(stripe, device, backend, flow));
+    }
+    return total;
+  }
 
   [[nodiscard]] TransferDetails& details(std::size_t device, Flow flow) {
     return details_[device * kFlowCount + static_cast<std::size_t>(flow)];
   }
   [[nodiscard]] EngineGauges& gauges() { return *gauges_; }
+  [[nodiscard]] EngineCounters& counters() { return *counters_; }
   [[nodiscard]] DeviceGauges& gauges(std::size_t device) { return device_gauges_[device]; }
 
   // Stores a description of the counters. EFBIG beyond kTextBytes.
@@ -189,28 +220,25 @@ class Region {
   std::size_t bytes_ = 0;
   Header* header_ = nullptr;  // this and the others point into the mapping
   EngineGauges* gauges_ = nullptr;
+  EngineCounters* counters_ = nullptr;
   DeviceGauges* device_gauges_ = nullptr;
   TransferDetails* details_ = nullptr;
   Block* blocks_ = nullptr;
   std::mutex text_mutex_;  // guards the header's text against two writers
 };
 
-// One device's part of a region. Cheap to copy. Counts nothing if it is empty.
+// One device's part of a region. Cheap to copy.
 class DeviceCounters {
  public:
-  DeviceCounters() = default;
   DeviceCounters(std::shared_ptr<Region> region, std::size_t device) : region_(std::move(region)), device_(device) {}
 
-  void begin(Backend backend, Flow flow) const {
-    if (region_) count(region_->block(device_, backend, flow).started);
-  }
+  void begin(Backend backend, Flow flow) const { count(region_->block(device_, backend, flow).started); }
   // Counts bytes of an operation that has not ended, so that rates follow it. end() gets them as `counted`.
   void advance(Backend backend, Flow flow, std::uint64_t bytes) const {
-    if (region_) count(region_->block(device_, backend, flow).bytes, bytes);
+    count(region_->block(device_, backend, flow).bytes, bytes);
   }
   void end(Backend backend, Flow flow, std::uint64_t bytes, bool failed, std::uint64_t nanoseconds,
            std::uint64_t counted = 0) const {
-    if (!region_) return;
     Block& block = region_->block(device_, backend, flow);
     count(block.ended);
     if (failed) count(block.errors);
@@ -221,16 +249,16 @@ class DeviceCounters {
   }
   // Undoes begin().
   void forget(Backend backend, Flow flow) const {
-    if (region_) region_->block(device_, backend, flow).started.fetch_sub(1, std::memory_order_relaxed);
+    region_->block(device_, backend, flow).started.fetch_sub(1, std::memory_order_relaxed);
   }
   // Counts each reason, a set bit, once.
   void refuse(Backend backend, Flow flow, std::uint32_t reasons) const;
-  [[nodiscard]] Region* region() const { return region_.get(); }
+  [[nodiscard]] Region& region() const { return *region_; }
   [[nodiscard]] std::size_t device() const { return device_; }
 
  private:
   std::shared_ptr<Region> region_;
-  std::size_t device_ = 0;
+  std::size_t device_;
 };
 
 // Counts an operation that lasts as long as the object. It has failed unless done() was called.
