@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import gpufs
-from support.processes import has_ended, wait_until
+from support.processes import has_ended, stop_process, wait_until
 from support.watchdog import mounted_at
 
 from gpufs import cli, launching
@@ -93,7 +93,7 @@ def test_a_dead_mount_is_listed_and_can_be_unmounted(mountpoint: Path) -> None:
 
 def test_a_hanging_mount_does_not_block_commands(mountpoint: Path) -> None:
     pid = mount_it(mountpoint)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         done = gpufs("status", "--json", "--status-timeout", "500ms")
         (status,) = [s for s in json.loads(done.stdout) if s["mountpoint"] == str(mountpoint)]

@@ -20,7 +20,7 @@ from typing import Any
 from gpufs.mounting import mounts
 from support import watchdog
 from support.data import GIB, MIB
-from support.processes import NOBODY, PATIENCE, PATIENT, SESSION_VARIABLE, wait_until
+from support.processes import NOBODY, PATIENCE, PATIENT, SESSION_VARIABLE, stop_process, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREFIX = "gpufs-tests-"
@@ -260,7 +260,11 @@ class GpufsMount:
             self.rescue()
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        """Send a signal to the daemon. After SIGSTOP it takes no request any more."""
+        if number == signal.SIGSTOP:
+            stop_process(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def __enter__(self) -> GpufsMount:
         return self

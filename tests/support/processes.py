@@ -254,3 +254,14 @@ def keepers_of(mountpoint: Path) -> list[int]:
             if words[0].endswith(b"/gpufs-keeper") and words[1] == os.fsencode(mountpoint):
                 found.append(int(folder.name))
     return found
+
+
+def stop_process(process: int) -> None:
+    """Stop a process, and wait for each of its threads: a daemon's could still take a request that nobody answers."""
+    os.kill(process, signal.SIGSTOP)
+    threads = [Path(f"/proc/{process}/task/{thread}/stat") for thread in os.listdir(f"/proc/{process}/task")]
+
+    def stopped() -> bool:
+        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+    wait_until(stopped, PATIENCE, "the process to stop")
