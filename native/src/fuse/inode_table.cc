@@ -479,7 +479,7 @@ Status InodeTable::restore() {
   }
   std::vector<InodeRecord> inodes = records_.inodes();
   // First all slots: the slabs must know which are free.
-  std::map<std::int32_t, std::pair<std::uint64_t, std::vector<Extent>>> slots;  // and their memory, by device
+  std::map<std::int32_t, std::pair<std::uint64_t, Extents>> slots;  // and their memory, by device
   for (const InodeRecord& inode : inodes) {
     if (!inode.contents || inode.contents->slot.bytes == 0) continue;
     slots[inode.attributes.device].first = inode.contents->memory;

@@ -18,14 +18,6 @@ constexpr std::uint64_t kLargestStep = std::uint64_t{1} << 30;
 // What a failed load leaves above the buffer's size may share a piece of memory with what others use.
 constexpr std::chrono::milliseconds kTrimPatience{10};
 
-std::uint64_t end_of(const HoleRange& hole) { return hole.offset + hole.bytes; }
-
-// The first hole that ends above `offset`.
-auto hole_above(const std::vector<HoleRange>& holes, std::uint64_t offset) {
-  return std::partition_point(holes.begin(), holes.end(),
-                              [&](const HoleRange& hole) { return end_of(hole) <= offset; });
-}
-
 }  // namespace
 
 TargetMemory::AccessGuard TargetMemory::access() {
@@ -48,13 +40,13 @@ void TargetMemory::expect(std::uint64_t bytes) {
   growing_->expect(offset_ + bytes);
 }
 
-Status TargetMemory::punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled) {
+Status TargetMemory::punch(Extents holes, const std::atomic<bool>& cancelled) {
   holes_ = std::move(holes);
   Buffer& buffer = *growing_;
-  for (const HoleRange& hole : holes_) {
+  for (const Extent& hole : holes_) {
     if (cancelled) return Status(ECANCELED, "cancelled");
     const std::uint64_t start = offset_ + hole.offset;
-    const std::uint64_t end = std::min(offset_ + end_of(hole), buffer.size());
+    const std::uint64_t end = std::min(offset_ + hole.end(), buffer.size());
     if (start >= end) continue;
     const Result<std::uint64_t> data = buffer.seek_data(start);
     if (!data.ok() || data.value() >= end) continue;
@@ -120,16 +112,8 @@ Status TargetMemory::allocate_on(std::unique_lock<std::mutex>& lock, std::uint64
 
 // Holes get no memory.
 Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
-  auto hole = hole_above(holes_, start);
-  while (start < end) {
-    const std::uint64_t run_end = hole == holes_.end() ? end : std::min(end, hole->offset);
-    if (start < run_end) {
-      Status status = growing_->populate(offset_ + start, run_end - start);
-      if (!status.ok()) return status;
-    }
-    if (hole == holes_.end()) break;
-    start = end_of(*hole);
-    ++hole;
+  for (const Extent& data : holes(holes_, start, end)) {  // what is between the file's holes
+    if (Status status = growing_->populate(offset_ + data.offset, data.bytes); !status.ok()) return status;
   }
   return {};
 }

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "base/extents.h"
 #include "base/status.h"
 #include "drivers/driver.h"
 #include "memory/account.h"
@@ -28,15 +29,12 @@
 
 namespace gpufs {
 
-// Memory that exists: [offset, offset + bytes), whole granules.
-using Extent = MemorySpan;
-
 // What another process needs to have the same contents: memory that a MemoryKeeper keeps.
 struct KeptContents {
   std::uint64_t size = 0;
-  std::uint64_t memory = 0;     // its number; 0: none
-  Extent slot;                  // of a small file, in that memory; no bytes for others
-  std::vector<Extent> extents;  // of others
+  std::uint64_t memory = 0;  // its number; 0: none
+  Extent slot;               // of a small file, in that memory; no bytes for others
+  Extents extents;           // of others: whole granules
 };
 
 class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer> {

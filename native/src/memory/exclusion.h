@@ -52,10 +52,10 @@ class ExtentBuffer::Exclusion {
     std::uint64_t start = kNoLimit;
     std::uint64_t end = 0;
     for (const Extent& extent : removed) {
-      const MemorySpan span = buffer_.memory_->release_span(extent.offset, extent.bytes);
-      moves = moves || span.offset < extent.offset || span.offset + span.bytes > extent.offset + extent.bytes;
+      const Extent span = buffer_.memory_->release_span(extent.offset, extent.bytes);
+      moves = moves || span.offset < extent.offset || span.end() > extent.end();
       start = std::min(start, span.offset);
-      end = std::max(end, span.offset + span.bytes);
+      end = std::max(end, span.end());
     }
     if (!moves) return false;
     begun_ = true;

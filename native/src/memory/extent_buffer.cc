@@ -110,9 +110,9 @@ Buffer::Pin ExtentBuffer::pin(ReadPin held) {
     const bool hole = extent == snapshot.extents.end() || extent->offset > offset;
     std::uint64_t stop = held.end;
     if (extent != snapshot.extents.end()) {
-      stop = std::min(held.end, hole ? extent->offset : extent->offset + extent->bytes);
+      stop = std::min(held.end, hole ? extent->offset : extent->end());
     }
-    pin.pieces.push_back({hole ? 0 : snapshot.base + offset, offset, stop - offset});
+    pin.pieces.push_back({Extent::between(offset, stop), hole ? 0 : snapshot.base + offset});
     if (!hole) ++extent;
     offset = stop;
   }
@@ -199,7 +199,7 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   if (bytes != 0) {
     status = acquire_write(offset, end, &kept->held, {.wait = wait});
     if (!status.ok()) return status;
-    pin.pieces.push_back({kept->held.address(), offset, bytes});
+    pin.pieces.push_back({{offset, bytes}, kept->held.address()});
   }
   return pin;
 }
@@ -243,7 +243,7 @@ Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte
       at = hole_end;
     }
     if (last) break;
-    const std::uint64_t bytes = std::min(held.end, extent->offset + extent->bytes) - at;
+    const std::uint64_t bytes = std::min(held.end, extent->end()) - at;
     Status status = context_->device().copy_out(out, held.snapshot->base + at, bytes);
     if (!status.ok()) return status;
     out += bytes;
@@ -320,7 +320,7 @@ Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
   const auto extent = first_above(all.snapshot->extents, offset);
   if (extent == all.snapshot->extents.end() || extent->offset > offset) return offset;
-  return std::min(extent->offset + extent->bytes, all.end);  // the end of a file is a hole
+  return std::min(extent->end(), all.end);  // the end of a file is a hole
 }
 
 }  // namespace gpufs

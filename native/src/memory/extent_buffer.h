@@ -27,7 +27,6 @@
 
 #include "device/device_context.h"
 #include "memory/buffer.h"
-#include "memory/extents.h"
 #include "memory/slab_pool.h"
 
 namespace gpufs {

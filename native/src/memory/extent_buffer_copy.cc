@@ -170,7 +170,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
 Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end, Wait wait) {
   for (const Extent& extent : inside(current()->extents, offset, end)) {
     WritePin target;
-    Status status = acquire_write(extent.offset, extent.offset + extent.bytes, &target, {.wait = wait});
+    Status status = acquire_write(extent.offset, extent.end(), &target, {.wait = wait});
     if (status.ok()) status = context_->device().zero(target.address(), extent.bytes);
     if (!status.ok()) return status;
   }

@@ -369,7 +369,7 @@ Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool 
     const Extents existing = inside(current()->extents, offset, end);
     Status zeroed = ensure(offset, end, {});
     for (const Extent& extent : existing) {
-      if (zeroed.ok()) zeroed = zero_existing(extent.offset, extent.offset + extent.bytes);
+      if (zeroed.ok()) zeroed = zero_existing(extent.offset, extent.end());
     }
     if (zeroed.ok()) keep_size ? add_fallocated(offset, end) : publish(end);
     return zeroed;

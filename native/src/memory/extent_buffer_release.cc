@@ -245,7 +245,7 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
     for (const WritePin* writer : writers_) regions = without(regions, writer->offset_, writer->end_);
   }
   for (const Extent& region : regions) {
-    if (status.ok()) status = zero_existing(region.offset, region.offset + region.bytes);
+    if (status.ok()) status = zero_existing(region.offset, region.end());
   }
   return status;
 }

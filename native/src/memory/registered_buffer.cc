@@ -134,11 +134,11 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::ui
   const std::uint64_t end = offset + std::min(bytes, bytes_ - std::min(offset, bytes_));
   while (offset < end) {
     const std::uint64_t data = std::min(use->memory().next_data(offset), end);
-    if (data > offset) pin.pieces.push_back({0, offset, data - offset});
+    if (data > offset) pin.pieces.push_back({Extent::between(offset, data), 0});
     if (data == end) break;
     // At least a byte: the memory may be taken away between the two calls.
     offset = std::clamp(use->memory().next_hole(data), data + 1, end);
-    pin.pieces.push_back({use->address() + data, data, offset - data});
+    pin.pieces.push_back({Extent::between(data, offset), use->address() + data});
   }
   return pin;
 }
@@ -150,7 +150,7 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::u
   if (status.error() == EFBIG) status = fixed_size();
   if (!status.ok()) return status;
   Pin pin{{}, use};
-  if (bytes != 0) pin.pieces.push_back({use->address() + offset, offset, bytes});
+  if (bytes != 0) pin.pieces.push_back({{offset, bytes}, use->address() + offset});
   return pin;
 }
 
