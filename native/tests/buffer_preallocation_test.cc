@@ -26,8 +26,7 @@ class BufferPreallocationTest : public BufferFixture {
 
   // A file of `granules` that was written from the start in pieces of 1 MiB and has preallocated memory.
   std::shared_ptr<Buffer> grown(std::uint64_t granules) {
-    const std::shared_ptr<Buffer> buffer = make();
-    buffer->preallocate_on_growth();
+    const std::shared_ptr<Buffer> buffer = make(0, /*preallocates=*/true);
     grow(*buffer, granules);
     return buffer;
   }
@@ -282,7 +281,7 @@ TEST_F(BufferPreallocationTest, MemoryOfALoadStaysUntilItEnds) {
   start(64 * kMiB);
   const auto buffer = make();
   {
-    const std::shared_ptr<void> loading = buffer->keep_unpublished();
+    const auto loading = buffer->claim({0, 10 * kGranule});
     ASSERT_TRUE(buffer->populate(0, 10 * kGranule).ok());
     EXPECT_TRUE(buffer->trim(kNoPatience));
     EXPECT_EQ(buffer->bytes_held(), 10 * kGranule);
@@ -303,8 +302,7 @@ TEST_F(BufferPreallocationTest, ManyFilesGrowOnAFullDevice) {
     threads.emplace_back([&, index] {
       std::mt19937 random(index);
       for (int round = 0; round < 3; ++round) {
-        const auto buffer = make();
-        buffer->preallocate_on_growth();
+        const auto buffer = make(0, /*preallocates=*/true);
         for (std::uint64_t at = 0; at < 48 * kMiB; at += kMiB) {
           const Result<std::size_t> count = buffer->write(at, block(at));
           if (!count.ok()) {

@@ -32,12 +32,9 @@ void TargetMemory::EndAccess::operator()(TargetMemory* memory) const {
   --memory->accesses_;
 }
 
-void TargetMemory::expect(std::uint64_t bytes) {
+void TargetMemory::claim(std::uint64_t bytes) {
   total_ = bytes;
-  if (growing_ == nullptr) return;
-  noted_shrinks_ = growing_->shrinks();
-  kept_ = growing_->keep_unpublished();
-  growing_->expect(offset_ + bytes);
+  if (growing_ != nullptr) claim_ = growing_->claim({offset_, bytes});
 }
 
 Status TargetMemory::punch(Extents holes, const std::atomic<bool>& cancelled) {
@@ -141,9 +138,9 @@ Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
     const std::lock_guard lock(mutex_);
     touched = std::max(touched, allocated_end_);
   }
-  const bool published = reached == 0 || buffer.publish_since(offset_ + reached, noted_shrinks_);
+  const bool published = reached == 0 || buffer.publish(offset_ + reached, claim_.get());
   const std::uint64_t kept = published ? reached : 0;
-  kept_.reset();
+  claim_.reset();
   (void)buffer.trim(kTrimPatience);
   if (touched <= kept) return {};
   return buffer.discard_above_size(offset_ + kept, touched - kept);
@@ -162,13 +159,13 @@ bool TargetMemory::in_use() const {
 }
 
 void TargetMemory::release() {
-  std::shared_ptr<TransferTarget> dropped;  // destroyed without the lock
-  std::shared_ptr<void> kept;               // so is this
+  std::shared_ptr<TransferTarget> dropped;     // destroyed without the lock
+  std::shared_ptr<const Buffer::Claim> claim;  // so is this
   const std::lock_guard lock(mutex_);
   closed_ = true;
   if (accesses_ > 0) return;
   dropped = std::move(target_);
-  kept = std::move(kept_);
+  claim = std::move(claim_);
 }
 
 void TargetMemory::note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const {

@@ -259,7 +259,7 @@ Result<std::uint64_t> Transfer::total_bytes(std::uint64_t file_size) {
   if (total > kLargestOffset - request().file_offset) {
     return Status(EFBIG, "the range ends beyond the largest file offset");
   }
-  if (load()) memory_.expect(total);
+  if (load()) memory_.claim(total);
   return total;
 }
 

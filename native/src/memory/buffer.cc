@@ -15,12 +15,12 @@
 
 namespace gpufs {
 
-Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device) {
-  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
+Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device, bool preallocates) {
+  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device), preallocates));
 }
 
 Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents) {
-  auto buffer = std::make_shared<ExtentBuffer>(std::move(device));
+  auto buffer = std::make_shared<ExtentBuffer>(std::move(device), /*preallocates=*/true);
   if (Status restored = buffer->restore(contents); !restored.ok()) return restored;
   return std::shared_ptr<Buffer>(std::move(buffer));
 }

@@ -42,37 +42,37 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // The largest size of a buffer in bytes (sparse), a multiple of the page size; resize() beyond it is EFBIG.
   static constexpr std::uint64_t kMaximumBytes = std::uint64_t{1} << 46;
 
-  static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device);
-  // With the contents of a buffer of the last process. Those in slots: after SlabPool::restore().
+  // preallocates: write() takes more memory than it needs when the buffer grows, where that saves time. Only for owners
+  // that call trim() when the last writer is done.
+  static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device, bool preallocates = false);
+  // With the contents of a buffer of the last process; it preallocates. Those in slots: after SlabPool::restore().
   static Result<std::shared_ptr<Buffer>> restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents);
 
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
 
-  // Memory above the size. A buffer that grows by write() preallocates some, if preallocate_on_growth() was called:
-  // only for buffers whose owner calls trim() when the last writer is done. Pins for writing and populate() leave some
-  // behind, too, if what they were for fails. trim() releases all of it, except what fallocate() asked for, what
-  // writers use at the moment, and all of it while a keep_unpublished() lives. So do resize() to the same or a smaller
-  // size, and every call that finds the device full.
-  virtual void preallocate_on_growth() {}
-  // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
-  // longer than `timeout`.
+  // Memory that was taken ahead of the contents: by a growing buffer that preallocates, by populate(), and by writes
+  // that failed. trim() releases it, except where a pin for writing or a claim is. So do resize() to the same or a
+  // smaller size, punch(), and every call that finds the device full. What allocate() and zero_range() took above the
+  // size is not ahead: only resize() and punch() release that. False: nothing was released, since somebody used memory
+  // that shares a piece with it, or changed the buffer, for longer than `timeout`.
   virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
-  // For a load that publishes its size at its end: keeps the buffer, too. May be null.
-  [[nodiscard]] virtual std::shared_ptr<void> keep_unpublished() { return nullptr; }
-  // The file will reach `end`: when it next needs addresses it gets enough of them, and never moves on the way. A hint.
-  virtual void expect(std::uint64_t /*end*/) {}
+  // What a load or a copy is about to write. While it lives, memory there stays, and a buffer that needs addresses gets
+  // enough of them for all of it, so that it never moves on the way. Keeps the buffer, too.
+  struct Claim {
+    Extent range;
+    std::uint64_t shrinks = 0;  // how often the buffer had been made smaller
+  };
+  [[nodiscard]] virtual std::shared_ptr<const Claim> claim(const Extent& /*range*/) { return nullptr; }
 
-  // The next five do nothing where the memory and the size are fixed.
+  // The next three do nothing where the memory and the size are fixed.
   // As pin_for_write() in advance, without a pin.
   virtual Status populate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
-  virtual void publish(std::uint64_t /*end*/) {}  // size = max(size, end)
-  // For callers who cannot hold the pins until then: false, and nothing happens, if the buffer has been made smaller
-  // since shrinks() was `noted`; the result is as if that had come after them.
-  virtual bool publish_since(std::uint64_t /*end*/, std::uint64_t /*noted*/) { return true; }
-  [[nodiscard]] virtual std::uint64_t shrinks() const { return 0; }
+  // size = max(size, end). since: for callers who cannot hold the pins until then. False, and nothing happens, if the
+  // buffer has been made smaller since that claim; the result is as if that had come after them.
+  virtual bool publish(std::uint64_t /*end*/, const Claim* /*since*/ = nullptr) { return true; }
   // Call it after the pin is gone. What other pins for writing cover is left to their holders.
   virtual Status discard_above_size(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
 

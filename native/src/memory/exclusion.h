@@ -21,8 +21,7 @@ class ExtentBuffer::Exclusion {
       const std::lock_guard lock(buffer_.state_mutex_);
       buffer_.write_limit_ = kNoLimit;
       buffer_.publish_limit_ = kNoLimit;
-      buffer_.gate_offset_ = 0;
-      buffer_.gate_end_ = 0;
+      buffer_.gate_ = {};
     }
     buffer_.state_changed_.notify_all();
   }
@@ -59,8 +58,7 @@ class ExtentBuffer::Exclusion {
     }
     if (!moves) return false;
     begun_ = true;
-    buffer_.gate_offset_ = start;
-    buffer_.gate_end_ = end;
+    buffer_.gate_ = Extent::between(start, end);
     return true;
   }
 

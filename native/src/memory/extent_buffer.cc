@@ -35,8 +35,11 @@ void* zeros() {
 
 }  // namespace
 
-ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device)
-    : context_(std::move(device)), granule_(context_->info().granule) {
+// Where the CPU can address the memory, what costs is the memory and not the call.
+ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates)
+    : context_(std::move(device)),
+      granule_(context_->info().granule),
+      preallocates_(preallocates && !context_->info().cpu_addressable && !context_->info().reserve_copies) {
   snapshot_ = make_empty_snapshot();
 }
 
@@ -86,7 +89,7 @@ ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
 
 std::uint64_t ExtentBuffer::highest_locked() const {
   std::uint64_t highest = size_.load(std::memory_order_relaxed);
-  for (const WritePin* writer : writers_) highest = std::max(highest, writer->end_);
+  for (const WritePin* writer : writers_) highest = std::max(highest, writer->range_.end());
   return highest;
 }
 
@@ -129,7 +132,7 @@ bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadP
   for (;; state_changed_.wait(lock)) {
     const std::uint64_t size = size_.load(std::memory_order_relaxed);
     const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
-    if (end <= gate_offset_ || gate_end_ <= offset) {
+    if (end <= gate_.offset || gate_.end() <= offset) {
       *held = {snapshot_, offset, end};
       return true;
     }
@@ -139,13 +142,12 @@ bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadP
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held) {
   if (end > write_limit_) return false;
-  if (end > gate_offset_ && gate_end_ > offset) return false;
+  if (end > gate_.offset && gate_.end() > offset) return false;
   if (!covered(snapshot_->extents, offset, end)) return false;
   writers_.push_back(held);
   held->buffer_ = this;
   held->snapshot_ = snapshot_;
-  held->offset_ = offset;
-  held->end_ = end;
+  held->range_ = Extent::between(offset, end);
   return true;
 }
 
@@ -204,26 +206,24 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   return pin;
 }
 
-void ExtentBuffer::publish(std::uint64_t end) {
-  const std::lock_guard lock(state_mutex_);
-  publish_locked(end);
+std::shared_ptr<const Buffer::Claim> ExtentBuffer::claim(const Extent& range) {
+  std::list<Claim>::iterator made;
+  {
+    const std::lock_guard lock(state_mutex_);
+    made = claims_.insert(claims_.end(), {range, shrinks_});
+  }
+  return {&*made, [made, buffer = owner().lock()](const Claim*) {
+            const std::lock_guard lock(buffer->state_mutex_);
+            buffer->claims_.erase(made);
+          }};
 }
 
-bool ExtentBuffer::publish_since(std::uint64_t end, std::uint64_t noted) {
+bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
   const std::lock_guard lock(state_mutex_);
-  if (shrinks_ != noted) return false;
-  publish_locked(end);
-  return true;
-}
-
-std::uint64_t ExtentBuffer::shrinks() const {
-  const std::lock_guard lock(state_mutex_);
-  return shrinks_;
-}
-
-void ExtentBuffer::publish_locked(std::uint64_t end) {
+  if (since != nullptr && since->shrinks != shrinks_) return false;
   const std::uint64_t size = std::min({end, publish_limit_, kMaximumBytes});
   if (size > size_.load(std::memory_order_relaxed)) size_.store(size, std::memory_order_release);
+  return true;
 }
 
 // ---- copies by the calling thread ----

@@ -50,13 +50,14 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
   // One call of copy_file_range(2) copies 2 GiB at most, so the rest of the source will likely follow. Where addresses
   // are memory, only what is certain counts.
   const std::uint64_t rest = source.size() - std::min(source.size(), source_offset);
-  expect(offset + (context_->info().reserve_copies ? bytes : std::max(bytes, rest)));
+  std::shared_ptr<const Claim> claimed =
+      claim({offset, context_->info().reserve_copies ? bytes : std::max(bytes, rest)});
   const bool between_devices = &source.device()->device() != &context_->device();
   const std::uint64_t largest = context_->info().cpu_addressable ? kCopyChunk : context_->copy_chunk_bytes();
   std::uint64_t chunk = between_devices ? std::min(kCopyChunk, largest) : largest;
   std::uint64_t next = chunk;
-  std::uint64_t taken = 0;  // the end of what was taken ahead
-  Status taking;            // written by the other thread while it runs
+  std::uint64_t touched = 0;  // the end of the highest bytes for which memory was taken
+  Status taking;              // written by the other thread while it runs
   Status status;
   while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
@@ -66,6 +67,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     const std::uint64_t before = *done;
     const std::uint64_t part = std::min(chunk, bytes - before);
     const std::uint64_t following = before + part;
+    touched = std::max(touched, following);
     const auto start = std::chrono::steady_clock::now();
     std::thread ahead;
     // After a failure the copy itself takes what it needs, and reports what it cannot get.
@@ -76,7 +78,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
       });
       if (started.ok()) {
         ahead = started.take();
-        taken = following + length;
+        touched = following + length;
       }
     }
     status = copy_chunk(source, source_offset + before, offset + before, part, wait, done);
@@ -91,8 +93,9 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     if (between_devices && fast) next = std::min(next * 2, largest);
     advanced();
   }
-  if (taken <= *done) return status;
-  const Status cleared = discard_above_size(offset + *done, taken - *done);
+  claimed.reset();
+  if (touched <= *done) return status;
+  const Status cleared = discard_above_size(offset + *done, touched - *done);
   return status.ok() ? cleared : status;
 }
 

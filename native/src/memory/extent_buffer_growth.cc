@@ -1,4 +1,5 @@
-// What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot.
+// What takes memory for an ExtentBuffer: growth, preallocation, moving out of a slot, and taking over from another
+// process.
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it holds above its size,
 // then small files move together, and it tries again. At a limit (EDQUOT) it asks the buffers that charge the same
@@ -87,10 +88,18 @@ void ExtentBuffer::replace(SnapshotPointer next) {
   moved_();  // the old one is destroyed with the argument
 }
 
+Extents ExtentBuffer::hidden() const {
+  return snapshot_->slot != nullptr ? Extents{} : without(ahead_, snapshot_->extents);
+}
+
+Extents ExtentBuffer::unreached() const {
+  const std::uint64_t above = round_up(size(), granule_);
+  return joined(without(inside(ahead_, 0, above), snapshot_->extents), inside(ahead_, above, kNoLimit));
+}
+
 void ExtentBuffer::account() {
-  const SnapshotPointer now = current();
-  const SlabPool::Slot* const slot = now->slot.get();
-  const std::uint64_t own = total_bytes(preallocated_) + (slot != nullptr ? 0 : total_bytes(now->extents));
+  const SlabPool::Slot* const slot = snapshot_->slot.get();
+  const std::uint64_t own = slot != nullptr ? 0 : total_bytes(hidden()) + total_bytes(snapshot_->extents);
   context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
   const bool released = own < own_held_;
   own_held_ = own;
@@ -112,7 +121,7 @@ Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t repla
 // ---- growth ----
 
 Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, Growth how) {
-  if (covered(current()->extents, offset, end)) return {};
+  if (covered(snapshot_->extents, offset, end)) return {};
   SlabPool* const slabs = context_->slabs();
   if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
     // Without a slab the file can still have memory of its own, unless the device is full.
@@ -128,7 +137,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) 
   if (!taken.ok()) return taken.status();
   const std::shared_ptr<const SlabPool::Slot> slot = taken.take();
   Exclusion exclusion(*this);
-  const std::shared_ptr<const SlabPool::Slot> old = current()->slot;
+  const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old != nullptr) {
     if (!exclusion.stop_writers(wait)) return would_wait();
     Status status = context_->device().copy_within(slot->address, old->address, old->bytes);
@@ -136,6 +145,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) 
   }
   if (Status charged = charge().grow(slot->bytes - bytes_held()); !charged.ok()) return charged;
   replace(std::make_shared<Snapshot>(*this, slot));
+  if (old == nullptr) ahead_ = {{0, granule_}};
   account();
   return {};
 }
@@ -143,7 +153,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) 
 bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_t bytes) {
   const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
   if (!mutation) return false;
-  const std::shared_ptr<const SlabPool::Slot> old = current()->slot;
+  const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old == nullptr || old->address - start >= bytes) return true;
   const Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
   if (!slot.ok()) return false;
@@ -159,8 +169,8 @@ bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_
 }
 
 Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how) {
-  const std::shared_ptr<const SlabPool::Slot> slot = current()->slot;
-  const std::uint64_t slot_end = slot != nullptr ? round_up(slot->bytes, granule_) : 0;
+  const std::shared_ptr<const SlabPool::Slot> slot = snapshot_->slot;
+  const std::uint64_t slot_end = slot != nullptr ? granule_ : 0;
   if (memory_ == nullptr) {
     Result<std::unique_ptr<DeviceMemory>> created = context_->device().create_memory();
     if (!created.ok()) return created.status();
@@ -168,7 +178,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
   if (status.ok()) {
-    const Extents existing = slot != nullptr ? Extents{} : current()->extents;
+    const Extents existing = slot != nullptr ? Extents{} : snapshot_->extents;
     Extents missing = slot != nullptr ? Extents{{0, slot_end}} : Extents{};
     if (offset < end) {
       const Extents wanted = holes(joined(existing, missing), round_down(offset, granule_), round_up(end, granule_));
@@ -190,12 +200,12 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
 
 // Makes all of `missing` exist, from what is preallocated and from the device.
 Status ExtentBuffer::grow_own(const Extents& missing, Growth how) {
-  const Extents existing = current()->extents;
-  Extents preallocated = without(preallocated_, missing);
-  Extents fresh = without(missing, preallocated_);
+  const Extents existing = snapshot_->extents;
+  const Extents preallocated = hidden();
+  Extents fresh = without(missing, preallocated);
   if (!fresh.empty()) {
     const std::uint64_t end = end_of(fresh);
-    const bool highest = end > end_of(existing) && end > end_of(preallocated_);
+    const bool highest = end > end_of(existing) && end > end_of(preallocated);
     const std::uint64_t more =
         how.speculative && highest ? bytes_to_preallocate(end, total_bytes(existing), how.wait) : 0;
     fresh.back().bytes += more;
@@ -203,12 +213,10 @@ Status ExtentBuffer::grow_own(const Extents& missing, Growth how) {
     if (lacks_memory(status.error()) && more > 0) {
       fresh.back().bytes -= more;
       status = take(fresh, how.wait);
-    } else if (more > 0) {
-      preallocated = joined(preallocated, {{end, more}});
     }
     if (!status.ok()) return status;
+    ahead_ = joined(unreached(), fresh);
   }
-  preallocated_ = std::move(preallocated);
   replace(make_snapshot(joined(existing, missing)));
   account();
   return {};
@@ -224,38 +232,25 @@ std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_
   return round_down(std::min({existing, most, range_->bytes() - end}), granule_);
 }
 
-void ExtentBuffer::preallocate_on_growth() {
-  // Where the CPU can address the memory, what costs is the memory and not the call.
-  if (context_->info().cpu_addressable || context_->info().reserve_copies) return;
-  const std::lock_guard mutation(mutation_mutex_);
-  preallocates_ = true;
-}
-
-void ExtentBuffer::expect(std::uint64_t end) {
-  std::uint64_t before = expected_end_.load(std::memory_order_relaxed);
-  while (before < end && !expected_end_.compare_exchange_weak(before, end, std::memory_order_relaxed)) {
-  }
-}
-
 Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
-  Extents existing;
-  bool in_slot = false;
-  {
-    const SnapshotPointer now = current();
-    in_slot = now->slot != nullptr;
-    if (!in_slot) existing = now->extents;
-  }
-  const std::uint64_t existing_end = in_slot ? 0 : std::max(end_of(existing), end_of(preallocated_));
-  const std::uint64_t needed = round_up(std::max(end, existing_end), granule_);
+  const bool in_slot = snapshot_->slot != nullptr;
+  Extents existing = in_slot ? Extents{} : snapshot_->extents;
+  const Extents populated = joined(existing, hidden());
+  const std::uint64_t needed = round_up(std::max(end, end_of(populated)), granule_);
   const bool copies = context_->info().reserve_copies;
   if (copies && range_ != nullptr && leased()) {
     return Status(EFBIG, "a program uses the file's memory, which the device cannot keep in place beyond " +
                              std::to_string(range_->bytes()) + " bytes");
   }
-  // More than the device has cannot come, whatever is expected.
+  std::uint64_t expected = 0;
+  {
+    const std::lock_guard lock(state_mutex_);
+    for (const Claim& claim : claims_) expected = std::max(expected, claim.range.end());
+  }
+  // More than the device has cannot come, whatever is claimed.
   const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
-  const std::uint64_t expected = round_up(std::min(expected_end_.load(std::memory_order_relaxed), possible), granule_);
+  expected = round_up(std::min(expected, possible), granule_);
   // A growing file moves each time its length doubles. Addresses are limited, too: see AddressSpace.
   std::uint64_t wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation}))
                          : expected > needed ? expected
@@ -263,7 +258,6 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
   if (copies && !existing.empty() && !exclusion.stop_writers(wait)) return would_wait();
-  const Extents populated = joined(existing, preallocated_);
   Result<std::shared_ptr<AddressRange>> reserved = reserve_addresses(wanted, populated);
   while (wanted > needed && (reserved.error() == ENOMEM || lacks_memory(reserved.error()))) {
     wanted = std::max(needed, wanted / 2);
@@ -303,11 +297,10 @@ Status ExtentBuffer::leave_slot(const Extents& missing, Wait wait) {
   if (!status.ok()) return status;
   Exclusion exclusion(*this);
   if (!exclusion.stop_writers(wait)) return would_wait();
-  {
-    const std::shared_ptr<const SlabPool::Slot> slot = current()->slot;
-    status = context_->device().copy_within(range_->base(), slot->address, slot->bytes);
-  }
+  const SlabPool::Slot& slot = *snapshot_->slot;
+  status = context_->device().copy_within(range_->base(), slot.address, slot.bytes);
   if (!status.ok()) return status;
+  ahead_ = joined(ahead_, without(missing, 0, granule_));
   replace(make_snapshot(missing));
   account();
   return {};
@@ -315,14 +308,11 @@ Status ExtentBuffer::leave_slot(const Extents& missing, Wait wait) {
 
 void ExtentBuffer::drop_empty_memory() {
   if (leased()) return;
-  bool in_slot = false;
-  {
-    const SnapshotPointer now = current();
-    in_slot = now->slot != nullptr;
-    if (!in_slot && !now->extents.empty()) return;
+  if (snapshot_->slot == nullptr) {
+    if (!snapshot_->extents.empty()) return;
+    replace(make_empty_snapshot());
+    ahead_.clear();
   }
-  if (!in_slot) replace(make_empty_snapshot());
-  preallocated_.clear();
   range_.reset();
   memory_.reset();
   account();
@@ -340,39 +330,30 @@ Status ExtentBuffer::populate(std::uint64_t offset, std::uint64_t bytes) {
   });
 }
 
-void ExtentBuffer::add_fallocated(std::uint64_t offset, std::uint64_t end) {
-  const std::uint64_t start = round_down(offset, granule_);
-  const Extents asked{{start, round_up(end, granule_) - start}};
-  fallocated_ = joined(fallocated_, without(asked, fallocated_));
+Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  return allocate_range(offset, bytes, keep_size, /*zeroes=*/false);
 }
 
-Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  return allocate_range(offset, bytes, keep_size, /*zeroes=*/true);
+}
+
+Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size, bool zeroes) {
   std::uint64_t end = 0;
   if (bytes == 0) return Status(EINVAL, "allocating nothing");
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
   return retry_when_full([&] {
     const std::lock_guard mutation(mutation_mutex_);
+    const Extents existing = zeroes ? inside(snapshot_->extents, offset, end) : Extents{};
     Status allocated = ensure(offset, end, {});
-    if (allocated.ok()) keep_size ? add_fallocated(offset, end) : publish(end);
-    return allocated;
-  });
-}
-
-Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
-  std::uint64_t end = 0;
-  if (bytes == 0) return Status(EINVAL, "zeroing nothing");
-  Status status = check_end(offset, bytes, &end);
-  if (!status.ok()) return status;
-  return retry_when_full([&] {
-    const std::lock_guard mutation(mutation_mutex_);
-    const Extents existing = inside(current()->extents, offset, end);
-    Status zeroed = ensure(offset, end, {});
     for (const Extent& extent : existing) {
-      if (zeroed.ok()) zeroed = zero_existing(extent.offset, extent.end());
+      if (allocated.ok()) allocated = zero_existing(extent.offset, extent.end());
     }
-    if (zeroed.ok()) keep_size ? add_fallocated(offset, end) : publish(end);
-    return zeroed;
+    if (!allocated.ok()) return allocated;
+    ahead_ = without(ahead_, round_down(offset, granule_), round_up(end, granule_));
+    if (!keep_size) publish(end);
+    return allocated;
   });
 }
 
@@ -384,6 +365,41 @@ Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
     if (!status.ok()) return status;
   }
   return {};
+}
+
+// ---- for the process that takes over from this one ----
+
+KeptContents ExtentBuffer::kept() const {
+  const std::lock_guard lock(state_mutex_);
+  KeptContents contents{size_.load(std::memory_order_relaxed), snapshot_->memory, {}, {}};
+  if (snapshot_->slot != nullptr) {
+    contents.slot = {snapshot_->slot->offset, snapshot_->slot->bytes};
+  } else {
+    contents.extents = snapshot_->extents;
+  }
+  return contents;
+}
+
+Status ExtentBuffer::restore(const KeptContents& contents) {
+  const std::lock_guard mutation(mutation_mutex_);
+  size_.store(contents.size, std::memory_order_release);
+  if (contents.slot.bytes != 0) {
+    if (context_->slabs() == nullptr) return Status(EPROTO, "a small file on a device without slabs");
+    replace(std::make_shared<Snapshot>(*this, context_->slabs()->take_restored(contents.slot, owner())));
+  } else if (contents.memory != 0) {
+    Result<std::unique_ptr<DeviceMemory>> memory = context_->device().restore_memory(contents.memory, contents.extents);
+    if (!memory.ok()) return memory.status();
+    memory_ = memory.take();
+    const std::uint64_t bytes = std::bit_ceil(std::max(end_of(contents.extents), AddressSpace::kSmallRange));
+    Result<std::shared_ptr<AddressRange>> range = reserve_addresses(bytes, contents.extents);
+    if (!range.ok()) return range.status();
+    range_ = range.take();
+    replace(make_snapshot(contents.extents));
+    // Memory above the size is not in ahead_: fallocate(2) may have asked for it.
+    context_->reclaim().list_trimmable(this, weak_from_this());
+  }
+  account();
+  return zero_existing(contents.size, UINT64_MAX);
 }
 
 }  // namespace gpufs

@@ -15,7 +15,7 @@
 namespace gpufs {
 
 bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion* exclusion, TimePoint deadline) {
-  Extents before = current()->extents;
+  Extents before = snapshot_->extents;
   SnapshotPointer next = make_snapshot(kept);
   {
     const std::lock_guard lock(state_mutex_);
@@ -38,7 +38,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
 }
 
 void ExtentBuffer::release(const Extents& removed) {
-  preallocated_ = without(preallocated_, removed);
+  ahead_ = without(ahead_, removed);
   memory_->release(removed);
   account();
   drop_empty_memory();
@@ -58,54 +58,44 @@ bool ExtentBuffer::trim(std::chrono::milliseconds timeout) {
   return mutation && release_unused(std::chrono::steady_clock::now() + timeout);
 }
 
-std::shared_ptr<void> ExtentBuffer::keep_unpublished() {
-  {
-    const std::lock_guard lock(state_mutex_);
-    ++unpublished_keepers_;
-  }
-  return {this, [keep = shared_from_this()](ExtentBuffer* buffer) {
-            const std::lock_guard lock(buffer->state_mutex_);
-            --buffer->unpublished_keepers_;
-          }};
+Extents ExtentBuffer::unused_locked() const {
+  if (snapshot_->slot != nullptr) return {};
+  Extents unused = unreached();
+  const auto keep = [&](const Extent& used) {
+    unused = without(unused, round_down(used.offset, granule_), round_up(used.end(), granule_));
+  };
+  for (const WritePin* writer : writers_) keep(writer->range_);
+  for (const Claim& claim : claims_) keep(claim.range);
+  return unused;
 }
 
 bool ExtentBuffer::release_unused(TimePoint deadline) {
   unfix_unless_leased();
   Exclusion exclusion(*this);
-  Extents kept;
-  Extents removed = preallocated_;
+  Extents removed;
   bool moves = false;
-  bool writing = false;
+  bool in_use = false;
   {
     const std::lock_guard lock(state_mutex_);
-    if (unpublished_keepers_ > 0) return true;
-    kept = snapshot_->extents;
-    writing = !writers_.empty();
-    if (snapshot_->slot == nullptr) {
-      const std::uint64_t above = round_up(size_.load(std::memory_order_relaxed), granule_);
-      Extents unused = without(inside(kept, above, kNoLimit), fallocated_);
-      for (const WritePin* writer : writers_) {
-        unused = without(unused, round_down(writer->offset_, granule_), round_up(writer->end_, granule_));
-      }
-      kept = without(kept, unused);
-      removed = joined(removed, unused);
-      exclusion.limit_writers_locked(above);
+    in_use = !writers_.empty() || !claims_.empty();
+    removed = unused_locked();
+    if (!removed.empty()) {
+      exclusion.limit_writers_locked(round_up(size_.load(std::memory_order_relaxed), granule_));
+      // Readers use nothing above the size, and writers there are left out: only what moves has users.
+      moves = exclusion.close_gate_locked(removed);
     }
-    // Readers use nothing above the size, and writers there are left out: only what moves has users.
-    moves = !removed.empty() && exclusion.close_gate_locked(removed);
   }
-  if (removed.empty()) {
-    if (!writing) context_->reclaim().unlist_trimmable(this);
-    return true;
+  if (!removed.empty()) {
+    Extents kept = without(snapshot_->extents, removed);
+    if (moves) {
+      if (!detach(kept, removed, &exclusion, deadline)) return false;
+    } else {
+      replace(make_snapshot(std::move(kept)));
+    }
+    release(removed);
   }
-  if (moves) {
-    if (!detach(kept, removed, &exclusion, deadline)) return false;
-  } else {
-    replace(make_snapshot(std::move(kept)));
-  }
-  release(removed);
   // Not before: whoever finds the device full must wait for this.
-  if (!writing) context_->reclaim().unlist_trimmable(this);
+  if (!in_use) context_->reclaim().unlist_trimmable(this);
   return true;
 }
 
@@ -126,7 +116,7 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   {
     const std::lock_guard lock(state_mutex_);
     before = size_.load(std::memory_order_relaxed);
-    const bool nothing_above = preallocated_.empty() && end_of(snapshot_->extents) <= round_up(size, granule_);
+    const bool nothing_above = hidden().empty() && end_of(snapshot_->extents) <= round_up(size, granule_);
     if (size > before || (size == before && nothing_above)) {
       size_.store(size, std::memory_order_release);
       return {};
@@ -141,21 +131,18 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
     ++shrinks_;
     size_.store(size, std::memory_order_release);
   }
-  expected_end_.store(0, std::memory_order_relaxed);
   Status status = shrink(size, highest, &exclusion);
   if (!status.ok()) {
     const std::lock_guard lock(state_mutex_);
     size_.store(before, std::memory_order_release);
-    return status;
   }
-  fallocated_ = without(fallocated_, round_up(size, granule_), kNoLimit);
   return status;
 }
 
 Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion) {
-  const bool in_slot = current()->slot != nullptr;
+  const bool in_slot = snapshot_->slot != nullptr;
   if (in_slot && size > 0) {
-    SnapshotPointer same = std::make_shared<Snapshot>(*this, current()->slot);
+    SnapshotPointer same = std::make_shared<Snapshot>(*this, snapshot_->slot);
     replace(std::move(same));
     std::unique_lock lock(state_mutex_);
     state_changed_.wait(lock, [this] { return snapshots_ == 1; });
@@ -163,9 +150,9 @@ Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest, Exclusion
     return zero_existing(size, highest);
   }
   const std::uint64_t kept_end = round_up(size, granule_);
-  const Extents before = in_slot ? Extents{} : current()->extents;
+  const Extents before = in_slot ? Extents{} : snapshot_->extents;
   const Extents kept = without(before, kept_end, kNoLimit);
-  const Extents removed = joined(inside(before, kept_end, kNoLimit), preallocated_);
+  const Extents removed = joined(inside(before, kept_end, kNoLimit), hidden());
   // Waits also if nothing is removed: users of the rest of the last granule must be gone.
   (void)detach(kept, removed, exclusion, TimePoint::max());
   Status status = zero_existing(size, std::min(kept_end, highest));
@@ -207,8 +194,8 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   if (slot_bytes > 0) {
     if (offset > 0 || end < slot_bytes) return zero_existing(offset, end);
     (void)detach({}, {}, &exclusion, TimePoint::max());
+    ahead_.clear();
     account();
-    fallocated_.clear();
     return {};
   }
   const std::uint64_t first = round_up(offset, granule_);
@@ -217,9 +204,8 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   Status status = zero_existing(offset, first);
   if (status.ok()) status = zero_existing(last, end);
   if (!status.ok()) return status;
-  const Extents existing = current()->extents;
+  const Extents existing = snapshot_->extents;
   const Extents removed = inside(existing, first, last);
-  fallocated_ = without(fallocated_, first, last);
   if (removed.empty()) return {};
   (void)detach(without(existing, first, last), removed, &exclusion, TimePoint::max());
   release(removed);
@@ -242,7 +228,7 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
     if (start >= end) return {};
     exclusion.limit_writers_locked(size);
     regions.assign(1, {start, end - start});
-    for (const WritePin* writer : writers_) regions = without(regions, writer->offset_, writer->end_);
+    for (const WritePin* writer : writers_) regions = without(regions, writer->range_.offset, writer->range_.end());
   }
   for (const Extent& region : regions) {
     if (status.ok()) status = zero_existing(region.offset, region.end());
