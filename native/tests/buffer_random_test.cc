@@ -276,7 +276,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
         break;
       case 13: {  // as a load that ends early
         std::shared_ptr<const Buffer::Claim> loading = keep ? buffer.claim({offset, bytes}) : nullptr;
-        (void)allowed(buffer.populate(offset, bytes), file);
+        (void)allowed(buffer.pin_for_write(offset, bytes).status(), file);
         loading.reset();
         ASSERT_TRUE(buffer.trim(kNoPatience));
         break;

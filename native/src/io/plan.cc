@@ -92,24 +92,16 @@ Result<Plan> Plan::make(const PlanRequest& request, RefusalMask* refusals) {
 
 // ---- other plans for the same bytes ----
 
-Plan Plan::without_holes(const Extents& holes) const {
+Plan Plan::without_holes(const Extents& left_out) const {
   Plan plan = *this;
   plan.segments_.clear();
-  auto hole = holes.begin();
-  std::uint64_t position = 0;
+  for (const Extent& hole : left_out) plan.segments_.push_back({hole, Path::kFallback, /*hole=*/true});
   for (const Chunk& segment : segments_) {
-    while (position < segment.end()) {
-      if (hole != holes.end() && position == hole->offset) {
-        plan.segments_.push_back({*hole, Path::kFallback, /*hole=*/true});
-        position += hole->bytes;
-        ++hole;
-        continue;
-      }
-      const std::uint64_t next = hole == holes.end() ? segment.end() : std::min(segment.end(), hole->offset);
-      plan.segments_.push_back({Extent::between(position, next), segment.path});
-      position = next;
+    for (const Extent& data : holes(left_out, segment.offset, segment.end())) {
+      plan.segments_.push_back({data, segment.path});
     }
   }
+  std::ranges::sort(plan.segments_, {}, &Chunk::offset);
   return plan;
 }
 

@@ -110,7 +110,7 @@ Status TargetMemory::allocate_on(std::unique_lock<std::mutex>& lock, std::uint64
 // Holes get no memory.
 Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   for (const Extent& data : holes(holes_, start, end)) {  // what is between the file's holes
-    if (Status status = growing_->populate(offset_ + data.offset, data.bytes); !status.ok()) return status;
+    if (Status status = target_->pin_for_write(offset_ + data.offset, data.bytes).status(); !status.ok()) return status;
   }
   return {};
 }

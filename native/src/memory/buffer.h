@@ -51,11 +51,11 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
 
-  // Memory that was taken ahead of the contents: by a growing buffer that preallocates, by populate(), and by writes
-  // that failed. trim() releases it, except where a pin for writing or a claim is. So do resize() to the same or a
-  // smaller size, punch(), and every call that finds the device full. What allocate() and zero_range() took above the
-  // size is not ahead: only resize() and punch() release that. False: nothing was released, since somebody used memory
-  // that shares a piece with it, or changed the buffer, for longer than `timeout`.
+  // Memory that was taken ahead of the contents: by a growing buffer that preallocates, and by pins for writing that
+  // were dropped without publish(). trim() releases it, except where a pin for writing or a claim is. So do resize() to
+  // the same or a smaller size, punch(), and every call that finds the device full. What allocate() and zero_range()
+  // took above the size is not ahead: only resize() and punch() release that. False: nothing was released, since
+  // somebody used memory that shares a piece with it, or changed the buffer, for longer than `timeout`.
   virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
@@ -67,9 +67,7 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   };
   [[nodiscard]] virtual std::shared_ptr<const Claim> claim(const Extent& /*range*/) { return nullptr; }
 
-  // The next three do nothing where the memory and the size are fixed.
-  // As pin_for_write() in advance, without a pin.
-  virtual Status populate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
+  // The next two do nothing where the memory and the size are fixed.
   // size = max(size, end). since: for callers who cannot hold the pins until then. False, and nothing happens, if the
   // buffer has been made smaller since that claim; the result is as if that had come after them.
   virtual bool publish(std::uint64_t /*end*/, const Claim* /*since*/ = nullptr) { return true; }

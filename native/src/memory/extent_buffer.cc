@@ -104,21 +104,28 @@ ExtentBuffer::WritePin::~WritePin() {
   buffer_->state_changed_.notify_all();
 }
 
-Buffer::Pin ExtentBuffer::pin(ReadPin held) {
-  Pin pin;
+template <typename Work>
+Status ExtentBuffer::for_each_piece(const ReadPin& held, Work work) {
   const Snapshot& snapshot = *held.snapshot;
-  std::uint64_t offset = held.offset;
-  auto extent = first_above(snapshot.extents, offset);
-  while (offset < held.end) {
+  auto extent = first_above(snapshot.extents, held.offset);
+  for (std::uint64_t offset = held.offset; offset < held.end;) {
     const bool hole = extent == snapshot.extents.end() || extent->offset > offset;
     std::uint64_t stop = held.end;
-    if (extent != snapshot.extents.end()) {
-      stop = std::min(held.end, hole ? extent->offset : extent->end());
-    }
-    pin.pieces.push_back({Extent::between(offset, stop), hole ? 0 : snapshot.base + offset});
+    if (extent != snapshot.extents.end()) stop = std::min(stop, hole ? extent->offset : extent->end());
+    Status status = work(Piece{Extent::between(offset, stop), hole ? 0 : snapshot.base + offset});
+    if (!status.ok()) return status;
     if (!hole) ++extent;
     offset = stop;
   }
+  return {};
+}
+
+Buffer::Pin ExtentBuffer::pin(ReadPin held) {
+  Pin pin;
+  (void)for_each_piece(held, [&](const Piece& piece) {
+    pin.pieces.push_back(piece);
+    return Status();
+  });
   struct Kept {
     std::shared_ptr<Buffer> buffer;  // destroyed after the pin
     ReadPin held;
@@ -231,24 +238,13 @@ bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
   ReadPin held;
   if (!acquire_read(offset, destination.size(), &held, wait)) return would_wait();
-  const Extents& extents = held.snapshot->extents;
-  std::byte* out = destination.data();
-  std::uint64_t at = held.offset;
-  for (auto extent = first_above(extents, at); at < held.end; ++extent) {
-    const bool last = extent == extents.end() || extent->offset >= held.end;
-    const std::uint64_t hole_end = last ? held.end : extent->offset;
-    if (hole_end > at) {
-      std::memset(out, 0, hole_end - at);
-      out += hole_end - at;
-      at = hole_end;
-    }
-    if (last) break;
-    const std::uint64_t bytes = std::min(held.end, extent->end()) - at;
-    Status status = context_->device().copy_out(out, held.snapshot->base + at, bytes);
-    if (!status.ok()) return status;
-    out += bytes;
-    at += bytes;
-  }
+  Status status = for_each_piece(held, [&](const Piece& piece) {
+    std::byte* const out = destination.data() + (piece.offset - offset);
+    if (piece.address != 0) return context_->device().copy_out(out, piece.address, piece.bytes);
+    std::memset(out, 0, piece.bytes);
+    return Status();
+  });
+  if (!status.ok()) return status;
   return static_cast<std::size_t>(held.end - held.offset);
 }
 

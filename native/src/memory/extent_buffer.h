@@ -54,7 +54,6 @@ class ExtentBuffer : public Buffer {
 
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
   Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
-  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
   bool publish(std::uint64_t end, const Claim* since = nullptr) override;
   Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) override;
@@ -127,6 +126,9 @@ class ExtentBuffer : public Buffer {
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
+  // Calls work(piece) for what `held` covers, in order, until one fails.
+  template <typename Work>
+  Status for_each_piece(const ReadPin& held, Work work);
   Pin pin(ReadPin held);
   // False: it would have to wait.
   bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait);
@@ -142,7 +144,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t highest_locked() const;
   [[nodiscard]] SnapshotPointer current() const;
 
-  // ---- extent_buffer_growth.cc: what takes memory. All need mutation_mutex_, except the first two. ----
+  // ---- extent_buffer_memory.cc: what takes memory. All need mutation_mutex_, except the first two. ----
   // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC or EDQUOT and others
   // have released memory since. The caller holds no lock and no pin.
   Status retry_when_full(const std::function<Status()>& attempt, Wait wait = Wait::kAllowed);
@@ -178,7 +180,7 @@ class ExtentBuffer : public Buffer {
   Status allocate_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size, bool zeroes);
   Status zero_existing(std::uint64_t offset, std::uint64_t end);
 
-  // ---- extent_buffer_release.cc: what releases memory. All need mutation_mutex_. ----
+  // What releases memory. All need mutation_mutex_.
   Status shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion);
   // What of ahead_ trim() releases. Needs state_mutex_, too.
   [[nodiscard]] Extents unused_locked() const;
@@ -194,7 +196,7 @@ class ExtentBuffer : public Buffer {
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                      const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                      const std::function<void()>& advanced) override;
-  Status populate_for(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
+  Status take_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Wait wait,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Wait wait,
@@ -221,8 +223,8 @@ class ExtentBuffer : public Buffer {
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
   std::shared_ptr<AddressRange> range_;   // memory_'s current one
   // Memory taken ahead of the contents: above the size, unless allocate() asked for it, and what was preallocated and
-  // is in no snapshot, at any offset. Entries for memory that the contents have reached are removed by the next growth.
-  // For a file in a slot: its first granule, unless allocate() asked for that.
+  // is in no snapshot, at any offset. The next growth removes what the contents have reached. For a file in a slot: its
+  // first granule, unless allocate() asked for that.
   Extents ahead_;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
 

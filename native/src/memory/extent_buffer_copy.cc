@@ -74,7 +74,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     if (between_devices && taking.ok() && following < bytes) {
       const std::uint64_t length = std::min(next, bytes - following);
       Result<std::thread> started = start_thread("gpufs-ahead", [&, following, length] {
-        taking = populate_for(source, source_offset + following, offset + following, length);
+        taking = take_ahead(source, source_offset + following, offset + following, length);
       });
       if (started.ok()) {
         ahead = started.take();
@@ -100,8 +100,8 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
 }
 
 // Takes memory for a copy of the source's data, not for its holes.
-Status ExtentBuffer::populate_for(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes) {
+Status ExtentBuffer::take_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                std::uint64_t bytes) {
   std::vector<Piece> pieces;
   {
     Result<Pin> pinned = source.pin_for_read(source_offset, bytes);
@@ -110,7 +110,8 @@ Status ExtentBuffer::populate_for(Buffer& source, std::uint64_t source_offset, s
   }
   for (const Piece& piece : pieces) {
     if (piece.address == 0) continue;
-    if (Status status = populate(offset + (piece.offset - source_offset), piece.bytes); !status.ok()) return status;
+    const std::uint64_t target = offset + (piece.offset - source_offset);
+    if (Status status = pin_for_write(target, piece.bytes, Wait::kAllowed).status(); !status.ok()) return status;
   }
   return {};
 }
