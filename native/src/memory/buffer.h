@@ -146,6 +146,11 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
  protected:
   static Status fixed_size();  // EPERM
   Status refuse_change();      // fixed_size(), or ESTALE
+  // Copies pieces of the source, or zeros for holes, one after the other to `destination` on this buffer's device.
+  // Synchronous, by the shortest way that the devices have. *copied: the bytes, also after a failure. The caller holds
+  // both memories.
+  Status copy_pieces(DeviceAddress destination, const Buffer& source, const std::vector<Piece>& pieces,
+                     std::uint64_t* copied) const;
 
  private:
   // Whether a copy may write there; *bytes: as many as may be.

@@ -14,7 +14,6 @@
 #include "base/thread.h"
 #include "device/device_context.h"
 #include "memory/account.h"
-#include "memory/device_copy.h"
 #include "memory/extent_buffer.h"
 
 namespace gpufs {
@@ -161,7 +160,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       status = acquire_write(offset, offset + bytes, &grown, {.wait = wait});
       if (!status.ok()) return status;
     }
-    status = copy_pieces(*context_, target.address(), *source.device(), pinned.pieces, &copied);
+    status = copy_pieces(target.address(), source, pinned.pieces, &copied);
     if (copied > 0) publish(offset + copied);
     *done += copied;
   }

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "base/math.h"
-#include "memory/device_copy.h"
 
 namespace gpufs {
 namespace {
@@ -213,7 +212,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before), wait);
     if (!pinned.ok()) return pinned.status();
     std::uint64_t copied = 0;
-    status = copy_pieces(*context_, use.address() + offset + before, *source.device(), pinned.value().pieces, &copied);
+    status = copy_pieces(use.address() + offset + before, source, pinned.value().pieces, &copied);
     *done += copied;
     if (!status.ok()) return status;
     status = check_intact(use);
