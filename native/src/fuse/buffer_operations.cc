@@ -46,9 +46,9 @@ bool may_fill_ahead(Buffer& buffer) {
   return memory.ok() && std::min(memory.value().free_bytes, buffer.charge().room()) >= kPlenty;
 }
 
-// Lets this process have each page in its page table. Where the kernel copies from a page that is not there, and SIGKILL
-// comes meanwhile, it fails the request with EIO, and the next daemon never sees it. That also concerns memory that
-// was filled before this process took over.
+// Lets this process have each page in its page table. Where the kernel copies from a page that is not there, and
+// SIGKILL comes meanwhile, it fails the request with EIO, and the next daemon never sees it. That also concerns memory
+// that was filled before this process took over.
 void fault_in(std::span<const iovec> pieces) {
   constexpr std::size_t kPage = 4096;
   for (const iovec& piece : pieces) {
