@@ -51,25 +51,29 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
 
-  // Memory that was taken ahead of the contents: by a growing buffer that preallocates, and by pins for writing that
-  // were dropped without publish(). trim() releases it, except where a pin for writing or a claim is. So do resize() to
-  // the same or a smaller size, punch(), and every call that finds the device full. What allocate() and zero_range()
-  // took above the size is not ahead: only resize() and punch() release that. False: nothing was released, since
-  // somebody used memory that shares a piece with it, or changed the buffer, for longer than `timeout`.
+  // Some memory is taken ahead of the contents: by a growing buffer that preallocates, and by pins for writing that end
+  // without publish(). trim() releases it, except where a pin for writing or a claim is. So do resize() to the same or
+  // a smaller size, punch(), and every call that finds the device full. Memory above the size that allocate() or
+  // zero_range() took is not among it: only resize() and punch() release that.
+  //
+  // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
+  // longer than `timeout`.
   virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
-  // What a load or a copy is about to write. While it lives, memory there stays, and a buffer that needs addresses gets
-  // enough of them for all of it, so that it never moves on the way. Keeps the buffer, too.
+
+  // The range that a load or a copy is about to write. While the claim lives, memory there stays, and a buffer that
+  // needs addresses gets enough of them for the whole range, so that it never moves on the way. A claim keeps the
+  // buffer, too.
   struct Claim {
     Extent range;
-    std::uint64_t shrinks = 0;  // how often the buffer had been made smaller
+    std::uint64_t shrinks = 0;  // how often the buffer had been made smaller before
   };
   [[nodiscard]] virtual std::shared_ptr<const Claim> claim(const Extent& /*range*/) { return nullptr; }
 
   // The next two do nothing where the memory and the size are fixed.
-  // size = max(size, end). since: for callers who cannot hold the pins until then. False, and nothing happens, if the
-  // buffer has been made smaller since that claim; the result is as if that had come after them.
+  // size = max(size, end). since: a claim, for callers that cannot hold their pins until then. If the buffer has been
+  // made smaller since that claim, this changes nothing and returns false, as if the shrink had come last.
   virtual bool publish(std::uint64_t /*end*/, const Claim* /*since*/ = nullptr) { return true; }
   // Call it after the pin is gone. What other pins for writing cover is left to their holders.
   virtual Status discard_above_size(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }

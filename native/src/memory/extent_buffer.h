@@ -13,9 +13,10 @@
 //    path, which waits for mutation_mutex_.
 //  - Where the driver must unmap a piece to release a part of it, readers and writers of that piece wait at a gate.
 //
-// Memory above the size has one ledger, ahead_: what was taken before the contents needed it. Growth adds to it,
-// fallocate(2) removes from it what it asked for. release_unused() releases all of it that no contents, no pin for
-// writing and no claim have reached.
+// One ledger, ahead_, has the memory that was taken before the contents needed it. Growth adds to it, and fallocate(2)
+// removes from it what it asked for. release_unused() releases all of it that no contents, no pin for writing and no
+// claim have reached.
+//
 // Invariant: where no write is in progress, the bytes above size() in memory that exists are zeros.
 #pragma once
 
@@ -156,9 +157,9 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
   [[nodiscard]] SnapshotPointer make_empty_snapshot();
   void replace(SnapshotPointer next);
-  // The parts of ahead_ that no snapshot shows, which are holes of the file, and those that the contents have not
-  // reached.
+  // The part of ahead_ that no snapshot shows: the file has holes there.
   [[nodiscard]] Extents hidden() const;
+  // The part of ahead_ that the contents have not reached: what is hidden, and what is above the size.
   [[nodiscard]] Extents unreached() const;
   void account();  // after each change of the snapshot or of ahead_
   // Takes memory of the device and charges it. replaced: bytes that are released in exchange.
@@ -182,7 +183,7 @@ class ExtentBuffer : public Buffer {
 
   // What releases memory. All need mutation_mutex_.
   Status shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion);
-  // What of ahead_ trim() releases. Needs state_mutex_, too.
+  // The part of ahead_ that trim() may release. Needs state_mutex_, too.
   [[nodiscard]] Extents unused_locked() const;
   // What trim() does. False if somebody still uses memory that would move when the deadline is reached.
   bool release_unused(TimePoint deadline);
@@ -222,9 +223,9 @@ class ExtentBuffer : public Buffer {
   // Guarded by mutation_mutex_:
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
   std::shared_ptr<AddressRange> range_;   // memory_'s current one
-  // Memory taken ahead of the contents: above the size, unless allocate() asked for it, and what was preallocated and
-  // is in no snapshot, at any offset. The next growth removes what the contents have reached. For a file in a slot: its
-  // first granule, unless allocate() asked for that.
+  // Memory taken ahead of the contents: what is above the size, unless allocate() asked for it, and at any offset what
+  // was preallocated and is in no snapshot. The next growth removes what the contents have reached. While a file is in
+  // a slot: its first granule, unless allocate() asked for that.
   Extents ahead_;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
 
@@ -241,7 +242,7 @@ class ExtentBuffer : public Buffer {
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is in progress: no size above it
   std::uint64_t shrinks_ = 0;               // begun so far
   Extent gate_;                             // the driver moves it, nobody may use it
-  std::list<Claim> claims_;
+  std::list<Claim> claims_;                 // that live
   // Atomics: read without a lock.
   std::atomic<std::uint64_t> size_{0};  // written under state_mutex_
   std::atomic<std::uint64_t> held_{0};  // written under mutation_mutex_
