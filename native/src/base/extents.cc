@@ -48,7 +48,7 @@ Extents without(const Extents& extents, std::uint64_t offset, std::uint64_t end)
 
 Extents without(const Extents& extents, const Extents& removed) {
   Extents left;
-  left.reserve(extents.size() + 1);
+  left.reserve(extents.size());
   for (const Extent& extent : extents) append_holes(removed, extent.offset, extent.end(), &left);
   return left;
 }
