@@ -58,8 +58,8 @@ class BufferFixture : public ::testing::Test {
     }
   }
 
-  std::shared_ptr<Buffer> make(std::size_t device = 0) {
-    Result<std::shared_ptr<Buffer>> made = Buffer::create(contexts.at(device));
+  std::shared_ptr<Buffer> make(std::size_t device = 0, bool preallocates = false) {
+    Result<std::shared_ptr<Buffer>> made = Buffer::create(contexts.at(device), preallocates);
     EXPECT_TRUE(made.ok());
     return made.take();
   }

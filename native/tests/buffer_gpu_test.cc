@@ -45,7 +45,9 @@ class BufferGpuTest : public FakeCuda {
     FakeCuda::TearDown();
   }
 
-  std::shared_ptr<Buffer> make(std::size_t device = 0) { return must(Buffer::create(contexts_.at(device))); }
+  std::shared_ptr<Buffer> make(std::size_t device = 0, bool preallocates = false) {
+    return must(Buffer::create(contexts_.at(device), preallocates));
+  }
   std::shared_ptr<Buffer> filled(const std::vector<std::byte>& data, std::size_t device = 0) {
     const std::shared_ptr<Buffer> buffer = make(device);
     EXPECT_EQ(must(buffer->write(0, data)), data.size());
@@ -184,8 +186,7 @@ TEST_F(BufferGpuTest, PreallocatedMemoryIsReleasedFromAFullDevice) {
   setup.memory_bytes = 1024 * kMiB;
   start(setup);
   const auto data = pattern(kMiB, 1);
-  const auto buffer = make();
-  buffer->preallocate_on_growth();
+  const auto buffer = make(0, /*preallocates=*/true);
   for (std::uint64_t at = 0; at < 70 * kMiB; at += kMiB) ASSERT_EQ(must(buffer->write(at, data)), data.size());
   ASSERT_GT(buffer->bytes_held(), 70 * kMiB);
   EXPECT_EQ(fake_state().bytes_used, buffer->bytes_held());

@@ -26,8 +26,7 @@ class BufferPreallocationTest : public BufferFixture {
 
   // A file of `granules` that was written from the start in pieces of 1 MiB and has preallocated memory.
   std::shared_ptr<Buffer> grown(std::uint64_t granules) {
-    const std::shared_ptr<Buffer> buffer = make();
-    buffer->preallocate_on_growth();
+    const std::shared_ptr<Buffer> buffer = make(0, /*preallocates=*/true);
     grow(*buffer, granules);
     return buffer;
   }
@@ -132,7 +131,6 @@ TEST_F(BufferPreallocationTest, AFullDeviceTrimsOtherFiles) {
       [&](Buffer& late) { return late.write(0, data).status(); },
       [&](Buffer& late) { return late.write(0, std::span(data).first(100)).status(); },  // a slot of a slab
       [&](Buffer& late) { return late.pin_for_write(0, kMiB).status(); },
-      [&](Buffer& late) { return late.populate(0, kMiB); },
       [&](Buffer& late) { return late.allocate(0, kMiB, false); },
       [&](Buffer& late) { return late.zero_range(0, kMiB, false); },
   };
@@ -236,12 +234,12 @@ TEST_F(BufferPreallocationTest, MemoryFromFallocateStays) {
   start(256 * kMiB);
   const auto buffer = make();
   write(*buffer, 0, block(0));
-  ASSERT_TRUE(buffer->populate(0, 20 * kGranule).ok());
+  ASSERT_TRUE(buffer->pin_for_write(0, 20 * kGranule).ok());
   ASSERT_TRUE(buffer->allocate(4 * kGranule + 5, kGranule, true).ok());  // two granules
   ASSERT_TRUE(buffer->zero_range(8 * kGranule, kGranule, true).ok());
   ASSERT_TRUE(buffer->allocate(10 * kGranule, 6 * kGranule, true).ok());
   ASSERT_TRUE(buffer->punch(12 * kGranule, kGranule).ok());
-  ASSERT_TRUE(buffer->populate(12 * kGranule, kGranule).ok());
+  ASSERT_TRUE(buffer->pin_for_write(12 * kGranule, kGranule).ok());
   ASSERT_TRUE(buffer->punch(18 * kGranule, kGranule).ok());
   ASSERT_TRUE(buffer->allocate(18 * kGranule, kGranule, true).ok());
   EXPECT_TRUE(buffer->trim(kNoPatience));
@@ -254,10 +252,40 @@ TEST_F(BufferPreallocationTest, MemoryFromFallocateStays) {
   ASSERT_TRUE(filler->resize(0).ok());
   // Truncation releases that, too.
   ASSERT_TRUE(buffer->resize(0).ok());
-  ASSERT_TRUE(buffer->populate(0, 20 * kGranule).ok());
+  ASSERT_TRUE(buffer->pin_for_write(0, 20 * kGranule).ok());
   EXPECT_TRUE(buffer->trim(kNoPatience));
   EXPECT_EQ(buffer->bytes_held(), 0U);
   EXPECT_EQ(plan->memories, 0);
+}
+
+TEST_F(BufferPreallocationTest, FallocateKeepsWhatAFailedWriteLeft) {
+  start(256 * kMiB);
+  const auto buffer = make();
+  ASSERT_TRUE(buffer->pin_for_write(0, 4 * kGranule).ok());
+  ASSERT_TRUE(buffer->allocate(kGranule, 2 * kGranule, true).ok());
+  EXPECT_TRUE(buffer->trim(kNoPatience));
+  EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+  // Also if contents have been there in between.
+  write(*buffer, 0, pattern(3 * kGranule, 1));
+  ASSERT_TRUE(buffer->resize(0).ok());
+  ASSERT_TRUE(buffer->pin_for_write(0, 4 * kGranule).ok());
+  EXPECT_TRUE(buffer->trim(kNoPatience));
+  EXPECT_EQ(buffer->bytes_held(), 0U);
+}
+
+TEST_F(BufferPreallocationTest, ASmallFileKeepsWhatFallocateAskedForWhenItMoves) {
+  start(256 * kMiB, /*slab_file_bytes=*/65536);
+  for (const bool allocated : {false, true}) {
+    const auto buffer = make();
+    ASSERT_TRUE(buffer->pin_for_write(0, 100).ok());
+    if (allocated) {
+      ASSERT_TRUE(buffer->allocate(0, 200, true).ok());
+    }
+    ASSERT_TRUE(buffer->pin_for_write(3 * kGranule, kMiB).ok());  // moves it out of its slot
+    EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
+    EXPECT_TRUE(buffer->trim(kNoPatience));
+    EXPECT_EQ(buffer->bytes_held(), allocated ? kGranule : 0U);
+  }
 }
 
 TEST_F(BufferPreallocationTest, MemoryThatAWriterUsesStays) {
@@ -265,7 +293,7 @@ TEST_F(BufferPreallocationTest, MemoryThatAWriterUsesStays) {
   const auto buffer = make();
   write(*buffer, 0, pattern(100, 1));
   auto pin = buffer->pin_for_write(3 * kGranule, kMiB).take();
-  ASSERT_TRUE(buffer->populate(0, 10 * kGranule).ok());
+  ASSERT_TRUE(buffer->pin_for_write(0, 10 * kGranule).ok());
   EXPECT_TRUE(buffer->trim(kNoPatience));
   EXPECT_EQ(buffer->bytes_held(), 2 * kGranule);
   const auto data = block(1);
@@ -282,13 +310,23 @@ TEST_F(BufferPreallocationTest, MemoryOfALoadStaysUntilItEnds) {
   start(64 * kMiB);
   const auto buffer = make();
   {
-    const std::shared_ptr<void> loading = buffer->keep_unpublished();
-    ASSERT_TRUE(buffer->populate(0, 10 * kGranule).ok());
+    const auto loading = buffer->claim({0, 10 * kGranule});
+    ASSERT_TRUE(buffer->pin_for_write(0, 10 * kGranule).ok());
     EXPECT_TRUE(buffer->trim(kNoPatience));
     EXPECT_EQ(buffer->bytes_held(), 10 * kGranule);
     const auto other = make();
     EXPECT_EQ(other->allocate(0, 23 * kGranule, true).error(), ENOSPC);
     EXPECT_EQ(buffer->bytes_held(), 10 * kGranule);
+    // Only its own.
+    ASSERT_TRUE(buffer->pin_for_write(12 * kGranule, kGranule).ok());
+    EXPECT_TRUE(buffer->trim(kNoPatience));
+    EXPECT_EQ(buffer->bytes_held(), 10 * kGranule);
+    // It does not undo a truncation.
+    write(*buffer, 0, block(0));
+    ASSERT_TRUE(buffer->resize(kMiB / 2).ok());
+    EXPECT_FALSE(buffer->publish(kMiB, loading.get()));
+    EXPECT_EQ(buffer->size(), kMiB / 2);
+    ASSERT_TRUE(buffer->resize(0).ok());
   }
   const auto other = make();
   EXPECT_TRUE(other->allocate(0, 23 * kGranule, true).ok());
@@ -303,8 +341,7 @@ TEST_F(BufferPreallocationTest, ManyFilesGrowOnAFullDevice) {
     threads.emplace_back([&, index] {
       std::mt19937 random(index);
       for (int round = 0; round < 3; ++round) {
-        const auto buffer = make();
-        buffer->preallocate_on_growth();
+        const auto buffer = make(0, /*preallocates=*/true);
         for (std::uint64_t at = 0; at < 48 * kMiB; at += kMiB) {
           const Result<std::size_t> count = buffer->write(at, block(at));
           if (!count.ok()) {

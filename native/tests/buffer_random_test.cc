@@ -224,8 +224,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
 
   File make(std::size_t on) {
     File file;
-    file.buffer = must(Buffer::create(contexts_.at(on)));
-    if (below(2) == 0) file.buffer->preallocate_on_growth();
+    file.buffer = must(Buffer::create(contexts_.at(on), below(2) == 0));
     return file;
   }
 
@@ -276,8 +275,8 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
         copy(file, offset, bytes);
         break;
       case 13: {  // as a load that ends early
-        std::shared_ptr<void> loading = keep ? buffer.keep_unpublished() : nullptr;
-        (void)allowed(buffer.populate(offset, bytes), file);
+        std::shared_ptr<const Buffer::Claim> loading = keep ? buffer.claim({offset, bytes}) : nullptr;
+        (void)allowed(buffer.pin_for_write(offset, bytes).status(), file);
         loading.reset();
         ASSERT_TRUE(buffer.trim(kNoPatience));
         break;

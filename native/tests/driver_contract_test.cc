@@ -163,7 +163,7 @@ TEST_P(DriverContract, ALargerRangeShowsTheSameMemory) {
   ASSERT_OK(memory->populate(granule_, granule_));
   const std::vector<std::byte> data = pattern(granule_, 3);
   write(first->base() + granule_, data);
-  const MemorySpan populated{granule_, granule_};
+  const Extent populated{granule_, granule_};
   auto second = must(memory->reserve(16 * granule_, {&populated, 1}));
   EXPECT_GE(second->bytes(), 16 * granule_);
   EXPECT_TRUE(testing::same_bytes(read(second->base() + granule_, granule_), data));
@@ -186,9 +186,9 @@ TEST_P(DriverContract, ReleasingAPartKeepsTheRest) {
   ASSERT_OK(memory->populate(0, 16 * granule_));
   const std::vector<std::byte> data = pattern(16 * granule_, 5);
   write(later->base(), data);
-  const MemorySpan span = memory->release_span(4 * granule_, 3 * granule_);
+  const Extent span = memory->release_span(4 * granule_, 3 * granule_);
   EXPECT_LE(span.offset, 4 * granule_);
-  EXPECT_GE(span.offset + span.bytes, 7 * granule_);
+  EXPECT_GE(span.end(), 7 * granule_);
   memory->release(4 * granule_, 3 * granule_);
   EXPECT_TRUE(testing::same_bytes(read(later->base(), 4 * granule_), std::span(data).first(4 * granule_)));
   EXPECT_TRUE(
@@ -211,7 +211,7 @@ TEST_P(DriverContract, FixedMemoryIsNotMoved) {
   memory->fix_in_place();
   const std::vector<std::byte> data = pattern(8 * granule_, 11);
   write(range->base(), data);
-  const MemorySpan span = memory->release_span(granule_, granule_);
+  const Extent span = memory->release_span(granule_, granule_);
   EXPECT_EQ(span.offset, granule_);
   EXPECT_EQ(span.bytes, granule_);
   memory->release(granule_, granule_);
@@ -519,7 +519,7 @@ TEST_P(DriverContract, RecognisesItsOwnMemory) {
 TEST_P(DriverContract, AnyThreadMayReleaseARange) {
   for (int round = 0; round < 5; ++round) {
     auto [memory, first] = take(*device_, 4 * granule_);
-    const MemorySpan populated{0, 4 * granule_};
+    const Extent populated{0, 4 * granule_};
     auto second = must(memory->reserve(8 * granule_, {&populated, 1}));
     std::thread other([range = std::move(first)]() mutable { range.reset(); });
     memory->release(2 * granule_, granule_);

@@ -63,7 +63,7 @@ class FakeGpu : public ::testing::Test {
   };
   Filled fill(std::uint64_t granules) {
     Filled filled{take(device(), granules * kGranule), {}};
-    const MemorySpan all{0, granules * kGranule};
+    const Extent all{0, granules * kGranule};
     filled.range = must(filled.memory->reserve(4 * granules * kGranule, {&all, 1}));
     filled.data = pattern(granules * kGranule, 77);
     EXPECT_OK(device().copy_in(filled.range->base(), filled.data.data(), filled.data.size()));

@@ -78,11 +78,11 @@ class FaultyMemory : public DeviceMemory {
     --plan_->memories;
   }
   using DeviceMemory::reserve;
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override {
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override {
     return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes, populated); });
   }
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans, Wait wait) override {
+  Status populate(std::span<const Extent> spans, Wait wait) override {
     for (std::size_t i = 0; i < spans.size(); ++i) {
       Status status = plan_->populate.next("populate");
       if (status.ok()) status = inner_->populate(spans[i].offset, spans[i].bytes, wait);
@@ -93,11 +93,11 @@ class FaultyMemory : public DeviceMemory {
     return {};
   }
   using DeviceMemory::release;
-  void release(std::span<const MemorySpan> spans) override {
+  void release(std::span<const Extent> spans) override {
     if (plan_->on_release) plan_->on_release();
     inner_->release(spans);
   }
-  [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override {
+  [[nodiscard]] Extent release_span(std::uint64_t offset, std::uint64_t bytes) override {
     if (plan_->span == 0) return {offset, bytes};
     const std::uint64_t start = offset / plan_->span * plan_->span;
     const std::uint64_t end = (offset + bytes + plan_->span - 1) / plan_->span * plan_->span;

@@ -350,7 +350,7 @@ TEST_P(GpuFaults, PlainMemoryReportsAFullDevice) {
   auto [memory, range] = take(device(), 32 * kMiB);
   EXPECT_EQ(memory->reserve(40 * kMiB).error(), ENOSPC);
   fail(kCopyOnDevice, 1, api::kInvalidValue);
-  const MemorySpan populated{0, 32 * kMiB};
+  const Extent populated{0, 32 * kMiB};
   EXPECT_EQ(memory->reserve(32 * kMiB, {&populated, 1}).error(), EIO);
   EXPECT_EQ(fake_state().allocations, 1);
   EXPECT_OK(memory->reserve(32 * kMiB).status());

@@ -59,10 +59,10 @@ class SparseFile {
   std::uint64_t size_ = 0;
 };
 
-std::vector<HoleRange> search(SparseFile& file, HoleSearch wanted) {
+Extents search(SparseFile& file, HoleSearch wanted) {
   std::atomic<bool> cancelled{false};
   wanted.file_size = file.size();
-  Result<std::vector<HoleRange>> holes = holes_of(*file.open(), wanted, cancelled);
+  Result<Extents> holes = holes_of(*file.open(), wanted, cancelled);
   EXPECT_TRUE(holes.ok()) << holes.status().message();
   return holes.take();
 }
@@ -81,10 +81,10 @@ TEST(FileHoles, AsTheRuleHasIt) {
     wanted.bytes = random() % (file.size() - wanted.file_offset) + 1;
     std::vector<bool> left_out(wanted.bytes);
     std::uint64_t before = 0;
-    for (const HoleRange& hole : search(file, wanted)) {
+    for (const Extent& hole : search(file, wanted)) {
       ASSERT_GT(hole.bytes, 0U);
       ASSERT_TRUE(hole.offset > before || hole.offset == 0) << "holes meet, or are out of order";
-      before = hole.offset + hole.bytes;
+      before = hole.end();
       ASSERT_LE(before, wanted.bytes);
       std::fill_n(left_out.begin() + static_cast<std::ptrdiff_t>(hole.offset), hole.bytes, true);
     }

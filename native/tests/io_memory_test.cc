@@ -214,8 +214,7 @@ TEST_F(LoadMemoryTest, ATruncationBesideItCountsAsLater) {
 
 TEST_F(LoadMemoryTest, AnotherFilesPreallocationMakesRoom) {
   begin(320 * kMiB);
-  const auto growing = make();
-  growing->preallocate_on_growth();
+  const auto growing = make(0, /*preallocates=*/true);
   for (std::uint64_t at = 0; at < 34 * kMiB; at += kMiB) write(*growing, at, pattern(kMiB, 1));
   ASSERT_GT(growing->bytes_held(), 34 * kMiB);
   const auto filler = make();
@@ -229,7 +228,7 @@ TEST_F(LoadMemoryTest, AnotherFilesPreallocationMakesRoom) {
 TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
   plan->span = 128 * kMiB;  // what is ahead shares its memory with what is loaded into
   begin(256 * kMiB);
-  buffer->preallocate_on_growth();
+  buffer = make(0, /*preallocates=*/true);
   for (std::uint64_t at = 0; at < 34 * kMiB; at += kMiB) write(*buffer, at, pattern(kMiB, 1));
   const std::uint64_t held = buffer->bytes_held();
   ASSERT_GT(held, 34 * kMiB);

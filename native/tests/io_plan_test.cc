@@ -15,7 +15,7 @@
 namespace gpufs {
 
 void PrintTo(const Chunk& chunk, std::ostream* out) {
-  *out << "[" << chunk.offset << ", " << chunk.offset + chunk.bytes << ") "
+  *out << "[" << chunk.offset << ", " << chunk.end() << ") "
        << (chunk.hole                      ? "hole"
            : chunk.path == Path::kFastpath ? "fastpath"
                                            : "fallback");

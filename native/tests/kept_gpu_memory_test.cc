@@ -27,7 +27,7 @@ class FakeKeeper final : public MemoryKeeper {
   std::uint64_t new_memory() override { return ++last_memory_; }
   std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override {
     const std::uint64_t key = ++last_key_;
-    if (lives()) held_.emplace(key, Held{memory, {key, offset, bytes, copy_of(descriptor)}});
+    if (lives()) held_.emplace(key, Held{memory, {{offset, bytes}, key, copy_of(descriptor)}});
     return key;
   }
   void drop(std::uint64_t key) override {
@@ -39,7 +39,7 @@ class FakeKeeper final : public MemoryKeeper {
     std::vector<Piece> pieces;
     for (const auto& [key, held] : held_) {
       if (held.memory != memory) continue;
-      pieces.push_back({key, held.piece.offset, held.piece.bytes, copy_of(held.piece.descriptor.get())});
+      pieces.push_back({held.piece, key, copy_of(held.piece.descriptor.get())});
     }
     std::ranges::sort(pieces, {}, &Piece::offset);
     return pieces;
@@ -100,7 +100,7 @@ class KeptGpuMemory : public FakeVendorTest {
     driver_ = must(open_driver(options));
     device().set_keeper(keeper_);
   }
-  Status restore(Filled& filled, std::uint64_t number, std::span<const MemorySpan> populated) {
+  Status restore(Filled& filled, std::uint64_t number, std::span<const Extent> populated) {
     Result<std::unique_ptr<DeviceMemory>> restored = device().restore_memory(number, populated);
     if (!restored.ok()) return restored.status();
     filled.memory = restored.take();
@@ -122,7 +122,7 @@ TEST_P(KeptGpuMemory, ContentsSurvive) {
   const std::uint64_t number = filled.memory->number();
   EXPECT_NE(number, 0U);
   EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
-  const MemorySpan all{0, 8 * kGranule};
+  const Extent all{0, 8 * kGranule};
   for (int death = 0; death < 3; ++death) {
     die(filled);
     ASSERT_OK(restore(filled, number, {&all, 1}));
@@ -139,7 +139,7 @@ TEST_P(KeptGpuMemory, WhatWasNotPopulatedIsNotReadableAgain) {
   Filled filled = fill(8);
   ASSERT_OK(filled.memory->populate(8 * kGranule, 8 * kGranule));  // a piece that no record has
   const std::uint64_t number = filled.memory->number();
-  const MemorySpan rest{2 * kGranule, 3 * kGranule};
+  const Extent rest{2 * kGranule, 3 * kGranule};
   die(filled);
   ASSERT_OK(restore(filled, number, {&rest, 1}));
   EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
@@ -152,8 +152,8 @@ TEST_P(KeptGpuMemory, WhatWasNotPopulatedIsNotReadableAgain) {
 }
 
 TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
-  const MemorySpan parts[] = {{0, kGranule}, {2 * kGranule, kGranule}, {4 * kGranule, 4 * kGranule}};
-  const MemorySpan released[] = {{kGranule, kGranule}, {3 * kGranule, kGranule}};
+  const Extent parts[] = {{0, kGranule}, {2 * kGranule, kGranule}, {4 * kGranule, 4 * kGranule}};
+  const Extent released[] = {{kGranule, kGranule}, {3 * kGranule, kGranule}};
   bool completed = false;
   for (int calls = 0; !completed; ++calls) {
     SCOPED_TRACE(calls);
@@ -166,7 +166,7 @@ TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
     completed = !keeper_->died();
     die(filled);
     ASSERT_OK(restore(filled, number, parts));
-    for (const MemorySpan& part : parts) expect_content(filled, part.offset, part.bytes);
+    for (const Extent& part : parts) expect_content(filled, part.offset, part.bytes);
     EXPECT_LE(keeper_->bytes(), 8 * kGranule);
     filled.memory->release(parts);
     EXPECT_EQ(keeper_->bytes(), 0U);
@@ -197,7 +197,7 @@ TEST_P(KeptGpuMemory, RestoredMemoryCountsTowardsTheCap) {
   open_kept(options);
   Filled filled = fill(8);
   const std::uint64_t number = filled.memory->number();
-  const MemorySpan all{0, 8 * kGranule};
+  const Extent all{0, 8 * kGranule};
   die(filled, options);
   ASSERT_OK(restore(filled, number, {&all, 1}));
   EXPECT_EQ(must(device().memory()).free_bytes, 2 * kGranule);
@@ -210,10 +210,10 @@ TEST_P(KeptGpuMemory, MemoryThatIsMissingIsAnError) {
   open_kept();
   Filled filled = fill(4);
   const std::uint64_t number = filled.memory->number();
-  const MemorySpan more{0, 5 * kGranule};
+  const Extent more{0, 5 * kGranule};
   die(filled);
   EXPECT_EQ(restore(filled, number, {&more, 1}).error(), ENOENT);
-  const MemorySpan all{0, 4 * kGranule};
+  const Extent all{0, 4 * kGranule};
   EXPECT_EQ(restore(filled, number + 1, {&all, 1}).error(), ENOENT);
 }
 
@@ -237,7 +237,7 @@ TEST_P(KeptGpuMemory, AFailedImportIsReported) {
   open_kept();
   Filled filled = fill(4);
   const std::uint64_t number = filled.memory->number();
-  const MemorySpan all{0, 4 * kGranule};
+  const Extent all{0, 4 * kGranule};
   die(filled);
   fake().fail(symbol(kMemoryImport), 1, api::kOutOfMemory, 1);
   EXPECT_FALSE(restore(filled, number, {&all, 1}).ok());

@@ -47,7 +47,7 @@ std::vector<ExportedMemory> take_over(const gpufs_shared_piece* pieces, std::uin
   std::vector<ExportedMemory> taken;
   taken.reserve(count);
   for (std::uint64_t i = 0; i < count; ++i) {
-    taken.push_back({pieces[i].offset, pieces[i].bytes, UniqueFd(pieces[i].fd)});
+    taken.push_back({{pieces[i].offset, pieces[i].bytes}, UniqueFd(pieces[i].fd)});
   }
   return taken;
 }

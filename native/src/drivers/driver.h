@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/extents.h"
 #include "base/math.h"
 #include "base/status.h"
 #include "base/thread.h"
@@ -64,24 +65,16 @@ class AddressRange {
   const std::uint64_t bytes_;
 };
 
-struct MemorySpan {
-  std::uint64_t offset = 0;
-  std::uint64_t bytes = 0;
-};
-
-struct ExportedMemory {
-  std::uint64_t offset = 0;
-  std::uint64_t bytes = 0;
+struct ExportedMemory : Extent {
   UniqueFd descriptor;
 };
 
 // Keeps descriptors of memory for the process that takes over when this one dies. Thread-safe.
 class MemoryKeeper {
  public:
-  struct Piece {
+  // A part of a memory.
+  struct Piece : Extent {
     std::uint64_t key = 0;
-    std::uint64_t offset = 0;  // in the memory
-    std::uint64_t bytes = 0;
     UniqueFd descriptor;
   };
   virtual ~MemoryKeeper() = default;
@@ -107,15 +100,15 @@ class DeviceMemory {
   // Reserves a new range of at least `bytes`, enough for every populated granule, which it shows at its offset; this
   // range becomes the current one, in which later populate() calls appear. Earlier ranges keep showing what they
   // showed. populated: all that is, in ascending order. ENOMEM: no address space.
-  virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) = 0;
+  virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) = 0;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) { return reserve(bytes, {}); }
 
   // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
   // All or nothing: a failure moves no other memory. ENOSPC: the device is full, or its cap is reached. Zeroing is
   // complete on return. Without waiting, ENOSPC may be premature: cached memory is not released.
-  virtual Status populate(std::span<const MemorySpan> spans, Wait wait) = 0;
+  virtual Status populate(std::span<const Extent> spans, Wait wait) = 0;
   Status populate(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) {
-    const MemorySpan one{offset, bytes};
+    const Extent one{offset, bytes};
     return populate(std::span(&one, 1), wait);
   }
 
@@ -123,16 +116,16 @@ class DeviceMemory {
   // take back stays with this object, which reuses it when the same granules are populated again. A caller could not do
   // better, so this never fails. Whole granules, all populated, in ascending order. Nothing may use release_span() of
   // any of them while this runs.
-  virtual void release(std::span<const MemorySpan> spans) = 0;
+  virtual void release(std::span<const Extent> spans) = 0;
   void release(std::uint64_t offset, std::uint64_t bytes) {
-    const MemorySpan one{offset, bytes};
+    const Extent one{offset, bytes};
     release(std::span(&one, 1));
   }
 
   // What must not be in use, in any range, while release(offset, bytes) runs: [offset, offset+bytes), and more if the
   // driver takes memory in larger pieces and moves the rest of a piece to fresh memory (at the same addresses of the
   // current range; earlier ranges keep the old memory).
-  [[nodiscard]] virtual MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) { return {offset, bytes}; }
+  [[nodiscard]] virtual Extent release_span(std::uint64_t offset, std::uint64_t bytes) { return {offset, bytes}; }
 
   // From now on populated memory is never moved, because something outside uses its addresses or has mapped an export.
   // A driver that takes memory in larger pieces then frees a piece only once all of it has been released.
@@ -304,7 +297,7 @@ class Device {
   // The memory with this number that the last process kept. populated: what exists of it, in ascending order; the rest
   // is released. Once for each number.
   virtual Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t /*number*/,
-                                                               std::span<const MemorySpan> /*populated*/) {
+                                                               std::span<const Extent> /*populated*/) {
     return Status(EOPNOTSUPP, "this driver's memory dies with the process");
   }
   // Maps memory of another program. EINVAL: it is not what the caller says, with the reason. EOPNOTSUPP: this driver

@@ -157,10 +157,10 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, I
   }
   std::shared_ptr<Buffer> buffer;
   if (is_regular(attributes.mode) && attributes.device >= 0) {
-    Result<std::shared_ptr<Buffer>> created = Buffer::create(devices_[static_cast<std::size_t>(attributes.device)]);
+    Result<std::shared_ptr<Buffer>> created =
+        Buffer::create(devices_[static_cast<std::size_t>(attributes.device)], /*preallocates=*/true);
     if (!created.ok()) return created.status();
     buffer = created.take();
-    buffer->preallocate_on_growth();  // trimmed when the last writer closes it
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   if (attributes.ino == 0) attributes.ino = ino_numbers_.next();
@@ -480,7 +480,7 @@ Status InodeTable::restore() {
   }
   std::vector<InodeRecord> inodes = records_.inodes();
   // First all slots: the slabs must know which are free.
-  std::map<std::int32_t, std::pair<std::uint64_t, std::vector<Extent>>> slots;  // and their memory, by device
+  std::map<std::int32_t, std::pair<std::uint64_t, Extents>> slots;  // and their memory, by device
   for (const InodeRecord& inode : inodes) {
     if (!inode.contents || inode.contents->slot.bytes == 0) continue;
     slots[inode.attributes.device].first = inode.contents->memory;
@@ -502,7 +502,6 @@ Status InodeTable::restore() {
           Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *record.contents);
       if (!restored.ok()) return restored.status().with_context("inode " + std::to_string(attributes.ino));
       buffer = restored.take();
-      buffer->preallocate_on_growth();
       buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
     }
     const Timestamp birth{record.birth_seconds, record.birth_nanoseconds};

@@ -273,9 +273,8 @@ Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, 
 
 // ---- holes ----
 
-Result<std::vector<HoleRange>> holes_of(BackingFile& file, const HoleSearch& search,
-                                        const std::atomic<bool>& cancelled) {
-  std::vector<HoleRange> holes;
+Result<Extents> holes_of(BackingFile& file, const HoleSearch& search, const std::atomic<bool>& cancelled) {
+  Extents holes;
   FileOps& system = file.operations();
   const int fd = file.buffered_fd();
   const std::uint64_t unit = file.facts().unit;

@@ -79,7 +79,6 @@ struct HoleSearch {
 // of the target, since a part of one saves nothing, and at units of the file's O_DIRECT. A file that occupies its whole
 // size costs one system call, others at most two for each granule with data. None if the file system does not report
 // holes. ECANCELED once `cancelled` is true.
-Result<std::vector<HoleRange>> holes_of(BackingFile& file, const HoleSearch& search,
-                                        const std::atomic<bool>& cancelled);
+Result<Extents> holes_of(BackingFile& file, const HoleSearch& search, const std::atomic<bool>& cancelled);
 
 }  // namespace gpufs

@@ -59,7 +59,7 @@ void Pipeline::move(const Chunk& chunk) {
   work.chunk = chunk;
   begin_path(work, chunk.path);
   if (!without_bounce_buffer_) {
-    if (TargetMemory::AccessGuard access = memory_.start_ahead(chunk.offset + chunk.bytes)) {
+    if (TargetMemory::AccessGuard access = memory_.start_ahead(chunk.end())) {
       drain();
       memory_.allocate_ahead(std::move(access));
     }
@@ -116,7 +116,7 @@ void Pipeline::store(const Work& work) {
   const std::uint64_t start = target_offset(work);
   const std::vector<TransferTarget::Piece>& pieces = slot.pin.pieces;
   // Fewer bytes than wanted if the buffer was truncated.
-  if (status.ok()) slot.bytes = pieces.empty() ? 0 : pieces.back().offset + pieces.back().bytes - start;
+  if (status.ok()) slot.bytes = pieces.empty() ? 0 : pieces.back().end() - start;
   for (const TransferTarget::Piece& piece : pieces) {
     if (!status.ok()) break;
     if (piece.address == 0) {
@@ -357,7 +357,7 @@ Status Pipeline::write_file(Slot& slot) {
     status = moved.status;
     return status.ok() && moved.bytes == bytes;
   };
-  for (const BufferHole& hole : slot.holes) {
+  for (const Extent& hole : slot.holes) {
     if (!sparse) {
       std::memset(slot.memory + hole.offset, 0, hole.bytes);
       count(facts_.details.hole_bytes, hole.bytes);

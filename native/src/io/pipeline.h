@@ -36,21 +36,16 @@ class Pipeline {
     [[nodiscard]] std::uint64_t rest() const { return chunk.bytes - done; }
     void count(Path path, std::uint64_t bytes) { path_bytes[static_cast<std::size_t>(path)] += bytes; }
   };
-  // Bytes of a chunk, from its start, for which the buffer has no memory.
-  struct BufferHole {
-    std::uint64_t offset = 0;
-    std::uint64_t bytes = 0;
-  };
   // A bounce buffer, and the chunk in it.
   struct Slot {
     BounceBuffer buffer;
     std::shared_ptr<Event> event;
     bool busy = false;  // the device works on it
     Work work;
-    std::uint64_t bytes = 0;        // of the chunk, after work.done, that are in the buffer
-    std::byte* memory = nullptr;    // where they are
-    Status file_status;             // load: how reading the file ended
-    std::vector<BufferHole> holes;  // store
+    std::uint64_t bytes = 0;      // of the chunk, after work.done, that are in the buffer
+    std::byte* memory = nullptr;  // where they are
+    Status file_status;           // load: how reading the file ended
+    Extents holes;                // store: from the chunk's start, where the buffer has no memory
     TargetMemory::AccessGuard access;
     TransferTarget::Pin pin;
     std::uint8_t lane = 0;         // in traces, from 1 on

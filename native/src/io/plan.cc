@@ -56,7 +56,7 @@ Result<Plan> Plan::make(const PlanRequest& request, RefusalMask* refusals) {
   const RefusalMask whole = fastpath_refusals(request);
   *refusals = whole;
   if (whole == 0) {
-    plan.segments_ = {{0, request.bytes, Path::kFastpath}};
+    plan.segments_ = {{{0, request.bytes}, Path::kFastpath}};
     return plan;
   }
   // The body starts at another address than the whole, so its alignment in memory is judged again below.
@@ -77,39 +77,31 @@ Result<Plan> Plan::make(const PlanRequest& request, RefusalMask* refusals) {
       const RefusalMask refused_body = fastpath_refusals(body);
       if (refused_body == 0) {
         *refusals &= kEdges;
-        if (head > 0) plan.segments_.push_back({0, head, Path::kFallback});
-        plan.segments_.push_back({head, body.bytes, Path::kFastpath});
-        if (end > body_end) plan.segments_.push_back({head + body.bytes, end - body_end, Path::kFallback});
+        if (head > 0) plan.segments_.push_back({{0, head}, Path::kFallback});
+        plan.segments_.push_back({{head, body.bytes}, Path::kFastpath});
+        if (end > body_end) plan.segments_.push_back({{head + body.bytes, end - body_end}, Path::kFallback});
         return plan;
       }
       *refusals |= refused_body;
     }
   }
   if (request.fastpath == FastpathMode::kRequire || !request.fallback) return refused(request, *refusals);
-  if (request.bytes > 0) plan.segments_ = {{0, request.bytes, Path::kFallback}};
+  if (request.bytes > 0) plan.segments_ = {{{0, request.bytes}, Path::kFallback}};
   return plan;
 }
 
 // ---- other plans for the same bytes ----
 
-Plan Plan::without_holes(const std::vector<HoleRange>& holes) const {
+Plan Plan::without_holes(const Extents& left_out) const {
   Plan plan = *this;
   plan.segments_.clear();
-  auto hole = holes.begin();
-  std::uint64_t position = 0;
+  for (const Extent& hole : left_out) plan.segments_.push_back({hole, Path::kFallback, /*hole=*/true});
   for (const Chunk& segment : segments_) {
-    while (position < end_of(segment)) {
-      if (hole != holes.end() && position == hole->offset) {
-        plan.segments_.push_back({hole->offset, hole->bytes, Path::kFallback, /*hole=*/true});
-        position += hole->bytes;
-        ++hole;
-        continue;
-      }
-      const std::uint64_t next = hole == holes.end() ? end_of(segment) : std::min(end_of(segment), hole->offset);
-      plan.segments_.push_back({position, next - position, segment.path});
-      position = next;
+    for (const Extent& data : holes(left_out, segment.offset, segment.end())) {
+      plan.segments_.push_back({data, segment.path});
     }
   }
+  std::ranges::sort(plan.segments_, {}, &Chunk::offset);
   return plan;
 }
 
@@ -134,10 +126,10 @@ bool Plan::uses_fastpath() const {
 
 Chunk Plan::chunk_at(std::uint64_t offset) const {
   const Chunk& segment = *std::partition_point(segments_.begin(), segments_.end(),
-                                               [&](const Chunk& each) { return end_of(each) <= offset; });
+                                               [&](const Chunk& each) { return each.end() <= offset; });
   Chunk chunk = segment;
   chunk.offset = offset;
-  chunk.bytes = end_of(segment) - offset;
+  chunk.bytes = segment.end() - offset;
   if (!chunk.hole) chunk.bytes = std::min(chunk.bytes, chunk_bytes_ - (file_offset_ + offset) % chunk_bytes_);
   return chunk;
 }

@@ -9,6 +9,7 @@
 #include <set>
 #include <vector>
 
+#include "base/extents.h"
 #include "base/status.h"
 #include "io/direct_path.h"
 #include "io/io_options.h"
@@ -28,12 +29,6 @@ const char* direction_name(Direction direction);
   return direction == Direction::kLoad ? observe::Flow::kIn : observe::Flow::kOut;
 }
 
-// A hole of a load's file. All offsets here are relative to the request.
-struct HoleRange {
-  std::uint64_t offset = 0;
-  std::uint64_t bytes = 0;
-};
-
 // All that a plan depends on.
 struct PlanRequest {
   const BackingFacts* file = nullptr;
@@ -52,10 +47,8 @@ struct PlanRequest {
 // refuses it.
 RefusalMask fastpath_refusals(const PlanRequest& request);
 
-// What one thread moves at a time.
-struct Chunk {
-  std::uint64_t offset = 0;
-  std::uint64_t bytes = 0;
+// What one thread moves at a time. The offset is relative to the request.
+struct Chunk : Extent {
   Path path = Path::kFallback;
   bool hole = false;  // a hole of a load's file, all of it: nothing to move
 
@@ -72,11 +65,11 @@ class Plan {
   static Result<Plan> make(const PlanRequest& request, RefusalMask* refusals);
 
   // The same bytes, with these holes left out.
-  [[nodiscard]] Plan without_holes(const std::vector<HoleRange>& holes) const;
+  [[nodiscard]] Plan without_holes(const Extents& holes) const;
   // The same bytes, for when the fastpath has failed.
   [[nodiscard]] Plan without_fastpath() const;
 
-  [[nodiscard]] std::uint64_t bytes() const { return segments_.empty() ? 0 : end_of(segments_.back()); }
+  [[nodiscard]] std::uint64_t bytes() const { return segments_.empty() ? 0 : segments_.back().end(); }
   [[nodiscard]] std::uint64_t hole_bytes() const;
   [[nodiscard]] bool uses_fastpath() const;
   // The chunk that begins at `offset`, which is below bytes(). Edges of chunks are multiples of their size in the file,
@@ -84,8 +77,6 @@ class Plan {
   [[nodiscard]] Chunk chunk_at(std::uint64_t offset) const;
 
  private:
-  static std::uint64_t end_of(const Chunk& segment) { return segment.offset + segment.bytes; }
-
   std::uint64_t file_offset_ = 0;
   std::uint64_t chunk_bytes_ = 1;
   std::vector<Chunk> segments_;  // in order, covering the request: of any size, each by one path

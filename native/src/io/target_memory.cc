@@ -18,14 +18,6 @@ constexpr std::uint64_t kLargestStep = std::uint64_t{1} << 30;
 // What a failed load leaves above the buffer's size may share a piece of memory with what others use.
 constexpr std::chrono::milliseconds kTrimPatience{10};
 
-std::uint64_t end_of(const HoleRange& hole) { return hole.offset + hole.bytes; }
-
-// The first hole that ends above `offset`.
-auto hole_above(const std::vector<HoleRange>& holes, std::uint64_t offset) {
-  return std::partition_point(holes.begin(), holes.end(),
-                              [&](const HoleRange& hole) { return end_of(hole) <= offset; });
-}
-
 }  // namespace
 
 TargetMemory::AccessGuard TargetMemory::access() {
@@ -40,21 +32,18 @@ void TargetMemory::EndAccess::operator()(TargetMemory* memory) const {
   --memory->accesses_;
 }
 
-void TargetMemory::expect(std::uint64_t bytes) {
+void TargetMemory::claim(std::uint64_t bytes) {
   total_ = bytes;
-  if (growing_ == nullptr) return;
-  noted_shrinks_ = growing_->shrinks();
-  kept_ = growing_->keep_unpublished();
-  growing_->expect(offset_ + bytes);
+  if (growing_ != nullptr) claim_ = growing_->claim({offset_, bytes});
 }
 
-Status TargetMemory::punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled) {
+Status TargetMemory::punch(Extents holes, const std::atomic<bool>& cancelled) {
   holes_ = std::move(holes);
   Buffer& buffer = *growing_;
-  for (const HoleRange& hole : holes_) {
+  for (const Extent& hole : holes_) {
     if (cancelled) return Status(ECANCELED, "cancelled");
     const std::uint64_t start = offset_ + hole.offset;
-    const std::uint64_t end = std::min(offset_ + end_of(hole), buffer.size());
+    const std::uint64_t end = std::min(offset_ + hole.end(), buffer.size());
     if (start >= end) continue;
     const Result<std::uint64_t> data = buffer.seek_data(start);
     if (!data.ok() || data.value() >= end) continue;
@@ -120,16 +109,8 @@ Status TargetMemory::allocate_on(std::unique_lock<std::mutex>& lock, std::uint64
 
 // Holes get no memory.
 Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
-  auto hole = hole_above(holes_, start);
-  while (start < end) {
-    const std::uint64_t run_end = hole == holes_.end() ? end : std::min(end, hole->offset);
-    if (start < run_end) {
-      Status status = growing_->populate(offset_ + start, run_end - start);
-      if (!status.ok()) return status;
-    }
-    if (hole == holes_.end()) break;
-    start = end_of(*hole);
-    ++hole;
+  for (const Extent& data : holes(holes_, start, end)) {  // what is between the file's holes
+    if (Status status = target_->pin_for_write(offset_ + data.offset, data.bytes).status(); !status.ok()) return status;
   }
   return {};
 }
@@ -157,9 +138,9 @@ Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
     const std::lock_guard lock(mutex_);
     touched = std::max(touched, allocated_end_);
   }
-  const bool published = reached == 0 || buffer.publish_since(offset_ + reached, noted_shrinks_);
+  const bool published = reached == 0 || buffer.publish(offset_ + reached, claim_.get());
   const std::uint64_t kept = published ? reached : 0;
-  kept_.reset();
+  claim_.reset();
   (void)buffer.trim(kTrimPatience);
   if (touched <= kept) return {};
   return buffer.discard_above_size(offset_ + kept, touched - kept);
@@ -178,13 +159,13 @@ bool TargetMemory::in_use() const {
 }
 
 void TargetMemory::release() {
-  std::shared_ptr<TransferTarget> dropped;  // destroyed without the lock
-  std::shared_ptr<void> kept;               // so is this
+  std::shared_ptr<TransferTarget> dropped;     // destroyed without the lock
+  std::shared_ptr<const Buffer::Claim> claim;  // so is this
   const std::lock_guard lock(mutex_);
   closed_ = true;
   if (accesses_ > 0) return;
   dropped = std::move(target_);
-  kept = std::move(kept_);
+  claim = std::move(claim_);
 }
 
 void TargetMemory::note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const {

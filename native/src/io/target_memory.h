@@ -41,10 +41,10 @@ class TargetMemory {
 
   // The next four are for a thread with an AccessGuard.
   [[nodiscard]] TransferTarget& target() const { return *target_; }
-  // Of a load, before its first byte is written. Announces its end, so that the buffer does not move later.
-  void expect(std::uint64_t bytes);
+  // Of a load, before its first byte is written. Claims the memory, so that the buffer does not move later.
+  void claim(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
-  Status punch(std::vector<HoleRange> holes, const std::atomic<bool>& cancelled);
+  Status punch(Extents holes, const std::atomic<bool>& cancelled);
   // The memory of one chunk. May wait for other threads' pins; EAGAIN if that is forbidden.
   Result<TransferTarget::Pin> pin(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed);
 
@@ -80,9 +80,8 @@ class TargetMemory {
   const std::uint64_t smallest_step_;
   // Constant once the transfer is prepared.
   std::uint64_t total_ = 0;
-  std::uint64_t noted_shrinks_ = 0;  // of a load's buffer, before its first byte was written
-  std::vector<HoleRange> holes_;
-  std::shared_ptr<void> kept_;  // a load's Buffer::keep_unpublished(), until its end
+  Extents holes_;
+  std::shared_ptr<const Buffer::Claim> claim_;  // of a load into a buffer, until its end
 
   // Guards all below. No call of the buffer is made under it.
   mutable std::mutex mutex_;

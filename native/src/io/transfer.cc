@@ -66,7 +66,7 @@ class ProgramMemory final : public TransferTarget {
   [[nodiscard]] std::uint64_t size() const override { return bytes_; }
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) override {
-    return Pin{{{address_ + offset, offset, bytes}}, nullptr};
+    return Pin{{{{offset, bytes}, address_ + offset}}, nullptr};
   }
   Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override {
     return pin_for_read(offset, bytes, wait);
@@ -259,7 +259,7 @@ Result<std::uint64_t> Transfer::total_bytes(std::uint64_t file_size) {
   if (total > kLargestOffset - request().file_offset) {
     return Status(EFBIG, "the range ends beyond the largest file offset");
   }
-  if (load()) memory_.expect(total);
+  if (load()) memory_.claim(total);
   return total;
 }
 
@@ -307,7 +307,7 @@ Result<Plan> Transfer::leave_holes_out(std::uint64_t file_size, const Plan& plan
   search.target_offset = request().target_offset;
   search.bytes = plan.bytes();
   search.granule = facts_.device->info().granule;
-  Result<std::vector<HoleRange>> holes = holes_of(file(), search, cancelled_);
+  Result<Extents> holes = holes_of(file(), search, cancelled_);
   if (!holes.ok()) return holes.status();
   if (holes.value().empty()) return plan;
   Plan cut = plan.without_holes(holes.value());

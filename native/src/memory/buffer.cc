@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <memory>
 #include <utility>
 
@@ -14,13 +15,41 @@
 #include "observe/trace.h"
 
 namespace gpufs {
+namespace {
 
-Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device) {
-  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device)));
+constexpr std::uint64_t kStagingBytes = std::uint64_t{4} << 20;  // between devices without peer access
+
+Status copy_staged(Device& to, DeviceAddress destination, Device& from, DeviceAddress source, std::uint64_t bytes) {
+  const std::uint64_t step = std::min(bytes, kStagingBytes);
+  const auto staging = std::make_unique_for_overwrite<std::byte[]>(step);
+  for (std::uint64_t done = 0; done < bytes;) {
+    const std::uint64_t part = std::min(step, bytes - done);
+    Status status = from.copy_out(staging.get(), source + done, part);
+    if (status.ok()) status = to.copy_in(destination + done, staging.get(), part);
+    if (!status.ok()) return status;
+    done += part;
+  }
+  return {};
+}
+
+Status copy_between(const DeviceContext& to, DeviceAddress destination, const DeviceContext& from, DeviceAddress source,
+                    std::uint64_t bytes) {
+  if (&to.device() == &from.device()) return to.device().copy_within(destination, source, bytes);
+  if (&to.driver() == &from.driver()) {
+    Status status = from.device().copy_to_peer(to.device(), destination, source, bytes);
+    if (status.error() != EOPNOTSUPP) return status;
+  }
+  return copy_staged(to.device(), destination, from.device(), source, bytes);
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device, bool preallocates) {
+  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device), preallocates));
 }
 
 Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents) {
-  auto buffer = std::make_shared<ExtentBuffer>(std::move(device));
+  auto buffer = std::make_shared<ExtentBuffer>(std::move(device), /*preallocates=*/true);
   if (Status restored = buffer->restore(contents); !restored.ok()) return restored;
   return std::shared_ptr<Buffer>(std::move(buffer));
 }
@@ -49,6 +78,19 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
   activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
   return done;
+}
+
+Status Buffer::copy_pieces(DeviceAddress destination, const Buffer& source, const std::vector<Piece>& pieces,
+                           std::uint64_t* copied) const {
+  const DeviceContext& to = *device();
+  for (const Piece& piece : pieces) {
+    Status status = piece.address == 0
+                        ? to.device().zero(destination + *copied, piece.bytes)
+                        : copy_between(to, destination + *copied, *source.device(), piece.address, piece.bytes);
+    if (!status.ok()) return status;
+    *copied += piece.bytes;
+  }
+  return {};
 }
 
 Status Buffer::fixed_size() { return {EPERM, "a registered file has a fixed size and the memory of its program"}; }

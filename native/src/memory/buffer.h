@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "base/extents.h"
 #include "base/status.h"
 #include "drivers/driver.h"
 #include "memory/account.h"
@@ -28,15 +29,12 @@
 
 namespace gpufs {
 
-// Memory that exists: [offset, offset + bytes), whole granules.
-using Extent = MemorySpan;
-
 // What another process needs to have the same contents: memory that a MemoryKeeper keeps.
 struct KeptContents {
   std::uint64_t size = 0;
-  std::uint64_t memory = 0;     // its number; 0: none
-  Extent slot;                  // of a small file, in that memory; no bytes for others
-  std::vector<Extent> extents;  // of others
+  std::uint64_t memory = 0;  // its number; 0: none
+  Extent slot;               // of a small file, in that memory; no bytes for others
+  Extents extents;           // of others: whole granules
 };
 
 class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer> {
@@ -44,37 +42,39 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // The largest size of a buffer in bytes (sparse), a multiple of the page size; resize() beyond it is EFBIG.
   static constexpr std::uint64_t kMaximumBytes = std::uint64_t{1} << 46;
 
-  static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device);
-  // With the contents of a buffer of the last process. Those in slots: after SlabPool::restore().
+  // preallocates: write() takes more memory than it needs when the buffer grows, where that saves time. Only for owners
+  // that call trim() when the last writer is done.
+  static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device, bool preallocates = false);
+  // With the contents of a buffer of the last process; it preallocates. Those in slots: after SlabPool::restore().
   static Result<std::shared_ptr<Buffer>> restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents);
 
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
 
-  // Memory above the size. A buffer that grows by write() preallocates some, if preallocate_on_growth() was called:
-  // only for buffers whose owner calls trim() when the last writer is done. Pins for writing and populate() leave some
-  // behind, too, if what they were for fails. trim() releases all of it, except what fallocate() asked for, what
-  // writers use at the moment, and all of it while a keep_unpublished() lives. So do resize() to the same or a smaller
-  // size, and every call that finds the device full.
-  virtual void preallocate_on_growth() {}
+  // Some memory is taken ahead of the contents: by a growing buffer that preallocates, and by pins for writing that end
+  // without publish(). trim() releases it, except where a pin for writing or a claim is. So do resize() to the same or
+  // a smaller size, punch(), and every call that finds the device full. Memory above the size that allocate() or
+  // zero_range() took is not among it: only resize() and punch() release that.
+  //
   // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
   // longer than `timeout`.
   virtual bool trim(std::chrono::milliseconds /*timeout*/) { return true; }
   // False: trim() has nothing to do.
   [[nodiscard]] virtual bool may_trim() const { return false; }
-  // For a load that publishes its size at its end: keeps the buffer, too. May be null.
-  [[nodiscard]] virtual std::shared_ptr<void> keep_unpublished() { return nullptr; }
-  // The file will reach `end`: when it next needs addresses it gets enough of them, and never moves on the way. A hint.
-  virtual void expect(std::uint64_t /*end*/) {}
 
-  // The next five do nothing where the memory and the size are fixed.
-  // As pin_for_write() in advance, without a pin.
-  virtual Status populate(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
-  virtual void publish(std::uint64_t /*end*/) {}  // size = max(size, end)
-  // For callers who cannot hold the pins until then: false, and nothing happens, if the buffer has been made smaller
-  // since shrinks() was `noted`; the result is as if that had come after them.
-  virtual bool publish_since(std::uint64_t /*end*/, std::uint64_t /*noted*/) { return true; }
-  [[nodiscard]] virtual std::uint64_t shrinks() const { return 0; }
+  // The range that a load or a copy is about to write. While the claim lives, memory there stays, and a buffer that
+  // needs addresses gets enough of them for the whole range, so that it never moves on the way. A claim keeps the
+  // buffer, too.
+  struct Claim {
+    Extent range;
+    std::uint64_t shrinks = 0;  // how often the buffer had been made smaller before
+  };
+  [[nodiscard]] virtual std::shared_ptr<const Claim> claim(const Extent& /*range*/) { return nullptr; }
+
+  // The next two do nothing where the memory and the size are fixed.
+  // size = max(size, end). since: a claim, for callers that cannot hold their pins until then. If the buffer has been
+  // made smaller since that claim, this changes nothing and returns false, as if the shrink had come last.
+  virtual bool publish(std::uint64_t /*end*/, const Claim* /*since*/ = nullptr) { return true; }
   // Call it after the pin is gone. What other pins for writing cover is left to their holders.
   virtual Status discard_above_size(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
 
@@ -150,6 +150,11 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
  protected:
   static Status fixed_size();  // EPERM
   Status refuse_change();      // fixed_size(), or ESTALE
+  // Copies pieces of the source, or zeros for holes, one after the other to `destination` on this buffer's device.
+  // Synchronous, by the shortest way that the devices have. *copied: the bytes, also after a failure. The caller holds
+  // both memories.
+  Status copy_pieces(DeviceAddress destination, const Buffer& source, const std::vector<Piece>& pieces,
+                     std::uint64_t* copied) const;
 
  private:
   // Whether a copy may write there; *bytes: as many as may be.

@@ -35,8 +35,11 @@ void* zeros() {
 
 }  // namespace
 
-ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device)
-    : context_(std::move(device)), granule_(context_->info().granule) {
+// Where the CPU can address the memory, what costs is the memory and not the call.
+ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates)
+    : context_(std::move(device)),
+      granule_(context_->info().granule),
+      preallocates_(preallocates && !context_->info().cpu_addressable && !context_->info().reserve_copies) {
   snapshot_ = make_empty_snapshot();
 }
 
@@ -86,7 +89,7 @@ ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
 
 std::uint64_t ExtentBuffer::highest_locked() const {
   std::uint64_t highest = size_.load(std::memory_order_relaxed);
-  for (const WritePin* writer : writers_) highest = std::max(highest, writer->end_);
+  for (const WritePin* writer : writers_) highest = std::max(highest, writer->range_.end());
   return highest;
 }
 
@@ -101,21 +104,28 @@ ExtentBuffer::WritePin::~WritePin() {
   buffer_->state_changed_.notify_all();
 }
 
-Buffer::Pin ExtentBuffer::pin(ReadPin held) {
-  Pin pin;
+template <typename Work>
+Status ExtentBuffer::for_each_piece(const ReadPin& held, Work work) {
   const Snapshot& snapshot = *held.snapshot;
-  std::uint64_t offset = held.offset;
-  auto extent = first_above(snapshot.extents, offset);
-  while (offset < held.end) {
+  auto extent = first_above(snapshot.extents, held.offset);
+  for (std::uint64_t offset = held.offset; offset < held.end;) {
     const bool hole = extent == snapshot.extents.end() || extent->offset > offset;
     std::uint64_t stop = held.end;
-    if (extent != snapshot.extents.end()) {
-      stop = std::min(held.end, hole ? extent->offset : extent->offset + extent->bytes);
-    }
-    pin.pieces.push_back({hole ? 0 : snapshot.base + offset, offset, stop - offset});
+    if (extent != snapshot.extents.end()) stop = std::min(stop, hole ? extent->offset : extent->end());
+    Status status = work(Piece{Extent::between(offset, stop), hole ? 0 : snapshot.base + offset});
+    if (!status.ok()) return status;
     if (!hole) ++extent;
     offset = stop;
   }
+  return {};
+}
+
+Buffer::Pin ExtentBuffer::pin(ReadPin held) {
+  Pin pin;
+  (void)for_each_piece(held, [&](const Piece& piece) {
+    pin.pieces.push_back(piece);
+    return Status();
+  });
   struct Kept {
     std::shared_ptr<Buffer> buffer;  // destroyed after the pin
     ReadPin held;
@@ -129,7 +139,7 @@ bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadP
   for (;; state_changed_.wait(lock)) {
     const std::uint64_t size = size_.load(std::memory_order_relaxed);
     const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
-    if (end <= gate_offset_ || gate_end_ <= offset) {
+    if (end <= gate_.offset || gate_.end() <= offset) {
       *held = {snapshot_, offset, end};
       return true;
     }
@@ -139,13 +149,12 @@ bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadP
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held) {
   if (end > write_limit_) return false;
-  if (end > gate_offset_ && gate_end_ > offset) return false;
+  if (end > gate_.offset && gate_.end() > offset) return false;
   if (!covered(snapshot_->extents, offset, end)) return false;
   writers_.push_back(held);
   held->buffer_ = this;
   held->snapshot_ = snapshot_;
-  held->offset_ = offset;
-  held->end_ = end;
+  held->range_ = Extent::between(offset, end);
   return true;
 }
 
@@ -199,31 +208,29 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   if (bytes != 0) {
     status = acquire_write(offset, end, &kept->held, {.wait = wait});
     if (!status.ok()) return status;
-    pin.pieces.push_back({kept->held.address(), offset, bytes});
+    pin.pieces.push_back({{offset, bytes}, kept->held.address()});
   }
   return pin;
 }
 
-void ExtentBuffer::publish(std::uint64_t end) {
-  const std::lock_guard lock(state_mutex_);
-  publish_locked(end);
+std::shared_ptr<const Buffer::Claim> ExtentBuffer::claim(const Extent& range) {
+  std::list<Claim>::iterator made;
+  {
+    const std::lock_guard lock(state_mutex_);
+    made = claims_.insert(claims_.end(), {range, shrinks_});
+  }
+  return {&*made, [made, buffer = owner().lock()](const Claim*) {
+            const std::lock_guard lock(buffer->state_mutex_);
+            buffer->claims_.erase(made);
+          }};
 }
 
-bool ExtentBuffer::publish_since(std::uint64_t end, std::uint64_t noted) {
+bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
   const std::lock_guard lock(state_mutex_);
-  if (shrinks_ != noted) return false;
-  publish_locked(end);
-  return true;
-}
-
-std::uint64_t ExtentBuffer::shrinks() const {
-  const std::lock_guard lock(state_mutex_);
-  return shrinks_;
-}
-
-void ExtentBuffer::publish_locked(std::uint64_t end) {
+  if (since != nullptr && since->shrinks != shrinks_) return false;
   const std::uint64_t size = std::min({end, publish_limit_, kMaximumBytes});
   if (size > size_.load(std::memory_order_relaxed)) size_.store(size, std::memory_order_release);
+  return true;
 }
 
 // ---- copies by the calling thread ----
@@ -231,24 +238,13 @@ void ExtentBuffer::publish_locked(std::uint64_t end) {
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
   ReadPin held;
   if (!acquire_read(offset, destination.size(), &held, wait)) return would_wait();
-  const Extents& extents = held.snapshot->extents;
-  std::byte* out = destination.data();
-  std::uint64_t at = held.offset;
-  for (auto extent = first_above(extents, at); at < held.end; ++extent) {
-    const bool last = extent == extents.end() || extent->offset >= held.end;
-    const std::uint64_t hole_end = last ? held.end : extent->offset;
-    if (hole_end > at) {
-      std::memset(out, 0, hole_end - at);
-      out += hole_end - at;
-      at = hole_end;
-    }
-    if (last) break;
-    const std::uint64_t bytes = std::min(held.end, extent->offset + extent->bytes) - at;
-    Status status = context_->device().copy_out(out, held.snapshot->base + at, bytes);
-    if (!status.ok()) return status;
-    out += bytes;
-    at += bytes;
-  }
+  Status status = for_each_piece(held, [&](const Piece& piece) {
+    std::byte* const out = destination.data() + (piece.offset - offset);
+    if (piece.address != 0) return context_->device().copy_out(out, piece.address, piece.bytes);
+    std::memset(out, 0, piece.bytes);
+    return Status();
+  });
+  if (!status.ok()) return status;
   return static_cast<std::size_t>(held.end - held.offset);
 }
 
@@ -320,7 +316,7 @@ Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
   const auto extent = first_above(all.snapshot->extents, offset);
   if (extent == all.snapshot->extents.end() || extent->offset > offset) return offset;
-  return std::min(extent->offset + extent->bytes, all.end);  // the end of a file is a hole
+  return std::min(extent->end(), all.end);  // the end of a file is a hole
 }
 
 }  // namespace gpufs

@@ -12,6 +12,11 @@
 //    must wait until nobody writes to the old place. write_limit_ keeps new ones out for that time: they take the slow
 //    path, which waits for mutation_mutex_.
 //  - Where the driver must unmap a piece to release a part of it, readers and writers of that piece wait at a gate.
+//
+// One ledger, ahead_, has the memory that was taken before the contents needed it. Growth adds to it, and fallocate(2)
+// removes from it what it asked for. release_unused() releases all of it that no contents, no pin for writing and no
+// claim have reached.
+//
 // Invariant: where no write is in progress, the bytes above size() in memory that exists are zeros.
 #pragma once
 
@@ -21,20 +26,20 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "device/device_context.h"
 #include "memory/buffer.h"
-#include "memory/extents.h"
 #include "memory/slab_pool.h"
 
 namespace gpufs {
 
 class ExtentBuffer : public Buffer {
  public:
-  explicit ExtentBuffer(std::shared_ptr<DeviceContext> device);
+  ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates);
   ~ExtentBuffer() override;
   ExtentBuffer(const ExtentBuffer&) = delete;
   ExtentBuffer& operator=(const ExtentBuffer&) = delete;
@@ -44,18 +49,13 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
   [[nodiscard]] Buffer* growing() override { return this; }
-  void preallocate_on_growth() override;
   [[nodiscard]] bool may_trim() const override;
   bool trim(std::chrono::milliseconds timeout) override;
-  [[nodiscard]] std::shared_ptr<void> keep_unpublished() override;
-  void expect(std::uint64_t end) override;
+  [[nodiscard]] std::shared_ptr<const Claim> claim(const Extent& range) override;
 
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
   Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
-  Status populate(std::uint64_t offset, std::uint64_t bytes) override;
-  void publish(std::uint64_t end) override;
-  bool publish_since(std::uint64_t end, std::uint64_t noted) override;
-  [[nodiscard]] std::uint64_t shrinks() const override;
+  bool publish(std::uint64_t end, const Claim* since = nullptr) override;
   Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) override;
   Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) override;
   Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source, Wait wait) override;
@@ -112,14 +112,13 @@ class ExtentBuffer : public Buffer {
     ~WritePin();
     WritePin(const WritePin&) = delete;
     WritePin& operator=(const WritePin&) = delete;
-    [[nodiscard]] DeviceAddress address() const { return snapshot_->base + offset_; }  // of the first byte
+    [[nodiscard]] DeviceAddress address() const { return snapshot_->base + range_.offset; }  // of the first byte
 
    private:
     friend class ExtentBuffer;
     ExtentBuffer* buffer_ = nullptr;  // null: not listed
     SnapshotPointer snapshot_;
-    std::uint64_t offset_ = 0;
-    std::uint64_t end_ = 0;
+    Extent range_;
   };
   class SharedLease;
   class Exclusion;
@@ -128,6 +127,9 @@ class ExtentBuffer : public Buffer {
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
+  // Calls work(piece) for what `held` covers, in order, until one fails.
+  template <typename Work>
+  Status for_each_piece(const ReadPin& held, Work work);
   Pin pin(ReadPin held);
   // False: it would have to wait.
   bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait);
@@ -139,12 +141,11 @@ class ExtentBuffer : public Buffer {
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, Growth how);
   [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held);
   [[nodiscard]] ReadPin whole() const;
-  void publish_locked(std::uint64_t end);
   // Nothing lies above this, neither published nor being written.
   [[nodiscard]] std::uint64_t highest_locked() const;
   [[nodiscard]] SnapshotPointer current() const;
 
-  // ---- extent_buffer_growth.cc: what takes memory. All need mutation_mutex_, except the first two. ----
+  // ---- extent_buffer_memory.cc: what takes memory. All need mutation_mutex_, except the first two. ----
   // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC or EDQUOT and others
   // have released memory since. The caller holds no lock and no pin.
   Status retry_when_full(const std::function<Status()>& attempt, Wait wait = Wait::kAllowed);
@@ -156,7 +157,11 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
   [[nodiscard]] SnapshotPointer make_empty_snapshot();
   void replace(SnapshotPointer next);
-  void account();  // after each change of the snapshot or of preallocated_
+  // The part of ahead_ that no snapshot shows: the file has holes there.
+  [[nodiscard]] Extents hidden() const;
+  // The part of ahead_ that the contents have not reached: what is hidden, and what is above the size.
+  [[nodiscard]] Extents unreached() const;
+  void account();  // after each change of the snapshot or of ahead_
   // Takes memory of the device and charges it. replaced: bytes that are released in exchange.
   Status take(const Extents& missing, Wait wait, std::uint64_t replaced = 0);
   Status ensure(std::uint64_t offset, std::uint64_t end, Growth how);
@@ -172,11 +177,14 @@ class ExtentBuffer : public Buffer {
   Status leave_slot(const Extents& missing, Wait wait);
   // Without extents, the buffer gives up its DeviceMemory too, unless it is leased.
   void drop_empty_memory();
-  void add_fallocated(std::uint64_t offset, std::uint64_t end);
+  // allocate(), and zero_range() if it zeroes.
+  Status allocate_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size, bool zeroes);
   Status zero_existing(std::uint64_t offset, std::uint64_t end);
 
-  // ---- extent_buffer_release.cc: what releases memory. All need mutation_mutex_. ----
+  // What releases memory. All need mutation_mutex_.
   Status shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion);
+  // The part of ahead_ that trim() may release. Needs state_mutex_, too.
+  [[nodiscard]] Extents unused_locked() const;
   // What trim() does. False if somebody still uses memory that would move when the deadline is reached.
   bool release_unused(TimePoint deadline);
   // Publishes a snapshot of `kept` only, and waits until nobody uses `removed`, nor what the driver moves when it
@@ -189,7 +197,7 @@ class ExtentBuffer : public Buffer {
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                      const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                      const std::function<void()>& advanced) override;
-  Status populate_for(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
+  Status take_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Wait wait,
                     std::uint64_t* done);
   Status copy_data(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Wait wait,
@@ -207,6 +215,7 @@ class ExtentBuffer : public Buffer {
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t granule_;
+  const bool preallocates_;
   std::function<void()> moved_ = [] {};  // constant once the buffer is shared
 
   // One change of the memory at a time; taken before state_mutex_, and held over driver calls.
@@ -214,9 +223,10 @@ class ExtentBuffer : public Buffer {
   // Guarded by mutation_mutex_:
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
   std::shared_ptr<AddressRange> range_;   // memory_'s current one
-  Extents preallocated_;                  // exists in range_, as zeros, and is in no snapshot
-  Extents fallocated_;                    // by fallocate(KEEP_SIZE): trim() keeps it
-  bool preallocates_ = false;
+  // Memory taken ahead of the contents: what is above the size, unless allocate() asked for it, and at any offset what
+  // was preallocated and is in no snapshot. The next growth removes what the contents have reached. While a file is in
+  // a slot: its first granule, unless allocate() asked for that.
+  Extents ahead_;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
 
   // Innermost: nothing that waits is called, and no snapshot destroyed, under it.
@@ -231,13 +241,11 @@ class ExtentBuffer : public Buffer {
   std::uint64_t write_limit_ = kNoLimit;    // writes that end above it take the slow path
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is in progress: no size above it
   std::uint64_t shrinks_ = 0;               // begun so far
-  std::uint64_t gate_offset_ = 0;           // [gate_offset_, gate_end_): the driver moves it, nobody may use it
-  std::uint64_t gate_end_ = 0;
-  int unpublished_keepers_ = 0;  // of keep_unpublished()
+  Extent gate_;                             // the driver moves it, nobody may use it
+  std::list<Claim> claims_;                 // that live
   // Atomics: read without a lock.
-  std::atomic<std::uint64_t> size_{0};          // written under state_mutex_
-  std::atomic<std::uint64_t> held_{0};          // written under mutation_mutex_
-  std::atomic<std::uint64_t> expected_end_{0};  // expect()
+  std::atomic<std::uint64_t> size_{0};  // written under state_mutex_
+  std::atomic<std::uint64_t> held_{0};  // written under mutation_mutex_
 };
 
 }  // namespace gpufs

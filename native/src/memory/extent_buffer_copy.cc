@@ -14,7 +14,6 @@
 #include "base/thread.h"
 #include "device/device_context.h"
 #include "memory/account.h"
-#include "memory/device_copy.h"
 #include "memory/extent_buffer.h"
 
 namespace gpufs {
@@ -50,13 +49,14 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
   // One call of copy_file_range(2) copies 2 GiB at most, so the rest of the source will likely follow. Where addresses
   // are memory, only what is certain counts.
   const std::uint64_t rest = source.size() - std::min(source.size(), source_offset);
-  expect(offset + (context_->info().reserve_copies ? bytes : std::max(bytes, rest)));
+  std::shared_ptr<const Claim> claimed =
+      claim({offset, context_->info().reserve_copies ? bytes : std::max(bytes, rest)});
   const bool between_devices = &source.device()->device() != &context_->device();
   const std::uint64_t largest = context_->info().cpu_addressable ? kCopyChunk : context_->copy_chunk_bytes();
   std::uint64_t chunk = between_devices ? std::min(kCopyChunk, largest) : largest;
   std::uint64_t next = chunk;
-  std::uint64_t taken = 0;  // the end of what was taken ahead
-  Status taking;            // written by the other thread while it runs
+  std::uint64_t touched = 0;  // the end of the highest bytes for which memory was taken
+  Status taking;              // written by the other thread while it runs
   Status status;
   while (*done < bytes) {
     if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
@@ -66,17 +66,18 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     const std::uint64_t before = *done;
     const std::uint64_t part = std::min(chunk, bytes - before);
     const std::uint64_t following = before + part;
+    touched = std::max(touched, following);
     const auto start = std::chrono::steady_clock::now();
     std::thread ahead;
     // After a failure the copy itself takes what it needs, and reports what it cannot get.
     if (between_devices && taking.ok() && following < bytes) {
       const std::uint64_t length = std::min(next, bytes - following);
       Result<std::thread> started = start_thread("gpufs-ahead", [&, following, length] {
-        taking = populate_for(source, source_offset + following, offset + following, length);
+        taking = take_ahead(source, source_offset + following, offset + following, length);
       });
       if (started.ok()) {
         ahead = started.take();
-        taken = following + length;
+        touched = following + length;
       }
     }
     status = copy_chunk(source, source_offset + before, offset + before, part, wait, done);
@@ -91,14 +92,15 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
     if (between_devices && fast) next = std::min(next * 2, largest);
     advanced();
   }
-  if (taken <= *done) return status;
-  const Status cleared = discard_above_size(offset + *done, taken - *done);
+  claimed.reset();
+  if (touched <= *done) return status;
+  const Status cleared = discard_above_size(offset + *done, touched - *done);
   return status.ok() ? cleared : status;
 }
 
 // Takes memory for a copy of the source's data, not for its holes.
-Status ExtentBuffer::populate_for(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
-                                  std::uint64_t bytes) {
+Status ExtentBuffer::take_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                std::uint64_t bytes) {
   std::vector<Piece> pieces;
   {
     Result<Pin> pinned = source.pin_for_read(source_offset, bytes);
@@ -107,7 +109,8 @@ Status ExtentBuffer::populate_for(Buffer& source, std::uint64_t source_offset, s
   }
   for (const Piece& piece : pieces) {
     if (piece.address == 0) continue;
-    if (Status status = populate(offset + (piece.offset - source_offset), piece.bytes); !status.ok()) return status;
+    const std::uint64_t target = offset + (piece.offset - source_offset);
+    if (Status status = pin_for_write(target, piece.bytes, Wait::kAllowed).status(); !status.ok()) return status;
   }
   return {};
 }
@@ -157,7 +160,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       status = acquire_write(offset, offset + bytes, &grown, {.wait = wait});
       if (!status.ok()) return status;
     }
-    status = copy_pieces(*context_, target.address(), *source.device(), pinned.pieces, &copied);
+    status = copy_pieces(target.address(), source, pinned.pieces, &copied);
     if (copied > 0) publish(offset + copied);
     *done += copied;
   }
@@ -170,7 +173,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
 Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end, Wait wait) {
   for (const Extent& extent : inside(current()->extents, offset, end)) {
     WritePin target;
-    Status status = acquire_write(extent.offset, extent.offset + extent.bytes, &target, {.wait = wait});
+    Status status = acquire_write(extent.offset, extent.end(), &target, {.wait = wait});
     if (status.ok()) status = context_->device().zero(target.address(), extent.bytes);
     if (!status.ok()) return status;
   }

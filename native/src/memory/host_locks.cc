@@ -260,7 +260,7 @@ Result<HostLocks::Info> HostLocks::info(const void* address, std::size_t bytes) 
 Result<HostLocks::LockUse> HostLocks::use(const void* address, std::size_t bytes, Access access) {
   LockUse found;
   if (bytes == 0) {
-    found.parts_.push_back({0, 0, false});
+    found.parts_.push_back({{}, false});
     return found;
   }
   const auto start = reinterpret_cast<std::uintptr_t>(address);
@@ -280,7 +280,7 @@ Result<HostLocks::LockUse> HostLocks::use(const void* address, std::size_t bytes
       found.locks_ = this;
       ++entry->uses;
     }
-    found.parts_.push_back({at - start, end - at, here});
+    found.parts_.push_back({{at - start, end - at}, here});
     at = end;
   }
   return found;

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/extents.h"
 #include "base/status.h"
 #include "drivers/driver.h"
 
@@ -71,9 +72,7 @@ class HostLocks {
   Result<Info> info(const void* address, std::size_t bytes) const;
 
   // A part of a range that is locked as one, or not at all: drivers may refuse a copy that crosses the border.
-  struct Part {
-    std::size_t offset = 0;
-    std::size_t bytes = 0;
+  struct Part : Extent {
     bool locked = false;
   };
   // Keeps the locked parts of a range locked while it lives. Must not outlive the registry.

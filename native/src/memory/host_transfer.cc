@@ -61,7 +61,7 @@ Status copy_part(Buffer& buffer, const std::vector<Buffer::Piece>& pieces, std::
   std::uint64_t copied = 0;
   for (const Buffer::Piece& piece : pieces) {
     const std::uint64_t from = std::max(start, piece.offset);
-    const std::uint64_t to = std::min(start + part.bytes, piece.offset + piece.bytes);
+    const std::uint64_t to = std::min(start + part.bytes, piece.end());
     if (from >= to) continue;
     const DeviceAddress address = piece.address == 0 ? 0 : piece.address + (from - piece.offset);
     if (Status status = copy(address, from - offset, to - from); !status.ok()) return status;
@@ -84,8 +84,7 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
   Result<Buffer::Pin> pin = buffer.pin_for_read(offset, destination.size());
   if (!pin.ok()) return pin.status();
   const std::vector<Buffer::Piece>& pieces = pin.value().pieces;
-  const std::size_t there =
-      pieces.empty() ? 0 : static_cast<std::size_t>(pieces.back().offset + pieces.back().bytes - offset);
+  const std::size_t there = pieces.empty() ? 0 : static_cast<std::size_t>(pieces.back().end() - offset);
   for (const HostLocks::Part& part : use.value().parts()) {
     if (part.offset > 0 && part.offset >= there) break;
     Status status = copy_part(buffer, pieces, offset, part, Flow::kOut,

@@ -36,14 +36,14 @@ KeptMemory::KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, st
     std::memcpy(&part, value.data(), std::min(value.size(), sizeof part));
     const auto found = descriptors.find(key);
     if (found == descriptors.end()) return;  // its memory was being released
-    untaken_[part.memory].push_back({key, part.offset, part.bytes, std::move(found->second)});
+    untaken_[part.memory].push_back({part.where, key, std::move(found->second)});
     descriptors.erase(found);
   });
-  for (const auto& [key, descriptor] : descriptors) untaken_[0].push_back({key, 0, 0, {}});
+  for (const auto& [key, descriptor] : descriptors) untaken_[0].push_back({{}, key, {}});
 }
 
 std::uint64_t KeptMemory::hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) {
-  const Part part{memory, offset, bytes};
+  const Part part{memory, {offset, bytes}};
   const std::uint64_t key = keys_.next();
   const std::lock_guard lock(mutex_);
   held_.emplace(key, descriptor);
@@ -58,7 +58,7 @@ void KeptMemory::drop(std::uint64_t key) {
   const std::lock_guard lock(mutex_);
   held_.erase(key);
   if (restoring_) {
-    untaken_[0].push_back({key, 0, 0, {}});
+    untaken_[0].push_back({{}, key, {}});
     return;
   }
   journal::Transaction change(*journal_);

@@ -52,8 +52,7 @@ class KeptMemory final : public MemoryKeeper {
   // What a descriptor is of, in the journal.
   struct Part {
     std::uint64_t memory;
-    std::uint64_t offset;
-    std::uint64_t bytes;
+    Extent where;
   };
 
   void send_locked(keeper::Kind kind, std::uint64_t key, int descriptor);

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "base/math.h"
-#include "memory/device_copy.h"
 
 namespace gpufs {
 namespace {
@@ -134,11 +133,11 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::ui
   const std::uint64_t end = offset + std::min(bytes, bytes_ - std::min(offset, bytes_));
   while (offset < end) {
     const std::uint64_t data = std::min(use->memory().next_data(offset), end);
-    if (data > offset) pin.pieces.push_back({0, offset, data - offset});
+    if (data > offset) pin.pieces.push_back({Extent::between(offset, data), 0});
     if (data == end) break;
     // At least a byte: the memory may be taken away between the two calls.
     offset = std::clamp(use->memory().next_hole(data), data + 1, end);
-    pin.pieces.push_back({use->address() + data, data, offset - data});
+    pin.pieces.push_back({Extent::between(data, offset), use->address() + data});
   }
   return pin;
 }
@@ -150,7 +149,7 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::u
   if (status.error() == EFBIG) status = fixed_size();
   if (!status.ok()) return status;
   Pin pin{{}, use};
-  if (bytes != 0) pin.pieces.push_back({use->address() + offset, offset, bytes});
+  if (bytes != 0) pin.pieces.push_back({{offset, bytes}, use->address() + offset});
   return pin;
 }
 
@@ -213,7 +212,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before), wait);
     if (!pinned.ok()) return pinned.status();
     std::uint64_t copied = 0;
-    status = copy_pieces(*context_, use.address() + offset + before, *source.device(), pinned.value().pieces, &copied);
+    status = copy_pieces(use.address() + offset + before, source, pinned.value().pieces, &copied);
     *done += copied;
     if (!status.ok()) return status;
     status = check_intact(use);

@@ -30,10 +30,8 @@ class TransferTarget {
 
   // A part that stays mapped at its addresses for as long as this object lives. Pieces are in order and without
   // overlap, cut at holes; a hole is a piece with address 0.
-  struct Piece {
+  struct Piece : Extent {
     DeviceAddress address = 0;
-    std::uint64_t offset = 0;
-    std::uint64_t bytes = 0;
   };
   struct Pin {
     std::vector<Piece> pieces;

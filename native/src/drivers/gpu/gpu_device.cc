@@ -227,7 +227,7 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
 }
 
 Result<std::unique_ptr<DeviceMemory>> GpuDevice::restore_memory(std::uint64_t number,
-                                                                std::span<const MemorySpan> populated) {
+                                                                std::span<const Extent> populated) {
   if (Status status = check_keeping(); !status.ok()) return status;
   return VirtualMemory::restore(shared_from_this(), number, populated);
 }
@@ -322,10 +322,10 @@ void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
   taken_.give(bytes);
 }
 
-Status GpuDevice::zero_spans(DeviceAddress base, std::span<const MemorySpan> spans) {
+Status GpuDevice::zero_spans(DeviceAddress base, std::span<const Extent> spans) {
   SynchronousWork work(*this);
   if (!work.status().ok()) return work.status();
-  for (const MemorySpan& span : spans) {
+  for (const Extent& span : spans) {
     Status status = call(functions().fill, base + span.offset, 0, span.bytes, work.get());
     if (!status.ok()) return status;
   }

@@ -43,7 +43,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Status check_sharing() override;
   Status check_keeping() override { return check_sharing(); }
   Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t number,
-                                                       std::span<const MemorySpan> populated) override;
+                                                       std::span<const Extent> populated) override;
   Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, ImportAccess access) override;
   Result<std::unique_ptr<Stream>> create_stream() override;
   Result<std::unique_ptr<Event>> create_event() override;
@@ -100,7 +100,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   void return_plain(DeviceAddress base, std::uint64_t bytes);
 
   // Zeroes spans of a range, and waits for that.
-  Status zero_spans(DeviceAddress base, std::span<const MemorySpan> spans);
+  Status zero_spans(DeviceAddress base, std::span<const Extent> spans);
 
   Status map(DeviceAddress address, std::uint64_t bytes, PhysicalHandle handle);
   // Gives the device and its peers access to mapped addresses.

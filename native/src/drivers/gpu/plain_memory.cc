@@ -12,14 +12,14 @@ Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<GpuDevi
 
 PlainRange::~PlainRange() { device_->return_plain(base(), bytes()); }
 
-Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) {
+Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes, std::span<const Extent> populated) {
   SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   Result<std::shared_ptr<PlainRange>> allocated =
       PlainRange::allocate(device_, round_up(bytes, device_->info().granule));
   if (!allocated.ok()) return allocated.status();
   const std::shared_ptr<PlainRange> range = allocated.take();
-  for (const MemorySpan& span : populated) {
+  for (const Extent& span : populated) {
     Status status = device_->call(device_->functions().copy_on_device, range->base() + span.offset,
                                   current_->base() + span.offset, span.bytes, work.get());
     if (!status.ok()) return status;

@@ -29,13 +29,13 @@ class PlainMemory final : public DeviceMemory {
   explicit PlainMemory(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {}
 
   using DeviceMemory::reserve;
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans, Wait /*wait*/) override {
+  Status populate(std::span<const Extent> spans, Wait /*wait*/) override {
     return device_->zero_spans(current_->base(), spans);
   }
   using DeviceMemory::release;
-  void release(std::span<const MemorySpan> /*spans*/) override {}
+  void release(std::span<const Extent> /*spans*/) override {}
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t /*from*/, std::uint64_t /*end*/,
                                                     std::size_t /*capacity*/, bool /*writable*/) override {
     return device_->check_sharing();

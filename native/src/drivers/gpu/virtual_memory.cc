@@ -159,7 +159,7 @@ VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device)
       number_(device_->keeper() != nullptr ? device_->keeper()->new_memory() : 0) {}
 
 Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(std::shared_ptr<GpuDevice> device, std::uint64_t number,
-                                                             std::span<const MemorySpan> populated) {
+                                                             std::span<const Extent> populated) {
   const Current current(*device);
   if (!current.status().ok()) return current.status();
   auto memory = std::make_unique<VirtualMemory>(device);
@@ -181,7 +181,7 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(std::shared_ptr<Gpu
     memory->pieces_.emplace(offset, MappedPiece{physical.take(), std::vector<bool>(granules), 0});
   }
   std::uint64_t live = 0;
-  for (const MemorySpan& span : populated) {
+  for (const Extent& span : populated) {
     memory->mark(span, true);
     live += span.bytes / memory->granule_;
   }
@@ -202,8 +202,8 @@ VirtualMemory::Pieces::iterator VirtualMemory::first_touching(std::uint64_t offs
   return piece;
 }
 
-std::vector<MemorySpan> VirtualMemory::live_runs(const Pieces::value_type& piece) const {
-  std::vector<MemorySpan> runs;
+Extents VirtualMemory::live_runs(const Pieces::value_type& piece) const {
+  Extents runs;
   const std::vector<bool>& live = piece.second.live;
   for (std::size_t i = 0; i < live.size(); ++i) {
     if (!live[i]) continue;
@@ -213,9 +213,9 @@ std::vector<MemorySpan> VirtualMemory::live_runs(const Pieces::value_type& piece
   return runs;
 }
 
-void VirtualMemory::mark(const MemorySpan& span, bool live) {
+void VirtualMemory::mark(const Extent& span, bool live) {
   const std::uint64_t offset = span.offset;
-  const std::uint64_t end = offset + span.bytes;
+  const std::uint64_t end = span.end();
   for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end; ++piece) {
     MappedPiece& marked = piece->second;
     const std::uint64_t from = offset > piece->first ? (offset - piece->first) / granule_ : 0;
@@ -227,7 +227,7 @@ void VirtualMemory::mark(const MemorySpan& span, bool live) {
 }
 
 Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes,
-                                                             std::span<const MemorySpan> /*populated*/) {
+                                                             std::span<const Extent> /*populated*/) {
   bytes = round_up(bytes, granule_);
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
@@ -270,8 +270,8 @@ void VirtualMemory::take_back(Pieces& fresh) {
   pieces_.merge(fresh);
 }
 
-Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh, Wait wait) {
-  const std::uint64_t end = span.offset + span.bytes;
+Status VirtualMemory::back(const Extent& span, Pieces& fresh, Wait wait) {
+  const std::uint64_t end = span.end();
   std::uint64_t at = span.offset;
   for (auto piece = first_touching(at); at < end;) {
     const bool more = piece != pieces_.end() && piece->first < end;
@@ -290,12 +290,12 @@ Status VirtualMemory::back(const MemorySpan& span, Pieces& fresh, Wait wait) {
   return {};
 }
 
-Status VirtualMemory::populate(std::span<const MemorySpan> spans, Wait wait) {
+Status VirtualMemory::populate(std::span<const Extent> spans, Wait wait) {
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   Pieces fresh;
   Status status;
-  for (const MemorySpan& span : spans) {
+  for (const Extent& span : spans) {
     if (status.ok()) status = back(span, fresh, wait);
   }
   if (status.ok()) status = device_->zero_spans(current_->base(), spans);
@@ -304,32 +304,31 @@ Status VirtualMemory::populate(std::span<const MemorySpan> spans, Wait wait) {
     return status;
   }
   pieces_.merge(fresh);
-  for (const MemorySpan& span : spans) mark(span, true);
+  for (const Extent& span : spans) mark(span, true);
   return {};
 }
 
-MemorySpan VirtualMemory::release_span(std::uint64_t offset, std::uint64_t bytes) {
+Extent VirtualMemory::release_span(std::uint64_t offset, std::uint64_t bytes) {
   const std::uint64_t end = offset + bytes;
   std::uint64_t from = offset;
   std::uint64_t to = end;
   if (fixed_) return {offset, bytes};
   for (auto piece = first_touching(offset); piece != pieces_.end() && piece->first < end; ++piece) {
-    for (const MemorySpan& run : live_runs(*piece)) {
+    for (const Extent& run : live_runs(*piece)) {
       from = std::min(from, run.offset);
-      to = std::max(to, run.offset + run.bytes);
+      to = std::max(to, run.end());
     }
   }
   return {from, to - from};
 }
 
-void VirtualMemory::release(std::span<const MemorySpan> spans) {
-  for (const MemorySpan& span : spans) mark(span, false);
+void VirtualMemory::release(std::span<const Extent> spans) {
+  for (const Extent& span : spans) mark(span, false);
   const Current current(*device_);
   if (!current.status().ok()) return;
   const auto each_piece = [&](auto work) {
-    for (const MemorySpan& span : spans) {
-      const std::uint64_t end = span.offset + span.bytes;
-      for (auto piece = first_touching(span.offset); piece != pieces_.end() && piece->first < end;) {
+    for (const Extent& span : spans) {
+      for (auto piece = first_touching(span.offset); piece != pieces_.end() && piece->first < span.end();) {
         const auto next = std::next(piece);
         work(piece);
         piece = next;
@@ -357,7 +356,7 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
   Pieces fresh;
   SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
-  for (const MemorySpan& run : live_runs(piece)) {
+  for (const Extent& run : live_runs(piece)) {
     Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes, Wait::kAllowed);
     if (!physical.ok()) return physical.status();
     const std::uint64_t within = run.offset - piece.first;
@@ -426,7 +425,7 @@ Result<std::vector<ExportedMemory>> VirtualMemory::export_memory(std::uint64_t f
     if (exported.size() == capacity) break;
     Result<UniqueFd> descriptor = piece->second.physical->export_descriptor();
     if (!descriptor.ok()) return descriptor.status();
-    exported.push_back({piece->first, piece->second.physical->bytes(), descriptor.take()});
+    exported.push_back({{piece->first, piece->second.physical->bytes()}, descriptor.take()});
   }
   return exported;
 }

@@ -96,15 +96,15 @@ class VirtualMemory final : public DeviceMemory {
   explicit VirtualMemory(std::shared_ptr<GpuDevice> device);
   // See Device::restore_memory(). Pieces move, as in new memory, unless fix_in_place() says that they are in use.
   static Result<std::unique_ptr<DeviceMemory>> restore(std::shared_ptr<GpuDevice> device, std::uint64_t number,
-                                                       std::span<const MemorySpan> populated);
+                                                       std::span<const Extent> populated);
 
   using DeviceMemory::reserve;
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans, Wait wait) override;
+  Status populate(std::span<const Extent> spans, Wait wait) override;
   using DeviceMemory::release;
-  void release(std::span<const MemorySpan> spans) override;
-  [[nodiscard]] MemorySpan release_span(std::uint64_t offset, std::uint64_t bytes) override;
+  void release(std::span<const Extent> spans) override;
+  [[nodiscard]] Extent release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
   void allow_moves() override { fixed_ = false; }
   [[nodiscard]] std::uint64_t number() const override { return number_; }
@@ -120,11 +120,11 @@ class VirtualMemory final : public DeviceMemory {
   using Pieces = std::map<std::uint64_t, MappedPiece>;  // by offset
 
   [[nodiscard]] Pieces::iterator first_touching(std::uint64_t offset);
-  [[nodiscard]] std::vector<MemorySpan> live_runs(const Pieces::value_type& piece) const;
+  [[nodiscard]] Extents live_runs(const Pieces::value_type& piece) const;
   // Marks granules of all pieces.
-  void mark(const MemorySpan& span, bool live);
+  void mark(const Extent& span, bool live);
   // Makes the dead granules of the span accessible, and adds fresh pieces where there are none.
-  Status back(const MemorySpan& span, Pieces& fresh, Wait wait);
+  Status back(const Extent& span, Pieces& fresh, Wait wait);
   // Takes fresh memory for [offset, offset+bytes), maps it into the current range and adds it to `pieces`.
   Status add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces, Wait wait);
   // Undoes add_pieces(). Pieces that cannot be unmapped are kept, dead.

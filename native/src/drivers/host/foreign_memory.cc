@@ -36,7 +36,7 @@ class HostImport final : public ImportedRange {
     struct stat file {};
     if (::fstat(piece.descriptor.get(), &file) != 0) return Status::from_errno(errno, "a piece of shared memory");
     // A mapping beyond the end would make accesses fatal.
-    if (static_cast<std::uint64_t>(file.st_size) < piece.offset + piece.bytes) {
+    if (static_cast<std::uint64_t>(file.st_size) < piece.end()) {
       return Status(EINVAL, "the descriptor of the shared memory is shorter than the piece");
     }
     void* const address = reinterpret_cast<void*>(base() + piece.offset);

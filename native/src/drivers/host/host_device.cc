@@ -63,7 +63,7 @@ Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() {
 }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::restore_memory(std::uint64_t number,
-                                                                 std::span<const MemorySpan> populated) {
+                                                                 std::span<const Extent> populated) {
   return HostMemory::restore(limit_, shared_files_, keeper(), number, populated);
 }
 

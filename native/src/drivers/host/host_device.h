@@ -43,7 +43,7 @@ class HostDevice : public Device {
   Status health() override { return {}; }
   Result<std::unique_ptr<DeviceMemory>> create_memory() override;
   Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t number,
-                                                       std::span<const MemorySpan> populated) override;
+                                                       std::span<const Extent> populated) override;
   Result<std::unique_ptr<ForeignMapping>> map_foreign(const ForeignMemory& memory) override;
   Result<std::unique_ptr<ImportedRange>> create_import(std::uint64_t capacity, ImportAccess access) override;
   Result<std::unique_ptr<Stream>> create_stream() override;

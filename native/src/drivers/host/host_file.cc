@@ -71,7 +71,7 @@ Result<std::shared_ptr<HostFile>> HostFile::create(std::shared_ptr<Ledger> limit
 Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limit,
                                                     std::shared_ptr<SharedHostFiles> shared,
                                                     std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
-                                                    std::span<const MemorySpan> populated) {
+                                                    std::span<const Extent> populated) {
   std::vector<MemoryKeeper::Piece> kept = keeper->take(number);
   if (kept.size() != 1) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
   const std::shared_ptr<HostFile> file(new HostFile(std::move(kept.front().descriptor), std::move(limit),

@@ -33,7 +33,7 @@ class HostFile : public std::enable_shared_from_this<HostFile> {
   static Result<std::shared_ptr<HostFile>> restore(std::shared_ptr<Ledger> limit,
                                                    std::shared_ptr<SharedHostFiles> shared,
                                                    std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
-                                                   std::span<const MemorySpan> populated);
+                                                   std::span<const Extent> populated);
   ~HostFile();
   HostFile(const HostFile&) = delete;
   HostFile& operator=(const HostFile&) = delete;

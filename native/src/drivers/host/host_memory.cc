@@ -65,22 +65,21 @@ Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<Ledger>
 Result<std::unique_ptr<DeviceMemory>> HostMemory::restore(std::shared_ptr<Ledger> limit,
                                                           std::shared_ptr<SharedHostFiles> shared,
                                                           std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
-                                                          std::span<const MemorySpan> populated) {
+                                                          std::span<const Extent> populated) {
   Result<std::shared_ptr<HostFile>> file =
       HostFile::restore(std::move(limit), std::move(shared), std::move(keeper), number, populated);
   if (!file.ok()) return file.status();
   return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
 }
 
-Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes,
-                                                          std::span<const MemorySpan> /*populated*/) {
+Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes, std::span<const Extent> /*populated*/) {
   Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
   if (!made.ok()) return made.status();
   range_ = made.take();
   return std::shared_ptr<AddressRange>(range_);
 }
 
-Status HostMemory::populate(std::span<const MemorySpan> spans, Wait /*wait*/) {
+Status HostMemory::populate(std::span<const Extent> spans, Wait /*wait*/) {
   for (std::size_t i = 0; i < spans.size(); ++i) {
     Status status = populate_one(spans[i]);
     if (status.ok()) continue;
@@ -90,7 +89,7 @@ Status HostMemory::populate(std::span<const MemorySpan> spans, Wait /*wait*/) {
   return {};
 }
 
-Status HostMemory::populate_one(const MemorySpan& span) {
+Status HostMemory::populate_one(const Extent& span) {
   const auto [offset, bytes] = span;
   Status status = file_->allocate(offset, bytes);
   if (!status.ok()) return status;
@@ -99,11 +98,11 @@ Status HostMemory::populate_one(const MemorySpan& span) {
   return {};
 }
 
-void HostMemory::release(std::span<const MemorySpan> spans) {
-  for (const MemorySpan& span : spans) release_one(span);
+void HostMemory::release(std::span<const Extent> spans) {
+  for (const Extent& span : spans) release_one(span);
 }
 
-void HostMemory::release_one(const MemorySpan& span) {
+void HostMemory::release_one(const Extent& span) {
   const auto [offset, bytes] = span;
   const int error = file_->release(offset, bytes);
   if (error != 0) {
@@ -124,7 +123,7 @@ Result<std::vector<ExportedMemory>> HostMemory::export_memory(std::uint64_t from
   if (!copy.valid()) {
     return Status::from_errno(errno, writable ? "duplicating a buffer's memfd" : "opening a buffer's memfd: " + path);
   }
-  exported.push_back(ExportedMemory{from, end - from, std::move(copy)});
+  exported.push_back(ExportedMemory{{from, end - from}, std::move(copy)});
   return exported;
 }
 

@@ -23,14 +23,14 @@ class HostMemory : public DeviceMemory {
   static Result<std::unique_ptr<DeviceMemory>> restore(std::shared_ptr<Ledger> limit,
                                                        std::shared_ptr<SharedHostFiles> shared,
                                                        std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
-                                                       std::span<const MemorySpan> populated);
+                                                       std::span<const Extent> populated);
 
   using DeviceMemory::reserve;
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const MemorySpan> populated) override;
+  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override;
   using DeviceMemory::populate;
-  Status populate(std::span<const MemorySpan> spans, Wait wait) override;
+  Status populate(std::span<const Extent> spans, Wait wait) override;
   using DeviceMemory::release;
-  void release(std::span<const MemorySpan> spans) override;
+  void release(std::span<const Extent> spans) override;
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override;
   [[nodiscard]] std::uint64_t number() const override { return file_->number(); }
@@ -40,8 +40,8 @@ class HostMemory : public DeviceMemory {
 
   explicit HostMemory(std::shared_ptr<HostFile> file) : file_(std::move(file)) {}
 
-  Status populate_one(const MemorySpan& span);
-  void release_one(const MemorySpan& span);
+  Status populate_one(const Extent& span);
+  void release_one(const Extent& span);
 
   const std::shared_ptr<HostFile> file_;
   std::shared_ptr<Range> range_;  // the current one; null before the first reserve()

@@ -1,15 +1,24 @@
-// Arithmetic on sorted lists of extents, in which no two touch.
-// Ownership: none, these are pure functions.
-// Threads: any.
+// Ranges of bytes, and arithmetic on sorted lists of them.
+// Ownership: none, these are values and pure functions.
+// Thread-safe.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "memory/buffer.h"
-
 namespace gpufs {
 
+// [offset, end()): of a file, of memory, or of a request.
+struct Extent {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+
+  [[nodiscard]] static Extent between(std::uint64_t offset, std::uint64_t end) { return {offset, end - offset}; }
+  [[nodiscard]] std::uint64_t end() const { return offset + bytes; }
+  bool operator==(const Extent&) const = default;
+};
+
+// In ascending order; no two overlap or touch.
 using Extents = std::vector<Extent>;
 
 // The first extent that ends above `offset`.
@@ -22,10 +31,8 @@ using Extents = std::vector<Extent>;
 [[nodiscard]] Extents inside(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 [[nodiscard]] Extents holes(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 
-// Without what of it lies in [offset, end).
+// Without what of it lies in [offset, end), or in the other list.
 [[nodiscard]] Extents without(const Extents& extents, std::uint64_t offset, std::uint64_t end);
-
-// Without what of it lies in the other list.
 [[nodiscard]] Extents without(const Extents& extents, const Extents& removed);
 
 // Both lists in one, neighbours joined. They do not overlap.

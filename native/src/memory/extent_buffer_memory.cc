@@ -1,0 +1,675 @@
+// The memory of an ExtentBuffer: what takes it (growth, preallocation, moving out of a slot, taking over from another
+// process) and what releases it (trimming, shrinking, punching, clearing what a failed write left).
+//
+// When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it took ahead, then
+// small files move together, and it tries again. At a limit (EDQUOT) it asks the buffers that charge the same account.
+// Nothing else is given up for a caller; memory of removed files is waited for above this layer.
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "base/thread.h"
+#include "memory/extent_buffer.h"
+
+namespace gpufs {
+namespace {
+
+// No reservation is smaller: a file that grows to this size never moves.
+constexpr std::uint64_t kSmallestReservation = AddressSpace::kSmallRange;
+// A growing file preallocates as much as it has, up to the most: a call of a GPU's driver costs 0.1 to 0.3 ms whatever
+// it takes, and this is 16 ms of writing at 4 GB/s. It never takes more than one part in so many of the device's free
+// memory, since releasing the unused part of a piece needs space to copy the used part to, nor of what limits allow.
+constexpr std::uint64_t kMostPreallocated = std::uint64_t{64} << 20;
+constexpr std::uint64_t kFreeParts = 16;
+// A full device: how long a caller waits altogether for memory that others are using or releasing, and for each of
+// them.
+constexpr std::chrono::milliseconds kReclaimTimeout{100};
+constexpr std::chrono::milliseconds kTrimTimeout{10};
+constexpr int kMostAttempts = 4;  // others that grow may be faster to take what was released
+
+}  // namespace
+
+// Keeps writers, or all users of a part, out of the buffer while its memory changes. One at a time for each buffer, on
+// the stack of the function that changes the memory and has mutation_mutex_.
+class ExtentBuffer::Exclusion {
+ public:
+  explicit Exclusion(ExtentBuffer& buffer) : buffer_(buffer) {}
+  ~Exclusion() {
+    if (!begun_) return;
+    {
+      const std::lock_guard lock(buffer_.state_mutex_);
+      buffer_.write_limit_ = kNoLimit;
+      buffer_.publish_limit_ = kNoLimit;
+      buffer_.gate_ = {};
+    }
+    buffer_.state_changed_.notify_all();
+  }
+  Exclusion(const Exclusion&) = delete;
+  Exclusion& operator=(const Exclusion&) = delete;
+
+  // No write begins any more that ends above `limit`. Needs state_mutex_.
+  void limit_writers_locked(std::uint64_t limit) {
+    begun_ = true;
+    buffer_.write_limit_ = limit;
+  }
+
+  // No write begins any more, and none is in progress when this returns true. False: one is, and the caller must not
+  // wait.
+  [[nodiscard]] bool stop_writers(Wait wait) {
+    std::unique_lock lock(buffer_.state_mutex_);
+    limit_writers_locked(0);
+    if (wait == Wait::kForbidden) return buffer_.writers_.empty();
+    buffer_.state_changed_.wait(lock, [this] { return buffer_.writers_.empty(); });
+    return true;
+  }
+
+  // Closes the gate around what the driver moves when it releases `removed`. True if that is more than `removed`. Needs
+  // both mutexes.
+  bool close_gate_locked(const Extents& removed) {
+    bool moves = false;
+    std::uint64_t start = kNoLimit;
+    std::uint64_t end = 0;
+    for (const Extent& extent : removed) {
+      const Extent span = buffer_.memory_->release_span(extent.offset, extent.bytes);
+      moves = moves || span.offset < extent.offset || span.end() > extent.end();
+      start = std::min(start, span.offset);
+      end = std::max(end, span.end());
+    }
+    if (!moves) return false;
+    begun_ = true;
+    buffer_.gate_ = Extent::between(start, end);
+    return true;
+  }
+
+ private:
+  ExtentBuffer& buffer_;
+  bool begun_ = false;
+};
+
+// ---- a full device ----
+
+Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt, Wait wait) {
+  for (int number = 1;; ++number) {
+    const std::uint64_t releases = context_->reclaim().release_count();
+    Status status = attempt();
+    if (!lacks_memory(status.error()) || number == kMostAttempts || wait == Wait::kForbidden) return status;
+    if (!reclaim(releases, status.error() == EDQUOT)) return status;
+  }
+}
+
+// True once some buffer has released memory since that many had.
+bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) {
+  const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
+  for (;;) {
+    bool busy = false;
+    for (const std::weak_ptr<Buffer>& listed : context_->reclaim().trimmable()) {
+      const std::shared_ptr<Buffer> buffer = listed.lock();
+      if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
+      // One that is gone is releasing all it has.
+      if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
+      if (std::chrono::steady_clock::now() >= deadline) break;
+    }
+    if (context_->reclaim().release_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
+      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimTimeout);
+    }
+    if (context_->reclaim().release_count() != releases_before) return true;
+    if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// ---- snapshots and accounts ----
+
+ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) {
+  const std::uint64_t number = memory_ != nullptr ? memory_->number() : 0;
+  return std::make_shared<Snapshot>(*this, range_, number, std::move(extents));
+}
+
+ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot() {
+  return std::make_shared<Snapshot>(*this, nullptr, 0, Extents{});
+}
+
+void ExtentBuffer::replace(SnapshotPointer next) {
+  {
+    const std::lock_guard lock(state_mutex_);
+    snapshot_.swap(next);
+  }
+  moved_();  // the old one is destroyed with the argument
+}
+
+Extents ExtentBuffer::hidden() const {
+  return snapshot_->slot != nullptr ? Extents{} : without(ahead_, snapshot_->extents);
+}
+
+Extents ExtentBuffer::unreached() const {
+  const std::uint64_t above = round_up(size(), granule_);
+  return joined(without(inside(ahead_, 0, above), snapshot_->extents), inside(ahead_, above, kNoLimit));
+}
+
+void ExtentBuffer::account() {
+  const SlabPool::Slot* const slot = snapshot_->slot.get();
+  const std::uint64_t own = slot != nullptr ? 0 : total_bytes(hidden()) + total_bytes(snapshot_->extents);
+  context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
+  const bool released = own < own_held_;
+  own_held_ = own;
+  // The slot's slab is counted by its pool.
+  const std::uint64_t held = slot != nullptr ? slot->bytes : own;
+  held_.store(held, std::memory_order_release);
+  charge().settle(held);
+  if (released) context_->reclaim().released();
+}
+
+Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t replaced) {
+  Status status = charge().grow(total_bytes(missing) - replaced);
+  if (!status.ok()) return status;
+  status = memory_->populate(missing, wait);
+  if (!status.ok()) account();
+  return status;
+}
+
+// ---- growth ----
+
+Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, Growth how) {
+  if (covered(snapshot_->extents, offset, end)) return {};
+  SlabPool* const slabs = context_->slabs();
+  if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
+    // Without a slab the file can still have memory of its own, unless the device is full.
+    Status status = ensure_slot(*slabs, end, how.wait);
+    if (status.ok() || lacks_memory(status.error()) || status.error() == EAGAIN) return status;
+    log_debug("a small file gets memory of its own: ", status.message());
+  }
+  return ensure_own(offset, end, end, how);
+}
+
+Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) {
+  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end, owner(), /*may_add_slab=*/true, wait);
+  if (!taken.ok()) return taken.status();
+  const std::shared_ptr<const SlabPool::Slot> slot = taken.take();
+  Exclusion exclusion(*this);
+  const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
+  if (old != nullptr) {
+    if (!exclusion.stop_writers(wait)) return would_wait();
+    Status status = context_->device().copy_within(slot->address, old->address, old->bytes);
+    if (!status.ok()) return status;
+  }
+  if (Status charged = charge().grow(slot->bytes - bytes_held()); !charged.ok()) return charged;
+  replace(std::make_shared<Snapshot>(*this, slot));
+  if (old == nullptr) ahead_ = {{0, granule_}};
+  account();
+  return {};
+}
+
+bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_t bytes) {
+  const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
+  if (!mutation) return false;
+  const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
+  if (old == nullptr || old->address - start >= bytes) return true;
+  const Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
+  if (!slot.ok()) return false;
+  Exclusion exclusion(*this);
+  {
+    const std::lock_guard lock(state_mutex_);
+    exclusion.limit_writers_locked(0);
+    if (!writers_.empty()) return false;
+  }
+  if (!context_->device().copy_within(slot.value()->address, old->address, old->bytes).ok()) return false;
+  replace(std::make_shared<Snapshot>(*this, slot.value()));
+  return true;
+}
+
+Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how) {
+  const std::shared_ptr<const SlabPool::Slot> slot = snapshot_->slot;
+  const std::uint64_t slot_end = slot != nullptr ? granule_ : 0;
+  if (memory_ == nullptr) {
+    Result<std::unique_ptr<DeviceMemory>> created = context_->device().create_memory();
+    if (!created.ok()) return created.status();
+    memory_ = created.take();
+  }
+  Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
+  if (status.ok()) {
+    const Extents existing = slot != nullptr ? Extents{} : snapshot_->extents;
+    Extents missing = slot != nullptr ? Extents{{0, slot_end}} : Extents{};
+    if (offset < end) {
+      const Extents wanted = holes(joined(existing, missing), round_down(offset, granule_), round_up(end, granule_));
+      missing = joined(missing, wanted);
+    }
+    if (slot != nullptr) {
+      status = leave_slot(missing, how.wait);
+    } else if (!missing.empty()) {
+      status = grow_own(missing, how);
+    }
+  }
+  if (!status.ok()) {
+    drop_empty_memory();
+  } else if (memory_ != nullptr) {
+    context_->reclaim().list_trimmable(this, weak_from_this());
+  }
+  return status;
+}
+
+// Makes all of `missing` exist, from what is preallocated and from the device.
+Status ExtentBuffer::grow_own(const Extents& missing, Growth how) {
+  const Extents existing = snapshot_->extents;
+  const Extents preallocated = hidden();
+  Extents fresh = without(missing, preallocated);
+  if (!fresh.empty()) {
+    const std::uint64_t end = end_of(fresh);
+    const bool highest = end > end_of(existing) && end > end_of(preallocated);
+    const std::uint64_t more =
+        how.speculative && highest ? bytes_to_preallocate(end, total_bytes(existing), how.wait) : 0;
+    fresh.back().bytes += more;
+    Status status = take(fresh, how.wait);
+    if (lacks_memory(status.error()) && more > 0) {
+      fresh.back().bytes -= more;
+      status = take(fresh, how.wait);
+    }
+    if (!status.ok()) return status;
+    ahead_ = joined(unreached(), fresh);
+  }
+  replace(make_snapshot(joined(existing, missing)));
+  account();
+  return {};
+}
+
+std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_t existing, Wait wait) {
+  // Fixed memory could not go back.
+  if (!preallocates_ || existing == 0 || leased()) return 0;
+  const Result<MemoryInfo> memory = context_->device().memory(wait);
+  if (!memory.ok()) return 0;
+  const std::uint64_t free = std::min(memory.value().free_bytes, charge().room());
+  const std::uint64_t most = std::min(kMostPreallocated, free / kFreeParts);
+  return round_down(std::min({existing, most, range_->bytes() - end}), granule_);
+}
+
+Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
+  if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
+  const bool in_slot = snapshot_->slot != nullptr;
+  Extents existing = in_slot ? Extents{} : snapshot_->extents;
+  const Extents populated = joined(existing, hidden());
+  const std::uint64_t needed = round_up(std::max(end, end_of(populated)), granule_);
+  const bool copies = context_->info().reserve_copies;
+  if (copies && range_ != nullptr && leased()) {
+    return Status(EFBIG, "a program uses the file's memory, which the device cannot keep in place beyond " +
+                             std::to_string(range_->bytes()) + " bytes");
+  }
+  std::uint64_t expected = 0;
+  {
+    const std::lock_guard lock(state_mutex_);
+    for (const Claim& claim : claims_) expected = std::max(expected, claim.range.end());
+  }
+  // More than the device has cannot come, whatever is claimed.
+  const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
+  expected = round_up(std::min(expected, possible), granule_);
+  // A growing file moves each time its length doubles. Addresses are limited, too: see AddressSpace.
+  std::uint64_t wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation}))
+                         : expected > needed ? expected
+                                             : std::bit_ceil(needed);
+  wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
+  Exclusion exclusion(*this);
+  if (copies && !existing.empty() && !exclusion.stop_writers(wait)) return would_wait();
+  Result<std::shared_ptr<AddressRange>> reserved = reserve_addresses(wanted, populated);
+  while (wanted > needed && (reserved.error() == ENOMEM || lacks_memory(reserved.error()))) {
+    wanted = std::max(needed, wanted / 2);
+    reserved = reserve_addresses(wanted, populated);
+  }
+  // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
+  if (reserved.error() == ENOMEM) return Status(ENOSPC, reserved.status().message());
+  if (!reserved.ok()) return reserved.status();
+  range_ = reserved.take();
+  // Later memory appears in the new range alone, so whatever is published from now on must show that.
+  if (!in_slot) replace(make_snapshot(std::move(existing)));
+  return {};
+}
+
+Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint64_t bytes, const Extents& populated) {
+  if (context_->info().reserve_copies) return memory_->reserve(bytes, populated);  // they are memory
+  struct Charged {
+    ~Charged() {
+      range.reset();
+      charge.give_addresses(bytes);
+    }
+    Charge& charge;
+    std::uint64_t bytes;
+    std::shared_ptr<AddressRange> range;
+  };
+  if (Status status = charge().take_addresses(bytes); !status.ok()) return status;
+  const std::shared_ptr<Charged> charged(new Charged{charge(), bytes, nullptr});
+  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(bytes, populated);
+  if (!reserved.ok()) return reserved.status();
+  charged->range = reserved.take();
+  return std::shared_ptr<AddressRange>(charged, charged->range.get());
+}
+
+// Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
+Status ExtentBuffer::leave_slot(const Extents& missing, Wait wait) {
+  Status status = take(missing, wait, bytes_held());
+  if (!status.ok()) return status;
+  Exclusion exclusion(*this);
+  if (!exclusion.stop_writers(wait)) return would_wait();
+  const SlabPool::Slot& slot = *snapshot_->slot;
+  status = context_->device().copy_within(range_->base(), slot.address, slot.bytes);
+  if (!status.ok()) return status;
+  ahead_ = joined(ahead_, without(missing, 0, granule_));
+  replace(make_snapshot(missing));
+  account();
+  return {};
+}
+
+void ExtentBuffer::drop_empty_memory() {
+  if (leased()) return;
+  if (snapshot_->slot == nullptr) {
+    if (!snapshot_->extents.empty()) return;
+    replace(make_empty_snapshot());
+    ahead_.clear();
+  }
+  range_.reset();
+  memory_.reset();
+  account();
+}
+
+// ---- calls that take memory ----
+
+Status ExtentBuffer::allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  return allocate_range(offset, bytes, keep_size, /*zeroes=*/false);
+}
+
+Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) {
+  return allocate_range(offset, bytes, keep_size, /*zeroes=*/true);
+}
+
+Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size, bool zeroes) {
+  std::uint64_t end = 0;
+  if (bytes == 0) return Status(EINVAL, "allocating nothing");
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  return retry_when_full([&] {
+    const std::lock_guard mutation(mutation_mutex_);
+    const Extents existing = zeroes ? inside(snapshot_->extents, offset, end) : Extents{};
+    Status allocated = ensure(offset, end, {});
+    for (const Extent& extent : existing) {
+      if (allocated.ok()) allocated = zero_existing(extent.offset, extent.end());
+    }
+    if (!allocated.ok()) return allocated;
+    ahead_ = without(ahead_, round_down(offset, granule_), round_up(end, granule_));
+    if (!keep_size) publish(end);
+    return allocated;
+  });
+}
+
+Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
+  if (offset >= end) return {};
+  const SnapshotPointer now = current();
+  for (const Extent& extent : inside(now->extents, offset, end)) {
+    Status status = context_->device().zero(now->base + extent.offset, extent.bytes);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+// ---- releasing ----
+
+bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion* exclusion, TimePoint deadline) {
+  Extents before = snapshot_->extents;
+  SnapshotPointer next = make_snapshot(kept);
+  {
+    const std::lock_guard lock(state_mutex_);
+    exclusion->close_gate_locked(removed);
+    snapshot_.swap(next);
+  }
+  moved_();
+  next.reset();
+  {
+    std::unique_lock lock(state_mutex_);
+    const auto unused = [this] { return snapshots_ == 1; };
+    if (deadline == TimePoint::max()) {
+      state_changed_.wait(lock, unused);
+      return true;
+    }
+    if (state_changed_.wait_until(lock, deadline, unused)) return true;
+  }
+  replace(make_snapshot(std::move(before)));
+  return false;
+}
+
+void ExtentBuffer::release(const Extents& removed) {
+  ahead_ = without(ahead_, removed);
+  memory_->release(removed);
+  account();
+  drop_empty_memory();
+}
+
+// ---- trimming ----
+
+bool ExtentBuffer::may_trim() const {
+  const std::lock_guard lock(state_mutex_);
+  if (snapshot_->slot != nullptr) return false;
+  const std::uint64_t end = round_up(size_.load(std::memory_order_relaxed), granule_);
+  return bytes_held() > total_bytes(inside(snapshot_->extents, 0, end));
+}
+
+bool ExtentBuffer::trim(std::chrono::milliseconds timeout) {
+  const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
+  return mutation && release_unused(std::chrono::steady_clock::now() + timeout);
+}
+
+Extents ExtentBuffer::unused_locked() const {
+  if (snapshot_->slot != nullptr) return {};
+  Extents unused = unreached();
+  const auto keep = [&](const Extent& used) {
+    unused = without(unused, round_down(used.offset, granule_), round_up(used.end(), granule_));
+  };
+  for (const WritePin* writer : writers_) keep(writer->range_);
+  for (const Claim& claim : claims_) keep(claim.range);
+  return unused;
+}
+
+bool ExtentBuffer::release_unused(TimePoint deadline) {
+  unfix_unless_leased();
+  Exclusion exclusion(*this);
+  Extents removed;
+  bool moves = false;
+  bool in_use = false;
+  {
+    const std::lock_guard lock(state_mutex_);
+    in_use = !writers_.empty() || !claims_.empty();
+    removed = unused_locked();
+    if (!removed.empty()) {
+      exclusion.limit_writers_locked(round_up(size_.load(std::memory_order_relaxed), granule_));
+      // Readers use nothing above the size, and writers there are left out: only what moves has users.
+      moves = exclusion.close_gate_locked(removed);
+    }
+  }
+  if (!removed.empty()) {
+    Extents kept = without(snapshot_->extents, removed);
+    if (moves) {
+      if (!detach(kept, removed, &exclusion, deadline)) return false;
+    } else {
+      replace(make_snapshot(std::move(kept)));
+    }
+    release(removed);
+  }
+  // Not before: whoever finds the device full must wait for this.
+  if (!in_use) context_->reclaim().unlist_trimmable(this);
+  return true;
+}
+
+// ---- shrinking and punching ----
+
+Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
+  if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
+  std::unique_lock mutation(mutation_mutex_, std::defer_lock);
+  if (wait == Wait::kAllowed) {
+    mutation.lock();
+  } else if (!mutation.try_lock()) {
+    return would_wait();
+  }
+  unfix_unless_leased();
+  Exclusion exclusion(*this);
+  std::uint64_t before = 0;
+  std::uint64_t highest = 0;
+  {
+    const std::lock_guard lock(state_mutex_);
+    before = size_.load(std::memory_order_relaxed);
+    const bool nothing_above = hidden().empty() && end_of(snapshot_->extents) <= round_up(size, granule_);
+    if (size > before || (size == before && nothing_above)) {
+      size_.store(size, std::memory_order_release);
+      return {};
+    }
+    if (Status leases = check_leases_locked("made smaller", size); !leases.ok()) return leases;
+    if (wait == Wait::kForbidden) return would_wait();
+    // Writes in progress count as done before: what they put above the size goes with the rest, and the end that they
+    // publish is ignored. Later ones that end above it wait for this.
+    highest = highest_locked();
+    exclusion.limit_writers_locked(size);
+    publish_limit_ = size;
+    ++shrinks_;
+    size_.store(size, std::memory_order_release);
+  }
+  Status status = shrink(size, highest, &exclusion);
+  if (!status.ok()) {
+    const std::lock_guard lock(state_mutex_);
+    size_.store(before, std::memory_order_release);
+  }
+  return status;
+}
+
+Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion) {
+  const bool in_slot = snapshot_->slot != nullptr;
+  if (in_slot && size > 0) {
+    SnapshotPointer same = std::make_shared<Snapshot>(*this, snapshot_->slot);
+    replace(std::move(same));
+    std::unique_lock lock(state_mutex_);
+    state_changed_.wait(lock, [this] { return snapshots_ == 1; });
+    lock.unlock();
+    return zero_existing(size, highest);
+  }
+  const std::uint64_t kept_end = round_up(size, granule_);
+  const Extents before = in_slot ? Extents{} : snapshot_->extents;
+  const Extents kept = without(before, kept_end, kNoLimit);
+  const Extents removed = joined(inside(before, kept_end, kNoLimit), hidden());
+  // Waits also if nothing is removed: users of the rest of the last granule must be gone.
+  (void)detach(kept, removed, exclusion, TimePoint::max());
+  Status status = zero_existing(size, std::min(kept_end, highest));
+  if (!status.ok()) {
+    replace(make_snapshot(before));
+    return status;
+  }
+  if (kept.empty() && !leased()) {
+    drop_empty_memory();  // as a whole, without a release of its parts
+  } else if (!removed.empty()) {
+    release(removed);
+  }
+  return {};
+}
+
+Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
+  if (bytes == 0) return Status(EINVAL, "punching nothing");
+  std::uint64_t end = 0;
+  if (add_overflows(offset, bytes, &end)) end = kMaximumBytes;
+  end = std::min(end, kMaximumBytes);
+  if (offset >= end) return {};
+  const std::lock_guard mutation(mutation_mutex_);
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (Status leases = check_leases_locked("punched", offset); !leases.ok()) return leases;
+  }
+  (void)release_unused(TimePoint{});  // the caller wants memory back; as much as nobody uses now
+  Exclusion exclusion(*this);
+  bool to_the_end = false;
+  std::uint64_t slot_bytes = 0;
+  {
+    const std::lock_guard lock(state_mutex_);
+    exclusion.limit_writers_locked(offset);
+    to_the_end = end >= highest_locked();
+    if (snapshot_->slot != nullptr) slot_bytes = snapshot_->slot->bytes;
+  }
+  // What is above everything is zeros, and goes with the last granule.
+  if (to_the_end) end = std::max(end, round_up(end, granule_));
+  if (slot_bytes > 0) {
+    if (offset > 0 || end < slot_bytes) return zero_existing(offset, end);
+    (void)detach({}, {}, &exclusion, TimePoint::max());
+    ahead_.clear();
+    account();
+    return {};
+  }
+  const std::uint64_t first = round_up(offset, granule_);
+  const std::uint64_t last = round_down(end, granule_);
+  if (first >= last) return zero_existing(offset, end);
+  Status status = zero_existing(offset, first);
+  if (status.ok()) status = zero_existing(last, end);
+  if (!status.ok()) return status;
+  const Extents existing = snapshot_->extents;
+  const Extents removed = inside(existing, first, last);
+  if (removed.empty()) return {};
+  (void)detach(without(existing, first, last), removed, &exclusion, TimePoint::max());
+  release(removed);
+  return {};
+}
+
+Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t bytes) {
+  std::uint64_t end = 0;
+  Status status = check_end(offset, bytes, &end);
+  if (!status.ok()) return status;
+  const std::lock_guard mutation(mutation_mutex_);
+  // A trim() of the caller's may have found another thread changing the buffer, and so released nothing.
+  (void)release_unused(TimePoint{});
+  Exclusion exclusion(*this);
+  Extents regions;
+  {
+    const std::lock_guard lock(state_mutex_);
+    const std::uint64_t size = size_.load(std::memory_order_relaxed);
+    const std::uint64_t start = std::max(offset, size);
+    if (start >= end) return {};
+    exclusion.limit_writers_locked(size);
+    regions.assign(1, {start, end - start});
+    for (const WritePin* writer : writers_) regions = without(regions, writer->range_.offset, writer->range_.end());
+  }
+  for (const Extent& region : regions) {
+    if (status.ok()) status = zero_existing(region.offset, region.end());
+  }
+  return status;
+}
+
+// ---- for the process that takes over from this one ----
+
+KeptContents ExtentBuffer::kept() const {
+  const std::lock_guard lock(state_mutex_);
+  KeptContents contents{size_.load(std::memory_order_relaxed), snapshot_->memory, {}, {}};
+  if (snapshot_->slot != nullptr) {
+    contents.slot = {snapshot_->slot->offset, snapshot_->slot->bytes};
+  } else {
+    contents.extents = snapshot_->extents;
+  }
+  return contents;
+}
+
+Status ExtentBuffer::restore(const KeptContents& contents) {
+  const std::lock_guard mutation(mutation_mutex_);
+  size_.store(contents.size, std::memory_order_release);
+  if (contents.slot.bytes != 0) {
+    if (context_->slabs() == nullptr) return Status(EPROTO, "a small file on a device without slabs");
+    replace(std::make_shared<Snapshot>(*this, context_->slabs()->take_restored(contents.slot, owner())));
+  } else if (contents.memory != 0) {
+    Result<std::unique_ptr<DeviceMemory>> memory = context_->device().restore_memory(contents.memory, contents.extents);
+    if (!memory.ok()) return memory.status();
+    memory_ = memory.take();
+    const std::uint64_t bytes = std::bit_ceil(std::max(end_of(contents.extents), AddressSpace::kSmallRange));
+    Result<std::shared_ptr<AddressRange>> range = reserve_addresses(bytes, contents.extents);
+    if (!range.ok()) return range.status();
+    range_ = range.take();
+    replace(make_snapshot(contents.extents));
+    // Memory above the size is not in ahead_: fallocate(2) may have asked for it.
+    context_->reclaim().list_trimmable(this, weak_from_this());
+  }
+  account();
+  return zero_existing(contents.size, UINT64_MAX);
+}
+
+}  // namespace gpufs
