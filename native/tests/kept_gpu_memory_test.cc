@@ -179,7 +179,7 @@ TEST_P(KeptGpuMemory, APartOfRestoredMemoryCanBeReleased) {
   open_kept();
   Filled filled = fill(8);
   const std::uint64_t number = filled.memory->number();
-  const MemorySpan all{0, 8 * kGranule};
+  const Extent all{0, 8 * kGranule};
   die(filled);
   ASSERT_OK(restore(filled, number, {&all, 1}));
   filled.memory->fix_in_place();  // as a lease does: the programs that have it map the pieces as they are
