@@ -245,6 +245,18 @@ def test_sigterm_while_a_daemon_starts(survivor: Survivor) -> None:
     gpufs("mount", survivor.path, "--driver", "host", "--memory", "64M")  # the place is free
 
 
+def test_restart_while_the_mount_ends(survivor: Survivor) -> None:
+    """SIGTERM has come first: no other daemon takes over."""
+    former = survivor.pid
+    with open(survivor.device / "file", "wb"):  # so the mount ends only after half a second
+        os.kill(former, signal.SIGTERM)
+        log = survivor.path.with_name("log")
+        wait_until(lambda: "SIGTERM: the mount ends" in log.read_text(), PATIENCE, "the signal")
+        os.kill(former, signal.SIGUSR2)
+        wait_until(lambda: not survivor.keepers() and has_ended(former), PATIENCE, "the end of the mount")
+    gpufs("mount", survivor.path, "--driver", "host", "--memory", "64M")  # the place is free
+
+
 def test_counters_of_dead_daemons_are_removed(survivor: Survivor) -> None:
     for _ in range(2):
         survivor.kill()
