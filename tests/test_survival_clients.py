@@ -241,6 +241,25 @@ def test_registration_survives(mount: Path) -> None:
         program.run(_RELEASE)
 
 
+def test_registration_whose_memory_is_lost(mount: Path) -> None:
+    """Its file is removed, as at its end, and not left behind as an empty one. Others stay."""
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4 * MIB))
+    with attached(file) as program:
+        program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
+        program.run("memory = os.memfd_create('memory'); os.ftruncate(memory, 8192); import mmap")
+        program.run("lost = numpy.frombuffer(mmap.mmap(memory, 8192), numpy.uint8)")
+        program.run("second = gpufs.register(lost, os.path.dirname(sys.argv[1]) + '/lost')")
+        program.run("os.ftruncate(memory, 0)")
+        for _ in range(2):
+            kill(mount)
+            assert sorted(os.listdir(mount / "gpu0")) == ["file", "registered"]
+            assert [lease["mode"] for lease in leases(mount)].count("registered") == 1
+        program.run("second.close()")
+        program.run("gpufs.register(own, os.path.dirname(sys.argv[1]) + '/lost')")
+        assert (mount / "gpu0" / "lost").read_bytes() == (mount / "gpu0" / "registered").read_bytes()
+
+
 def test_program_that_registers_and_dies_with_the_daemon(mount: Path) -> None:
     file = mount / "gpu0" / "file"
     file.write_bytes(bytes(4 * MIB))
