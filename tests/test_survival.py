@@ -18,10 +18,11 @@ import pytest
 from support import fake_gpu
 from support.cli import gpufs, user_gpufs
 from support.data import MIB
-from support.processes import NOBODY, PATIENCE, errno_of, plain_user, run, wait_until
+from support.processes import NOBODY, PATIENCE, children_of, errno_of, has_ended, plain_user, run, wait_until
 from support.surviving import Survivor, mounted
 
 from gpufs import status
+from gpufs.statistics import find
 
 
 @pytest.fixture(params=["host", "cuda"])
@@ -231,6 +232,36 @@ def test_keeper_dies(survivor: Survivor) -> None:
     wait_until(lambda: survivor.keepers() not in ([], [former]), PATIENCE, "another keeper")
     survivor.kill()
     assert (survivor.device / "file").read_bytes() == b"contents" * 1_000_000
+
+
+def test_sigterm_while_a_daemon_starts(survivor: Survivor) -> None:
+    """It ends the mount, as it does later."""
+    (keeper,) = survivor.keepers()
+    former = survivor.pid
+    os.kill(former, signal.SIGKILL)
+    (starting,) = wait_until(lambda: set(children_of(keeper)) - {former}, PATIENCE, "another daemon")
+    os.kill(starting, signal.SIGTERM)
+    wait_until(lambda: not survivor.keepers() and has_ended(starting), PATIENCE, "the end of the mount")
+    gpufs("mount", survivor.path, "--driver", "host", "--memory", "64M")  # the place is free
+
+
+def test_restart_while_the_mount_ends(survivor: Survivor) -> None:
+    """SIGTERM has come first: no other daemon takes over."""
+    former = survivor.pid
+    with open(survivor.device / "file", "wb"):  # so the mount ends only after half a second
+        os.kill(former, signal.SIGTERM)
+        log = survivor.path.with_name("log")
+        wait_until(lambda: "SIGTERM: the mount ends" in log.read_text(), PATIENCE, "the signal")
+        os.kill(former, signal.SIGUSR2)
+        wait_until(lambda: not survivor.keepers() and has_ended(former), PATIENCE, "the end of the mount")
+    gpufs("mount", survivor.path, "--driver", "host", "--memory", "64M")  # the place is free
+
+
+def test_counters_of_dead_daemons_are_removed(survivor: Survivor) -> None:
+    for _ in range(2):
+        survivor.kill()
+    device = os.stat(survivor.path).st_dev
+    assert len(find(f"{os.major(device)}:{os.minor(device)}", os.geteuid())) == 1
 
 
 @pytest.mark.driver

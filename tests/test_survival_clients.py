@@ -20,7 +20,7 @@ from support.data import MIB
 from support.mounting import GPUFS
 from support.processes import PATIENCE, errno_of, keepers_of, wait_until
 
-from gpufs import status
+from gpufs import attach, status
 
 # Attaches the file for writing; each line of its input is Python that it runs, and it prints the result.
 _PROGRAM = """
@@ -177,6 +177,33 @@ def test_requests_at_random_moments(mount: Path) -> None:
         assert len(leases(mount)) == 1
 
 
+def test_death_while_a_client_asks_for_the_socket(mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor that it reads the socket's path from ends with the daemon; the client asks again."""
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4 * MIB))
+    read = os.read
+
+    def read_later(fd: int, size: int) -> bytes:
+        monkeypatch.setattr(os, "read", read)
+        assert os.readlink(f"/proc/self/fd/{fd}") == os.fspath(mount / ".gpufs" / "socket")
+        kill(mount)
+        return read(fd, size)
+
+    monkeypatch.setattr(os, "read", read_later)
+    attach(file, "r+").close()
+
+
+def test_status_at_random_moments(mount: Path) -> None:
+    """The commands that ask the mount itself report no error when its daemon dies between open and read."""
+    script = "from gpufs.cli import _answers, _mounts; import sys; entry = _mounts.mounted_at(sys.argv[1])\n"
+    script += "for _ in range(1000): _answers.control_file(entry, 'status')"
+    asking = [subprocess.Popen([sys.executable, "-c", script, mount]) for _ in range(3)]
+    for _ in range(3):
+        time.sleep(0.2)
+        kill(mount)
+    assert [each.wait(PATIENCE) for each in asking] == [0, 0, 0]
+
+
 # Registers memory whose bytes are all 7 as the file that its argument names, beside the attached one.
 _REGISTER = """
 from multiprocessing.shared_memory import SharedMemory; import os
@@ -212,6 +239,25 @@ def test_registration_survives(mount: Path) -> None:
             assert errno_of(opened.read, 1) == ESTALE
         assert os.listdir(mount / "gpu0") == ["file"]
         program.run(_RELEASE)
+
+
+def test_registration_whose_memory_is_lost(mount: Path) -> None:
+    """Its file is removed, as at its end, and not left behind as an empty one. Others stay."""
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4 * MIB))
+    with attached(file) as program:
+        program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
+        program.run("memory = os.memfd_create('memory'); os.ftruncate(memory, 8192); import mmap")
+        program.run("lost = numpy.frombuffer(mmap.mmap(memory, 8192), numpy.uint8)")
+        program.run("second = gpufs.register(lost, os.path.dirname(sys.argv[1]) + '/lost')")
+        program.run("os.ftruncate(memory, 0)")
+        for _ in range(2):
+            kill(mount)
+            assert sorted(os.listdir(mount / "gpu0")) == ["file", "registered"]
+            assert [lease["mode"] for lease in leases(mount)].count("registered") == 1
+        program.run("second.close()")
+        program.run("gpufs.register(own, os.path.dirname(sys.argv[1]) + '/lost')")
+        assert (mount / "gpu0" / "lost").read_bytes() == (mount / "gpu0" / "registered").read_bytes()
 
 
 def test_program_that_registers_and_dies_with_the_daemon(mount: Path) -> None:

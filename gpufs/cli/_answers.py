@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from gpufs.cli._mounts import Process, wait_for_end
 from gpufs.cli._output import Failure, complain
+from gpufs.client._daemons import repeat_if_it_dies
 from gpufs.mounting import MountEntry
 
 _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
@@ -107,13 +108,17 @@ def _read(answer: int) -> Any:
 
 def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
     """Read the JSON object in a file of a mount, in a question. OSError EFBIG if it is larger than any of gpufs."""
-    content = b""
-    with open(os.path.join(entry.mountpoint, ".gpufs", name), "rb", buffering=0) as file:
-        while part := file.read(_MOST_BYTES):
-            content += part
-            if len(content) > _MOST_BYTES:
-                raise OSError(EFBIG, os.strerror(EFBIG))
-    return dict(json.loads(content))
+
+    def read() -> bytes:
+        content = b""
+        with open(os.path.join(entry.mountpoint, ".gpufs", name), "rb", buffering=0) as file:
+            while part := file.read(_MOST_BYTES):
+                content += part
+                if len(content) > _MOST_BYTES:
+                    raise OSError(EFBIG, os.strerror(EFBIG))
+        return content
+
+    return dict(json.loads(repeat_if_it_dies(read)))
 
 
 def finish(silent: Sequence[tuple[str, object]], asked: int, *, named: bool) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpufs import mounting
@@ -56,7 +58,9 @@ def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) ->
 
     for pause in (*_RECONNECT_PAUSES, None):
         for entry in mounts:
-            path = _socket_path(entry, device) if entry.root == "/" else None
+            if entry.root != "/":
+                continue
+            path = repeat_if_it_dies(functools.partial(_socket_path, entry, device))
             if path is None:
                 continue
             try:
@@ -87,8 +91,7 @@ def status_of(mounts: list[MountEntry]) -> dict[str, Any]:
     whole = next((entry for entry in mounts if entry.root == "/"), None)
     if whole is None:
         raise OSError(errno.ENOENT, _NO_ROOT)
-    with open(os.path.join(whole.mountpoint, _STATUS_FILE)) as file:
-        report: dict[str, Any] = json.load(file)
+    report: dict[str, Any] = json.loads(repeat_if_it_dies(Path(whole.mountpoint, _STATUS_FILE).read_bytes))
     return report
 
 
@@ -132,12 +135,15 @@ def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) 
 
 
 def repeat_if_it_dies(ask: Callable[[], T]) -> T:
-    """Ask a daemon for something, and ask again if it dies before it answers: another one may have taken over."""
+    """Ask a daemon for something, and ask again if it dies before it answers: another one may have taken over.
+
+    ``ask`` may read files below ``.gpufs``, too: their descriptors end with the daemon (EBADF).
+    """
     for _ in range(_ATTEMPTS - 1):
         try:
             return ask()
         except OSError as failure:
-            if failure.errno != errno.ECONNRESET:
+            if failure.errno not in (errno.ECONNRESET, errno.EBADF):
                 raise
     return ask()
 

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 
 import trio
 
-from gpufs import config, engine, service
+from gpufs import config, engine, service, statistics
 from gpufs._version import __version__
 from gpufs.daemon import control_plane, guard, limits, mountpoint, takeover
 from gpufs.daemon.devices import open_engine
@@ -67,6 +67,8 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
     runtime = runtime_directory(allow_other=bool(values["allow_other"]))
     with ExitStack() as parts, _start_of(taken) as started:
         owner = _watch(request.owner, parts) if taken is None else taken.held.get(Key.OWNER, -1)
+        if taken is not None:
+            statistics.remove_dead(taken.entry.device, os.geteuid())  # of the daemons before
         counters = CountersFile(runtime, request.mountpoint)
         service.sweep(runtime)
         parts.callback(counters.remove)

@@ -96,6 +96,7 @@ class Serving:
     _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
+    _ending: bool = field(default=False, init=False)  # this process unmounts
     _instructed: bool = field(init=False)  # whether the keeper is to start another daemon
     _contexts_stay_until: float = field(default=0.0, init=False)  # in trio's time
     _flags: frozenset[str] = field(init=False)  # of the mount, as the engine was last told
@@ -138,6 +139,8 @@ class Serving:
         """Return the reason why the mount does not survive this daemon; None if it does."""
         if self.ends_with_daemon is not None:
             return self.ends_with_daemon
+        if self._ending:
+            return "it is being unmounted"
         return "its keeper could not be started" if self.keeper is None else self.mount.obstacle()
 
     async def _or_leave(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -190,8 +193,9 @@ class Serving:
             said = probe.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             log.error("%s stays out of service, since other processes cannot open it: %s", failed, said)
             return
-        log.critical("%s is out of service in this process: another daemon takes over", failed)
-        self._hand_over()
+        if self.obstacle() is None:
+            log.critical("out of service in this process: %s: another daemon takes over", failed)
+            self._hand_over()
 
     def _hand_over(self) -> NoReturn:
         assert self.keeper is not None
@@ -345,6 +349,7 @@ class Serving:
     async def _end(self, why: str) -> None:
         """Cancel running copies, unmount, and end the loop that answers requests."""
         log.info("%s: the mount ends", why)
+        self._ending = True
         await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {printable(self.request.mountpoint)}")
         self._copies.cancel()
         # Clients get their results and close their files while the mount answers.

@@ -83,9 +83,8 @@ class ClientRegistrations:
     def _register(self, registration: "_Registration", message: Register, shared: int, taken: list[int]) -> None:
         holder = registration.holder
         number = registration.number = self._served.register(holder.ino, message, shared, taken)
-        if number is not None:
-            path = kept_path(holder.path)
-            self._record.add(KeptRegistration(message.id, holder.ino, path, holder.bytes, holder.since, number))
+        path = kept_path(holder.path)
+        self._record.add(KeptRegistration(message.id, holder.ino, path, holder.bytes, holder.since, number))
 
     async def remove(self, number: int) -> None:
         """Serve ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
@@ -111,8 +110,8 @@ class ClientRegistrations:
 
     def _release(self, registrations: "list[_Registration]") -> None:
         for registration in registrations:
+            self._record.remove(KeptRegistration, registration.id)
             if registration.number is not None:
-                self._record.remove(KeptRegistration, registration.id)
                 self._served.registrations.drop(registration.number)
             self._served.mount.inode_release(registration.holder.ino)
             self._served.holders.leave(registration.holder)

@@ -53,14 +53,14 @@ class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
 
 
 class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
-    """A registration in a record; see Holder. ``number``: of its memory, in KeptRegistrations."""
+    """A registration in a record; see Holder. ``number``: of its memory, in KeptRegistrations, or None."""
 
     id: int
     ino: int
     path: str
     bytes: int
     since: float
-    number: int
+    number: int | None
 
 
 Entry = KeptLease | KeptRequest | KeptRegistration
@@ -227,11 +227,14 @@ def _restore_client(
     # What is still in the queue is not lost.
     queued = first.id if isinstance(first, Request) and not isinstance(first, Cancel) else None
     lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry.id != queued]
-    registered = [
-        entry
-        for entry in slots.values()
-        if isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer)
-    ]
+    registered = []
+    for slot, entry in list(slots.items()):
+        if isinstance(entry, KeptRegistration):
+            if _register_again(mount, registrations, entry, peer):
+                registered.append(entry)
+            else:
+                del slots[slot]
+                os.pwrite(record, b"\0", slot * _SLOT_BYTES)
     return KeptClient(number, sock, peer, leases, registered, lost, (socket_fd, record), slots)
 
 
@@ -247,14 +250,16 @@ def _open_again(mount: Mount, lease: KeptLease, peer: Peer) -> Lease | None:
 
 
 def _register_again(mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: Peer) -> bool:
+    """Return whether the file shows the memory again. If the memory is lost, the file is removed."""
     try:
         mount.inode_hold(entry.ino)
-        try:
-            registrations.register_again(mount, entry.number, entry.ino)
-        except BaseException:
-            mount.inode_release(entry.ino)
-            raise
-    except (OSError, KeyError, msgspec.MsgspecError) as failure:
-        log.error("the file %s, which %s registered, is empty now: %s", entry.path, peer, failure)
+    except OSError:
+        return False  # it had no name, and no program had it open
+    try:
+        registrations.register_again(mount, entry.number, entry.ino)
+    except (OSError, msgspec.MsgspecError) as failure:
+        log.error("the file %s, which %s registered, is gone: %s", entry.path, peer, failure)
+        mount.remove_names(entry.ino)
+        mount.inode_release(entry.ino)
         return False
     return True

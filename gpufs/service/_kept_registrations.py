@@ -4,6 +4,7 @@ Each registration has a range of keys there: first a memfd with a :class:`Regist
 """
 
 import contextlib
+import errno
 import heapq
 import logging
 import os
@@ -112,13 +113,15 @@ class KeptRegistrations:
         self._descriptors = sum(map(len, self._held.values()))
         self._free = [number for number in range(max(self._held, default=0)) if number not in self._held]
 
-    def register_again(self, mount: Mount, number: int, ino: int) -> None:
+    def register_again(self, mount: Mount, number: int | None, ino: int) -> None:
         """Give a file the memory that it had. OSError if that is impossible."""
+        if number not in self._held:
+            raise OSError(errno.ENODATA, "its memory was not kept")
         first, *descriptors = self._held[number]
         memory = msgspec.json.decode(os.pread(first, os.fstat(first).st_size, 0), type=RegisteredMemory)
         memory.register(mount, ino, descriptors)
 
-    def drop_others(self, used: set[int]) -> None:
+    def drop_others(self, used: set[int | None]) -> None:
         """Drop what belongs to no registration: the former daemon had not finished it, or was ending it."""
         for number in set(self._held) - used:
             with contextlib.suppress(OSError):

@@ -328,7 +328,7 @@ class Keeper {
     if (child < 0) return false;
     if (child == 0) {
       ::setsid();
-      block(set_of({}));
+      block(set_of({SIGTERM, SIGINT, SIGHUP}));  // which end the mount: the daemon unblocks them when it can do that
       if (::dup2(theirs.get(), kDaemonSocket) < 0 || ::fcntl(kDaemonSocket, F_SETFD, 0) < 0) ::_exit(127);
       restart_.run();
     }
