@@ -50,7 +50,7 @@ int main(int count, char** words) {
   must(gpufs_engine_open(&options, &engine));
   gpufs_async_options limits{};
   limits.operations = operations * static_cast<std::uint64_t>(threads) + 64;
-  limits.patience_ms = 60000;
+  limits.timeout_ms = 60000;
   must(gpufs_async_configure(engine, &limits));
   const int fd = ::open(words[2], O_RDONLY | O_CLOEXEC);
   gpufs_handle backing = 0;

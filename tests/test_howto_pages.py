@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -211,11 +212,18 @@ def test_manifests_of_kubernetes() -> None:
     words: list[list[str]] = []
     for text in manifests:
         document = yaml.safe_load(text)
-        words += [list(found) for found in _command_lists(document)]
+        words += [words for found in _command_lists(document) for words in _calls(found)]
     assert any(command[:2] == ["gpufs", "mount"] and "--driver" in command for command in words)
     for program, command, *options in words:
         assert program == "gpufs"
         assert {word for word in options if word.startswith("-")} <= options_of(command)
+
+
+def _calls(command: list[str]) -> list[list[str]]:
+    """The calls of gpufs in a container's command, which may be a script."""
+    if command[:2] != ["sh", "-c"]:
+        return [list(command)]
+    return [shlex.split(call[0]) for call in re.finditer(r"gpufs (mount|umount)[^|&;']*", command[2])]
 
 
 def _command_lists(tree: object) -> list[list[str]]:
