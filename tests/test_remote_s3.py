@@ -177,5 +177,5 @@ def test_an_upload_that_ends_early_stores_nothing(root: Path, s3: S3) -> None:
             assert child.wait(PATIENCE) == -number
         assert content(s3, "file") == b"old"
         for one in s3.client.list_multipart_uploads(Bucket="models").get("Uploads", []):
-            assert number == signal.SIGKILL  # which leaves its parts, see docs/howto/load-from-a-store.md
+            assert number == signal.SIGKILL  # which leaves its parts, see docs/howto/load-from-s3-and-the-hub.md
             s3.client.abort_multipart_upload(Bucket="models", Key="file", UploadId=one["UploadId"])
