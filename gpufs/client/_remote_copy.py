@@ -79,8 +79,7 @@ class _Destination:
             else:
                 os.ftruncate(self.fd, 0)
             settings.space.check(self.fd, file.size, mounts[device], cancel)
-            if file.size:
-                os.posix_fallocate(self.fd, 0, file.size)  # its memory is certain before the first byte arrives
+            # The writes allocate memory while others wait for the store. Allocating all of it first takes longer.
             os.ftruncate(self.fd, file.size)
         except BaseException:
             self.discard(keep=bool(self.kept))
@@ -118,9 +117,9 @@ class _Destination:
 
     def discard(self, *, keep: bool) -> str:
         """Remove the file, or keep it for the next copy; what became of it, in words."""
-        if keep:
-            done = self.parts.bytes_done
-            return f"{done} bytes are kept in {self._part.name}: --partial goes on from there" if done else ""
+        done = self.parts.bytes_done
+        if keep and done:
+            return f"{done} bytes are kept in {self._part.name}: --partial goes on from there"
         _ends.remove(self._part, self.fd)
         return ""
 
