@@ -191,7 +191,7 @@ def start_held(web: WebServer, root: Path, *options: str) -> subprocess.Popen[st
 
     def have_arrived() -> bool:
         try:
-            return bool(json.loads(os.getxattr(part, "user.gpufs-parts"))["finished"].count("01") == 3)
+            return int(json.loads(os.getxattr(part, "user.gpufs-parts"))["finished"], 16) == 0b111
         except OSError:
             return False
 

@@ -60,7 +60,12 @@ def test_models_with_conditions(root: Path, hub: WebServer, monkeypatch: pytest.
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "HF_TOKEN" in refused("hf://org/model/config.json", root)
     monkeypatch.setenv("HF_TOKEN", "hf_right")
-    gpufs("cp", "hf://org/model/config.json", root)
+    with web_server() as other:
+        hub.redirects_to = other
+        gpufs("cp", "hf://org/model/config.json", root)
+        assert other.requests
+        assert other.authorizations == []  # the token is for the Hub alone
+    assert "Bearer hf_right" in hub.authorizations
     assert (root / "config.json").read_bytes() == b"{}"
 
 

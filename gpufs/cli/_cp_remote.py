@@ -92,11 +92,15 @@ class RemoteNames:
             names = [url.name for url in self._urls]
             found = [
                 opened.enter_context(
-                    targets(names, end.rstrip("/") or end, follow=False, directory=self._in_directory or patterns)
+                    targets(names, self._directory(end), follow=False, directory=self._in_directory or patterns)
                 )
                 for end in self.ends
             ]
             yield partial(self._downloads, copier, [[entry for _, entry in entries] for entries in found])
+
+    def _directory(self, end: str) -> str:
+        """Return a destination under the name by which -r can create it."""
+        return end.rstrip("/") or end if self._options.recursive else end
 
     # ---- from URLs ----
 

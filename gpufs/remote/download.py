@@ -41,7 +41,8 @@ class Parts:
         self.fd = fd
         self.error: OSError | None = None  # of writing to it, which ends it
         self._source = {"url": file.url.text, "size": file.size, "version": file.version, "part": PART_BYTES}
-        self._finished = bytearray(-(-file.size // PART_BYTES))
+        self._count = -(-file.size // PART_BYTES)
+        self._finished = 0  # one bit for each part: an attribute's value is at most 64 KiB long
         self._size = file.size
         self._lock = threading.Lock()
 
@@ -49,24 +50,24 @@ class Parts:
         """Take over the parts that an earlier copy of the same content has stored. False if there are none."""
         try:
             stored = json.loads(os.getxattr(self.fd, _ATTRIBUTE))
-            finished = bytearray(bytes.fromhex(stored.pop("finished")))
-        except (OSError, ValueError, KeyError):
+            finished = int(stored.pop("finished"), 16)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-        if not stored.get("version") or stored != self._source or len(finished) != len(self._finished):
+        if not stored.get("version") or stored != self._source or finished >> self._count:
             return False
         self._finished = finished
         return True
 
     def needs(self, part: int) -> bool:
         """Return whether a part is not there yet."""
-        return not self._finished[part]
+        return not self._finished >> part & 1
 
     def finish(self, part: int) -> None:
         """Record that a part is there."""
         with self._lock:
-            self._finished[part] = 1
+            self._finished |= 1 << part
             # After the part's bytes: what is listed is there, whenever this process ends.
-            text = json.dumps({**self._source, "finished": self._finished.hex()})
+            text = json.dumps({**self._source, "finished": f"{self._finished:x}"})
             os.setxattr(self.fd, _ATTRIBUTE, text.encode())
 
     def end(self) -> None:
@@ -80,7 +81,8 @@ class Parts:
     @property
     def bytes_done(self) -> int:
         """The bytes of the finished parts."""
-        return sum(min(PART_BYTES, self._size - part * PART_BYTES) for part, done in enumerate(self._finished) if done)
+        sizes = (min(PART_BYTES, self._size - part * PART_BYTES) for part in range(self._count) if not self.needs(part))
+        return sum(sizes)
 
 
 class Download:

@@ -66,6 +66,8 @@ class WebServer:
     head: bool = True
     etags: bool = True
     answer: tuple[int, bytes] | None = None  # to everything
+    authorizations: list[str] = field(default_factory=list)  # that clients have sent
+    redirects_to: WebServer | None = None  # what serves the files of models, as the Hub has another server do
     url: str = ""
     # Takes the place of a file's content, for those that do not fit into memory.
     sizes: dict[str, int] = field(default_factory=dict)
@@ -118,6 +120,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _serve(self, *, body: bool) -> None:
         store, path = self.server.store, urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        if "Authorization" in self.headers:
+            store.authorizations.append(self.headers["Authorization"])
         if store.answer is not None:
             self._send(store.answer[0], store.answer[1])
             return
@@ -214,8 +218,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         assert commit == "c0ffee"
         if not self._allowed(model):
             return
-        self.server.store.files[f"/blobs/{name}/{file}"] = model.files[file]
-        self._send(302, Location=f"/blobs/{name}/{urllib.parse.quote(file)}")
+        other = self.server.store.redirects_to or self.server.store
+        other.files[f"/blobs/{name}/{file}"] = model.files[file]
+        self._send(302, Location=f"{other.url}/blobs/{name}/{urllib.parse.quote(file)}")
 
 
 class _Server(http.server.ThreadingHTTPServer):
