@@ -41,7 +41,7 @@ def test_files_of_a_revision(root: Path, hub: WebServer) -> None:
     gpufs("cp", "hf://org/model@v1%2Fx/*.json", root)
     gpufs("cp", "-r", "hf://org/model@v1%2Fx/deep", root / "new")
     assert (left(root), left(root / "new")) == (["a b.txt", "config.json", "new"], ["a b.txt"])
-    assert "there is no revision v2" in refused("hf://org/model@v2/config.json", root)
+    assert "the revision v2 does not exist" in refused("hf://org/model@v2/config.json", root)
 
 
 @pytest.mark.parametrize(("file", "kind"), [("weights.safetensors", "SHA-256"), ("config.json", "Git object")])
@@ -70,8 +70,8 @@ def test_models_with_conditions(root: Path, hub: WebServer, monkeypatch: pytest.
 
 
 def test_what_does_not_exist(root: Path, hub: WebServer) -> None:
-    assert "there is no model org/none" in refused("hf://org/none/file", root)
-    assert "there is no such file" in refused("hf://org/model/none", root)
+    assert "the model org/none does not exist" in refused("hf://org/none/file", root)
+    assert "the file or directory does not exist" in refused("hf://org/model/none", root)
     assert "is a directory (-r copies it)" in refused("hf://org/model", root)
     assert "org/mo..del" in refused("hf://org/mo..del/file", root)
     assert left(root) == []

@@ -132,10 +132,10 @@ def test_a_link_below_the_destination_is_not_followed(root: Path, host: Path, s3
 
 
 def test_what_does_not_exist(root: Path, s3: S3) -> None:
-    assert "there is no such file" in refused("s3://models/none", root)
-    assert "no bucket absent" in refused("s3://absent/none", root)
+    assert "the file or directory or its bucket does not exist" in refused("s3://models/none", root)
+    assert "the bucket absent does not exist" in refused("s3://absent/none", root)
     (root / "file").write_bytes(b"content")
-    assert "no bucket absent" in refused(root / "file", "s3://absent/none")
+    assert "the bucket absent does not exist" in refused(root / "file", "s3://absent/none")
     assert "No such file" in refused(root / "none", "s3://models/x")
     assert keys(s3) == []
 
@@ -146,7 +146,7 @@ def test_a_file_of_the_host_is_not_stored(host: Path, s3: S3) -> None:
 
 
 def test_a_copy_that_differs(root: Path, s3: S3) -> None:
-    """As the ETag tells, here of an object whose content moto is made to change."""
+    """The ETag of an object in parts of 5 MiB matches its content and no other."""
     part = s3.client.create_multipart_upload(Bucket="models", Key="file")["UploadId"]
     for number in (1, 2):
         body = noise(5 * MIB, number)

@@ -149,28 +149,25 @@ class RemoteNames:
         skip: Callable[[], None],
     ) -> Task | None:
         """Return the task of one file, None if nothing is to be copied."""
-        of_tree = not url.is_pattern and file.url.key != url.key
-        ends: list[tuple[Entry, str]] = []  # of a directory and the path below it, or of the file
+        ends: list[tuple[Entry, str]] = []  # the entry of a directory and the path below it, or of the file and ""
+        names: list[str] = []
         for base in bases:
-            if of_tree:
-                end = (base, file.path)
-            else:
-                directory = os.path.dirname(base.path)
-                path = os.path.join(directory, file.path) if url.is_pattern else base.path
-                end = (base._replace(path=path, name=file.path) if url.is_pattern else base, "")
-            name = os.path.join(end[0].path, end[1]) if end[1] else end[0].path
+            path = ""
+            if url.is_pattern:  # then the entry is in the destination, but has the pattern's name
+                base = base._replace(path=os.path.join(os.path.dirname(base.path), file.path), name=file.path)
+            elif file.url.key != url.key:
+                path = file.path
+            name = os.path.join(base.path, path) if path else base.path
             if name in used:
                 text = "another source of this command is copied there"
                 report(file.url.shown, name, errno.EEXIST, text)
             elif self._options.no_clobber and os.path.lexists(name):
                 skip()
             else:
-                ends.append(end)
+                ends.append((base, path))
+                names.append(name)
             used.add(name)
-        if not ends:
-            return None
-        names = [os.path.join(entry.path, path) if path else entry.path for entry, path in ends]
-        return Task(file.url.shown, names, file.size, partial(_load, copier, file, ends))
+        return Task(file.url.shown, names, file.size, partial(_load, copier, file, ends)) if ends else None
 
     # ---- to a URL ----
 

@@ -240,9 +240,9 @@ class Run:
 
         def find(plan: Callable[..., list[Task]]) -> None:
             try:
-                for task in plan(self.cancel, self.report, self._walk.skip):
-                    with self._lock:
-                        self._total += task.size
+                tasks = plan(self.cancel, self.report, self._walk.skip)
+                self._total = sum(task.size * len(task.destinations) for task in tasks)
+                for task in tasks:
                     self._put(partial(self._copy, task.source, task.destinations, task.copy))
             except Exception as error:  # noqa: BLE001 - the workers must end
                 self.report("", None, errno.EIO, f"{type(error).__name__}: {error}")

@@ -181,7 +181,9 @@ class RemoteCopies:
 
         def report(moved: int) -> None:
             if progress is not None:
-                progress(CopyProgress(min(kept + moved, file.size), file.size, {"remote": moved, "kept": kept}))
+                count = len(ends)  # it counts the bytes of all copies
+                moved = min(kept + moved, file.size) * count
+                progress(CopyProgress(moved, file.size * count, {"remote": moved - kept * count, "kept": kept * count}))
 
         try:
             if ends:

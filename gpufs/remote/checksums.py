@@ -37,7 +37,7 @@ class Checksum:
 def of_etag(etag: str | None, size: int) -> Checksum | None:
     """Return the checksum in an ETag of S3, None if it has none.
 
-    An ETag with a dash and the number N is that of N parts, whose size it does not tell.
+    An ETag with a dash and the number N belongs to an object of N parts. It does not contain their size.
     """
     found = re.fullmatch(r'"([0-9a-f]{32})(?:-(\d{1,5}))?"', etag or "")
     if found is None:

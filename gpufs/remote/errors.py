@@ -15,9 +15,10 @@ from gpufs.remote.urls import Url
 _Result = TypeVar("_Result")
 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
-# Of the address at which a cloud's machines ask for credentials.
-_METADATA: Final = re.compile(
-    r"169\.254\.|metadata\.google|Account must be specified|[Cc]redential|token request|Missing \w*(Key|Token)"
+# The addresses at which the machines of a cloud ask for credentials, and what obstore says without asking.
+_NO_CREDENTIALS: Final = re.compile(
+    r"http://169\.254\.169\.254|http://metadata\.google|Account must be specified"
+    r"|Missing (AccessKeyId|SecretAccessKey)|service account"
 )
 _REGION: Final = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IncorrectEndpoint")
 _RETRIED_STATUS: Final = (408, 429)
@@ -57,9 +58,9 @@ def failure(error: Exception, url: Url) -> StoreError:
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
     if "NoSuchBucket" in text:
-        return StoreError(errno.ENOENT, f"there is no bucket {url.place}", url.shown)
+        return StoreError(errno.ENOENT, f"the bucket {url.place} does not exist", url.shown)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return StoreError(errno.ENOENT, "there is no such file" + (", or no such bucket" * url.is_bucket), url.shown)
+        return StoreError(errno.ENOENT, f"the file{' or its bucket' * url.is_bucket} does not exist", url.shown)
     if isinstance(error, exceptions.NotSupportedError):
         return StoreError(errno.EOPNOTSUPP, "the server sends whole files only", url.shown)
     if isinstance(error, exceptions.PreconditionError) or status == 412:
@@ -70,10 +71,10 @@ def failure(error: Exception, url: Url) -> StoreError:
         return StoreError(errno.EINVAL, f"the bucket is in another region: set AWS_REGION to {name}", url.shown)
     if isinstance(error, exceptions.UnauthenticatedError) or status == 401:
         return StoreError(errno.EACCES, f"the credentials are missing or wrong: {_CREDENTIALS[url.scheme]}", url.shown)
-    if isinstance(error, exceptions.PermissionDeniedError) or (status == 403 and not _METADATA.search(text)):
-        return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS[url.scheme]}", url.shown)
-    if _METADATA.search(text):
+    if url.is_bucket and _NO_CREDENTIALS.search(text):
         return StoreError(errno.EACCES, f"no credentials were found: {_CREDENTIALS[url.scheme]}", url.shown)
+    if isinstance(error, exceptions.PermissionDeniedError) or status == 403:
+        return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS[url.scheme]}", url.shown)
     transient = isinstance(error, exceptions.GenericError) and (
         status in _RETRIED_STATUS or status >= 500 or not status
     )
@@ -83,30 +84,28 @@ def failure(error: Exception, url: Url) -> StoreError:
 def _reason(text: str) -> str:
     """Return the reason in obstore's text, on one line and without the URL, which may be signed."""
     summary = text.partition("\n\n")[0]
-    reason = re.sub(
-        r"^Generic \w+ error: |Error performing \w+ .* in [\w.µ]+(, after \d+ retries[^-]*)? - ", "", summary
-    )
-    reason = re.sub(r"Error performing \w+ .* in [\w.µ]+(, after \d+ retries[^-]*)? - ", "", reason)
+    noise = r"Generic \w+ error: |Error performing .* in [\w.µ]+(, after \d+ retries[^-]*)? - "
+    reason = re.sub(noise, "", summary)
     causes = re.findall(r'message: "([^"]+)"|kind: (TimedOut|UnexpectedEof|ConnectionReset)', text)
     cause = next((one or other for one, other in reversed(causes)), "")
     line = " ".join(f"{reason} {f'({cause})' if cause else ''}".split()).rstrip(": ")
     return f"the store does not answer as expected: {line[:300]}"
 
 
-def retried(work: Callable[[], _Result], *, tries: int = TRIES, stopped: threading.Event | None = None) -> _Result:
-    """Return what ``work`` returns, calling it again, later each time, after a StoreError that is transient."""
-    for number in range(1, tries):
+def retried(work: Callable[[], _Result]) -> _Result:
+    """Return what ``work``, the first contact with a store, returns. It is called again after transient failures."""
+    for number in range(1, FIRST_TRIES):
         try:
             return work()
         except StoreError as error:
             if not error.transient:
                 raise
-            wait(number, stopped)
+            wait(number, threading.Event())
     return work()
 
 
-def wait(number: int, stopped: threading.Event | None) -> None:
+def wait(number: int, stopped: threading.Event) -> None:
     """Wait before try ``number`` + 1, for a random part of a time that doubles. OSError ECANCELED when stopped."""
     seconds = min(_FIRST_SECONDS * 2 ** (number - 1), _MOST_SECONDS) * random.uniform(0.5, 1.0)
-    if (stopped or threading.Event()).wait(seconds):
+    if stopped.wait(seconds):
         raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

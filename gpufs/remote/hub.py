@@ -6,7 +6,7 @@ import errno
 from dataclasses import replace
 
 from gpufs.remote.checksums import Checksum
-from gpufs.remote.errors import FIRST_TRIES, StoreError, retried
+from gpufs.remote.errors import StoreError, retried
 from gpufs.remote.stores import RemoteFile, open_store
 from gpufs.remote.urls import Url
 
@@ -26,9 +26,9 @@ def list_files(url: Url) -> list[RemoteFile]:
             text = "access is denied: set HF_TOKEN, and accept the model's conditions on its page"
             raise StoreError(errno.EACCES, text, url.shown) from None
         except errors.RevisionNotFoundError:
-            raise StoreError(errno.ENOENT, f"there is no revision {url.revision}", url.shown) from None
+            raise StoreError(errno.ENOENT, f"the revision {url.revision} does not exist", url.shown) from None
         except errors.RepositoryNotFoundError:
-            text = f"there is no model {url.place}, or it is private: set HF_TOKEN"
+            text = f"the model {url.place} does not exist, or it is private: set HF_TOKEN"
             raise StoreError(errno.ENOENT, text, url.shown) from None
         except errors.HFValidationError as error:
             raise StoreError(errno.EINVAL, " ".join(str(error).split()), url.shown) from None
@@ -42,7 +42,7 @@ def list_files(url: Url) -> list[RemoteFile]:
             text = f"the Hub cannot be reached: {type(error).__name__}: {error}"
             raise StoreError(errno.EIO, text, url.shown, transient=True) from None
 
-    model = retried(ask, tries=FIRST_TRIES)
+    model = retried(ask)
     token = hub.get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     files = []

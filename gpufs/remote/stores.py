@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.remote.checksums import Checksum, of_etag
-from gpufs.remote.errors import FIRST_TRIES, TRIES, StoreError, failure, retried
+from gpufs.remote.errors import TRIES, StoreError, failure, retried
 from gpufs.remote.urls import Url, is_safe
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def _select(url: Url, found: list[RemoteFile], *, recursive: bool) -> list[Remot
     else:
         below = [one for one in found if one.url.key.startswith(prefix)]
         if not below:
-            what = "file" if url.scheme == "hf" else "file or directory, or no such bucket"
-            raise StoreError(errno.ENOENT, f"there is no such {what}", url.shown)
+            bucket = " or its bucket" * url.is_bucket
+            raise StoreError(errno.ENOENT, f"the file or directory{bucket} does not exist", url.shown)
         if not recursive:
             raise StoreError(errno.EISDIR, "is a directory (-r copies it)", url.shown)
         files = [replace(one, path=one.url.key.removeprefix(prefix)) for one in below]
@@ -188,11 +188,11 @@ def _web_file(url: Url) -> RemoteFile:
             return obstore.get(store, "", options={"range": (0, 1)}).meta
 
     try:
-        meta = retried(ask, tries=FIRST_TRIES)
+        meta = retried(ask)
     except StoreError as error:
         if error.errno not in (errno.EACCES, errno.EIO) or error.transient:
             raise
-        meta = retried(ask_by_get, tries=FIRST_TRIES)  # a URL that is signed for GET alone
+        meta = retried(ask_by_get)  # a URL that is signed for GET alone
     # What a server does not report is the time 0.
     version = meta["e_tag"] or (str(meta["last_modified"]) if meta["last_modified"].timestamp() else "")
     return RemoteFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "")
@@ -205,7 +205,7 @@ def _bucket_file(store: ObjectStore, url: Url) -> RemoteFile:
         with translated(url):
             return obstore.head(store, url.key)
 
-    return _of_meta(store, url, retried(ask, tries=FIRST_TRIES))
+    return _of_meta(store, url, retried(ask))
 
 
 def _of_meta(store: ObjectStore, url: Url, meta: Any) -> RemoteFile:
@@ -226,7 +226,7 @@ def _listed(store: ObjectStore, url: Url) -> list[RemoteFile]:
             return [meta for batch in obstore.list(store, directory or None) for meta in batch]
 
     root = Url("", url.scheme, url.place, "")
-    metas = sorted(retried(ask, tries=FIRST_TRIES), key=lambda meta: str(meta["path"]))
+    metas = sorted(retried(ask), key=lambda meta: str(meta["path"]))
     found = [_of_meta(store, root.below(meta["path"]), meta) for meta in metas]
     # Some tools store an empty object to make a directory. Its key ends with a slash, which obstore removes.
     return [file for file in found if file.size or exists(file.url)]
