@@ -23,6 +23,8 @@ from support.stores import PART, WebServer, repeated, web_server
 import gpufs as package
 from gpufs.client import Cancellation
 
+FOUR_PARTS = noise(4 * PART)
+
 
 @pytest.fixture
 def web() -> Iterator[WebServer]:
@@ -182,9 +184,9 @@ def test_too_little_space_is_found_out_before_a_request(mount: Mounter, web: Web
 
 
 def start_held(web: WebServer, root: Path, *options: str) -> subprocess.Popen[str]:
-    """Start a copy of six parts, of which the first three have arrived."""
-    web.files["/file"] = noise(6 * PART)
-    web.held = 3 * PART
+    """Start a copy of four parts, of which the first two have arrived."""
+    web.files["/file"] = FOUR_PARTS
+    web.held = 2 * PART
     web.released.clear()
     web.requests.clear()
     command = [*GPUFS, "cp", *options, f"{web.url}/file", str(root)]
@@ -193,7 +195,7 @@ def start_held(web: WebServer, root: Path, *options: str) -> subprocess.Popen[st
 
     def have_arrived() -> bool:
         try:
-            return int(json.loads(os.getxattr(part, "user.gpufs-parts"))["finished"], 16) == 0b111
+            return int(json.loads(os.getxattr(part, "user.gpufs-parts"))["finished"], 16) == 0b11
         except OSError:
             return False
 
@@ -210,11 +212,11 @@ def test_partial_goes_on_where_a_copy_ended(root: Path, web: WebServer, number: 
     web.released.set()
     web.requests.clear()
     done = gpufs("cp", "--partial", "--json", f"{web.url}/file", root)
-    assert_same((root / "file").read_bytes(), noise(6 * PART))
+    assert_same((root / "file").read_bytes(), FOUR_PARTS)
     assert left(root) == ["file"]
     assert os.listxattr(root / "file") == []
-    assert web.requested("/file") == [(part * PART, (part + 1) * PART) for part in (3, 4, 5)]
-    assert json.loads(done.stdout)["paths"] == {"remote": 3 * PART, "kept": 3 * PART}
+    assert web.requested("/file") == [(part * PART, (part + 1) * PART) for part in (2, 3)]
+    assert json.loads(done.stdout)["paths"] == {"remote": 2 * PART, "kept": 2 * PART}
 
 
 def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
@@ -228,15 +230,15 @@ def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
 
 def test_what_a_kill_has_left_is_replaced(root: Path, web: WebServer) -> None:
     """Without --partial, and if the file has changed, the copy starts again."""
-    for options, seed in [((), 0), (("--partial",), 1)]:
+    for options, data in [((), FOUR_PARTS), (("--partial",), FOUR_PARTS[::-1])]:
         with start_held(web, root) as child:
             child.kill()
         web.released.set()
-        web.files["/file"] = noise(6 * PART, seed)
+        web.files["/file"] = data
         web.requests.clear()
         gpufs("cp", *options, f"{web.url}/file", root)
-        assert is_partition(web.requested("/file"), 6 * PART)
-        assert_same((root / "file").read_bytes(), noise(6 * PART, seed))
+        assert is_partition(web.requested("/file"), len(data))
+        assert_same((root / "file").read_bytes(), data)
         assert left(root) == ["file"]
 
 
@@ -245,7 +247,7 @@ def test_two_copies_to_one_name(root: Path, web: WebServer) -> None:
         assert "another copy to this name is in progress" in refused(f"{web.url}/file", root)
         web.released.set()
         assert child.wait(PATIENCE) == 0
-    assert_same((root / "file").read_bytes(), noise(6 * PART))
+    assert_same((root / "file").read_bytes(), FOUR_PARTS)
 
 
 def test_an_incomplete_file_of_another_user_is_not_used(root: Path, web: WebServer) -> None:
