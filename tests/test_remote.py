@@ -119,6 +119,16 @@ def test_faults_of_the_server_are_retried(root: Path, web: WebServer, faults: li
         assert sum(end - start for start, end in web.requested("/file")) < size + PART + 2 * MIB
 
 
+def test_faults_during_an_upload_are_retried(root: Path, web: WebServer) -> None:
+    """The server takes a multipart upload as S3 does."""
+    (root / "file").write_bytes(FOUR_PARTS)
+    web.faults["/bucket/key"] = ["503", "reset", "500"]
+    variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
+    gpufs("cp", root / "file", "s3://bucket/key", env={**os.environ, **variables})
+    assert_same(web.files["/bucket/key"], FOUR_PARTS)
+    assert not web.faults["/bucket/key"]
+
+
 def test_a_server_that_knows_no_ranges(root: Path, web: WebServer) -> None:
     web.files["/file"] = noise(2 * PART + 3)
     web.ranges = False

@@ -60,6 +60,7 @@ class WebServer:
     models: dict[str, Model] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     requests: list[Request] = field(default_factory=list)
+    parts: dict[int, bytes] = field(default_factory=dict)  # of an upload
     held: int | None = None
     released: threading.Event = field(default_factory=threading.Event)
     ranges: bool = True
@@ -109,6 +110,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._serve(body=True)
+
+    def do_POST(self) -> None:
+        """Begin or complete a multipart upload, as S3 does."""
+        store, (_, _, path, _, query, _) = self.server.store, urllib.parse.urlparse(self.path)
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if "uploadId" not in query:
+            self._send(200, b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>")
+            return
+        store.files[path] = b"".join(data for _, data in sorted(store.parts.items()))
+        self._send(200, b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>")
+
+    def do_PUT(self) -> None:
+        """Take one part."""
+        store, (_, _, path, _, query, _) = self.server.store, urllib.parse.urlparse(self.path)
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        fault = store.faults[path].pop(0) if store.faults[path] else ""
+        if fault == "reset":
+            self._reset()
+            return
+        if not fault:
+            store.parts[int(urllib.parse.parse_qs(query)["partNumber"][0])] = data
+        self._send(int(fault or 200), ETag="part")
+
+    def _reset(self) -> None:
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.server.shutdown_request(self.connection)
 
     def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
@@ -175,10 +204,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 to = min(at + MIB, sent)
                 self.wfile.write(read(at, to).ljust(to - at, b"\0"))
             if fault == "reset":
-                self.wfile.flush()
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.close_connection = True
-                self.server.shutdown_request(self.connection)
+                self._reset()
         except OSError:
             self.close_connection = True  # the client has ended
 
