@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,9 +17,9 @@ from typing import Any
 import pytest
 from support.cli import gpufs
 from support.data import MIB, assert_same, noise
-from support.mounting import GPUFS, Session
-from support.processes import PATIENCE, wait_until
-from support.stores import PART, S3, s3_server
+from support.mounting import GPUFS, REPOSITORY, GpufsMount, Session
+from support.processes import PATIENCE, shell, wait_until
+from support.stores import PART, S3, Model, s3_server, web_server
 from test_remote import left, refused
 
 import gpufs as package
@@ -179,3 +181,32 @@ def test_an_upload_that_ends_early_stores_nothing(root: Path, s3: S3) -> None:
         for one in s3.client.list_multipart_uploads(Bucket="models").get("Uploads", []):
             assert number == signal.SIGKILL  # which leaves its parts, see docs/howto/load-from-s3-and-the-hub.md
             s3.client.abort_multipart_upload(Bucket="models", Key="file", UploadId=one["UploadId"])
+
+
+def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the page run as they are shown, in their order."""
+    text = (REPOSITORY / "docs" / "howto" / "load-from-s3-and-the-hub.md").read_text()
+    commands = re.findall(r"^    (gpufs cp .*?)(?: {3,}#.*|  #.*)?$", text, re.M)
+    assert len(commands) >= 10
+    put(s3, **{"Qwen3-8B/a.safetensors": b"weights", "model.safetensors": b"model"})
+    with web_server() as web:
+        web.files["/model.safetensors"] = b"model"
+        web.models["Qwen/Qwen3-8B"] = Model({"config.json": b"{}", "a.safetensors": b"weights"})
+        monkeypatch.setenv("HF_ENDPOINT", web.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        program = Path(GPUFS[0]).parent
+        names = {
+            "/mnt/gpufs": str(shared_mount.path),
+            "https://example.com": web.url,
+            "gpufs cp": f"{program}/gpufs cp",
+        }
+        for command in commands:
+            for name, here in names.items():
+                command = command.replace(name, here)
+            shell(command)
+    assert {"Qwen3-8B", "a.safetensors", "config.json", "model.safetensors"} <= set(left(shared_mount.path / "gpu0"))
+    assert "Qwen3-8B/config.json" in keys(s3)
+    shutil.rmtree(shared_mount.path / "gpu0" / "Qwen3-8B")
+    for device in ("gpu0", "gpu1"):
+        for name in ("a.safetensors", "config.json", "model.safetensors"):
+            (shared_mount.path / device / name).unlink(missing_ok=True)
