@@ -139,9 +139,10 @@ def test_a_server_that_knows_no_ranges(root: Path, web: WebServer) -> None:
     assert_same((root / "again").read_bytes(), noise(2 * PART + 3))
 
 
-def test_a_url_that_is_signed_for_get(root: Path, web: WebServer) -> None:
+@pytest.mark.parametrize("status", [403, 405])
+def test_a_url_that_is_signed_for_get(root: Path, web: WebServer, status: int) -> None:
     web.files["/file"] = noise(MIB)
-    web.head = False
+    web.head = status
     gpufs("cp", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), noise(MIB))
 
@@ -227,6 +228,17 @@ def test_partial_goes_on_where_a_copy_ended(root: Path, web: WebServer, number: 
     assert os.listxattr(root / "file") == []
     assert web.requested("/file") == [(part * PART, (part + 1) * PART) for part in (2, 3)]
     assert json.loads(done.stdout)["paths"] == {"remote": 2 * PART, "kept": 2 * PART}
+
+
+def test_content_without_a_version_is_loaded_again(root: Path, web: WebServer) -> None:
+    """Nothing shows whether it has changed."""
+    web.etags = False
+    with start_held(web, root, "--partial") as child:
+        child.kill()
+    web.released.set()
+    web.requests.clear()
+    gpufs("cp", "--partial", f"{web.url}/file", root)
+    assert is_partition(web.requested("/file"), 4 * PART)
 
 
 def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:

@@ -216,7 +216,6 @@ class RemoteCopies:
             left = end.discard(keep=self._settings.options.partial and not differs)
             outcome = failed if isinstance(failed, CopyError) else failure(failed, source, name)
             outcome.left, outcome.bytes_total = left, file.size
-            outcome.bytes_done = end.parts.bytes_done if left else 0
             return outcome
         paths = {"remote": file.size - end.kept, "kept": end.kept}
         moved = {path: count for path, count in paths.items() if count}

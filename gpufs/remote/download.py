@@ -107,16 +107,11 @@ class Download:
         self.moved = 0  # bytes that have arrived
         self.is_running = False  # parts may still be written, although run() has ended
 
-    def run(self, report: Callable[[int], None], cancelled: Callable[[], bool]) -> bool:
+    def run(self, report: Callable[[int], None], cancelled: Callable[[], bool]) -> None:
         """Load the missing parts.
 
         ``report`` is called about ten times a second with the bytes that have arrived. OSError ECANCELED once
         ``cancelled``; StoreError if the store fails.
-
-        Returns
-        -------
-        bool
-            False: the server sends whole files only.
         """
         parts = range(-(-self._file.size // PART_BYTES))
         needed = [part for part in parts if any(end.needs(part) for end in self._destinations)]
@@ -127,9 +122,8 @@ class Download:
                 raise
             self.moved = 0
             self._stopped.clear()
+            # The server sends whole files only.
             self._run(lambda part: self._load(part, len(parts), ranges=False), [0], report, cancelled)
-            return False
-        return True
 
     def _run(
         self,
@@ -176,8 +170,11 @@ class Download:
                 errors.wait(tries, self._stopped)
         for each in range(part, part + count):
             for destination in self._destinations:
-                if destination.error is None and destination.needs(each):
-                    destination.finish(each)
+                try:
+                    if destination.error is None and destination.needs(each):
+                        destination.finish(each)
+                except OSError as error:
+                    destination.error = error
 
     def _chunks(self, offset: int, end: int, *, ranges: bool) -> Iterator[memoryview]:
         """Yield what a request returns, until the download has stopped."""

@@ -20,6 +20,8 @@ _NO_CREDENTIALS: Final = re.compile(
     r"http://169\.254\.169\.254|http://metadata\.google|Account must be specified"
     r"|Missing (AccessKeyId|SecretAccessKey)|service account"
 )
+# Of a connection: refused, reset, silent, or ended early. The store of web servers has the name HTTP, too.
+_CONNECTION: Final = re.compile(r"(?<!Generic )HTTP error: ")
 _REGION: Final = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IncorrectEndpoint")
 _RETRIED_STATUS: Final = (408, 429)
 _FIRST_SECONDS: Final = 0.25
@@ -59,7 +61,7 @@ def failure(error: Exception, url: Url) -> StoreError:
     status = int(found[1]) if found else 0
     if "NoSuchBucket" in text:
         return StoreError(errno.ENOENT, f"the bucket {url.place} does not exist", url.shown)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not status):
         return StoreError(errno.ENOENT, f"the file{' or its bucket' * url.is_bucket} does not exist", url.shown)
     if isinstance(error, exceptions.NotSupportedError):
         return StoreError(errno.EOPNOTSUPP, "the server sends whole files only", url.shown)
@@ -75,9 +77,7 @@ def failure(error: Exception, url: Url) -> StoreError:
         return StoreError(errno.EACCES, f"no credentials were found: {_CREDENTIALS[url.scheme]}", url.shown)
     if isinstance(error, exceptions.PermissionDeniedError) or status == 403:
         return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS[url.scheme]}", url.shown)
-    transient = isinstance(error, exceptions.GenericError) and (
-        status in _RETRIED_STATUS or status >= 500 or not status
-    )
+    transient = status in _RETRIED_STATUS or status >= 500 or (not status and _CONNECTION.search(text) is not None)
     return StoreError(errno.EIO, _reason(text), url.shown, transient=transient)
 
 

@@ -64,7 +64,7 @@ class WebServer:
     held: int | None = None
     released: threading.Event = field(default_factory=threading.Event)
     ranges: bool = True
-    head: bool = True
+    head: int = 200  # the answer to HEAD
     etags: bool = True
     answer: tuple[int, bytes] | None = None  # to everything
     authorizations: list[str] = field(default_factory=list)  # that clients have sent
@@ -103,8 +103,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        if not self.server.store.head:
-            self._send(403)
+        if self.server.store.head != 200:
+            self._send(self.server.store.head)
             return
         self._serve(body=False)
 
