@@ -356,22 +356,31 @@ def test_wrong_names_and_options(root: Path, words: tuple[str, ...], text: str) 
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "scheme", "text"),
+    ("status", "body", "url", "text"),
     [
-        (403, b"", "http", "access is denied"),
-        (401, b"", "http", "credentials are missing or wrong"),
-        (404, b"", "http", "the file does not exist"),
-        (301, b"", "s3", "another region: set AWS_REGION"),
-        (403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>", "s3", "AWS_ACCESS_KEY_ID"),
-        (400, b"<Error><Code>AuthorizationHeaderMalformed</Code></Error>", "s3", "of the bucket"),
+        (403, b"", "http://SERVER/file", "access is denied"),
+        (401, b"", "http://SERVER/file", "credentials are missing or wrong"),
+        (404, b"", "http://SERVER/file", "the file does not exist"),
+        (301, b"", "s3://bucket/directory/", "another region: set AWS_REGION"),
+        (400, b"", "s3://bucket/file", "AWS_REGION is not the bucket's, or the credentials have expired"),
+        (403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>", "s3://bucket/file", "AWS_ACCESS_KEY_ID"),
+        (
+            400,
+            b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-1</Region></Error>",
+            "s3://bucket/a/",
+            "to eu-1",
+        ),
     ],
 )
-def test_refusals_of_stores(root: Path, web: WebServer, status: int, body: bytes, scheme: str, text: str) -> None:
+def test_refusals_of_stores(root: Path, web: WebServer, status: int, body: bytes, url: str, text: str) -> None:
     web.answer = (status, body)
-    name = f"{web.url}/file" if scheme == "http" else "s3://bucket/key/"
     variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
-    assert text in refused("-r", name, root, env={**os.environ, **variables})
+    environment = {**os.environ, **variables}
+    assert text in refused("-r", url.replace("http://SERVER", web.url), root, env=environment)
     assert left(root) == []
+    if url == "s3://bucket/file":
+        (root / "file").write_bytes(b"content")
+        assert text in refused(root / "file", url, env=environment)
 
 
 def test_a_server_that_does_not_exist(root: Path) -> None:

@@ -77,6 +77,9 @@ def failure(error: Exception, url: Url) -> StoreError:
         return StoreError(errno.EACCES, f"no credentials were found: {_CREDENTIALS[url.scheme]}", url.shown)
     if isinstance(error, exceptions.PermissionDeniedError) or status == 403:
         return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS[url.scheme]}", url.shown)
+    if url.scheme == "s3" and status == 400:  # HEAD has no body that says why
+        text = "the request is refused: AWS_REGION is not the bucket's, or the credentials have expired"
+        return StoreError(errno.EINVAL, text, url.shown)
     transient = status in _RETRIED_STATUS or status >= 500 or (not status and _CONNECTION.search(text) is not None)
     return StoreError(errno.EIO, _reason(text), url.shown, transient=transient)
 

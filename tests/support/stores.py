@@ -125,6 +125,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Take one part."""
         store, (_, _, path, _, query, _) = self.server.store, urllib.parse.urlparse(self.path)
         data = self.rfile.read(int(self.headers["Content-Length"]))
+        if store.answer is not None:
+            self._send(store.answer[0], store.answer[1])
+            return
         fault = store.faults[path].pop(0) if store.faults[path] else ""
         if fault == "reset":
             self._reset()
