@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -247,6 +248,19 @@ def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
         _, text = child.communicate(timeout=PATIENCE)
     assert child.returncode == -signal.SIGINT
     assert "interrupted: nothing is left" in text
+    assert left(root) == []
+
+
+def test_a_signal_ends_a_copy_whose_server_is_silent(root: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [*GPUFS, "cp", f"http://127.0.0.1:{silent.getsockname()[1]}/file", str(root)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
+            connection, _ = silent.accept()
+            with connection:
+                began = time.monotonic()
+                child.send_signal(signal.SIGINT)
+                assert child.wait(PATIENCE) == -signal.SIGINT
+                assert time.monotonic() - began < 30  # the server's time
     assert left(root) == []
 
 

@@ -254,7 +254,14 @@ class Run:
             # A store may be slow to answer: this thread must see signals.
             finder = threading.Thread(target=find, args=(plan,), daemon=True)
             finder.start()
-            self._wait([finder, *self._start(jobs)])
+            workers = self._start(jobs)
+            while finder.is_alive() and not self.cancel.cancelled:
+                finder.join(_REFRESH)
+                self._refresh()
+            if self.cancel.cancelled:  # the finder may still wait for the store
+                for _ in workers:
+                    self._queue.put(None)
+            self._wait(workers)
 
     def copy_stream(self, source: str, destination: str) -> None:
         """Copy standard input to a file, or a file to standard output, on this thread."""
