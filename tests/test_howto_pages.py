@@ -1,8 +1,9 @@
 """The commands and programs of the how-to pages run as they are shown, on mounts of host memory.
 
-Other tests run those of inspect-files.md (test_inspect.py), share-weights.md and restart.md (test_examples.py),
-containers.md (test_containers.py); `scripts/check install` those of fstab-and-systemd.md, `scripts/check servers` those
-of model-servers.md, and `make test-gpu` the pool of build-a-model-in-gpufs.md, which needs a GPU.
+Other tests run those of inspect-files.md (test_inspect.py), load-from-s3-and-the-hub.md (test_remote_s3.py),
+share-weights.md and restart.md (test_examples.py), containers.md (test_containers.py); `scripts/check install` those of
+fstab-and-systemd.md, `scripts/check servers` those of model-servers.md, and `make test-gpu` the pool of
+build-a-model-in-gpufs.md, which needs a GPU.
 """
 
 from __future__ import annotations

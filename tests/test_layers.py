@@ -34,7 +34,8 @@ PYTHON_MAY_USE = {
     "gpufs.mounting": {"syscalls"},
     "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
-    # engine: lazily, to map memory
+    "gpufs.remote": set(),
+    # engine: lazily, to map memory; remote: lazily, for URLs
     "gpufs.client": {
         "_naming",
         "_version",
@@ -45,6 +46,7 @@ PYTHON_MAY_USE = {
         "modes",
         "mounting",
         "protocol",
+        "remote",
         "syscalls",
         "units",
     },
@@ -101,6 +103,7 @@ PYTHON_MAY_USE = {
         "modes",
         "mounting",
         "protocol",
+        "remote",
         "statistics",
         "units",
     },

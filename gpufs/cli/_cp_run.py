@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpufs import mounting
 from gpufs.cli._cp_walk import CpOptions, Item, Walk, check_space, targets
@@ -25,6 +25,9 @@ from gpufs.client._copy import STREAM
 from gpufs.client._ends import Entry
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
+
+if TYPE_CHECKING:
+    from gpufs.cli._cp_remote import RemoteNames, Task
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -37,6 +40,12 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
 
     ``directories``: where all names are copied to; without any, the last name is the destination.
     """
+    remote = None
+    if any("://" in name for name in (*names, *directories)):
+        from gpufs.cli import _cp_remote  # other copies need none of it
+
+        if _cp_remote.has_url([*names, *directories]):
+            remote = _cp_remote.RemoteNames(names, directories, options)
     if STREAM in names:
         _check_stream(names, directories, options)
     if options.archive:
@@ -52,7 +61,9 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
         notice=_complain,
     ) as copier:
         run = Run(copier, options)
-        if STREAM in names:
+        if remote is not None:
+            run.copy_remote(remote, options.jobs if remote.many else 1)
+        elif STREAM in names:
             run.copy_stream(*names)
         else:
             sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
@@ -174,7 +185,7 @@ class Run:
         show_progress = sys.stderr.isatty() if options.progress is None else options.progress
         self._bar = ProgressLine() if show_progress else None
         self.cancel = Cancellation()
-        self._queue: SimpleQueue[list[Item] | None] = SimpleQueue()  # items of one source
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._items: list[Item] = []  # of the source that the walk is at
         self._destinations = 1
         self._lock = threading.Lock()  # guards the next four
@@ -208,7 +219,7 @@ class Run:
                     if len(self.errors) > before and not self._items and len(ends) > 1:
                         break  # the others would fail alike
                 if self._items:
-                    self._put(self._items)
+                    self._put(partial(self._copy_items, self._items))
                     self._items = []
             for _ in workers:
                 self._put(None)
@@ -223,6 +234,34 @@ class Run:
             verb = "are links whose files were" if others else "is a link whose file was"
             text = f"{links[0]}{others} {verb} not copied: -L copies files instead of links"
             self._print(f"gpufs cp: warning: {text}", sys.stderr)
+
+    def copy_remote(self, names: RemoteNames, jobs: int) -> None:
+        """Copy from or to URLs. Errors are printed and collected."""
+
+        def find(plan: Callable[..., list[Task]]) -> None:
+            try:
+                tasks = plan(self.cancel, self.report, self._walk.skip)
+                self._total = sum(task.size * len(task.destinations) for task in tasks)
+                for task in tasks:
+                    self._put(partial(self._copy, task.source, task.destinations, task.copy))
+            except Exception as error:  # noqa: BLE001 - the workers must end
+                self.report("", None, errno.EIO, f"{type(error).__name__}: {error}")
+            finally:
+                for _ in range(jobs):
+                    self._put(None)
+
+        with names.planned(self._copier) as plan, self._running():
+            # A store may be slow to answer: this thread must see signals.
+            finder = threading.Thread(target=find, args=(plan,), daemon=True)
+            finder.start()
+            workers = self._start(jobs)
+            while finder.is_alive() and not self.cancel.cancelled:
+                finder.join(_REFRESH)
+                self._refresh()
+            if self.cancel.cancelled:  # the finder may still wait for the store
+                for _ in workers:
+                    self._queue.put(None)
+            self._wait(workers)
 
     def copy_stream(self, source: str, destination: str) -> None:
         """Copy standard input to a file, or a file to standard output, on this thread."""
@@ -270,7 +309,7 @@ class Run:
         with self._lock:
             self._total += item.size
         if self._destinations == 1:
-            self._put([item])
+            self._put(partial(self._copy_items, [item]))
         else:
             self._items.append(item)
 
@@ -292,15 +331,17 @@ class Run:
                 if self.cancel.cancelled:
                     deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
                 if time.monotonic() > deadline:
-                    self.report("", None, errno.ETIMEDOUT, "a copy does not end: its file system does not answer")
+                    self.report(
+                        "", None, errno.ETIMEDOUT, "a copy does not end: its file system or store does not answer"
+                    )
                     return
 
-    def _put(self, items: list[Item] | None) -> None:
+    def _put(self, work: Callable[[], None] | None) -> None:
         # After a cancellation the queue may never shrink: all threads can be blocked in a file system.
         while self._queue.qsize() >= _QUEUED_FILES and not self.cancel.cancelled:
             time.sleep(_REFRESH)
             self._refresh()
-        self._queue.put(items)
+        self._queue.put(work)
 
     def _refresh(self) -> None:
         if self._bar is not None:
@@ -311,23 +352,27 @@ class Run:
     # ---- threads ----
 
     def _work(self) -> None:
-        while (items := self._queue.get()) is not None:
-            source = items[0].source
-            try:
-                if self.cancel.cancelled:
-                    continue
-                ends = [item.destination for item in items]
-                if len(items) == 1:
-                    copy = _outcomes(partial(self._copier.copy_entry, source, ends[0]))
-                else:
-                    copy = partial(self._copier.copy_to_each, source, ends)
-                self._copy(source.path, [end.path for end in ends], copy)
-            finally:
-                for item in items:
-                    self._walk.release(item.folder)
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def _copy_items(self, items: list[Item]) -> None:
+        """Copy the items of one source."""
+        source = items[0].source
+        try:
+            ends = [item.destination for item in items]
+            if len(items) == 1:
+                copy = _outcomes(partial(self._copier.copy_entry, source, ends[0]))
+            else:
+                copy = partial(self._copier.copy_to_each, source, ends)
+            self._copy(source.path, [end.path for end in ends], copy)
+        finally:
+            for item in items:
+                self._walk.release(item.folder)
 
     def _copy(self, source: str, destinations: list[str], copy: Callable[..., list[CopyResult | CopyError]]) -> None:
         done = 0
+        if self.cancel.cancelled:
+            return
         try:
             outcomes = copy(progress=self._reporter(source), cancel=self.cancel)
             for destination, outcome in zip(destinations, outcomes, strict=True):

@@ -150,6 +150,10 @@ class Walk:
         else:
             self._find_in_directory(source, destination)
 
+    def skip(self) -> None:
+        """Count a file that exists already, with --no-clobber."""
+        self.skipped += 1
+
     def release(self, folder: Folder | None) -> None:
         """Drop a reference. The last one sets the directory's attributes: nothing more is written into it."""
         while folder is not None:
@@ -215,7 +219,7 @@ class Walk:
             return
         self._made[name] = source.path
         if self.options.no_clobber and _exists(destination, status):
-            self.skipped += 1
+            self.skip()
             return
         named = folder is None
         if stat.S_ISREG(status.st_mode) or (named and not stat.S_ISLNK(status.st_mode)):

@@ -23,7 +23,11 @@ from gpufs.cli._main import complete_directories, complete_files
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
 @click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
-@click.option("--partial", is_flag=True, help="Copy as much as fits, and keep a new file whose copy failed.")
+@click.option(
+    "--partial",
+    is_flag=True,
+    help="Copy as much as fits, and keep a new file whose copy failed; go on with one of a URL.",
+)
 @click.option("--verify", is_flag=True, help="Read both files again and compare their SHA-256; with --fsync from disk.")
 @click.option("--fsync", is_flag=True, help="Write files of the host to disk before the command ends.")
 @click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files copied at once, 1 to 16.")
@@ -45,9 +49,11 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     copy goes from GPU to GPU. In bash: gpufs cp model.safetensors -t/mnt/gpufs/gpu{0..3}
 
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
-    the bytes. - is standard input as SOURCE, or standard output as DEST. Copies that do not fit are refused before
-    any byte is copied. If a copy fails or is interrupted, a new file is removed; an existing file has lost its old
-    content and holds what was copied. Models in the cache of a hub are links to files elsewhere: copy them by -rL.
+    the bytes. The other side may be a URL: s3://, gs://, az://, http(s):// or hf://ORG/MODEL[@REVISION][/FILE]; only
+    the first three take files. - is standard input as SOURCE, or standard output as DEST. Copies that do not fit are
+    refused before any byte is copied. If a copy fails or is interrupted, a new file is removed; an existing file has
+    lost its old content and holds what was copied. Models in the cache of a hub are links to files elsewhere: copy them
+    by -rL.
     For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all, 2 wrong options.
     """
     if len(names) == 1 and not directories:

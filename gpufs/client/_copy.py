@@ -6,8 +6,9 @@ import errno
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from gpufs._naming import named_in
 from gpufs.client import _ends
@@ -25,6 +26,11 @@ from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry, OpenFile
 from gpufs.mounting import MountTable
 from gpufs.syscalls import close_all
+
+if TYPE_CHECKING:
+    from gpufs.client._remote_copy import RemoteCopies
+    from gpufs.remote.stores import RemoteFile
+    from gpufs.remote.urls import Url
 
 # The name of a pipe, in messages.
 STREAM: Final = "-"
@@ -68,10 +74,14 @@ class Copier:
     ) -> None:
         options = CopyOptions(fastpath, fsync, verify, preserve, partial)
         self._mounts = MountTable()
-        self._settings = Settings(options, IdleConnections(required=fastpath == "require", notice=notice))
+        self._settings = Settings(options, IdleConnections(required=fastpath == "require", notice=notice), notice)
+        self._remote: RemoteCopies | None = None
+        self._remote_lock = threading.Lock()  # guards the creation of the above
 
     def close(self) -> None:
         """End the connections."""
+        if self._remote is not None:
+            self._remote.close()
         self._settings.connections.close()
         self._mounts.close()
 
@@ -92,8 +102,13 @@ class Copier:
         """Copy one file to a name and overwrite an existing file. Raises CopyError.
 
         ``progress`` is called from this thread about ten times a second; an exception that it raises ends the copy. A
-        copy that is cancelled before it starts changes nothing.
+        copy that is cancelled before it starts changes nothing. One of the two may be a URL.
         """
+        _check_callbacks(progress, cancel)
+        if "://" in source or "://" in destination:
+            from gpufs.client import _remote_copy
+
+            return _remote_copy.copy_file(self, source, destination, progress, cancel)
         return self.copy_entry(Entry.of(source), Entry.of(destination), progress=progress, cancel=cancel)
 
     def copy_entry(
@@ -105,13 +120,9 @@ class Copier:
         cancel: Cancellation | None = None,
     ) -> CopyResult:
         """As :meth:`copy_file`, for names in directories that are open."""
-        if progress is not None and not callable(progress):
-            raise TypeError(f"progress: {progress!r} cannot be called")
-        if cancel is not None:
-            if not isinstance(cancel, Cancellation):
-                raise TypeError(f"cancel: {cancel!r} is not a Cancellation")
-            if cancel.cancelled:
-                raise CopyError(errno.ECANCELED, "", source.path, destination.path)
+        _check_callbacks(progress, cancel)
+        if cancel is not None and cancel.cancelled:
+            raise CopyError(errno.ECANCELED, "", source.path, destination.path)
         if not destination.path:
             raise CopyError(errno.ENOENT, "", destination.path)
         opened = _ends.open_source(source)
@@ -137,6 +148,40 @@ class Copier:
         from gpufs.client._fan_out import FanOut
 
         return FanOut(self._settings, self._mounts.by_device(), source, destinations, progress, cancel).run()
+
+    def download(
+        self,
+        file: RemoteFile,
+        destinations: Sequence[Entry],
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> list[CopyResult | CopyError]:
+        """Copy a file of a store to several names; the outcomes are in the order of ``destinations``.
+
+        Each byte is requested once. A destination that fails does not end the other copies.
+        """
+        mounts = self._mounts.by_device()
+        return self._remote_copies().download(mounts, file, destinations, progress, cancel or Cancellation())
+
+    def upload(
+        self,
+        source: Entry,
+        url: Url,
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> CopyResult:
+        """Copy a file to an object store. Raises CopyError."""
+        return self._remote_copies().upload(self._mounts.by_device(), source, url, progress, cancel or Cancellation())
+
+    def _remote_copies(self) -> RemoteCopies:
+        from gpufs.client._remote_copy import RemoteCopies
+
+        with self._remote_lock:
+            if self._remote is None:
+                self._remote = RemoteCopies(self._settings)
+            return self._remote
 
     def copy_from_stream(
         self,
@@ -219,25 +264,32 @@ def copy(
 ) -> CopyResult:
     """Copy a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
 
+    The other may be a URL: ``s3://BUCKET/KEY``, ``gs://`` and ``az://`` (`pip install 'gpufs[cloud]'`), ``http://`` and
+    ``https://`` (to load only), and ``hf://ORG/MODEL/FILE`` (to load only; `pip install 'gpufs[cloud,hub]'`). A file
+    that is loaded gets its name when it is complete.
+
     Several files at once: :func:`copy_files`, or this function from several threads.
 
     Parameters
     ----------
-    source : path
+    source : path or URL
         The file to copy.
-    destination : path
-        A file, which is overwritten if it exists, or a directory, which gets a file of the source's name.
+    destination : path or URL
+        A file, which is overwritten if it exists, or a directory, which gets a file of the source's name. A URL that
+        ends with a slash is a directory.
     fastpath : {"auto", "off", "require"}
         Whether the vendor's library copies directly between storage and device: as the mount is configured, never, or
         only so.
     fsync : bool
         A file of the host is on its disk afterwards.
     verify : bool
-        Both files are read again and compared.
+        Both files are read again and compared. A copy from or to a URL is compared with the store's checksum, if it has
+        one.
     preserve : bool
         Mode, times and, where allowed, owner are copied, too.
     partial : bool
-        A copy that fails keeps a new destination, with the bytes that were copied, instead of removing it.
+        A copy that fails keeps a new destination, with the bytes that were copied, instead of removing it. A copy from
+        a URL goes on where an earlier one ended.
     progress : callable, optional
         Called with a :class:`CopyProgress` from this thread, about ten times a second.
     cancel : gpufs.client.Cancellation, optional
@@ -285,7 +337,7 @@ def copy_to_each(
 
     Parameters
     ----------
-    source : path
+    source : path or URL
         The file to copy.
     destinations : sequence of paths
         Names of files, or directories, which get a file of the source's name.
@@ -318,9 +370,13 @@ def copy_to_each(
     with Copier(
         fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
     ) as copier:
-        outcomes = copier.copy_to_each(
-            Entry.of(source), [Entry.of(name) for name in names], progress=progress, cancel=cancel
-        )
+        entries = [Entry.of(name) for name in names]
+        if "://" in source:
+            from gpufs.client import _remote_copy
+
+            outcomes = _remote_copy.copy_to_each(copier, source, entries, progress, cancel)
+        else:
+            outcomes = copier.copy_to_each(Entry.of(source), entries, progress=progress, cancel=cancel)
     return _results(outcomes, f"copies of {source}")
 
 
@@ -376,7 +432,7 @@ def copy_files(
     if not os.path.isdir(target):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), target)
     paths = [os.fspath(source) for source in sources]
-    ends = {os.path.join(target, os.path.basename(path)): path for path in paths}
+    ends = {_file_in(target, path): path for path in paths}
     if len(ends) < len(paths):
         raise ValueError("sources: two of them have one name, and would be one file in the directory")
     cancel = Cancellation()
@@ -411,7 +467,18 @@ def _results(outcomes: Sequence[CopyResult | CopyError], what: str) -> list[Copy
 
 def _file_in(destination: str, source: str) -> str:
     """The file that a copy to a name creates: in a directory, one of the source's name."""
+    if "://" in source or "://" in destination:
+        from gpufs.client import _remote_copy
+
+        return _remote_copy.file_in(destination, source)
     return os.path.join(destination, os.path.basename(source)) if os.path.isdir(destination) else destination
+
+
+def _check_callbacks(progress: object, cancel: object) -> None:
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: {progress!r} cannot be called")
+    if cancel is not None and not isinstance(cancel, Cancellation):
+        raise TypeError(f"cancel: {cancel!r} is not a Cancellation")
 
 
 def _warning_here() -> Callable[[str], None]:

@@ -44,6 +44,7 @@ class Settings:
 
     options: CopyOptions
     connections: IdleConnections
+    notice: Callable[[str], None] | None = None
     space: _space.SpaceCheck = field(default_factory=_space.SpaceCheck)
 
 

@@ -174,12 +174,20 @@ def _is_link(entry: Entry) -> bool:
         return False
 
 
-def remove(entry: Entry, fd: int) -> bool:
-    """Remove the name of an open file; False where it has another name by now, or could not be removed."""
+def has_name(entry: Entry, fd: int) -> bool:
+    """Whether an open file has this name."""
     try:
         status = os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False)
-        if not os.path.samestat(status, os.fstat(fd)):
-            return False
+    except OSError:
+        return False
+    return os.path.samestat(status, os.fstat(fd))
+
+
+def remove(entry: Entry, fd: int) -> bool:
+    """Remove the name of an open file; False where it has another name by now, or could not be removed."""
+    if not has_name(entry, fd):
+        return False
+    try:
         os.unlink(entry.name, dir_fd=entry.directory)
     except OSError:
         return False

@@ -1,0 +1,353 @@
+"""Copies between files of a mount and URLs: what gpufs.remote moves, under the names and rules of copies.
+
+A file that is loaded has the name .NAME.gpufs-part until it is complete. Then it replaces what NAME was, in one step.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from gpufs.client import _ends
+from gpufs.client._copy_job import Mounts, Settings
+from gpufs.client._copy_types import (
+    Cancellation,
+    CopyError,
+    CopyProgress,
+    CopyResult,
+    NotOnMountCopyError,
+    error_class,
+)
+from gpufs.client._ends import Entry, OpenFile
+from gpufs.exceptions import text_of
+from gpufs.remote import checksums, stores, urls
+from gpufs.remote.checksums import Checksum
+from gpufs.remote.download import PARTS_IN_FLIGHT, Download, Parts
+from gpufs.remote.stores import RemoteFile
+from gpufs.remote.upload import upload
+from gpufs.syscalls import close_all
+
+if TYPE_CHECKING:
+    from gpufs.client._copy import Copier
+
+Outcome: TypeAlias = CopyResult | CopyError
+Progress: TypeAlias = Callable[[CopyProgress], None] | None
+
+_BLOCK_BYTES: Final = 4 << 20
+_NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of the store"
+
+
+def part_name(name: str) -> str:
+    """The name of a file until it is complete."""
+    return f".{name}.gpufs-part"
+
+
+def failure(error: OSError, source: str, destination: str | None = None) -> CopyError:
+    """The error for the user."""
+    number = error.errno or errno.EIO
+    return error_class(number)(number, text_of(error), source, destination)
+
+
+class _Destination:
+    """The incomplete file of one destination, locked against other copies to the same name."""
+
+    def __init__(
+        self, settings: Settings, mounts: Mounts, file: RemoteFile, entry: Entry, cancel: Cancellation
+    ) -> None:
+        """``entry`` has its directory open. OSError if nothing can be copied there."""
+        assert entry.directory is not None
+        self.entry = entry
+        self.kept = 0  # bytes that an earlier copy had stored
+        self._part = Entry(entry.path, part_name(entry.name), entry.directory, follow=False)
+        device = os.fstat(entry.directory).st_dev
+        if device not in mounts:
+            raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, file.url.shown, entry.path)
+        if _is_directory(entry):
+            raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", entry.path)
+        self.fd = self._open()
+        try:
+            self.parts = Parts(self.fd, file)
+            if settings.options.partial and self.parts.resume():
+                self.kept = self.parts.bytes_done
+            else:
+                os.ftruncate(self.fd, 0)
+            settings.space.check(self.fd, file.size, mounts[device], cancel)
+            # The writes allocate memory while others wait for the store. Allocating all of it first takes longer.
+            os.ftruncate(self.fd, file.size)
+        except BaseException:
+            self.discard(keep=bool(self.kept))
+            os.close(self.fd)
+            raise
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+        fd = os.open(self._part.name, flags, 0o666, dir_fd=self._part.directory)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+                raise OSError(errno.EEXIST, f"{self._part.name} is another user's file, or has other names")
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(errno.EBUSY, "another copy to this name is in progress") from None
+            if not _ends.has_name(self._part, fd):
+                raise OSError(errno.EBUSY, "another copy to this name has just ended")
+            return fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def read_back(self, cancel: Cancellation) -> Iterator[memoryview]:
+        """Yield what the file holds."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return _blocks(self.fd, cancel)
+
+    def complete(self) -> None:
+        """Give the file its name."""
+        self.parts.end()
+        directory = self.entry.directory
+        os.rename(self._part.name, self.entry.name, src_dir_fd=directory, dst_dir_fd=directory)
+
+    def discard(self, *, keep: bool) -> str:
+        """Remove the file, or keep it for the next copy; what became of it, in words."""
+        done = self.parts.bytes_done
+        if keep and done:
+            return f"{done} bytes are kept in {self._part.name}: --partial goes on from there"
+        _ends.remove(self._part, self.fd)
+        return ""
+
+
+class RemoteCopies:
+    """The copies from and to URLs of a Copier. Thread-safe."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        # Its threads start when they are needed, and are shared by all files.
+        self._pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, "gpufs-download")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def download(
+        self, mounts: Mounts, file: RemoteFile, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation
+    ) -> list[Outcome]:
+        """Copy a file of a store to each destination, and request each of its bytes once."""
+        began = time.monotonic()
+        outcomes: dict[int, Outcome] = {}
+        with ExitStack() as opened:
+            ends: dict[int, _Destination] = {}
+            for place, destination in enumerate(destinations):
+                try:
+                    located = opened.enter_context(destination.located())
+                    ends[place] = _Destination(self._settings, mounts, file, located, cancel)
+                except CopyError as error:
+                    outcomes[place] = error
+                except OSError as error:
+                    outcomes[place] = failure(error, destination.path)
+            loading = Download(file, [end.parts for end in ends.values()], self._pool)
+            try:
+                failed = self._load(loading, file, list(ends.values()), progress, cancel)
+                for place, end in ends.items():
+                    outcomes[place] = self._finish(file, end, end.parts.error or failed, began, progress, cancel)
+            except BaseException:  # for example by progress()
+                for end in ends.values():
+                    end.discard(keep=self._settings.options.partial)
+                raise
+            finally:
+                # A thread that waits for a silent server may still write, and must not find another file behind the
+                # descriptor.
+                if not loading.is_running:
+                    close_all([end.fd for end in ends.values()])
+        return [outcomes[place] for place in range(len(destinations))]
+
+    def _load(
+        self,
+        loading: Download,
+        file: RemoteFile,
+        ends: Sequence[_Destination],
+        progress: Progress,
+        cancel: Cancellation,
+    ) -> OSError | None:
+        """Load the parts; the error that ended it for all destinations."""
+        kept = min((end.kept for end in ends), default=0)
+
+        def report(moved: int) -> None:
+            if progress is not None:
+                count = len(ends)  # it counts the bytes of all copies
+                moved = min(kept + moved, file.size) * count
+                progress(CopyProgress(moved, file.size * count, {"remote": moved - kept * count, "kept": kept * count}))
+
+        try:
+            if ends:
+                loading.run(report, lambda: cancel.cancelled)
+        except OSError as error:
+            return error
+        return None
+
+    def _finish(
+        self,
+        file: RemoteFile,
+        end: _Destination,
+        error: OSError | None,
+        began: float,
+        progress: Progress,
+        cancel: Cancellation,
+    ) -> Outcome:
+        """Verify one destination and give it its name, or clean up after a failure."""
+        source, name = file.url.shown, end.entry.path
+        digest = None
+        try:
+            if error is not None:
+                raise error
+            if self._settings.options.verify:
+                digest = self._verify(file.checksum, file.size, end.read_back(cancel), source, name, progress)
+            end.complete()
+        except OSError as failed:
+            # What differs from the store's checksum is not continued.
+            differs = error is None and failed.errno == errno.EIO
+            left = end.discard(keep=self._settings.options.partial and not differs)
+            outcome = failed if isinstance(failed, CopyError) else failure(failed, source, name)
+            outcome.left, outcome.bytes_total = left, file.size
+            return outcome
+        paths = {"remote": file.size - end.kept, "kept": end.kept}
+        moved = {path: count for path, count in paths.items() if count}
+        return CopyResult(source, name, file.size, time.monotonic() - began, "remote", moved, sha256=digest)
+
+    def _verify(
+        self,
+        expected: Checksum | None,
+        size: int,
+        blocks: Iterator[memoryview],
+        source: str,
+        destination: str,
+        progress: Progress,
+    ) -> str:
+        """The SHA-256 of a copy. CopyError if the store's checksum is another."""
+
+        def report(offset: int) -> None:
+            if progress is not None:
+                progress(CopyProgress(offset, size, {}, "verify"))
+
+        verification = checksums.verify(blocks, expected, size, report)
+        if expected is None and self._settings.notice is not None:
+            self._settings.notice(f"{source}: the store has no checksum, so only the size was verified")
+        if not verification.matches():
+            assert expected is not None
+            kind = "SHA-256" if expected.kind == "sha256" else "ETag" if expected.kind != "git" else "Git object"
+            text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
+            raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
+        return verification.sha256
+
+    def upload(
+        self, mounts: Mounts, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation
+    ) -> CopyResult:
+        """Copy a file of a mount to an object store. Raises CopyError."""
+        opened = _ends.open_source(source)
+        try:
+            return self._upload(mounts, opened, url, progress, cancel)
+        except CopyError:
+            raise
+        except OSError as error:
+            raise failure(error, source.path, url.shown) from None
+        finally:
+            close_all((opened.fd,))
+
+    def _upload(
+        self, mounts: Mounts, opened: OpenFile, url: urls.Url, progress: Progress, cancel: Cancellation
+    ) -> CopyResult:
+        began = time.monotonic()
+        source, size = opened.entry.path, _ends.size_of(opened)
+        if opened.status.st_dev not in mounts:
+            raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, source, url.shown)
+
+        def report(done: int) -> None:
+            if progress is not None:
+                progress(CopyProgress(done, size, {"remote": done}))
+
+        checksum = upload(opened.fd, size, url, report=report, cancelled=lambda: cancel.cancelled)
+        digest = None
+        if self._settings.options.verify:
+            blocks = _blocks(opened.fd, cancel)
+            digest = self._verify(checksum, size, blocks, url.shown, source, progress)
+        paths = {"remote": size} if size else {}
+        return CopyResult(source, url.shown, size, time.monotonic() - began, "remote", paths, sha256=digest)
+
+
+def _blocks(fd: int, cancel: Cancellation) -> Iterator[memoryview]:
+    """Yield the content of a file. OSError ECANCELED once cancelled."""
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    offset = 0
+    while count := os.preadv(fd, [buffer], offset):
+        if cancel.cancelled:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        offset += count
+        yield buffer[:count]
+
+
+def _is_directory(entry: Entry) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+# ---- one copy, of names that a program has given ----
+
+
+def file_in(destination: str, source: str) -> str:
+    """The file that a copy to a name creates, where one of the two is a URL."""
+    try:
+        name = urls.parse(source).name if urls.is_url(source) else os.path.basename(source)
+        if urls.is_url(destination):
+            url = urls.parse(destination)
+            return url.below(name).text if url.is_directory else destination
+    except OSError as error:
+        raise failure(error, str(error.filename)) from None
+    return os.path.join(destination, name) if os.path.isdir(destination) else destination
+
+
+def copy_file(
+    copier: Copier, source: str, destination: str, progress: Progress, cancel: Cancellation | None
+) -> CopyResult:
+    """Copy from or to a URL. Raises CopyError."""
+    if not urls.is_url(destination):
+        (outcome,) = copy_to_each(copier, source, [Entry.of(destination)], progress, cancel)
+        if isinstance(outcome, CopyError):
+            raise outcome
+        return outcome
+    try:
+        url = urls.parse(destination)
+        check_upload(source, url)
+    except OSError as error:
+        raise failure(error, source, destination) from None
+    return copier.upload(Entry.of(source), url, progress=progress, cancel=cancel)
+
+
+def check_upload(source: str, url: urls.Url) -> None:
+    """Raise OSError EINVAL for a destination that takes no uploads."""
+    if urls.is_url(source):
+        raise OSError(errno.EINVAL, "a URL cannot be copied to another: copy it to a mount first", url.shown)
+    if not url.is_bucket:
+        raise OSError(errno.EINVAL, "takes no uploads: s3://, gs:// and az:// do", url.shown)
+
+
+def copy_to_each(
+    copier: Copier, source: str, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation | None
+) -> list[Outcome]:
+    """Copy a URL to several names."""
+    try:
+        (file,) = stores.find(urls.parse(source), recursive=False)
+    except ValueError:
+        error = CopyError(errno.EINVAL, "names several files", source)
+        return [error] * len(destinations)
+    except OSError as failed:
+        return [failure(failed, source)] * len(destinations)
+    return copier.download(file, destinations, progress=progress, cancel=cancel)

@@ -1,0 +1,205 @@
+"""Loading one file of a store: its parts in flight at once, each requested once and written to all destinations."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Final
+
+from gpufs.remote import errors
+from gpufs.remote.errors import StoreError
+from gpufs.remote.stores import RemoteFile
+
+PART_BYTES: Final = 16 << 20
+# Each has a connection, and a chunk of about 1 MiB in memory.
+PARTS_IN_FLIGHT: Final = 8
+_REPORT_SECONDS: Final = 0.1
+# Time for the parts in flight after a cancellation. One whose server is silent keeps its thread for longer.
+_END_SECONDS: Final = 1.0
+# The attribute of an incomplete file that lists its finished parts. The mount has user.gpufs.* for itself.
+_ATTRIBUTE: Final = "user.gpufs-parts"
+
+
+class Parts:
+    """A file that is being loaded, and which of its parts it has. The list is stored with the file itself.
+
+    Thread-safe: finish() and needs().
+
+    Parameters
+    ----------
+    fd : int
+        The file, open for reading and writing.
+    file : RemoteFile
+        What it will be a copy of.
+    """
+
+    def __init__(self, fd: int, file: RemoteFile) -> None:
+        self.fd = fd
+        self.error: OSError | None = None  # of writing to it, which ends it
+        self._source = {"url": file.url.text, "size": file.size, "version": file.version, "part": PART_BYTES}
+        self._count = -(-file.size // PART_BYTES)
+        self._finished = 0  # one bit for each part: an attribute's value is at most 64 KiB long
+        self._size = file.size
+        self._lock = threading.Lock()
+
+    def resume(self) -> bool:
+        """Take over the parts that an earlier copy of the same content has stored. False if there are none."""
+        try:
+            stored = json.loads(os.getxattr(self.fd, _ATTRIBUTE))
+            finished = int(stored.pop("finished"), 16)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        if not stored.get("version") or stored != self._source or finished >> self._count:
+            return False
+        self._finished = finished
+        return True
+
+    def needs(self, part: int) -> bool:
+        """Return whether a part is not there yet."""
+        return not self._finished >> part & 1
+
+    def finish(self, part: int) -> None:
+        """Record that a part is there."""
+        with self._lock:
+            self._finished |= 1 << part
+            # After the part's bytes: what is listed is there, whenever this process ends.
+            text = json.dumps({**self._source, "finished": f"{self._finished:x}"})
+            os.setxattr(self.fd, _ATTRIBUTE, text.encode())
+
+    def end(self) -> None:
+        """Remove the list, from a complete file."""
+        try:
+            os.removexattr(self.fd, _ATTRIBUTE)
+        except OSError as error:
+            if error.errno != errno.ENODATA:
+                raise
+
+    @property
+    def bytes_done(self) -> int:
+        """The bytes of the finished parts."""
+        sizes = (min(PART_BYTES, self._size - part * PART_BYTES) for part in range(self._count) if not self.needs(part))
+        return sum(sizes)
+
+
+class Download:
+    """Loads one file into one or several others.
+
+    Parameters
+    ----------
+    file : RemoteFile
+        The source.
+    destinations : sequence of Parts
+        Files of its size. One that cannot be written gets its ``error``, and the others go on.
+    pool : ThreadPoolExecutor
+        Runs the parts of all files that are loaded at once, which bounds their memory.
+    """
+
+    def __init__(self, file: RemoteFile, destinations: Sequence[Parts], pool: ThreadPoolExecutor) -> None:
+        self._file = file
+        self._destinations = destinations
+        self._pool = pool
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()  # guards moved
+        self.moved = 0  # bytes that have arrived
+        self.is_running = False  # parts may still be written, although run() has ended
+
+    def run(self, report: Callable[[int], None], cancelled: Callable[[], bool]) -> None:
+        """Load the missing parts.
+
+        ``report`` is called about ten times a second with the bytes that have arrived. OSError ECANCELED once
+        ``cancelled``; StoreError if the store fails.
+        """
+        parts = range(-(-self._file.size // PART_BYTES))
+        needed = [part for part in parts if any(end.needs(part) for end in self._destinations)]
+        try:
+            self._run(lambda part: self._load(part, 1, ranges=True), needed, report, cancelled)
+        except StoreError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            self.moved = 0
+            self._stopped.clear()
+            # The server sends whole files only.
+            self._run(lambda part: self._load(part, len(parts), ranges=False), [0], report, cancelled)
+
+    def _run(
+        self,
+        load: Callable[[int], None],
+        parts: Sequence[int],
+        report: Callable[[int], None],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        pending: set[Future[None]] = {self._pool.submit(load, part) for part in parts}
+        try:
+            while pending:
+                done, pending = wait(pending, _REPORT_SECONDS, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if cancelled():
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                report(self.moved)
+        finally:
+            self._stopped.set()
+            for future in pending:
+                future.cancel()
+            self.is_running = bool(wait(pending, _END_SECONDS).not_done)
+
+    def _load(self, part: int, count: int, *, ranges: bool) -> None:
+        """Load ``count`` parts from the first, ``part``, on, in one request; in more if it ends early."""
+        offset = part * PART_BYTES
+        end = min(offset + count * PART_BYTES, self._file.size)
+        tries = 0
+        while offset < end:
+            before = offset
+            try:
+                for chunk in self._chunks(offset, end, ranges=ranges):
+                    self._write(part, count, chunk, offset)
+                    offset += len(chunk)
+                if offset < end:
+                    text = f"the store sent too few bytes: a range ended at {offset} instead of {end}"
+                    raise StoreError(errno.EIO, text, self._file.url.shown, transient=True)
+            except StoreError as error:
+                if not error.transient:
+                    raise
+                tries = 1 if offset > before else tries + 1
+                if tries == errors.TRIES:
+                    raise
+                errors.wait(tries, self._stopped)
+        for each in range(part, part + count):
+            for destination in self._destinations:
+                try:
+                    if destination.error is None and destination.needs(each):
+                        destination.finish(each)
+                except OSError as error:
+                    destination.error = error
+
+    def _chunks(self, offset: int, end: int, *, ranges: bool) -> Iterator[memoryview]:
+        """Yield what a request returns, until the download has stopped."""
+        for chunk in self._file.read(offset, end, ranges=ranges):
+            if self._stopped.is_set():
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            offset += len(chunk)
+            if offset > end:
+                raise StoreError(errno.EIO, "the store sent more than was requested", self._file.url.shown)
+            with self._lock:
+                self.moved += len(chunk)
+            yield memoryview(chunk)
+
+    def _write(self, part: int, count: int, chunk: memoryview, offset: int) -> None:
+        """Write a chunk to all destinations that lack its part."""
+        left = False
+        for destination in self._destinations:
+            if destination.error is not None or (count == 1 and not destination.needs(part)):
+                continue
+            try:
+                done = 0
+                while done < len(chunk):
+                    done += os.pwrite(destination.fd, chunk[done:], offset + done)
+                left = True
+            except OSError as error:
+                destination.error = error
+        if not left:
+            raise OSError(errno.ECANCELED, "all destinations have failed")

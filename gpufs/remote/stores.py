@@ -1,0 +1,260 @@
+"""The files of stores: opening a store, finding what a URL names, reading ranges and writing whole files."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import posixpath
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from gpufs.remote.checksums import Checksum, of_etag
+from gpufs.remote.errors import TRIES, StoreError, failure, retried
+from gpufs.remote.urls import Url, is_safe
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore
+
+# Each chunk is written as it arrives. The kernel passes at most 1 MiB to a mount at a time.
+_CHUNK_BYTES: Final = 1 << 20
+# A connection from which nothing comes for so long is ended, and the range is requested again.
+_SILENT: Final = timedelta(seconds=30)
+# Of one request. It only ends what trickles for ever.
+_LONGEST: Final = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a store.
+
+    Attributes
+    ----------
+    url : Url
+        Its own.
+    path : str
+        Its name below what the user has named.
+    size : int
+        In bytes.
+    etag : str or None
+        The store's name for this content, if it checks that name in requests.
+    version : str
+        What changes with the content, "" if nothing is known.
+    checksum : Checksum or None
+        Of its content, if the store has one.
+    """
+
+    url: Url
+    path: str
+    size: int
+    etag: str | None
+    version: str
+    checksum: Checksum | None
+    _store: ObjectStore = field(repr=False)
+    _key: str = field(repr=False)
+
+    def read(self, start: int, end: int, *, ranges: bool = True) -> Iterator[bytes]:
+        """Yield the bytes of a range in order. They may end early.
+
+        ``ranges``: False requests the whole file, and skips what is before the range. StoreError if the store fails:
+        EOPNOTSUPP if it sends whole files only.
+        """
+        import obstore
+
+        options: Any = {"range": (start, end)} if ranges else {}
+        if self.etag is not None and not self.etag.startswith("W/"):  # a weak one matches nothing
+            options["if_match"] = self.etag
+        offset = start if ranges else 0
+        with translated(self.url):
+            result = obstore.get(self._store, self._key, options=options)
+        etag = result.meta["e_tag"]
+        if result.meta["size"] != self.size or (self.etag and etag and etag != self.etag):
+            raise StoreError(errno.ESTALE, "has changed during the copy: copy it again", self.url.shown)
+        chunks = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
+        while True:
+            with translated(self.url):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            first = max(start - offset, 0)
+            offset += len(chunk)
+            if first < len(chunk):
+                yield chunk[first:] if first else chunk
+
+
+@contextmanager
+def translated(url: Url) -> Iterator[None]:
+    """Raise StoreError for what obstore raises."""
+    try:
+        from obstore.exceptions import BaseError
+    except ModuleNotFoundError:
+        raise StoreError(
+            errno.ENOPKG, f"{url.scheme}:// needs obstore: pip install 'gpufs[cloud]'", url.shown
+        ) from None
+    try:
+        yield
+    except (BaseError, FileNotFoundError, ValueError) as error:
+        raise failure(error, url) from None
+
+
+def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = None) -> ObjectStore:
+    """Return the store of a URL, without any request.
+
+    ``retries``: how often it repeats a request that fails. ``headers``: sent with each request.
+    """
+    with translated(url):
+        from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+        # The URL says http, or the variable with the store's endpoint does.
+        client: ClientConfig = {"allow_http": True, "timeout": _LONGEST, "read_timeout": _SILENT}
+        if headers:
+            client["default_headers"] = headers
+        retry: Any = {"max_retries": retries}
+        if url.scheme == "s3":
+            return S3Store(url.place, client_options=client, retry_config=retry)
+        if url.scheme == "gs":
+            return GCSStore(url.place, client_options=client, retry_config=retry)
+        if url.scheme == "az":
+            return AzureStore(url.place, client_options=client, retry_config=retry)
+        return HTTPStore.from_url(url.text, client_options=client, retry_config=retry)
+
+
+def find(url: Url, *, recursive: bool) -> list[RemoteFile]:
+    """Return the files that a URL names, in the order of their names.
+
+    ``recursive``: a directory stands for all files below it, otherwise it is an error. StoreError if there is nothing.
+    """
+    if url.scheme == "hf":
+        from gpufs.remote import hub
+
+        found = hub.list_files(url)
+    elif url.is_web:
+        return [_web_file(url)]
+    else:
+        store = open_store(url)
+        if not url.is_pattern and not url.is_directory:
+            try:
+                return [_bucket_file(store, url)]
+            except StoreError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+        found = _listed(store, url)
+    return _select(url, found, recursive=recursive)
+
+
+def _select(url: Url, found: list[RemoteFile], *, recursive: bool) -> list[RemoteFile]:
+    """Return those of the files that the URL names, with their paths below it."""
+    prefix = url.key if url.is_directory else f"{url.key}/"
+    if url.is_pattern:
+        files = [replace(one, path=posixpath.basename(one.url.key)) for one in found if _matches(one.url.key, url.key)]
+        if not files:
+            raise StoreError(errno.ENOENT, "no file matches", url.shown)
+    elif files := [replace(one, path=url.name) for one in found if one.url.key == url.key]:
+        return files
+    else:
+        below = [one for one in found if one.url.key.startswith(prefix)]
+        if not below:
+            bucket = " or its bucket" * url.is_bucket
+            raise StoreError(errno.ENOENT, f"the file or directory{bucket} does not exist", url.shown)
+        if not recursive:
+            raise StoreError(errno.EISDIR, "is a directory (-r copies it)", url.shown)
+        files = [replace(one, path=one.url.key.removeprefix(prefix)) for one in below]
+    for file in files:
+        if not is_safe(file.path):
+            raise StoreError(errno.EINVAL, "its key has an empty part, or one that is . or ..", file.url.shown)
+    return files
+
+
+def _matches(key: str, pattern: str) -> bool:
+    """Return whether a key matches. As in a shell, * and ? match no slash."""
+    parts, patterns = key.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _web_file(url: Url) -> RemoteFile:
+    import obstore
+
+    store = open_store(url)
+
+    def ask() -> Any:
+        with translated(url):
+            return obstore.head(store, "")
+
+    def ask_by_get() -> Any:
+        with translated(url):
+            return obstore.get(store, "", options={"range": (0, 1)}).meta
+
+    try:
+        meta = retried(ask)
+    except StoreError as error:
+        if error.errno not in (errno.EACCES, errno.EIO) or error.transient:
+            raise
+        meta = retried(ask_by_get)  # a URL that is signed for GET alone
+    # What a server does not report is the time 0.
+    version = meta["e_tag"] or (str(meta["last_modified"]) if meta["last_modified"].timestamp() else "")
+    return RemoteFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "")
+
+
+def _bucket_file(store: ObjectStore, url: Url) -> RemoteFile:
+    import obstore
+
+    def ask() -> Any:
+        with translated(url):
+            return obstore.head(store, url.key)
+
+    return _of_meta(store, url, retried(ask))
+
+
+def _of_meta(store: ObjectStore, url: Url, meta: Any) -> RemoteFile:
+    checksum = of_etag(meta["e_tag"], meta["size"]) if url.scheme == "s3" else None
+    etag = meta["e_tag"]
+    return RemoteFile(url, url.name, meta["size"], etag, etag or str(meta["last_modified"]), checksum, store, url.key)
+
+
+def _listed(store: ObjectStore, url: Url) -> list[RemoteFile]:
+    """Return all files below the directory that a URL names, or that its pattern begins with."""
+    import obstore
+
+    fixed = re.split(r"[*?[]", url.key)[0] if url.is_pattern else f"{url.key}/"
+    directory = posixpath.dirname(fixed).strip("/")
+
+    def ask() -> list[Any]:
+        with translated(url):
+            return [meta for batch in obstore.list(store, directory or None) for meta in batch]
+
+    root = Url("", url.scheme, url.place, "")
+    metas = sorted(retried(ask), key=lambda meta: str(meta["path"]))
+    found = [_of_meta(store, root.below(meta["path"]), meta) for meta in metas]
+    # Some tools store an empty object to make a directory. Its key ends with a slash, which obstore removes.
+    return [file for file in found if file.size or exists(file.url)]
+
+
+def exists(url: Url) -> bool:
+    """Return whether an object store has a file."""
+    try:
+        _bucket_file(open_store(url), url)
+    except StoreError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
+    return True
+
+
+def write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str | None:
+    """Write a file of an object store and return its ETag. Either all of it is written or nothing.
+
+    ``chunks``: the content, in pieces of ``part_bytes``; an exception there ends it.
+    """
+    import obstore
+
+    store = open_store(url, retries=TRIES)
+    with translated(url):
+        if size <= part_bytes:
+            return obstore.put(store, url.key, b"".join(chunks), use_multipart=False)["e_tag"]
+        # The parts in flight are all the memory that it uses.
+        return obstore.put(store, url.key, chunks, use_multipart=True, chunk_size=part_bytes, max_concurrency=4)[
+            "e_tag"
+        ]

@@ -1,0 +1,50 @@
+"""Storing one file in an object store, by a multipart upload: the object is there when all parts are."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from gpufs.remote import stores
+from gpufs.remote.checksums import Checksum, of_etag
+from gpufs.remote.urls import Url
+
+_PART_BYTES: Final = 16 << 20
+_MOST_PARTS: Final = 10_000  # of S3
+
+
+def upload(
+    fd: int, size: int, url: Url, *, report: Callable[[int], None], cancelled: Callable[[], bool]
+) -> Checksum | None:
+    """Store an open file and return the checksum that the store has for it, None if it has none.
+
+    ``report`` is called with the bytes read so far. OSError ECANCELED once ``cancelled``.
+    """
+    part_bytes = _PART_BYTES
+    while part_bytes * _MOST_PARTS < size:
+        part_bytes *= 2
+
+    def parts() -> Iterator[bytes]:
+        for start in range(0, size, part_bytes):
+            end = min(start + part_bytes, size)
+            part = bytearray(end - start)
+            done = 0
+            while done < len(part):
+                if cancelled():
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                count = os.preadv(fd, [memoryview(part)[done : done + (4 << 20)]], start + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file became smaller during the copy")
+                done += count
+            report(end)
+            yield bytes(part)
+
+    etag = stores.write(url, size, parts(), part_bytes)
+    if url.scheme != "s3":
+        return None
+    checksum = of_etag(etag, size)
+    if checksum is not None and checksum.kind == "parts":
+        return Checksum("parts", checksum.value, (part_bytes,))
+    return checksum

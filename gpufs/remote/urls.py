@@ -1,0 +1,139 @@
+"""URLs on the command line and in calls: what they name."""
+
+from __future__ import annotations
+
+import errno
+import posixpath
+import re
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BUCKETS: Final = ("s3", "gs", "az")
+_SCHEMES: Final = (*_BUCKETS, "http", "https", "hf")
+_PATTERN: Final = re.compile(r"[*?[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """One URL.
+
+    Attributes
+    ----------
+    text : str
+        As it was given.
+    scheme : str
+        "s3", "gs", "az", "http", "https" or "hf".
+    place : str
+        The bucket or container, the web server, or the Hub's ORG/MODEL.
+    key : str
+        The path there, without a slash at its start. Of a web server's file: unquoted, without the query.
+    revision : str or None
+        Of a model on the Hub.
+    """
+
+    text: str
+    scheme: str
+    place: str
+    key: str
+    revision: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The URL for messages: without a query or password, which may be secret."""
+        if not self.is_web:
+            return self.text
+        parts = urlsplit(self.text)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+    @property
+    def is_web(self) -> bool:
+        """Whether a web server has the file: it cannot list directories, and takes no uploads."""
+        return self.scheme in ("http", "https")
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether an object store has the file."""
+        return self.scheme in _BUCKETS
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it names all files that match ``*``, ``?`` and ``[...]`` in its key. A web URL does not."""
+        return not self.is_web and _PATTERN.search(self.key) is not None
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether it can only be a directory."""
+        return not self.is_web and (not self.key or self.key.endswith("/"))
+
+    @property
+    def name(self) -> str:
+        """The name of its file or directory in another directory."""
+        return posixpath.basename(self.key.rstrip("/")) or posixpath.basename(self.place)
+
+    def below(self, path: str) -> Url:
+        """Return the URL of a path below this one, which is a directory of an object store."""
+        key = f"{self.key.rstrip('/')}/{path}".lstrip("/")
+        return Url(f"{self.scheme}://{self.place}/{key}", self.scheme, self.place, key)
+
+
+def is_url(name: str) -> bool:
+    """Return whether a name is a URL. A file of such a name is written ./NAME."""
+    return _URL.match(name) is not None
+
+
+def parse(text: str) -> Url:
+    """Return what a URL names. OSError EINVAL, with the remedy, if that cannot be."""
+    scheme, _, rest = text.partition("://")
+    scheme = scheme.lower()
+    if scheme not in _SCHEMES:
+        schemes = ", ".join(f"{one}://" for one in _SCHEMES)
+        raise _refused(text, f"{scheme}:// is not one of {schemes} (a file of this name is ./NAME)")
+    if any(ord(character) < 32 for character in text):
+        raise _refused(text, "has a control character")
+    if scheme == "hf":
+        return _parse_hub(text, rest)
+    if scheme in _BUCKETS:
+        place, _, key = rest.partition("/")
+        if not place:
+            raise _refused(text, f"names no bucket: {scheme}://BUCKET/KEY")
+        _check_parts(text, key)
+        return Url(text, scheme, place, key)
+    try:
+        parts = urlsplit(text)
+        host = parts.hostname
+        _ = parts.port  # ValueError for what is not a number
+    except ValueError as error:
+        raise _refused(text, f"is not a URL: {error}") from None
+    if not host:
+        raise _refused(text, f"names no server: {scheme}://SERVER/FILE")
+    key = unquote(parts.path).lstrip("/")
+    name = posixpath.basename(key)
+    if not name or not is_safe(name):
+        raise _refused(text, "names no file: a web server's directory cannot be listed")
+    return Url(text, scheme, parts.netloc, key)
+
+
+def _parse_hub(text: str, rest: str) -> Url:
+    organisation, _, rest = rest.partition("/")
+    model, _, key = rest.partition("/")
+    model, at, revision = model.partition("@")
+    if not organisation or not model or (at and not revision):
+        raise _refused(text, "is not like hf://ORG/MODEL[@REVISION][/FILE]")
+    _check_parts(text, key)
+    return Url(text, "hf", f"{organisation}/{model}", key, unquote(revision) or None)
+
+
+def _check_parts(text: str, key: str) -> None:
+    if not is_safe(key.removesuffix("/")):
+        raise _refused(text, "has an empty part, or one that is . or ..")
+
+
+def is_safe(path: str) -> bool:
+    """Return whether a path stays below a directory. "" is the directory itself."""
+    return not path or all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/"))
+
+
+def _refused(url: str, text: str) -> OSError:
+    return OSError(errno.EINVAL, text, url)

@@ -1,0 +1,427 @@
+"""`gpufs cp` and gpufs.copy() from web servers: bytes, requests, faults, interruptions and failures."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cli import fails, gpufs
+from support.data import GIB, KIB, MIB, assert_same, noise
+from support.mounting import GPUFS, GpufsMount, Mounter
+from support.processes import PATIENCE, run, wait_until
+from support.stores import PART, WebServer, repeated, web_server
+
+import gpufs as package
+from gpufs.client import Cancellation
+
+FOUR_PARTS = noise(4 * PART)
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    with web_server() as server:
+        yield server
+
+
+@pytest.fixture
+def other(shared_mount: GpufsMount) -> Iterator[Path]:
+    """An empty directory of the second device."""
+    path = shared_mount.path / "gpu1" / f"t{os.getpid()}"
+    path.mkdir()
+    yield path
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+def left(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def refused(*words: object, **options: object) -> str:
+    """Run a copy that must fail with exit code 1; its single line."""
+    done = gpufs("cp", *words, check=False, **options)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (1, "", 1), done
+    assert lines[0].startswith("gpufs cp: ")
+    return lines[0]
+
+
+def is_partition(ranges: list[tuple[int, int]], size: int) -> bool:
+    """True if the ranges have each byte once."""
+    ends = [0, *(end for _, end in ranges)]
+    return [start for start, _ in ranges] == ends[:-1] and ends[-1] == size
+
+
+@pytest.mark.parametrize("size", [0, 1, PART, 2 * PART + 12345])
+def test_a_file_of_a_web_server(root: Path, web: WebServer, size: int) -> None:
+    web.files["/models/a b%.bin"] = noise(size)
+    done = gpufs("cp", "--json", f"{web.url}/models/a%20b%25.bin?signature=secret", root)
+    assert_same((root / "a b%.bin").read_bytes(), noise(size))
+    assert left(root) == ["a b%.bin"]
+    assert (root / "a b%.bin").stat().st_mode & 0o777 == 0o644
+    (copy,) = json.loads(done.stdout)["copies"]
+    assert (copy["bytes"], copy["method"], copy["source"]) == (size, "remote", f"{web.url}/models/a%20b%25.bin")
+    assert is_partition(web.requested("/models/a b%.bin"), size)
+
+
+def test_each_byte_is_requested_once_for_two_destinations(root: Path, other: Path, web: WebServer) -> None:
+    size = 4 * PART + 5
+    web.files["/file"] = noise(size)
+    gpufs("cp", f"{web.url}/file", "-t", root, "-t", other)
+    for directory in (root, other):
+        assert_same((directory / "file").read_bytes(), noise(size))
+    assert is_partition(web.requested("/file"), size)
+
+
+def test_from_python(root: Path, other: Path, web: WebServer) -> None:
+    web.files |= {"/one": noise(PART + 9), "/two": noise(3)}
+    seen: list[package.CopyProgress] = []
+    result = package.copy(f"{web.url}/one", root, progress=seen.append)
+    assert (result.destination, result.bytes, result.paths) == (f"{root}/one", PART + 9, {"remote": PART + 9})
+    assert all(progress.total == PART + 9 and 0 <= progress.moved <= PART + 9 for progress in seen)
+    both = package.copy_to_each(f"{web.url}/one", [root / "first", other / "second"], progress=seen.append)
+    assert [result.bytes for result in both] == [PART + 9, PART + 9]
+    assert (seen[-1].moved, seen[-1].total) == (2 * (PART + 9), 2 * (PART + 9))
+    package.copy_files([f"{web.url}/one", f"{web.url}/two"], other)
+    assert_same((other / "second").read_bytes(), noise(PART + 9))
+    assert (other / "two").read_bytes() == noise(3)
+    for source, number in [(f"{web.url}/none", errno.ENOENT), ("ftp://server/file", errno.EINVAL)]:
+        with pytest.raises(package.CopyError) as failure:
+            package.copy(source, root)
+        assert failure.value.errno == number
+    cancel = Cancellation()
+    cancel.cancel()
+    with pytest.raises(package.CopyError) as failure:
+        package.copy(f"{web.url}/one", root / "new", cancel=cancel)
+    assert failure.value.errno == errno.ECANCELED
+    assert not (root / "new").exists()
+
+
+@pytest.mark.parametrize("faults", [["503", "503"], ["short", "short"], ["reset", "503", "short"]], ids=" ".join)
+def test_faults_of_the_server_are_retried(root: Path, web: WebServer, faults: list[str]) -> None:
+    size = 2 * PART
+    web.files["/file"] = noise(size)
+    web.faults["/file"] = list(faults)
+    gpufs("cp", f"{web.url}/file?X-Amz-Credential=signed", root)
+    assert_same((root / "file").read_bytes(), noise(size))
+    assert not web.faults["/file"]
+    if faults == ["short", "short"]:  # the rest of each range is requested, and a chunk that was incomplete
+        assert sum(end - start for start, end in web.requested("/file")) < size + PART + 2 * MIB
+
+
+def test_faults_during_an_upload_are_retried(root: Path, web: WebServer) -> None:
+    """The server takes a multipart upload as S3 does."""
+    (root / "file").write_bytes(FOUR_PARTS)
+    web.faults["/bucket/key"] = ["503", "reset", "500"]
+    variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
+    gpufs("cp", root / "file", "s3://bucket/key", env={**os.environ, **variables})
+    assert_same(web.files["/bucket/key"], FOUR_PARTS)
+    assert not web.faults["/bucket/key"]
+
+
+def test_a_server_that_knows_no_ranges(root: Path, web: WebServer) -> None:
+    web.files["/file"] = noise(2 * PART + 3)
+    web.ranges = False
+    gpufs("cp", f"{web.url}/file", root)
+    assert_same((root / "file").read_bytes(), noise(2 * PART + 3))
+    web.faults["/file"] = ["", "", "", "reset"]  # three requests find out
+    gpufs("cp", f"{web.url}/file", root / "again")
+    assert_same((root / "again").read_bytes(), noise(2 * PART + 3))
+
+
+@pytest.mark.parametrize("status", [403, 405])
+def test_a_url_that_is_signed_for_get(root: Path, web: WebServer, status: int) -> None:
+    web.files["/file"] = noise(MIB)
+    web.head = status
+    gpufs("cp", f"{web.url}/file", root)
+    assert_same((root / "file").read_bytes(), noise(MIB))
+
+
+@pytest.mark.parametrize("fault", ["gone", "more"])
+def test_a_failure_keeps_the_old_file(root: Path, web: WebServer, fault: str) -> None:
+    web.files["/file"] = noise(3 * PART)
+    web.faults["/file"] = ["", fault]
+    (root / "file").write_bytes(b"old")
+    assert "/file" in refused(f"{web.url}/file", root)
+    assert (root / "file").read_bytes() == b"old"
+    assert left(root) == ["file"]
+
+
+def test_a_file_that_changes_during_the_copy(root: Path, web: WebServer) -> None:
+    web.files["/file"] = noise(10 * PART)
+    web.held = PART
+    with subprocess.Popen([*GPUFS, "cp", f"{web.url}/file", root], stderr=subprocess.PIPE, text=True) as child:
+        wait_until(lambda: len(web.requests) >= 8, PATIENCE, "the requests")
+        web.files["/file"] = noise(10 * PART, 1)
+        web.released.set()
+        _, text = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 1
+    assert "has changed during the copy" in text
+    assert left(root) == []
+
+
+def test_one_destination_that_fails(mount: Mounter, web: WebServer) -> None:
+    """The others are complete. Its directory has a limit, which only the copy itself meets."""
+    small = mount(memory=96 * MIB, devices=2)
+    web.files["/file"] = noise(2 * PART)
+    (small.path / "gpu0" / "limited").mkdir()
+    gpufs("quota", "set", small.path / "gpu0" / "limited", "8M")
+    text = refused("--partial", f"{web.url}/file", "-t", small.path / "gpu0/limited", "-t", small.path / "gpu1")
+    assert "gpu0/limited/file" in text
+    assert left(small.path / "gpu0" / "limited") == []
+    assert_same((small.path / "gpu1" / "file").read_bytes(), noise(2 * PART))
+
+
+def test_too_little_space_is_found_out_before_a_request(mount: Mounter, web: WebServer) -> None:
+    small = mount(memory=32 * MIB)
+    web.files["/file"] = noise(48 * MIB)
+    text = refused(f"{web.url}/file", small.device)
+    assert "needs 48.0 MiB" in text
+    assert web.requests == []
+    assert left(small.device) == []
+
+
+# ---- interruptions ----
+
+
+def start_held(web: WebServer, root: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a copy of four parts, of which the first two have arrived."""
+    web.files["/file"] = FOUR_PARTS
+    web.held = 2 * PART
+    web.released.clear()
+    web.requests.clear()
+    command = [*GPUFS, "cp", *options, f"{web.url}/file", str(root)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    part = root / ".file.gpufs-part"
+
+    def have_arrived() -> bool:
+        try:
+            return int(json.loads(os.getxattr(part, "user.gpufs-parts"))["finished"], 16) == 0b11
+        except OSError:
+            return False
+
+    wait_until(have_arrived, PATIENCE, "the first parts")
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_partial_goes_on_where_a_copy_ended(root: Path, web: WebServer, number: signal.Signals) -> None:
+    with start_held(web, root, "--partial") as child:
+        child.send_signal(number)
+        assert child.wait(PATIENCE) == -number
+    assert left(root) == [".file.gpufs-part"]
+    web.released.set()
+    web.requests.clear()
+    done = gpufs("cp", "--partial", "--json", f"{web.url}/file", root)
+    assert_same((root / "file").read_bytes(), FOUR_PARTS)
+    assert left(root) == ["file"]
+    assert os.listxattr(root / "file") == []
+    assert web.requested("/file") == [(part * PART, (part + 1) * PART) for part in (2, 3)]
+    assert json.loads(done.stdout)["paths"] == {"remote": 2 * PART, "kept": 2 * PART}
+
+
+def test_content_without_a_version_is_loaded_again(root: Path, web: WebServer) -> None:
+    """Nothing shows whether it has changed."""
+    web.etags = False
+    with start_held(web, root, "--partial") as child:
+        child.kill()
+    web.released.set()
+    web.requests.clear()
+    gpufs("cp", "--partial", f"{web.url}/file", root)
+    assert is_partition(web.requested("/file"), 4 * PART)
+
+
+def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
+    with start_held(web, root) as child:
+        child.send_signal(signal.SIGINT)
+        _, text = child.communicate(timeout=PATIENCE)
+    assert child.returncode == -signal.SIGINT
+    assert "interrupted: nothing is left" in text
+    assert left(root) == []
+
+
+def test_a_signal_ends_a_copy_whose_server_is_silent(root: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [*GPUFS, "cp", f"http://127.0.0.1:{silent.getsockname()[1]}/file", str(root)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
+            connection, _ = silent.accept()
+            with connection:
+                began = time.monotonic()
+                child.send_signal(signal.SIGINT)
+                assert child.wait(PATIENCE) == -signal.SIGINT
+                assert time.monotonic() - began < 30  # the server's time
+    assert left(root) == []
+
+
+def test_what_a_kill_has_left_is_replaced(root: Path, web: WebServer) -> None:
+    """Without --partial, and if the file has changed, the copy starts again."""
+    for options, data in [((), FOUR_PARTS), (("--partial",), FOUR_PARTS[::-1])]:
+        with start_held(web, root) as child:
+            child.kill()
+        web.released.set()
+        web.files["/file"] = data
+        web.requests.clear()
+        gpufs("cp", *options, f"{web.url}/file", root)
+        assert is_partition(web.requested("/file"), len(data))
+        assert_same((root / "file").read_bytes(), data)
+        assert left(root) == ["file"]
+
+
+def test_two_copies_to_one_name(root: Path, web: WebServer) -> None:
+    with start_held(web, root) as child:
+        assert "another copy to this name is in progress" in refused(f"{web.url}/file", root)
+        web.released.set()
+        assert child.wait(PATIENCE) == 0
+    assert_same((root / "file").read_bytes(), FOUR_PARTS)
+
+
+def test_an_incomplete_file_of_another_user_is_not_used(root: Path, web: WebServer) -> None:
+    web.files["/file"] = noise(5)
+    (root / ".file.gpufs-part").write_bytes(b"bad")
+    os.chown(root / ".file.gpufs-part", 65534, 65534)
+    assert "another user's file" in refused(f"{web.url}/file", root)
+    (root / ".file.gpufs-part").unlink()
+    (root / ".file.gpufs-part").symlink_to("/dev/null")
+    refused(f"{web.url}/file", root)
+    assert not (root / "file").exists()
+
+
+@pytest.mark.slow
+def test_random_interruptions(root: Path, web: WebServer) -> None:
+    """A name is never seen with less than the whole content, old or new, and the copy ends by going on."""
+    size = 12 * PART + 77
+    generator = random.Random(4)
+    old = b""
+    for seed in range(4):
+        new = noise(size, seed)
+        web.files["/file"] = new
+        for _ in range(6):
+            with subprocess.Popen(
+                [*GPUFS, "cp", "--partial", f"{web.url}/file", root], stderr=subprocess.PIPE
+            ) as child:
+                time.sleep(generator.uniform(0.1, 0.6))
+                child.send_signal(generator.choice([signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
+                child.wait(PATIENCE)
+            if (root / "file").exists():
+                content = (root / "file").read_bytes()
+                assert content in (old, new)
+        gpufs("cp", "--partial", f"{web.url}/file", root)
+        assert_same((root / "file").read_bytes(), new)
+        old = new
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(mount: Mounter, web: WebServer) -> None:
+    big = mount(memory=2 * GIB + 64 * MIB)
+    web.sizes["/file"] = 2 * GIB
+    peak = "import resource; print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    copy = f"import subprocess; subprocess.run(['{GPUFS[0]}', 'cp', '{web.url}/file', '{big.device}'], check=True)"
+    used = int(run(sys.executable, "-c", f"{copy}\n{peak}").stdout) * KIB
+    print(f"{used / MIB:.0f} MiB")
+    assert used < 256 * MIB
+    with open(big.device / "file", "rb") as file:
+        for start in range(0, 2 * GIB, 64 * MIB):
+            assert_same(file.read(64 * MIB), repeated(start, start + 64 * MIB), f"at {start}")
+
+
+# ---- messages ----
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("ftp://server/file", "ROOT"), "ftp:// is not one of s3://"),
+        (("http://", "ROOT"), "names no server"),
+        (("http://server:x/file", "ROOT"), "is not a URL"),
+        (("http://server/directory/", "ROOT"), "names no file"),
+        (("http://server/a/%2e%2e", "ROOT"), "names no file"),
+        (("s3://", "ROOT"), "names no bucket"),
+        (("s3://bucket/a//b", "ROOT"), "has an empty part"),
+        (("s3://bucket/../b", "ROOT"), "or one that is . or .."),
+        (("hf://model", "ROOT"), "is not like hf://ORG/MODEL"),
+        (("hf://org/model@/file", "ROOT"), "is not like hf://ORG/MODEL"),
+        (("s3://bucket/a", "s3://bucket/b"), "a URL cannot be copied to another"),
+        (("ROOT/file", "http://server/file"), "takes no uploads"),
+        (("ROOT/file", "hf://org/model/file"), "takes no uploads"),
+        (("-", "s3://bucket/key"), "standard input or output"),
+        (("http://server/a", "ROOT/file", "ROOT"), "files and URLs cannot be copied by one command"),
+        (("-a", "http://server/a", "ROOT"), "--archive cannot be used with a URL"),
+        (("-p", "http://server/a", "ROOT"), "--preserve cannot be used with a URL"),
+        (("--fastpath", "require", "http://server/a", "ROOT"), "--fastpath require cannot be used with a URL"),
+        (("ROOT/file", "-t", "s3://bucket/a", "-t", "ROOT"), "a URL is the only destination"),
+    ],
+    ids=str,
+)
+def test_wrong_names_and_options(root: Path, words: tuple[str, ...], text: str) -> None:
+    (root / "file").write_bytes(b"there")
+    assert text in fails(2, "cp", *(word.replace("ROOT", str(root)) for word in words))
+    assert left(root) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "url", "text"),
+    [
+        (403, b"", "http://SERVER/file", "access is denied"),
+        (401, b"", "http://SERVER/file", "credentials are missing or wrong"),
+        (404, b"", "http://SERVER/file", "the file does not exist"),
+        (301, b"", "s3://bucket/directory/", "another region: set AWS_REGION"),
+        (400, b"", "s3://bucket/file", "AWS_REGION is not the bucket's, or the credentials have expired"),
+        (403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>", "s3://bucket/file", "AWS_ACCESS_KEY_ID"),
+        (
+            400,
+            b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-1</Region></Error>",
+            "s3://bucket/a/",
+            "to eu-1",
+        ),
+    ],
+)
+def test_refusals_of_stores(root: Path, web: WebServer, status: int, body: bytes, url: str, text: str) -> None:
+    web.answer = (status, body)
+    variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
+    environment = {**os.environ, **variables}
+    assert text in refused("-r", url.replace("http://SERVER", web.url), root, env=environment)
+    assert left(root) == []
+    if url == "s3://bucket/file":
+        (root / "file").write_bytes(b"content")
+        assert text in refused(root / "file", url, env=environment)
+
+
+def test_a_server_that_does_not_exist(root: Path) -> None:
+    text = refused("http://127.0.0.1:1/file", root)
+    assert "onnection refused" in text
+
+
+def test_neither_side_on_a_mount(host: Path, web: WebServer) -> None:
+    web.files["/file"] = b"content"
+    assert "neither of them is on a gpufs mount" in refused(f"{web.url}/file", host)
+    assert left(host) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "url", "extra"),
+    [("obstore", "s3://bucket/key", "cloud"), ("huggingface_hub", "hf://org/model/file", "hub")],
+)
+def test_a_package_that_is_missing_is_named(root: Path, package: str, url: str, extra: str) -> None:
+    script = f"import sys; sys.modules['{package}'] = None; from gpufs.cli import main; sys.exit(main())"
+    done = run(sys.executable, "-c", script, "cp", url, root, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"gpufs cp: {url}: {url[:2]}:// needs {package}: pip install 'gpufs[{extra}]'\n"
+
+
+def test_names_that_look_like_urls(root: Path, host: Path) -> None:
+    """A file of this name is written with its directory."""
+    (host / "s3:").mkdir()
+    (host / "s3:" / "file").write_bytes(b"content")
+    gpufs("cp", "./s3://file", root, cwd=host)
+    assert (root / "file").read_bytes() == b"content"

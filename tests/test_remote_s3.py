@@ -1,0 +1,212 @@
+"""`gpufs cp` and gpufs.copy() from and to S3. Its stand-in is moto's server."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import gpufs
+from support.data import MIB, assert_same, noise
+from support.mounting import GPUFS, REPOSITORY, GpufsMount, Session
+from support.processes import PATIENCE, shell, wait_until
+from support.stores import PART, S3, Model, s3_server, web_server
+from test_remote import left, refused
+
+import gpufs as package
+from gpufs.remote.checksums import Verification, of_etag
+
+
+@pytest.fixture(scope="module")
+def server(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as running:
+        running.client.create_bucket(Bucket="models")
+        yield running
+
+
+@pytest.fixture
+def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """The server with an empty bucket, "models"."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    for entry in server.client.list_objects_v2(Bucket="models").get("Contents", []):
+        server.client.delete_object(Bucket="models", Key=entry["Key"])
+
+
+def put(s3: S3, **contents: bytes) -> None:
+    for key, data in contents.items():
+        s3.client.put_object(Bucket="models", Key=key, Body=data)
+
+
+def keys(s3: S3) -> list[str]:
+    return [entry["Key"] for entry in s3.client.list_objects_v2(Bucket="models").get("Contents", [])]
+
+
+def content(s3: S3, key: str) -> bytes:
+    data: bytes = s3.client.get_object(Bucket="models", Key=key)["Body"].read()
+    return data
+
+
+@pytest.mark.parametrize("size", [0, 1, PART, 2 * PART + 12345])
+def test_there_and_back(root: Path, s3: S3, size: int) -> None:
+    """Objects of one part, and of several. The checksum of each has been compared with its ETag."""
+    (root / "source").write_bytes(noise(size))
+    digest = hashlib.sha256(noise(size)).hexdigest()
+    for words in [(root / "source", "s3://models/a b/file#1"), ("s3://models/a b/file#1", root / "back")]:
+        (copy,) = json.loads(gpufs("cp", "--verify", "--json", *words).stdout)["copies"]
+        assert (copy["bytes"], copy["sha256"]) == (size, digest)
+    assert_same((root / "back").read_bytes(), noise(size))
+    assert keys(s3) == ["a b/file#1"]
+    assert_same(content(s3, "a b/file#1"), noise(size))
+
+
+def test_from_python(root: Path, s3: S3) -> None:
+    (root / "file").write_bytes(noise(MIB))
+    assert package.copy(root / "file", "s3://models/directory/").destination == "s3://models/directory/file"
+    package.copy("s3://models/directory/file", root / "back", verify=True)
+    assert_same((root / "back").read_bytes(), noise(MIB))
+    with pytest.raises(package.CopyError) as failure:
+        package.copy("s3://models/none", root)
+    assert failure.value.errno == errno.ENOENT
+
+
+def test_directories(root: Path, s3: S3) -> None:
+    """As cp -r: into a directory that exists, and to one that does not."""
+    put(s3, **{"m/config.json": b"{}", "m/parts/1": b"one", "m/parts/2": b"", "mm/other": b"not of m"})
+    put(s3, **{"m/": b"", "m/parts/": b"", "m/empty/": b""})  # as some tools make directories
+    gpufs("cp", "-r", "s3://models/m", root / "new")
+    gpufs("cp", "-r", "s3://models/m/", root)
+    for directory in ("new", "m"):
+        assert left(root / directory) == ["config.json", "parts"]
+        assert (root / directory / "parts" / "1").read_bytes() == b"one"
+        assert (root / directory / "parts" / "2").read_bytes() == b""
+    assert "is a directory (-r copies it)" in refused("s3://models/m", root)
+    gpufs("cp", "-r", root / "new", "s3://models/copy")
+    gpufs("cp", "-r", root / "new", "s3://models/into/")
+    below = ["config.json", "parts/1", "parts/2"]
+    assert keys(s3)[:6] == [f"{place}/{path}" for place in ("copy", "into/new") for path in below]
+    assert content(s3, "into/new/parts/1") == b"one"
+
+
+def test_patterns_and_several_names(root: Path, s3: S3) -> None:
+    put(s3, **{"m/1.bin": b"1", "m/2.bin": b"2", "m/2.txt": b"t", "m/deep/3.bin": b"3", "n/1.bin": b"n"})
+    gpufs("cp", "s3://models/m/*.bin", root)
+    assert left(root) == ["1.bin", "2.bin"]
+    done = json.loads(gpufs("cp", "-n", "--json", "s3://models/m/[12].*", root).stdout)
+    assert (done["files"], done["skipped"]) == (1, 2)
+    assert "no file matches" in refused("s3://models/m/*.none", root)
+    assert "another source of this command" in refused("s3://models/m/1.bin", "s3://models/n/1.bin", root)
+    assert (root / "1.bin").read_bytes() == b"1"
+    gpufs("cp", root / "1.bin", root / "2.bin", "s3://models/up")
+    gpufs("cp", root / "1.bin", "-t", "s3://models/one")
+    assert [key for key in keys(s3) if key.startswith(("up", "one"))] == ["one/1.bin", "up/1.bin", "up/2.bin"]
+    (root / "1.bin").write_bytes(b"changed")
+    done = json.loads(gpufs("cp", "-n", "--json", root / "1.bin", "s3://models/up/").stdout)
+    assert (done["skipped"], content(s3, "up/1.bin")) == (1, b"1")
+
+
+def test_links_are_not_stored(root: Path, s3: S3) -> None:
+    (root / "tree").mkdir()
+    (root / "tree" / "file").write_bytes(b"content")
+    (root / "tree" / "link").symlink_to("file")
+    assert "is a symbolic link (-L copies its file)" in refused("-r", root / "tree", "s3://models/tree")
+    assert keys(s3) == ["tree/file"]
+    gpufs("cp", "-rL", root / "tree", "s3://models/tree")
+    assert content(s3, "tree/link") == b"content"
+
+
+def test_a_link_below_the_destination_is_not_followed(root: Path, host: Path, s3: S3) -> None:
+    put(s3, **{"m/sub/file": b"content"})
+    (root / "m").mkdir()
+    (root / "m" / "sub").symlink_to(host)
+    refused("-r", "s3://models/m", root)
+    assert left(host) == []
+
+
+def test_what_does_not_exist(root: Path, s3: S3) -> None:
+    assert "the file or directory or its bucket does not exist" in refused("s3://models/none", root)
+    assert "the bucket absent does not exist" in refused("s3://absent/none", root)
+    (root / "file").write_bytes(b"content")
+    assert "the bucket absent does not exist" in refused(root / "file", "s3://absent/none")
+    assert "No such file" in refused(root / "none", "s3://models/x")
+    assert keys(s3) == []
+
+
+def test_a_file_of_the_host_is_not_stored(host: Path, s3: S3) -> None:
+    (host / "file").write_bytes(b"content")
+    assert "neither of them is on a gpufs mount" in refused(host / "file", "s3://models/file")
+
+
+def test_a_copy_that_differs(root: Path, s3: S3) -> None:
+    """The ETag of an object in parts of 5 MiB matches its content and no other."""
+    part = s3.client.create_multipart_upload(Bucket="models", Key="file")["UploadId"]
+    for number in (1, 2):
+        body = noise(5 * MIB, number)
+        answer = s3.client.upload_part(Bucket="models", Key="file", UploadId=part, PartNumber=number, Body=body)
+        assert answer["ETag"]
+    listed = s3.client.list_parts(Bucket="models", Key="file", UploadId=part)["Parts"]
+    named: Any = {"Parts": [{"ETag": one["ETag"], "PartNumber": one["PartNumber"]} for one in listed]}
+    s3.client.complete_multipart_upload(Bucket="models", Key="file", UploadId=part, MultipartUpload=named)
+    etag = s3.client.head_object(Bucket="models", Key="file")["ETag"]
+    expected = of_etag(etag, 10 * MIB)
+    assert expected is not None
+    for data, same in [(noise(5 * MIB, 1) + noise(5 * MIB, 2), True), (noise(10 * MIB), False)]:
+        verification = Verification(expected, len(data))
+        verification.update(memoryview(data))
+        assert verification.matches() == same
+    gpufs("cp", "--verify", "s3://models/file", root)
+
+
+def test_an_upload_that_ends_early_stores_nothing(root: Path, s3: S3) -> None:
+    put(s3, file=b"old")
+    with open(root / "file", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 160 * MIB)
+    for number in (signal.SIGINT, signal.SIGKILL):
+        command = [*GPUFS, "cp", str(root / "file"), "s3://models/file"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            wait_until(lambda: s3.client.list_multipart_uploads(Bucket="models").get("Uploads"), PATIENCE, "the upload")
+            child.send_signal(number)
+            assert child.wait(PATIENCE) == -number
+        assert content(s3, "file") == b"old"
+        for one in s3.client.list_multipart_uploads(Bucket="models").get("Uploads", []):
+            assert number == signal.SIGKILL  # which leaves its parts, see docs/howto/load-from-s3-and-the-hub.md
+            s3.client.abort_multipart_upload(Bucket="models", Key="file", UploadId=one["UploadId"])
+
+
+def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the page run as they are shown, in their order."""
+    text = (REPOSITORY / "docs" / "howto" / "load-from-s3-and-the-hub.md").read_text()
+    commands = re.findall(r"^    (gpufs cp .*?)(?: {3,}#.*|  #.*)?$", text, re.M)
+    assert len(commands) >= 10
+    put(s3, **{"Qwen3-8B/a.safetensors": b"weights", "model.safetensors": b"model"})
+    with web_server() as web:
+        web.files["/model.safetensors"] = b"model"
+        web.models["Qwen/Qwen3-8B"] = Model({"config.json": b"{}", "a.safetensors": b"weights"})
+        monkeypatch.setenv("HF_ENDPOINT", web.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        program = Path(GPUFS[0]).parent
+        names = {
+            "/mnt/gpufs": str(shared_mount.path),
+            "https://example.com": web.url,
+            "gpufs cp": f"{program}/gpufs cp",
+        }
+        for command in commands:
+            for name, here in names.items():
+                command = command.replace(name, here)
+            shell(command)
+    assert {"Qwen3-8B", "a.safetensors", "config.json", "model.safetensors"} <= set(left(shared_mount.path / "gpu0"))
+    assert "Qwen3-8B/config.json" in keys(s3)
+    shutil.rmtree(shared_mount.path / "gpu0" / "Qwen3-8B")
+    for device in ("gpu0", "gpu1"):
+        for name in ("a.safetensors", "config.json", "model.safetensors"):
+            (shared_mount.path / device / name).unlink(missing_ok=True)
