@@ -245,6 +245,29 @@ def test_sigterm_while_a_daemon_starts(survivor: Survivor) -> None:
     gpufs("mount", survivor.path, "--driver", "host", "--memory", "64M")  # the place is free
 
 
+def test_mount_that_is_only_elsewhere(survivor: Survivor, tmp_path: Path) -> None:
+    """A bind mount of it survives, and so does a detached mount that is in use."""
+    (survivor.device / "file").write_bytes(b"contents")
+    bound = Survivor(tmp_path / "bound")
+    bound.path.mkdir()
+    run("mount", "--bind", survivor.path, bound.path)
+    gpufs("umount", "--lazy", survivor.path)
+    former = bound.pid
+    try:
+        os.kill(former, signal.SIGKILL)
+        bound.await_another(former)
+        assert (bound.device / "file").read_bytes() == b"contents"
+        with open(bound.device / "file", "rb", buffering=0) as file:
+            former = bound.pid
+            run("umount", "--lazy", bound.path)
+            os.kill(former, signal.SIGKILL)
+            assert file.read() == b"contents"
+    finally:
+        run("umount", "--lazy", bound.path, check=False)
+    wait_until(lambda: not survivor.keepers(), PATIENCE, "the end of the mount")
+    gpufs("mount", survivor.path, "--driver", "host", "--memory", "64M")  # the place is free
+
+
 def test_restart_while_the_mount_ends(survivor: Survivor) -> None:
     """SIGTERM has come first: no other daemon takes over."""
     former = survivor.pid

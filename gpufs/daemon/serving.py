@@ -297,6 +297,8 @@ class Serving:
             self.request.mountpoint,
             (time.monotonic_ns() - self.died) / 1e9,
         )
+        if mountpoint.present(self.entry) is None:
+            return  # another file system may be there now
         await threads.run(
             functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
         )

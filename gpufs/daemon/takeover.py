@@ -11,6 +11,7 @@ from gpufs import engine, mounting
 from gpufs.daemon import guard
 from gpufs.daemon.keeper import Keeper, Key, new_memfd, receive_held
 from gpufs.daemon.logs import Log
+from gpufs.daemon.mountpoint import present
 from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
 
 _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
@@ -50,7 +51,8 @@ def prepare(
     owner
         A descriptor of the process with which the mount ends; -1 for none.
     """
-    text = json.dumps({"request": request.encode().decode(), "identity": entry.identity}).encode()
+    listed = {**entry._asdict(), "flags": sorted(entry.flags)}
+    text = json.dumps({"request": request.encode().decode(), "entry": listed}).encode()
     held: dict[int, int] = {
         Key.CONNECTION: connection,
         Key.JOURNAL: mount.journal_fd,
@@ -84,7 +86,7 @@ class Takeover:
     Parameters
     ----------
     entry
-        The mount's entry.
+        The mount's entry; the last one if it is not where it was mounted any more.
     held, memory
         The descriptors that the keeper holds, by :class:`Key`, and those of memory by the engine's keys.
     died
@@ -116,10 +118,9 @@ def begin(fd: int, mountpoint: str) -> Takeover:
         with open(held[Key.REQUEST], "rb", closefd=False) as file:
             file.seek(0)
             begun = json.load(file)
-        entry = mounting.entry_with(begun["identity"])
     except OSError as failure:
         raise StartFailure.of(failure, "cannot take over: ") from None
-    if entry is None:
-        raise StartFailure(errno.ENOENT, f"cannot take over: nothing is mounted at {mountpoint}")
+    former = mounting.MountEntry(**{**begun["entry"], "flags": frozenset(begun["entry"]["flags"])})
+    entry = present(former) or former  # it may only be elsewhere: bound, in containers, or detached and in use
     memory = {key: descriptor for key, descriptor in found.items() if key >= _FIRST_MEMORY}
     return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, died)
