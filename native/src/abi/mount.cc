@@ -218,12 +218,21 @@ gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path
 }
 
 gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
-  return with_inode(mount, ino, [](Mount& found, Inode& inode) -> Status {
-    Status status;
-    for (const auto& [directory, name] : found.names().remove_names(inode)) {
-      if (status.ok()) status = found.notifier().invalidate_entry(directory, name);
+  return with_inode(mount, ino, [ino](Mount& found, Inode& inode) -> Status {
+    const auto invalidate = [&](const std::vector<std::pair<std::uint64_t, std::string>>& names) {
+      Status status;
+      for (const auto& [directory, name] : names) {
+        if (status.ok()) status = found.notifier().invalidate_entry(directory, name);
+      }
+      return status;
+    };
+    // First the kernel: if this process dies in between, no later one knows which names it has cached in vain.
+    if (found.started()) {
+      if (Status status = invalidate(found.names().names_of(inode)); !status.ok()) return status;
+      found.notifier().invalidate_inode_now(ino);
     }
-    return status;
+    // And again, since it may have looked them up meanwhile.
+    return invalidate(found.names().remove_names(inode));
   });
 }
 

@@ -206,6 +206,14 @@ std::vector<std::pair<std::uint64_t, std::string>> Namespace::remove_names(Inode
   }
 }
 
+std::vector<std::pair<std::uint64_t, std::string>> Namespace::names_of(const Inode& inode) const {
+  std::vector<std::pair<std::uint64_t, std::string>> found;
+  if (is_directory(inode)) return found;
+  const std::shared_lock lock(mutex_);
+  for (const InodeNames::Name& name : inode.names_.names) found.emplace_back(name.directory->ino(), *name.text);
+  return found;
+}
+
 Status Namespace::rmdir(Inode& directory, std::string_view name) {
   const std::unique_lock lock(mutex_);
   const Records::Change change(records_);

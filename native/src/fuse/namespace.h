@@ -66,8 +66,10 @@ class Namespace {
 
   // ---- changes by the control plane ----
 
-  // Removes all names of a file. Returns the directories and the names that it had there.
+  // Removes all names of a file, and returns them: the directories and the names that it had there.
   std::vector<std::pair<std::uint64_t, std::string>> remove_names(Inode& inode);
+  // The same names, which stay.
+  std::vector<std::pair<std::uint64_t, std::string>> names_of(const Inode& inode) const;
   // Limits the memory of all that is and will be below a directory; nullopt: no longer. EINVAL for another inode than a
   // directory on a device, EBUSY if a directory above or below has a limit.
   Status limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes);
