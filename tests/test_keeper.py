@@ -327,6 +327,21 @@ def test_sigusr1_tries_again(daemons: Daemons, tmp_path: Path) -> None:
     daemons.wait_ended()
 
 
+def test_sigterm_ends_it_once_it_has_given_up(daemons: Daemons) -> None:
+    """Nobody else could end the mount then; while a daemon runs, that does it."""
+    successor = "report(started=True); time.sleep(0.5); die('SIGKILL')"
+    daemons.start(
+        f"start(os.environ['NAME']); command(RESTART, {successor!r})\nsend(HOLD, [1], [os.eventfd(0)]); die('SIGKILL')"
+    )
+    daemons.wait_for(1)
+    pid = daemons.keeper()
+    os.kill(pid, signal.SIGTERM)  # a daemon runs
+    daemons.wait_for(2)
+    wait_until(lambda: not children_of_keeper(pid), 5, "the last daemon to be gone")
+    os.kill(pid, signal.SIGTERM)
+    daemons.wait_ended()
+
+
 def children_of_keeper(pid: int) -> str:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 

@@ -21,8 +21,9 @@
 // The keeper gives up when there is no RESTART, or after three deaths within a minute: it closes everything and becomes
 // GIVE_UP. Without that it goes on holding until the mount is unmounted, and answers the kernel's requests with EIO:
 // programs do not hang, and the memory is there for `gpufs restart`. SIGUSR1 makes it forget the deaths, and start
-// RESTART if no daemon runs. It takes no notice of other signals: it ends with the mount. What it does is in the
-// system's log. A daemon that is alive is never replaced, whatever it does or does not do.
+// RESTART if no daemon runs. SIGTERM ends it while no daemon runs. It takes no notice of other signals: it ends with
+// the mount. What it does is in the system's log. A daemon that is alive is never replaced, whatever it does or does
+// not do.
 
 #include <fcntl.h>
 #include <linux/fuse.h>
@@ -183,8 +184,12 @@ class Keeper {
         if (!replace_daemon()) return EXIT_FAILURE;
       }
       if (signals.revents != 0) {
-        signalfd_siginfo unused;
-        if (::read(signals_.get(), &unused, sizeof unused) < 0) fail("signalfd");
+        signalfd_siginfo signal;
+        if (::read(signals_.get(), &signal, sizeof signal) < 0) fail("signalfd");
+        if (signal.ssi_signo == SIGTERM) {
+          if (!daemon_.valid()) return EXIT_FAILURE;
+          continue;
+        }
         deaths_.clear();
         if (!daemon_.valid() && !start_daemon()) return EXIT_FAILURE;
       }
@@ -401,8 +406,8 @@ int main(int count, char** words) {
   block(all);
   const std::string name = std::string("gpufs-keeper ") + words[1];
   ::openlog(name.c_str(), LOG_PID, LOG_DAEMON);
-  const sigset_t retry = set_of({SIGUSR1});
-  UniqueFd signals = checked(::signalfd(-1, &retry, SFD_CLOEXEC), "signalfd");
+  const sigset_t read = set_of({SIGUSR1, SIGTERM});
+  UniqueFd signals = checked(::signalfd(-1, &read, SFD_CLOEXEC), "signalfd");
   UniqueFd socket = checked(::fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, kDaemonSocket), "standard input");
   // Descriptors 0 to 2 of the programs that it starts: what standard output is.
   if (::dup2(STDOUT_FILENO, STDIN_FILENO) < 0) fail("standard output");
