@@ -44,7 +44,7 @@ _ZEROS: Final = bytes(1 << 20)
 
 
 class Checksum:
-    """The checksum of a file that is sent: SHA-256 of all bytes, or CRC-32 of those that are no hole."""
+    """The checksum of a file that is sent: SHA-256 of all bytes, or CRC-32 of the bytes outside holes."""
 
     def __init__(self, *, verify: bool) -> None:
         self._sha256 = hashlib.sha256() if verify else None

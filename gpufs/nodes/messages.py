@@ -173,11 +173,11 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """There are no more files."""
+    """The end of the files."""
 
 
 class Finished(msgspec.Struct, tag=True):
-    """There are no more results."""
+    """The end of the results."""
 
 
 class Alive(msgspec.Struct, tag=True):

@@ -21,7 +21,7 @@ COMMAND: Final = "serve-copy"
 GREETING: Final = b"gpufs copy"
 _GREETING_BYTES: Final = 256
 _SILENCE_SECONDS: Final = 10.0
-_END_SECONDS: Final = 2.0
+_END_SECONDS: Final = 1.0
 _NOT_FOUND: Final = 127  # the exit code of shells
 
 
