@@ -194,6 +194,101 @@ def test_from_python(root: Path, host: Path, rsh: Path, tmp_path: Path, monkeypa
         package.copy(f"node2:{root}/m", host, partial=True)
 
 
+# ---- NIXL ----
+
+LARGE = 144 * MIB  # NIXL is asked from 128 MiB on
+
+THROTTLE = """
+import os, time
+while block := os.read(0, 1 << 18):
+    time.sleep(len(block) / 100e6)
+    while block:
+        block = block[os.write(1, block) :]
+"""
+
+
+@pytest.fixture(scope="module")
+def slow_pipe(session: Session) -> tuple[str, ...]:
+    """Options for a shell whose pipe moves 100 MB/s at most, so that NIXL is the faster way."""
+    pytest.importorskip("nixl")
+    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)}"
+    shell = script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
+    return ("-e", str(shell), "--remote-gpufs", GPUFS[0])
+
+
+@pytest.fixture(scope="module")
+def large(session: Session) -> Path:
+    path = session.scratch / "large"
+    path.write_bytes(noise(LARGE))
+    return path
+
+
+def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large: Path) -> None:
+    """In both directions, with a small file and one that is skipped beside the large one."""
+    (host / "small").write_bytes(noise(3))
+    (root / "skipped").write_bytes(b"old")
+    (host / "skipped").write_bytes(noise(5 * MIB))
+    words = (large, host / "small", host / "skipped", f"node:{root}")
+    done = json.loads(gpufs("cp", *slow_pipe, "-n", "--json", "--verify", *words).stdout)
+    assert (done["skipped"], done["paths"]) == (1, {"nixl": LARGE + 3})
+    done = json.loads(gpufs("cp", *slow_pipe, "--json", f"node:{root}/large", host / "back").stdout)
+    assert done["paths"] == {"nixl": LARGE}
+    assert_same((host / "back").read_bytes(), large.read_bytes())
+    assert left(root) == ["large", "skipped", "small"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to", "from"])
+def test_the_peer_is_killed_during_nixl(
+    session: Session, root: Path, host: Path, slow_pipe: tuple[str, ...], large: Path, there: bool
+) -> None:
+    (host / "to").mkdir()
+    if there:
+        words = ("-r", str(host / "from"), f"node:{root}")
+        (host / "from").mkdir()
+        for number in range(4):
+            (host / "from" / str(number)).symlink_to(large)
+        words = ("-L", *words)
+    else:
+        words = (f"node:{large}", str(root))
+    chance = random.Random(3 + there)
+    for _ in range(2):
+        command = [*GPUFS, "cp", *slow_pipe, *words]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            wait_until(lambda: servers(session), PATIENCE, "the other side")
+            time.sleep(chance.uniform(0.3, 2))
+            for pid in servers(session):
+                os.kill(pid, signal.SIGKILL)
+            killed = time.monotonic()
+            _, errors = child.communicate(timeout=PATIENCE)
+            if child.returncode:
+                assert time.monotonic() - killed < 8
+                assert errors.splitlines()[-1].startswith("gpufs cp: node: the connection ended")
+        for path in root.rglob("*"):  # those that were complete
+            assert path.is_dir() or path.stat().st_size == LARGE
+            assert "gpufs-part" not in path.name
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import importlib.util as u; o = u.find_spec; u.find_spec = lambda *a: None if a == ('nixl',) else o(*a)", ""),
+        ("import sys; sys.modules['nixl._api'] = None", "NIXL: "),
+    ],
+    ids=["absent", "broken"],
+)
+def test_without_nixl_there(root: Path, tmp_path: Path, rsh: Path, large: Path, code: str, reason: str) -> None:
+    """The pipe takes its place, and a line says why."""
+    pytest.importorskip("nixl")
+    program = script(tmp_path / "gpufs", f"#!{sys.executable}\n{code}\nfrom gpufs.cli import main\nmain()\n")
+    remote = ("-e", str(rsh), "--remote-gpufs", str(program))
+    for words in [(large, f"node:{root}"), (f"node:{large}", root)]:
+        done = gpufs("cp", *remote, "--json", *words)
+        assert json.loads(done.stdout)["paths"] == {"pipe": LARGE}
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("gpufs cp: node: the bytes go through the pipe of the shell: ")
+        assert (reason or "NIXL is not installed") in line
+
+
 # ---- failures ----
 
 
@@ -274,7 +369,7 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
             os.kill(pid, signal.SIGSTOP)
         _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 1
-    assert errors == "gpufs cp: node: the connection ended: nothing came for 10 seconds\n"
+    assert errors.splitlines()[-1] == "gpufs cp: node: the connection ended: nothing came for 10 seconds"
     assert left(root) == []
 
 

@@ -311,6 +311,10 @@ class Run:
             self._current = source
             self._moved[source] = count
 
+    def noticed(self, text: str) -> None:
+        """Of a copy between machines: a line for the user."""
+        self._print(f"gpufs cp: {text}", sys.stderr)
+
     def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
         """Of a copy between machines: what became of a file. None if it was skipped."""
         with self._lock:

@@ -211,11 +211,16 @@ class Copier:
         request: Request,
         fail: Callable[[str, OSError], None],
         moved: Callable[[str, int], None],
+        notice: Callable[[str], None],
+        *,
+        peer_has_nixl: bool,
     ) -> Sender:
         """Return what sends files to another machine."""
         from gpufs.client._node_send import Sender
 
-        return Sender(channel, self._mounts.by_device(), sources, request, fail, moved)
+        return Sender(
+            channel, self._mounts.by_device(), sources, request, fail, moved, notice, peer_has_nixl=peer_has_nixl
+        )
 
     def copy_from_stream(
         self,

@@ -20,7 +20,7 @@ from gpufs.client._node_receive import Sink
 from gpufs.client._node_send import Sent
 from gpufs.exceptions import text_of
 from gpufs.nodes import names
-from gpufs.nodes.channel import Channel, ChannelError, ProtocolError
+from gpufs.nodes.channel import Channel, ChannelError, ConnectionEnded, ProtocolError
 from gpufs.nodes.messages import Failed, Hello, Refused, Request, Result, plain
 from gpufs.nodes.names import NodeName
 from gpufs.nodes.peer import GREETING, Peer, our_hello
@@ -33,6 +33,7 @@ PROGRAM: Final = "gpufs"
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
 _PROGRESS_SECONDS: Final = 0.1
+_END_SECONDS: Final = 2.0
 BOTH_REMOTE: Final = "only one of the two can be on another machine: copy to this machine first"
 
 
@@ -45,8 +46,23 @@ class _Silent:
     def moved(self, source: str, count: int) -> None:
         pass
 
+    def noticed(self, text: str) -> None:
+        pass
+
     def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
         pass
+
+
+class _Noted:
+    """Passes on what a sender here reports, with the host in lines for the user."""
+
+    def __init__(self, sink: Sink, host: str) -> None:
+        self._sink = sink
+        self._host = host
+        self.planned, self.moved, self.ended = sink.planned, sink.moved, sink.ended
+
+    def noticed(self, text: str) -> None:
+        self._sink.noticed(f"{self._host}: {text}")
 
 
 class _Shown:
@@ -59,6 +75,9 @@ class _Shown:
 
     def moved(self, source: str, count: int) -> None:
         self._sink.moved(f"{self._host}:{source}", count)
+
+    def noticed(self, text: str) -> None:
+        self._sink.noticed(f"{self._host}: {text}")
 
     def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
         shown = f"{self._host}:{source}"
@@ -120,7 +139,8 @@ def upload(copier: Copier, peer: Peer, sources: Sequence[str], to: NodeName, req
         if result.error:
             outcome = error_class(result.error)(result.error, result.text, sent.path, destination)
         elif not result.skipped:
-            seconds, paths = time.monotonic() - sent.began, {"pipe": result.size} if result.size else {}
+            seconds = time.monotonic() - sent.began
+            paths: dict[str, int] = {result.moved_by: result.size} if result.size else {}
             digest = result.checksum or None
             outcome = CopyResult(sent.path, destination, result.size, seconds, "node", paths, sha256=digest)
         if result.error != errno.ECANCELED:  # its directory is reported
@@ -133,7 +153,7 @@ def upload(copier: Copier, peer: Peer, sources: Sequence[str], to: NodeName, req
     def fail_here(path: str, error: OSError) -> None:
         sink.ended(path, CopyError(error.errno or errno.EIO, text_of(error), path))
 
-    _send(copier, peer.channel, sources, request, sink, take, fail, fail_here)
+    _send(copier, peer.channel, sources, request, _Noted(sink, peer.host), take, fail, fail_here, peer.has_nixl)
 
 
 def serve(incoming: int, outgoing: int) -> bool:
@@ -153,7 +173,7 @@ def serve(incoming: int, outgoing: int) -> bool:
         if not isinstance(request, Request):
             raise ProtocolError("no request")
         with Copier() as copier:
-            _answer(copier, channel, request)
+            _answer(copier, channel, request, hello.nixl)
         return True
     except ChannelError:
         return False  # the other side is gone, or wrong
@@ -167,14 +187,18 @@ def serve(incoming: int, outgoing: int) -> bool:
         channel.close()
 
 
-def _answer(copier: Copier, channel: Channel, request: Request) -> None:
+def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) -> None:
     def fail(path: str, error: OSError) -> None:
         channel.send(Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
 
     paths = [os.fsdecode(path) for path in request.sources]
     if request.sends:
         sources = [_expanded(path) for path in paths]
-        _send(copier, channel, sources, request, _Silent(), lambda sent, result: None, lambda failed: None, fail)
+
+        def ignore(*_: object) -> None:  # the receiver reports them
+            pass
+
+        _send(copier, channel, sources, request, _Silent(), ignore, ignore, fail, has_nixl)
     else:
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
             copier.receive_files(channel, bases, request, _Silent(), Cancellation())
@@ -207,11 +231,12 @@ def _send(
     take: Callable[[Sent, Result], None],
     fail: Callable[[Failed], None],
     fail_here: Callable[[str, OSError], None],
+    peer_has_nixl: bool,
 ) -> None:
     """Send files, and read the results on a thread of its own."""
     follow = not request.recursive or request.dereference
     entries = [Entry.of(source, follow=follow) for source in sources]
-    sender = copier.sender(channel, entries, request, fail_here, sink.moved)
+    sender = copier.sender(channel, entries, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl)
     failures: list[Exception] = []
 
     def read() -> None:
@@ -223,20 +248,25 @@ def _send(
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
+    ended: ChannelError | None = None
     try:
-        try:
-            plan = sender.plan()
-            sink.planned(plan.size)
-            sender.run(plan)
-        except ChannelError:
-            pass  # which ends the results as well, and they may say why
+        plan = sender.plan()
+        sink.planned(plan.size)
+        sender.run(plan)
         thread.join()
-    except BaseException:
+    except ConnectionEnded as error:
+        ended = error
+        thread.join(_END_SECONDS)  # the results end as well, and may say why
+    except ChannelError as error:
+        ended = error
+    finally:
         channel.stop()
         thread.join()
-        raise
-    if failures:
-        raise failures[0]
+    for failure in failures:
+        if ended is None or type(failure) is not ChannelError:
+            raise failure
+    if ended is not None:
+        raise ended
 
 
 # ---- one copy, of names that a program has given ----
@@ -245,8 +275,9 @@ def _send(
 class _One:
     """Takes what becomes of one file."""
 
-    def __init__(self, progress: Callable[[CopyProgress], None] | None) -> None:
+    def __init__(self, progress: Callable[[CopyProgress], None] | None, notice: Callable[[str], None] | None) -> None:
         self._progress = progress
+        self._notice = notice
         self._size = 0
         self._reported = 0.0
         self.outcome: CopyResult | CopyError | None = None
@@ -259,6 +290,10 @@ class _One:
         if self._progress is not None and now - self._reported >= _PROGRESS_SECONDS:
             self._reported = now
             self._progress(CopyProgress(count, max(count, self._size), {"pipe": count}))
+
+    def noticed(self, text: str) -> None:
+        if self._notice is not None:
+            self._notice(text)
 
     def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
         self.outcome = outcome
@@ -273,7 +308,7 @@ def copy_file(
     cancel: Cancellation | None,
 ) -> CopyResult:
     """Copy from or to another machine by ssh. Raises CopyError."""
-    cancel, sink = cancel or Cancellation(), _One(progress)
+    cancel, sink = cancel or Cancellation(), _One(progress, copier.notice)
     request = Request(False, [], preserve=options.preserve, verify=options.verify, fsync=options.fsync)
     try:
         check_options(options)

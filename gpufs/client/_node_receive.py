@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from gpufs.client import _ends
 from gpufs.client._copy_job import Mounts, Settings
@@ -21,22 +21,30 @@ from gpufs.client._copy_types import Cancellation, CopyError, CopyResult, NotOnM
 from gpufs.client._ends import Entry
 from gpufs.client._node_send import Checksum
 from gpufs.exceptions import text_of
-from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ProtocolError
+from gpufs.nodes.bounce import SLOTS, Bounce
+from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
 from gpufs.nodes.messages import (
     Abandon,
     Attributes,
+    Chosen,
     Done,
     End,
     Enter,
     Failed,
     File,
     Finished,
+    Free,
     Hole,
     Leave,
     Link,
+    Measure,
+    Measured,
+    Offer,
     Plan,
     Request,
     Result,
+    Slot,
+    Way,
     plain,
 )
 from gpufs.syscalls import close_all
@@ -53,6 +61,9 @@ class Sink(Protocol):
 
     def moved(self, source: str, count: int) -> None:
         """``count`` bytes of a source have been copied."""
+
+    def noticed(self, text: str) -> None:
+        """A line for the user."""
 
     def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
         """What became of a source; None if it was skipped."""
@@ -146,6 +157,9 @@ class Receiver:
         self._sink = sink
         self._cancel = cancel
         self._folders: list[_Folder] = []
+        self._bounce: Bounce | None = None
+        self._way: Way = "pipe"
+        self._used: int | None = None  # the slot of the bytes that _next() has returned
         self._in_file = False  # bytes of a file are to come
         self._made: set[str] = set()  # the files that this command has created from its sources
 
@@ -157,6 +171,14 @@ class Receiver:
                 match message:
                     case Plan():
                         self._check_space(message)
+                    case Offer():
+                        self._connect(message)
+                    case memoryview():
+                        pass  # measures the pipe
+                    case Measure():
+                        self._measure()
+                    case Chosen():
+                        self._choose(message)
                     case Enter():
                         self._enter(message)
                     case Leave():
@@ -212,6 +234,35 @@ class Receiver:
         if not on_mount and device not in self._mounts:
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
         return device
+
+    # ---- NIXL or the pipe ----
+
+    def _connect(self, offer: Offer) -> None:
+        try:
+            self._bounce = Bounce()
+            self._bounce.connect(offer)
+            self._channel.send(self._bounce.offer)
+        except ChannelError as error:
+            self._bounce = None
+            self._channel.send(Offer(b"", 0, plain(error.strerror or str(error))))
+
+    def _measure(self) -> None:
+        self._channel.send(Measured(0.0))  # all bytes by the pipe have come
+        if self._bounce is None:
+            raise ProtocolError("no offer before a measurement")
+        try:
+            rate = self._bounce.measure("read", self._channel.check)
+        except ConnectionEnded:  # of NIXL alone
+            rate = 0.0
+        self._channel.send(Measured(rate))
+
+    def _choose(self, chosen: Chosen) -> None:
+        if chosen.way == "pipe":
+            self._bounce = None
+            self._sink.noticed(chosen.text)
+        elif self._bounce is None:
+            raise ProtocolError("no offer before a choice")
+        self._way = chosen.way
 
     # ---- directories and links ----
 
@@ -313,19 +364,38 @@ class Receiver:
                 self._channel.send(Result(file.number, path, number, plain(text)))
                 self._sink.ended(source, error_class(number)(number, text, source, entry.path))
             else:
-                self._channel.send(Result(file.number, path, size=stored.bytes, checksum=stored.sha256 or ""))
+                checksum = stored.sha256 or ""
+                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, self._moved_by, checksum))
                 self._sink.ended(source, stored)
         while self._in_file:  # of a file that is not stored
             self._next()
 
     def _next(self) -> memoryview | Hole | End | Abandon:
         """Return what comes next of the current file."""
+        if self._used is not None:
+            self._channel.send(Free(self._used))
+            self._used = None
         message = self._channel.receive()
+        if isinstance(message, Slot):
+            return self._take_slot(message)
         if isinstance(message, (End, Abandon)):
             self._in_file = False
         elif not isinstance(message, (memoryview, Hole)):
             raise ProtocolError("no bytes of a file")
         return message
+
+    @property
+    def _moved_by(self) -> Literal["pipe", "nixl"]:
+        return "pipe" if self._bounce is None else "nixl"
+
+    def _take_slot(self, slot: Slot) -> memoryview:
+        """Return the bytes in a slot, which are there until _next()."""
+        if self._bounce is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
+            raise ProtocolError("an unknown slot")
+        if self._way == "read":
+            self._bounce.move("read", slot.number, slot.size, self._channel.check)
+        self._used = slot.number
+        return self._bounce.slot(slot.number)[: slot.size]
 
     def _store(self, file: File, source: str, entry: Entry) -> CopyResult:
         """Receive the bytes of a file, and give it its name."""
@@ -352,7 +422,7 @@ class Receiver:
             self._complete(new, entry, file, done, checksum.text)
         finally:
             new.close()
-        paths = {path: count for path, count in (("pipe", done - holes), ("hole", holes)) if count}
+        paths = {path: count for path, count in ((self._moved_by, done - holes), ("hole", holes)) if count}
         digest = checksum.text if self._request.verify else None
         return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=digest)
 

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from queue import SimpleQueue
 from typing import Final, Literal, NamedTuple
 
 from gpufs.client import _ends
@@ -20,25 +21,35 @@ from gpufs.client._copy_job import Mounts
 from gpufs.client._ends import Entry, OpenFile
 from gpufs.client._space import data_bytes
 from gpufs.exceptions import text_of
-from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ProtocolError
+from gpufs.nodes import bounce
+from gpufs.nodes.bounce import Bounce
+from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
 from gpufs.nodes.messages import (
     Abandon,
     Attributes,
+    Chosen,
     Done,
     End,
     Enter,
     Failed,
     File,
     Finished,
+    Free,
     Hole,
     Leave,
     Link,
+    Measure,
+    Measured,
+    Offer,
     Plan,
     Request,
     Result,
+    Slot,
+    Way,
     plain,
 )
 from gpufs.syscalls import close_all
+from gpufs.units import rate_text
 
 _ZEROS: Final = bytes(1 << 20)
 
@@ -170,6 +181,10 @@ class Sender:
         Called with the path and error of what cannot be sent.
     moved : callable
         Called with a path, and how many bytes of it have been sent.
+    notice : callable
+        Called with a line that says why NIXL does not move the bytes.
+    peer_has_nixl : bool
+        Whether NIXL is installed there.
     """
 
     def __init__(
@@ -180,17 +195,26 @@ class Sender:
         request: Request,
         fail: Callable[[str, OSError], None],
         moved: Callable[[str, int], None],
+        notice: Callable[[str], None],
+        *,
+        peer_has_nixl: bool,
     ) -> None:
+        self._peer_has_nixl = peer_has_nixl
         self._channel = channel
         self._mounts = mounts
         self._sources = sources
         self._request = request
         self._fail = fail
         self._moved = moved
+        self._notice = notice
         self._number = 0
         self._refused = -1  # the last file that the receiver does not want
         self._pending: dict[int, Sent] = {}
         self._buffer = memoryview(bytearray(BLOCK_BYTES))
+        self._bounce: Bounce | None = None  # once NIXL is chosen
+        self._way: Way = "pipe"
+        self._answers: SimpleQueue[Offer | Measured | None] = SimpleQueue()  # None: there are no more
+        self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
 
     def plan(self) -> Plan:
         """Add up what is to be sent."""
@@ -205,6 +229,8 @@ class Sender:
     def run(self, plan: Plan) -> None:
         """Send everything. Errors of the connection are raised, others go to ``fail``."""
         self._channel.send(plan)
+        if plan.size >= bounce.LEAST_BYTES:
+            self._choose()
         for number, source in enumerate(self._sources):
             with closing(walk(source, self._request, self._fail)) as steps:
                 for step in steps:
@@ -218,6 +244,13 @@ class Sender:
 
     def read_results(self, take: Callable[[Sent, Result], None], fail: Callable[[Failed], None]) -> None:
         """Receive what becomes of the files, until the receiver has finished."""
+        try:
+            self._read_results(take, fail)
+        finally:
+            self._answers.put(None)
+            self._free.put(None)
+
+    def _read_results(self, take: Callable[[Sent, Result], None], fail: Callable[[Failed], None]) -> None:
         while True:
             message = self._channel.receive()
             match message:
@@ -230,10 +263,92 @@ class Sender:
                     take(sent, message)
                 case Failed():
                     fail(message)
+                case Free():
+                    self._free.put(message.number)
+                case Offer() | Measured():
+                    self._answers.put(message)
                 case Finished():
                     return
                 case _:
                     raise ProtocolError("no result")
+
+    # ---- NIXL or the pipe ----
+
+    def _choose(self) -> None:
+        """Find out what moves the bytes fastest, and let the receiver know."""
+        if not (bounce.is_installed() and self._peer_has_nixl):
+            where = "there" if bounce.is_installed() else "here" if self._peer_has_nixl else "on either side"
+            self._choose_pipe(f"NIXL is not installed {where} (pip install 'gpufs[nodes]')")
+            return
+        try:
+            slots = Bounce()
+        except OSError as error:
+            self._choose_pipe(error.strerror or "")
+            return
+        self._channel.send(slots.offer)
+        offer = self._answer()
+        if not isinstance(offer, Offer):
+            raise ProtocolError("no offer")
+        if offer.failure:
+            self._choose_pipe(offer.failure)
+            return
+        rates: dict[Way, float] = {"pipe": 0.0, "write": 0.0, "read": 0.0}
+        failure = ""
+        try:
+            slots.connect(offer)
+            rates["write"] = slots.measure("write", self._channel.check)
+        except ConnectionEnded as error:  # of NIXL alone: the next answer shows whether the receiver is there
+            failure = error.strerror or ""
+        began = time.monotonic()
+        for _ in range(bounce.MEASURED_BLOCKS):
+            self._channel.send_data(self._buffer)
+        self._channel.send(Measure())
+        for way in ("pipe", "read"):
+            answer = self._answer()
+            if not isinstance(answer, Measured):
+                raise ProtocolError("no measurement")
+            if way == "pipe":
+                rates["pipe"] = bounce.MEASURED_BLOCKS * BLOCK_BYTES / (time.monotonic() - began)
+            else:
+                rates["read"] = answer.rate
+        best = max(rates, key=lambda way: rates[way])
+        if best == "pipe":
+            fastest = max(rates["write"], rates["read"])
+            compared = f"NIXL moves {rate_text(fastest)}, the pipe {rate_text(rates['pipe'])}"
+            self._choose_pipe(compared if fastest else failure or "NIXL has failed there")
+            return
+        self._bounce, self._way = slots, best
+        for number in range(bounce.SLOTS):
+            self._free.put(number)
+        self._channel.send(Chosen(best, ""))
+
+    def _choose_pipe(self, reason: str) -> None:
+        text = f"the bytes go through the pipe of the shell: {plain(reason)}"
+        self._notice(text)
+        self._channel.send(Chosen("pipe", text))
+
+    def _answer(self) -> Offer | Measured:
+        answer = self._answers.get()
+        if answer is None:
+            raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
+        return answer
+
+    def _take_slot(self) -> int:
+        """Return a slot that the receiver has used; without NIXL, one buffer is enough."""
+        slot = 0 if self._bounce is None else self._free.get()
+        if slot is None:
+            raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
+        return slot
+
+    def _send_bytes(self, slot: int, data: memoryview) -> None:
+        if self._bounce is None:
+            self._channel.send_data(data)
+            return
+        if self._way == "write":
+            self._bounce.move("write", slot, len(data), self._channel.check)
+        self._channel.send(Slot(slot, len(data)))
+
+    # ---- files ----
 
     def _send(self, source: int, step: Step) -> None:
         entry, status = step.entry, step.status
@@ -261,9 +376,16 @@ class Sender:
         named = os.fsencode(path)
         self._channel.send(File(number, source, name, named, size, data, on_mount, Attributes.of(status)))
         holes = stat.S_ISREG(status.st_mode) and data < size
+        self._channel.send(self._send_content(number, opened, holes=holes))
+
+    def _send_content(self, number: int, opened: OpenFile, *, holes: bool) -> End | Abandon:
+        """Send the bytes of a file, and return what follows them."""
         checksum = Checksum(verify=self._request.verify)
         done = data_end = 0
         while self._refused != number:
+            slot = self._take_slot()
+            buffer = self._buffer if self._bounce is None else self._bounce.slot(slot)
+            count = 0
             try:
                 if holes and done == data_end:
                     start, data_end = _ends.next_data(opened.fd, done)
@@ -272,18 +394,18 @@ class Sender:
                         checksum.skip(start - done)
                         done = start
                         continue
-                space = self._buffer[: data_end - done] if holes else self._buffer
-                count = os.preadv(opened.fd, [space], done)
+                count = os.preadv(opened.fd, [buffer[: data_end - done] if holes else buffer], done)
             except ChannelError:
                 raise
             except OSError as error:
-                self._channel.send(Abandon(error.errno or errno.EIO, plain(text_of(error))))
-                return
+                return Abandon(error.errno or errno.EIO, plain(text_of(error)))
+            finally:
+                if not count and self._bounce is not None:
+                    self._free.put(slot)
             if not count:
-                self._channel.send(End(checksum.text))
-                return
-            checksum.update(self._buffer[:count])
-            self._channel.send_data(self._buffer[:count])
+                return End(checksum.text)
+            checksum.update(buffer[:count])
+            self._send_bytes(slot, buffer[:count])
             done += count
-            self._moved(path, done)
-        self._channel.send(Abandon(errno.ECANCELED, ""))
+            self._moved(opened.entry.path, done)
+        return Abandon(errno.ECANCELED, "")

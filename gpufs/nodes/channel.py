@@ -155,6 +155,11 @@ class Channel:
         with self._send_lock:
             self._write([line + b"\n"])
 
+    def check(self) -> None:
+        """Raise ChannelError if nothing more can be sent."""
+        if self._stopped or (self._cancel is not None and self._cancel.cancelled):
+            raise ChannelError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
     # ---- bytes ----
 
     def _beat(self) -> None:
@@ -171,7 +176,7 @@ class Channel:
     def _write(self, parts: list[bytes | memoryview]) -> None:
         views = [memoryview(part) for part in parts]
         while views:
-            self._check()
+            self.check()
             try:
                 count = os.writev(self._outgoing, views)
             except BlockingIOError:
@@ -186,7 +191,7 @@ class Channel:
 
     def _fill(self, space: memoryview) -> None:
         while space:
-            self._check()
+            self.check()
             try:
                 count = os.readv(self._incoming, [space])
             except BlockingIOError:
@@ -199,10 +204,6 @@ class Channel:
             if not count:
                 raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
             space = space[count:]
-
-    def _check(self) -> None:
-        if self._stopped or (self._cancel is not None and self._cancel.cancelled):
-            raise ChannelError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def _await(self, fd: int, event: int, seconds: float | None) -> bool:
         """Wait until a descriptor is ready, or nothing more can be sent. False if ``seconds`` have passed."""

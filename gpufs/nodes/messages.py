@@ -6,6 +6,9 @@ an End or an Abandon. The receiver answers each File with a Result, which comes 
 ends the files, Finished the results. Alive is sent every few seconds by both sides. Failed and Refused can come at any
 time.
 
+If both sides have NIXL, both send an Offer after the Plan of a large copy, and the sender has Measured what is fastest
+and sends what it has Chosen. By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free.
+
 A side ignores fields that it does not know, so a new field needs no new version. Names are bytes, as in the kernel.
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +29,7 @@ NEWEST_VERSION: Final = 1
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Errno: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Way: TypeAlias = Literal["pipe", "write", "read"]
 Path: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
 
 
@@ -35,6 +39,7 @@ class Hello(msgspec.Struct, tag=True):
     oldest: int
     newest: int
     program: Text  # the version of gpufs, for messages
+    nixl: bool = False  # whether NIXL is installed
 
     def check(self, host: str) -> None:
         """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
@@ -86,6 +91,44 @@ class Plan(msgspec.Struct, tag=True):
 
     size: Count
     data: Count
+
+
+class Offer(msgspec.Struct, tag=True):
+    """How the other side reaches the slots of this one by NIXL. ``failure``: why it cannot."""
+
+    metadata: Annotated[bytes, Meta(max_length=1 << 19)]
+    address: Count
+    failure: Text = ""
+
+
+class Measure(msgspec.Struct, tag=True):
+    """Asks the receiver how many bytes a second it reads by NIXL. Before it, blocks of bytes measure the pipe."""
+
+
+class Measured(msgspec.Struct, tag=True):
+    """The bytes a second of a measurement, 0 if it has failed."""
+
+    rate: float
+
+
+class Chosen(msgspec.Struct, tag=True):
+    """How the bytes of all files move, and a line that says why it is the pipe."""
+
+    way: Way
+    text: Text
+
+
+class Slot(msgspec.Struct, tag=True):
+    """The next bytes of a file are in this slot: of the receiver after a WRITE, else of the sender."""
+
+    number: Count
+    size: Count
+
+
+class Free(msgspec.Struct, tag=True):
+    """The receiver has used the bytes of a slot."""
+
+    number: Count
 
 
 class Enter(msgspec.Struct, tag=True):
@@ -153,6 +196,7 @@ class Result(msgspec.Struct, tag=True):
     text: Text = ""
     skipped: bool = False
     size: Count = 0
+    moved_by: Literal["pipe", "nixl"] = "pipe"
     checksum: Text = ""  # SHA-256, if verified
 
 
@@ -184,9 +228,9 @@ class Alive(msgspec.Struct, tag=True):
     """The sender of this message is running."""
 
 
-_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
-_OfReceiver: TypeAlias = Result | Finished
-Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | Failed | Refused | Alive
+_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done | Measure | Chosen | Slot
+_OfReceiver: TypeAlias = Result | Finished | Measured | Free
+Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | Offer | Failed | Refused | Alive
 
 
 def plain(text: str) -> str:

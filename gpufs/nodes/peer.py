@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from gpufs._version import __version__
+from gpufs.nodes import bounce
 from gpufs.nodes.channel import Cancel, Channel, ChannelError, ConnectionEnded, ProtocolError, RefusedError
 from gpufs.nodes.messages import NEWEST_VERSION, OLDEST_VERSION, Hello
 from gpufs.nodes.names import NodeName, ssh_argument
@@ -27,7 +28,7 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 def our_hello() -> Hello:
     """Return the first message of this side."""
-    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__)
+    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, bounce.is_installed())
 
 
 class Peer:
@@ -47,6 +48,7 @@ class Peer:
 
     def __init__(self, host: str, shell: str, program: str, cancel: Cancel | None = None) -> None:
         self.host = host
+        self.has_nixl = False
         try:
             words = shlex.split(shell)
         except ValueError as error:
@@ -80,6 +82,7 @@ class Peer:
         if not isinstance(hello, Hello):
             raise ProtocolError("no hello")
         hello.check(self.host)
+        self.has_nixl = hello.nixl
         self.channel.start_alive()
 
     def explain(self, error: ChannelError) -> OSError:
