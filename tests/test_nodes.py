@@ -196,7 +196,8 @@ def test_from_python(root: Path, host: Path, rsh: Path, tmp_path: Path, monkeypa
 
 # ---- NIXL ----
 
-LARGE = 144 * MIB  # NIXL is asked from 128 MiB on
+LARGE = 1 << 30  # NIXL is asked from this size on
+DATA = 40 * MIB  # the rest is a hole
 
 THROTTLE = """
 import os, time
@@ -219,7 +220,9 @@ def slow_pipe(session: Session) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def large(session: Session) -> Path:
     path = session.scratch / "large"
-    path.write_bytes(noise(LARGE))
+    with open(path, "wb") as file:
+        file.write(noise(DATA))
+        file.truncate(LARGE)
     return path
 
 
@@ -230,10 +233,11 @@ def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large
     (host / "skipped").write_bytes(noise(5 * MIB))
     words = (large, host / "small", host / "skipped", f"node:{root}")
     done = json.loads(gpufs("cp", *slow_pipe, "-n", "--json", "--verify", *words).stdout)
-    assert (done["skipped"], done["paths"]) == (1, {"nixl": LARGE + 3})
+    assert (done["skipped"], done["paths"]) == (1, {"nixl": DATA + 3, "hole": LARGE - DATA})
     done = json.loads(gpufs("cp", *slow_pipe, "--json", f"node:{root}/large", host / "back").stdout)
-    assert done["paths"] == {"nixl": LARGE}
-    assert_same((host / "back").read_bytes(), large.read_bytes())
+    assert done["paths"] == {"nixl": DATA, "hole": LARGE - DATA}
+    with open(host / "back", "rb") as file:
+        assert_same(file.read(DATA), noise(DATA))
     assert left(root) == ["large", "skipped", "small"]
 
 
@@ -241,18 +245,13 @@ def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large
 def test_the_peer_is_killed_during_nixl(
     session: Session, root: Path, host: Path, slow_pipe: tuple[str, ...], large: Path, there: bool
 ) -> None:
-    (host / "to").mkdir()
-    if there:
-        words = ("-r", str(host / "from"), f"node:{root}")
-        (host / "from").mkdir()
-        for number in range(4):
-            (host / "from" / str(number)).symlink_to(large)
-        words = ("-L", *words)
-    else:
-        words = (f"node:{large}", str(root))
+    (host / "from").mkdir()
+    for number in range(4):
+        (host / "from" / str(number)).symlink_to(large)
+    names = (f"{host}/from", f"node:{root}") if there else (f"node:{host}/from", str(root))
     chance = random.Random(3 + there)
     for _ in range(2):
-        command = [*GPUFS, "cp", *slow_pipe, *words]
+        command = [*GPUFS, "cp", *slow_pipe, "-rL", *names]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
             wait_until(lambda: servers(session), PATIENCE, "the other side")
             time.sleep(chance.uniform(0.3, 2))
@@ -283,7 +282,7 @@ def test_without_nixl_there(root: Path, tmp_path: Path, rsh: Path, large: Path, 
     remote = ("-e", str(rsh), "--remote-gpufs", str(program))
     for words in [(large, f"node:{root}"), (f"node:{large}", root)]:
         done = gpufs("cp", *remote, "--json", *words)
-        assert json.loads(done.stdout)["paths"] == {"pipe": LARGE}
+        assert json.loads(done.stdout)["paths"] == {"pipe": DATA, "hole": LARGE - DATA}
         (line,) = done.stderr.splitlines()
         assert line.startswith("gpufs cp: node: the bytes go through the pipe of the shell: ")
         assert (reason or "NIXL is not installed") in line

@@ -197,12 +197,20 @@ class Copier:
         return self._settings.notice
 
     def receive_files(
-        self, channel: Channel, bases: Sequence[Entry], request: Request, sink: Sink, cancel: Cancellation
+        self,
+        channel: Channel,
+        bases: Sequence[Entry],
+        request: Request,
+        sink: Sink,
+        cancel: Cancellation,
+        *,
+        peer_has_nixl: bool,
     ) -> None:
         """Receive files of another machine. ``bases``: where its sources go, with their directories open."""
         from gpufs.client._node_receive import Receiver
 
-        Receiver(self._settings, self._mounts.by_device(), channel, bases, request, sink, cancel).run()
+        mounts = self._mounts.by_device()
+        Receiver(self._settings, mounts, channel, bases, request, sink, cancel, peer_has_nixl=peer_has_nixl).run()
 
     def sender(
         self,

@@ -123,7 +123,7 @@ def download(
     request.sources = [os.fsencode(path) for path in paths]
     with _bases(paths, destination, request) as bases:
         peer.channel.send(request)
-        copier.receive_files(peer.channel, bases, request, _Shown(sink, peer.host), cancel)
+        copier.receive_files(peer.channel, bases, request, _Shown(sink, peer.host), cancel, peer_has_nixl=peer.has_nixl)
 
 
 def upload(copier: Copier, peer: Peer, sources: Sequence[str], to: NodeName, request: Request, sink: Sink) -> None:
@@ -140,9 +140,8 @@ def upload(copier: Copier, peer: Peer, sources: Sequence[str], to: NodeName, req
             outcome = error_class(result.error)(result.error, result.text, sent.path, destination)
         elif not result.skipped:
             seconds = time.monotonic() - sent.began
-            paths: dict[str, int] = {result.moved_by: result.size} if result.size else {}
             digest = result.checksum or None
-            outcome = CopyResult(sent.path, destination, result.size, seconds, "node", paths, sha256=digest)
+            outcome = CopyResult(sent.path, destination, result.size, seconds, "node", result.paths, sha256=digest)
         if result.error != errno.ECANCELED:  # its directory is reported
             sink.ended(sent.path, outcome)
 
@@ -201,7 +200,7 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
         _send(copier, channel, sources, request, _Silent(), ignore, ignore, fail, has_nixl)
     else:
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
-            copier.receive_files(channel, bases, request, _Silent(), Cancellation())
+            copier.receive_files(channel, bases, request, _Silent(), Cancellation(), peer_has_nixl=has_nixl)
 
 
 def _expanded(path: str) -> str:

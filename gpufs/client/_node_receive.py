@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 from gpufs.client import _ends
 from gpufs.client._copy_job import Mounts, Settings
@@ -21,7 +21,7 @@ from gpufs.client._copy_types import Cancellation, CopyError, CopyResult, NotOnM
 from gpufs.client._ends import Entry
 from gpufs.client._node_send import Checksum
 from gpufs.exceptions import text_of
-from gpufs.nodes.bounce import SLOTS, Bounce
+from gpufs.nodes.bounce import LEAST_BYTES, SLOTS, Bounce, is_installed
 from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
 from gpufs.nodes.messages import (
     Abandon,
@@ -44,7 +44,6 @@ from gpufs.nodes.messages import (
     Request,
     Result,
     Slot,
-    Way,
     plain,
 )
 from gpufs.syscalls import close_all
@@ -137,6 +136,8 @@ class Receiver:
         What is reported to.
     cancel : Cancellation
         Ends waits for memory.
+    peer_has_nixl : bool
+        Whether NIXL is installed there.
     """
 
     def __init__(
@@ -148,7 +149,10 @@ class Receiver:
         request: Request,
         sink: Sink,
         cancel: Cancellation,
+        *,
+        peer_has_nixl: bool,
     ) -> None:
+        self._peer_has_nixl = peer_has_nixl
         self._settings = settings
         self._mounts = mounts
         self._channel = channel
@@ -158,7 +162,7 @@ class Receiver:
         self._cancel = cancel
         self._folders: list[_Folder] = []
         self._bounce: Bounce | None = None
-        self._way: Way = "pipe"
+        self._failure = ""  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
         self._in_file = False  # bytes of a file are to come
         self._made: set[str] = set()  # the files that this command has created from its sources
@@ -171,12 +175,13 @@ class Receiver:
                 match message:
                     case Plan():
                         self._check_space(message)
+                        self._prepare(message)
                     case Offer():
-                        self._connect(message)
+                        self._measure(message)
                     case memoryview():
                         pass  # measures the pipe
                     case Measure():
-                        self._measure()
+                        self._channel.send(Measured())
                     case Chosen():
                         self._choose(message)
                     case Enter():
@@ -237,32 +242,30 @@ class Receiver:
 
     # ---- NIXL or the pipe ----
 
-    def _connect(self, offer: Offer) -> None:
-        try:
-            self._bounce = Bounce()
-            self._bounce.connect(offer)
-            self._channel.send(self._bounce.offer)
-        except ChannelError as error:
-            self._bounce = None
-            self._channel.send(Offer(b"", 0, plain(error.strerror or str(error))))
+    def _prepare(self, plan: Plan) -> None:
+        """Open NIXL, as the sender does at the same time."""
+        if plan.size >= LEAST_BYTES and self._peer_has_nixl and is_installed():
+            try:
+                self._bounce = Bounce()
+            except ConnectionEnded as error:
+                self._failure = error.strerror or str(error)
 
-    def _measure(self) -> None:
-        self._channel.send(Measured(0.0))  # all bytes by the pipe have come
-        if self._bounce is None:
-            raise ProtocolError("no offer before a measurement")
+    def _measure(self, offer: Offer) -> None:
+        rate = 0.0
         try:
-            rate = self._bounce.measure("read", self._channel.check)
-        except ConnectionEnded:  # of NIXL alone
-            rate = 0.0
-        self._channel.send(Measured(rate))
+            if self._bounce is not None:
+                self._bounce.connect(offer)
+                rate = self._bounce.measure(self._channel.check)
+        except ConnectionEnded as error:  # of NIXL alone
+            self._failure = error.strerror or str(error)
+        self._channel.send(Measured(rate, plain(self._failure)))
 
     def _choose(self, chosen: Chosen) -> None:
-        if chosen.way == "pipe":
+        if not chosen.nixl:
             self._bounce = None
             self._sink.noticed(chosen.text)
         elif self._bounce is None:
-            raise ProtocolError("no offer before a choice")
-        self._way = chosen.way
+            raise ProtocolError("NIXL without an offer")
 
     # ---- directories and links ----
 
@@ -365,7 +368,7 @@ class Receiver:
                 self._sink.ended(source, error_class(number)(number, text, source, entry.path))
             else:
                 checksum = stored.sha256 or ""
-                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, self._moved_by, checksum))
+                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, stored.paths, checksum))
                 self._sink.ended(source, stored)
         while self._in_file:  # of a file that is not stored
             self._next()
@@ -384,16 +387,11 @@ class Receiver:
             raise ProtocolError("no bytes of a file")
         return message
 
-    @property
-    def _moved_by(self) -> Literal["pipe", "nixl"]:
-        return "pipe" if self._bounce is None else "nixl"
-
     def _take_slot(self, slot: Slot) -> memoryview:
         """Return the bytes in a slot, which are there until _next()."""
         if self._bounce is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
             raise ProtocolError("an unknown slot")
-        if self._way == "read":
-            self._bounce.move("read", slot.number, slot.size, self._channel.check)
+        self._bounce.read(slot.number, slot.size, self._channel.check)
         self._used = slot.number
         return self._bounce.slot(slot.number)[: slot.size]
 
@@ -422,7 +420,8 @@ class Receiver:
             self._complete(new, entry, file, done, checksum.text)
         finally:
             new.close()
-        paths = {path: count for path, count in ((self._moved_by, done - holes), ("hole", holes)) if count}
+        moved_by = "pipe" if self._bounce is None else "nixl"
+        paths = {path: count for path, count in ((moved_by, done - holes), ("hole", holes)) if count}
         digest = checksum.text if self._request.verify else None
         return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=digest)
 

@@ -13,8 +13,8 @@ import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from queue import SimpleQueue
-from typing import Final, Literal, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from gpufs.client import _ends
 from gpufs.client._copy_job import Mounts
@@ -40,18 +40,19 @@ from gpufs.nodes.messages import (
     Link,
     Measure,
     Measured,
-    Offer,
     Plan,
     Request,
     Result,
     Slot,
-    Way,
     plain,
 )
 from gpufs.syscalls import close_all
 from gpufs.units import rate_text
 
 _ZEROS: Final = bytes(1 << 20)
+_PROGRESS_SECONDS: Final = 0.0005
+
+T = TypeVar("T")
 
 
 class Checksum:
@@ -212,8 +213,7 @@ class Sender:
         self._pending: dict[int, Sent] = {}
         self._buffer = memoryview(bytearray(BLOCK_BYTES))
         self._bounce: Bounce | None = None  # once NIXL is chosen
-        self._way: Way = "pipe"
-        self._answers: SimpleQueue[Offer | Measured | None] = SimpleQueue()  # None: there are no more
+        self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: there are no more
         self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
 
     def plan(self) -> Plan:
@@ -265,7 +265,7 @@ class Sender:
                     fail(message)
                 case Free():
                     self._free.put(message.number)
-                case Offer() | Measured():
+                case Measured():
                     self._answers.put(message)
                 case Finished():
                     return
@@ -275,7 +275,7 @@ class Sender:
     # ---- NIXL or the pipe ----
 
     def _choose(self) -> None:
-        """Find out what moves the bytes fastest, and let the receiver know."""
+        """Find out whether NIXL is faster than the pipe, and let the receiver know."""
         if not (bounce.is_installed() and self._peer_has_nixl):
             where = "there" if bounce.is_installed() else "here" if self._peer_has_nixl else "on either side"
             self._choose_pipe(f"NIXL is not installed {where} (pip install 'gpufs[nodes]')")
@@ -286,67 +286,49 @@ class Sender:
             self._choose_pipe(error.strerror or "")
             return
         self._channel.send(slots.offer)
-        offer = self._answer()
-        if not isinstance(offer, Offer):
-            raise ProtocolError("no offer")
-        if offer.failure:
-            self._choose_pipe(offer.failure)
-            return
-        rates: dict[Way, float] = {"pipe": 0.0, "write": 0.0, "read": 0.0}
-        failure = ""
-        try:
-            slots.connect(offer)
-            rates["write"] = slots.measure("write", self._channel.check)
-        except ConnectionEnded as error:  # of NIXL alone: the next answer shows whether the receiver is there
-            failure = error.strerror or ""
+        answer = self._wait(self._answers, slots)
         began = time.monotonic()
         for _ in range(bounce.MEASURED_BLOCKS):
             self._channel.send_data(self._buffer)
         self._channel.send(Measure())
-        for way in ("pipe", "read"):
-            answer = self._answer()
-            if not isinstance(answer, Measured):
-                raise ProtocolError("no measurement")
-            if way == "pipe":
-                rates["pipe"] = bounce.MEASURED_BLOCKS * BLOCK_BYTES / (time.monotonic() - began)
-            else:
-                rates["read"] = answer.rate
-        best = max(rates, key=lambda way: rates[way])
-        if best == "pipe":
-            fastest = max(rates["write"], rates["read"])
-            compared = f"NIXL moves {rate_text(fastest)}, the pipe {rate_text(rates['pipe'])}"
-            self._choose_pipe(compared if fastest else failure or "NIXL has failed there")
+        self._wait(self._answers, slots)
+        rate = bounce.MEASURED_BLOCKS * BLOCK_BYTES / (time.monotonic() - began)
+        if answer.rate <= rate:
+            self._choose_pipe(answer.failure or f"NIXL moves {rate_text(answer.rate)}, the pipe {rate_text(rate)}")
             return
-        self._bounce, self._way = slots, best
+        self._bounce = slots
         for number in range(bounce.SLOTS):
             self._free.put(number)
-        self._channel.send(Chosen(best, ""))
+        self._channel.send(Chosen(True))
 
     def _choose_pipe(self, reason: str) -> None:
         text = f"the bytes go through the pipe of the shell: {plain(reason)}"
         self._notice(text)
-        self._channel.send(Chosen("pipe", text))
+        self._channel.send(Chosen(False, text))
 
-    def _answer(self) -> Offer | Measured:
-        answer = self._answers.get()
-        if answer is None:
-            raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
-        return answer
-
-    def _take_slot(self) -> int:
-        """Return a slot that the receiver has used; without NIXL, one buffer is enough."""
-        slot = 0 if self._bounce is None else self._free.get()
-        if slot is None:
-            raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
-        return slot
+    def _wait(self, queue: SimpleQueue[T | None], slots: Bounce) -> T:
+        """Return what the other thread receives next, and let the receiver read at the same time."""
+        while True:
+            try:
+                answer = queue.get(timeout=_PROGRESS_SECONDS)
+            except Empty:
+                slots.progress()
+                continue
+            if answer is None:
+                raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
+            return answer
 
     def _send_bytes(self, slot: int, data: memoryview) -> None:
         if self._bounce is None:
             self._channel.send_data(data)
-            return
-        if self._way == "write":
-            self._bounce.move("write", slot, len(data), self._channel.check)
-        self._channel.send(Slot(slot, len(data)))
+        else:
+            self._channel.send(Slot(slot, len(data)))
+
+    def _await_reads(self) -> None:
+        """Wait until the receiver has read all slots."""
+        if self._bounce is not None:
+            for number in [self._wait(self._free, self._bounce) for _ in range(bounce.SLOTS)]:
+                self._free.put(number)
 
     # ---- files ----
 
@@ -376,15 +358,19 @@ class Sender:
         named = os.fsencode(path)
         self._channel.send(File(number, source, name, named, size, data, on_mount, Attributes.of(status)))
         holes = stat.S_ISREG(status.st_mode) and data < size
-        self._channel.send(self._send_content(number, opened, holes=holes))
+        end = self._send_content(number, opened, holes=holes)
+        self._await_reads()
+        self._channel.send(end)
 
     def _send_content(self, number: int, opened: OpenFile, *, holes: bool) -> End | Abandon:
         """Send the bytes of a file, and return what follows them."""
         checksum = Checksum(verify=self._request.verify)
         done = data_end = 0
         while self._refused != number:
-            slot = self._take_slot()
-            buffer = self._buffer if self._bounce is None else self._bounce.slot(slot)
+            slot, buffer = 0, self._buffer
+            if self._bounce is not None:
+                slot = self._wait(self._free, self._bounce)
+                buffer = self._bounce.slot(slot)
             count = 0
             try:
                 if holes and done == data_end:

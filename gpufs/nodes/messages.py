@@ -6,8 +6,9 @@ an End or an Abandon. The receiver answers each File with a Result, which comes 
 ends the files, Finished the results. Alive is sent every few seconds by both sides. Failed and Refused can come at any
 time.
 
-If both sides have NIXL, both send an Offer after the Plan of a large copy, and the sender has Measured what is fastest
-and sends what it has Chosen. By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free.
+If both sides have NIXL and the copy is large, an Offer follows the Plan. The receiver answers how fast it reads, and
+then, after some blocks of bytes, a Measure, which shows how fast the pipe is. The sender then sends what it has Chosen.
+By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free.
 
 A side ignores fields that it does not know, so a new field needs no new version. Names are bytes, as in the kernel.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +30,6 @@ NEWEST_VERSION: Final = 1
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Errno: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
-Way: TypeAlias = Literal["pipe", "write", "read"]
 Path: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
 
 
@@ -94,32 +94,32 @@ class Plan(msgspec.Struct, tag=True):
 
 
 class Offer(msgspec.Struct, tag=True):
-    """How the other side reaches the slots of this one by NIXL. ``failure``: why it cannot."""
+    """How the receiver reads the slots of the sender by NIXL."""
 
     metadata: Annotated[bytes, Meta(max_length=1 << 19)]
     address: Count
-    failure: Text = ""
 
 
 class Measure(msgspec.Struct, tag=True):
-    """Asks the receiver how many bytes a second it reads by NIXL. Before it, blocks of bytes measure the pipe."""
+    """Asks for an answer once the bytes before it have come."""
 
 
 class Measured(msgspec.Struct, tag=True):
-    """The bytes a second of a measurement, 0 if it has failed."""
+    """The bytes a second by NIXL; 0 if it has failed, with the reason, or if that was not asked."""
 
-    rate: float
+    rate: float = 0.0
+    failure: Text = ""
 
 
 class Chosen(msgspec.Struct, tag=True):
-    """How the bytes of all files move, and a line that says why it is the pipe."""
+    """Whether the bytes of all files move by NIXL, or a line that says why not."""
 
-    way: Way
-    text: Text
+    nixl: bool
+    text: Text = ""
 
 
 class Slot(msgspec.Struct, tag=True):
-    """The next bytes of a file are in this slot: of the receiver after a WRITE, else of the sender."""
+    """The next bytes of a file are in this slot of the sender."""
 
     number: Count
     size: Count
@@ -196,7 +196,7 @@ class Result(msgspec.Struct, tag=True):
     text: Text = ""
     skipped: bool = False
     size: Count = 0
-    moved_by: Literal["pipe", "nixl"] = "pipe"
+    paths: dict[Text, Count] = {}  # bytes by "pipe" and "nixl", and in holes
     checksum: Text = ""  # SHA-256, if verified
 
 
@@ -228,9 +228,10 @@ class Alive(msgspec.Struct, tag=True):
     """The sender of this message is running."""
 
 
-_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done | Measure | Chosen | Slot
-_OfReceiver: TypeAlias = Result | Finished | Measured | Free
-Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | Offer | Failed | Refused | Alive
+_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
+_OfReceiver: TypeAlias = Result | Finished
+_OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free
+Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | _OfNixl | Failed | Refused | Alive
 
 
 def plain(text: str) -> str:
