@@ -250,7 +250,7 @@ def test_the_peer_is_killed_during_nixl(
         (host / "from" / str(number)).symlink_to(large)
     names = (f"{host}/from", f"node:{root}") if there else (f"node:{host}/from", str(root))
     chance = random.Random(3 + there)
-    for _ in range(2):
+    for _ in range(1 + there):
         command = [*GPUFS, "cp", *slow_pipe, "-rL", *names]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
             wait_until(lambda: servers(session), PATIENCE, "the other side")

@@ -202,6 +202,7 @@ class Receiver:
                         raise ProtocolError("no file")
         finally:
             close_all([folder.fd for folder in self._folders if folder.fd >= 0])
+            self._close_bounce()
 
     def _fail(self, source: str, destination: str, error: OSError) -> None:
         """Report what could not be created, other than a file."""
@@ -262,10 +263,15 @@ class Receiver:
 
     def _choose(self, chosen: Chosen) -> None:
         if not chosen.nixl:
-            self._bounce = None
+            self._close_bounce()
             self._sink.noticed(chosen.text)
         elif self._bounce is None:
             raise ProtocolError("NIXL without an offer")
+
+    def _close_bounce(self) -> None:
+        if self._bounce is not None:
+            self._bounce.close()
+            self._bounce = None
 
     # ---- directories and links ----
 

@@ -231,16 +231,23 @@ class Sender:
         self._channel.send(plan)
         if plan.size >= bounce.LEAST_BYTES:
             self._choose()
-        for number, source in enumerate(self._sources):
-            with closing(walk(source, self._request, self._fail)) as steps:
-                for step in steps:
-                    try:
-                        self._send(number, step)
-                    except OSError as error:
-                        if isinstance(error, ChannelError):
-                            raise
-                        self._fail(step.entry.path, error)
+        try:
+            for number, source in enumerate(self._sources):
+                self._send_tree(number, source)
+        finally:
+            if self._bounce is not None:
+                self._bounce.close()
         self._channel.send(Done())
+
+    def _send_tree(self, number: int, source: Entry) -> None:
+        with closing(walk(source, self._request, self._fail)) as steps:
+            for step in steps:
+                try:
+                    self._send(number, step)
+                except OSError as error:
+                    if isinstance(error, ChannelError):
+                        raise
+                    self._fail(step.entry.path, error)
 
     def read_results(self, take: Callable[[Sent, Result], None], fail: Callable[[Failed], None]) -> None:
         """Receive what becomes of the files, until the receiver has finished."""
@@ -288,12 +295,13 @@ class Sender:
         self._channel.send(slots.offer)
         answer = self._wait(self._answers, slots)
         began = time.monotonic()
-        for _ in range(bounce.MEASURED_BLOCKS):
+        for _ in range(bounce.SLOTS):
             self._channel.send_data(self._buffer)
         self._channel.send(Measure())
         self._wait(self._answers, slots)
-        rate = bounce.MEASURED_BLOCKS * BLOCK_BYTES / (time.monotonic() - began)
+        rate = bounce.SLOTS * BLOCK_BYTES / (time.monotonic() - began)
         if answer.rate <= rate:
+            slots.close()
             self._choose_pipe(answer.failure or f"NIXL moves {rate_text(answer.rate)}, the pipe {rate_text(rate)}")
             return
         self._bounce = slots

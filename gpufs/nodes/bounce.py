@@ -23,7 +23,6 @@ from gpufs.nodes.messages import Offer
 SLOTS: Final = 4
 # Copies of fewer bytes are over before NIXL is ready, which takes one to three seconds.
 LEAST_BYTES: Final = 1 << 30
-MEASURED_BLOCKS: Final = 4
 _MOST_SECONDS: Final = 10.0  # for one block
 _POLL_SECONDS: Final = 50e-6
 
@@ -50,13 +49,20 @@ class Bounce:
             )
             self._memory = mmap.mmap(-1, SLOTS * BLOCK_BYTES)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-            self._agent.register_memory([(self._address, SLOTS * BLOCK_BYTES, 0, "")], "DRAM")
+            self._registered = self._agent.register_memory([(self._address, SLOTS * BLOCK_BYTES, 0, "")], "DRAM")
             self.offer = Offer(self._agent.get_agent_metadata(), self._address)
         except Exception as error:  # noqa: BLE001 - NIXL raises many kinds
             raise _failure(error) from None
         self._view = memoryview(self._memory)
         self._peer = ""
         self._there = 0
+
+    def close(self) -> None:
+        """Withdraw the slots. The other side must have used them."""
+        try:
+            self._agent.deregister_memory(self._registered)
+        except Exception:  # noqa: BLE001 - the end of the process does it, too
+            pass
 
     def connect(self, offer: Offer) -> None:
         """Reach the slots of the other side. OSError if that is not possible."""
@@ -101,12 +107,13 @@ class Bounce:
             raise ConnectionEnded(errno.ETIMEDOUT, text)
 
     def measure(self, check: Callable[[], None]) -> float:
-        """Return how many bytes a second are read, after a first block that connects."""
-        self.read(0, BLOCK_BYTES, check)
+        """Return how many bytes a second are read, after a first round that connects and allocates."""
+        for slot in range(SLOTS):
+            self.read(slot, BLOCK_BYTES, check)
         began = time.monotonic()
-        for number in range(MEASURED_BLOCKS):
-            self.read(number % SLOTS, BLOCK_BYTES, check)
-        return MEASURED_BLOCKS * BLOCK_BYTES / (time.monotonic() - began)
+        for slot in range(SLOTS):
+            self.read(slot, BLOCK_BYTES, check)
+        return SLOTS * BLOCK_BYTES / (time.monotonic() - began)
 
 
 def _failure(error: Exception) -> ConnectionEnded:
