@@ -213,7 +213,7 @@ class Sender:
         self._pending: dict[int, Sent] = {}
         self._buffer = memoryview(bytearray(BLOCK_BYTES))
         self._bounce: Bounce | None = None  # once NIXL is chosen
-        self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: there are no more
+        self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: the results have ended
         self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
 
     def plan(self) -> Plan:
@@ -284,8 +284,7 @@ class Sender:
     def _choose(self) -> None:
         """Find out whether NIXL is faster than the pipe, and let the receiver know."""
         if not (bounce.is_installed() and self._peer_has_nixl):
-            where = "there" if bounce.is_installed() else "here" if self._peer_has_nixl else "on either side"
-            self._choose_pipe(f"NIXL is not installed {where} (pip install 'gpufs[nodes]')")
+            self._choose_pipe("NIXL is not installed on both machines (pip install 'gpufs[nodes]')")
             return
         try:
             slots = Bounce()

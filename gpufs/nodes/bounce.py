@@ -81,7 +81,7 @@ class Bounce:
         try:
             self._agent.get_new_notifs()
         except Exception as error:  # noqa: BLE001 - as above
-            raise _failure(error) from None
+            raise _failure(error, "the connection ended: ") from None
 
     def read(self, slot: int, size: int, check: Callable[[], None]) -> None:
         """Read the first bytes of a slot there. Raises ConnectionEnded, and what ``check`` raises during the wait."""
@@ -101,7 +101,7 @@ class Bounce:
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
-            raise _failure(error) from None
+            raise _failure(error, "the connection ended: ") from None
         if state != "DONE":
             text = f"the connection ended: NIXL has not moved a block in {_MOST_SECONDS:.0f} seconds"
             raise ConnectionEnded(errno.ETIMEDOUT, text)
@@ -116,5 +116,5 @@ class Bounce:
         return SLOTS * BLOCK_BYTES / (time.monotonic() - began)
 
 
-def _failure(error: Exception) -> ConnectionEnded:
-    return ConnectionEnded(errno.ECONNRESET, f"the connection ended: NIXL: {str(error) or type(error).__name__}")
+def _failure(error: Exception, what: str = "") -> ConnectionEnded:
+    return ConnectionEnded(errno.ECONNRESET, f"{what}NIXL: {str(error) or type(error).__name__}")
