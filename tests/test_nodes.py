@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def servers(session: Session) -> list[int]:
         if b"serve-copy" in words and session.name.encode() in environment:
             found.append(pid)
     return found
+
+
+def signal_servers(session: Session, number: signal.Signals) -> None:
+    for pid in servers(session):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
 
 
 def writes(pid: int) -> bool:
@@ -255,8 +262,7 @@ def test_the_peer_is_killed_during_nixl(
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
             wait_until(lambda: servers(session), PATIENCE, "the other side")
             time.sleep(chance.uniform(0.3, 2))
-            for pid in servers(session):
-                os.kill(pid, signal.SIGKILL)
+            signal_servers(session, signal.SIGKILL)
             killed = time.monotonic()
             _, errors = child.communicate(timeout=PATIENCE)
             if child.returncode:
@@ -326,8 +332,7 @@ def test_the_peer_is_killed(session: Session, root: Path, host: Path, remote: tu
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
             wait_until(lambda: servers(session), PATIENCE, "the other side")
             time.sleep(chance.uniform(0, 0.4))
-            for pid in servers(session):
-                os.kill(pid, number)
+            signal_servers(session, number)
             killed = time.monotonic()
             _, errors = child.communicate(timeout=PATIENCE)
             if child.returncode == 0:  # it was faster
@@ -364,8 +369,7 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
     command = [*GPUFS, "cp", *remote, "--verify", str(host / "large"), f"node:{root}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
         wait_until(lambda: any(map(writes, servers(session))), PATIENCE, "the copy")
-        for pid in servers(session):
-            os.kill(pid, signal.SIGSTOP)
+        signal_servers(session, signal.SIGSTOP)
         _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 1
     assert errors.splitlines()[-1] == "gpufs cp: node: the connection ended: nothing came for 10 seconds"
@@ -475,6 +479,20 @@ def test_hosts_that_cannot_be_reached(root: Path, tmp_path: Path) -> None:
     assert "--remote-gpufs" in refused("-e", shell, "--remote-gpufs", "/none/gpufs", "node:x", root)
     assert "/none/rsh: cannot be run: No such file or directory" in refused("-e", "/none/rsh", "node:x", root)
     assert "cannot be split into words" in refused("-e", "'", "node:x", root)
+
+
+def test_ssh_can_ask_for_a_password(root: Path, host: Path, tmp_path: Path) -> None:
+    """It has the terminal for itself: nothing is drawn before the connection is there."""
+    if shutil.which("script") is None:
+        pytest.skip("needs script(1)")
+    asks = '#!/bin/sh\nprintf "Password: " >/dev/tty\nsleep 0.5\nread word </dev/tty\n'
+    shell = script(tmp_path / "rsh", asks + '[ "$word" = secret ] || exit 5\necho right >/dev/tty\nshift\nexec "$@"\n')
+    (host / "file").write_bytes(noise(MIB))
+    command = f"{GPUFS[0]} cp -e {shell} --remote-gpufs {GPUFS[0]} {host}/file node:{root}"
+    done = run("script", "-qec", command, "/dev/null", input="secret\n")
+    assert "1.0 MiB of 1.0 MiB" in done.stdout
+    assert done.stdout.index("right") < done.stdout.index("\x1b[K")
+    assert_same((root / "file").read_bytes(), noise(MIB))
 
 
 def test_names_that_are_not_hosts(root: Path) -> None:
