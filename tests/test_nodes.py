@@ -74,12 +74,13 @@ def signal_servers(session: Session, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def writes(pid: int) -> bool:
-    """Whether a process has a file without a name: one that is being copied."""
+def writes(pid: int, root: Path) -> bool:
+    """Whether a process has a file without a name on the mount: one that is being copied."""
     try:
-        return any("(deleted)" in os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
     except OSError:
         return False
+    return any(link.startswith(str(root.parent)) and link.endswith("(deleted)") for link in links)
 
 
 # ---- copies ----
@@ -257,20 +258,19 @@ def test_the_peer_is_killed_during_nixl(
         (host / "from" / str(number)).symlink_to(large)
     names = (f"{host}/from", f"node:{root}") if there else (f"node:{host}/from", str(root))
     chance = random.Random(3 + there)
-    for _ in range(1 + there):
-        command = [*GPUFS, "cp", *slow_pipe, "-rL", *names]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-            wait_until(lambda: servers(session), PATIENCE, "the other side")
-            time.sleep(chance.uniform(0.3, 2))
-            signal_servers(session, signal.SIGKILL)
-            killed = time.monotonic()
-            _, errors = child.communicate(timeout=PATIENCE)
-            if child.returncode:
-                assert time.monotonic() - killed < 10
-                assert errors.splitlines()[-1].startswith("gpufs cp: node: the connection ended")
-        for path in root.rglob("*"):  # those that were complete
-            assert path.is_dir() or path.stat().st_size == LARGE
-            assert "gpufs-part" not in path.name
+    command = [*GPUFS, "cp", *slow_pipe, "-rL", *names]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        wait_until(lambda: any(writes(pid, root) for pid in [child.pid, *servers(session)]), PATIENCE, "the copy")
+        time.sleep(chance.uniform(0, 0.1))
+        signal_servers(session, signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = child.communicate(timeout=PATIENCE)
+        if child.returncode:
+            assert time.monotonic() - killed < 10
+            assert errors.splitlines()[-1].startswith("gpufs cp: node: the connection ended")
+    for path in root.rglob("*"):  # those that were complete
+        assert path.is_dir() or path.stat().st_size == LARGE
+        assert "gpufs-part" not in path.name
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
         os.posix_fallocate(file.fileno(), 0, 4 * SIZE)
     command = [*GPUFS, "cp", *remote, "--verify", str(host / "large"), f"node:{root}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-        wait_until(lambda: any(map(writes, servers(session))), PATIENCE, "the copy")
+        wait_until(lambda: any(writes(pid, root) for pid in servers(session)), PATIENCE, "the copy")
         signal_servers(session, signal.SIGSTOP)
         _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 1
