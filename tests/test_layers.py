@@ -35,7 +35,8 @@ PYTHON_MAY_USE = {
     "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
     "gpufs.remote": set(),
-    # engine: lazily, to map memory; remote: lazily, for URLs
+    "gpufs.nodes": {"_version"},
+    # engine: lazily, to map memory; remote, nodes: lazily, for URLs and HOST:PATH
     "gpufs.client": {
         "_naming",
         "_version",
@@ -45,6 +46,7 @@ PYTHON_MAY_USE = {
         "formats",
         "modes",
         "mounting",
+        "nodes",
         "protocol",
         "remote",
         "syscalls",
@@ -102,6 +104,7 @@ PYTHON_MAY_USE = {
         "launching",
         "modes",
         "mounting",
+        "nodes",
         "protocol",
         "remote",
         "statistics",

@@ -27,7 +27,9 @@ from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
 
 if TYPE_CHECKING:
+    from gpufs.cli._cp_nodes import NodeNames
     from gpufs.cli._cp_remote import RemoteNames, Task
+    from gpufs.client._node_receive import Sink
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -40,16 +42,23 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
 
     ``directories``: where all names are copied to; without any, the last name is the destination.
     """
-    remote = None
+    remote = nodes = None
     if any("://" in name for name in (*names, *directories)):
         from gpufs.cli import _cp_remote  # other copies need none of it
 
         if _cp_remote.has_url([*names, *directories]):
             remote = _cp_remote.RemoteNames(names, directories, options)
-    if STREAM in names:
-        _check_stream(names, directories, options)
     if options.archive:
         options = replace(options, recursive=True, preserve=True)
+    if remote is None and any(":" in name for name in (*names, *directories)):
+        from gpufs.cli import _cp_nodes
+
+        if _cp_nodes.has_node([*names, *directories]):
+            nodes = _cp_nodes.NodeNames(names, directories, options)
+    if nodes is None and (options.shell is not None or options.remote_gpufs is not None):
+        raise Failure("cp: -e and --remote-gpufs need a name like HOST:PATH", 2)
+    if STREAM in names:
+        _check_stream(names, directories, options)
     if len(directories) > 1:
         _check_several(directories, options)
     with Copier(
@@ -63,6 +72,8 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
         run = Run(copier, options)
         if remote is not None:
             run.copy_remote(remote, options.jobs if remote.many else 1)
+        elif nodes is not None:
+            run.copy_nodes(nodes)
         elif STREAM in names:
             run.copy_stream(*names)
         else:
@@ -206,6 +217,7 @@ class Run:
         self.results: list[CopyResult] = []
         self.errors: list[dict[str, Any]] = []
         self.output_error: OSError | None = None  # of standard output
+        self._ending: OSError | None = None  # what ended the copy between machines
 
     def copy(self, named: list[list[tuple[str, Entry]]], jobs: int) -> None:
         """Copy everything. Errors are printed and collected. ``named``: the sources for each destination."""
@@ -262,6 +274,58 @@ class Run:
                 for _ in workers:
                     self._queue.put(None)
             self._wait(workers)
+
+    def copy_nodes(self, names: NodeNames) -> None:
+        """Copy from or to another machine. Errors are printed and collected."""
+        try:
+            # Before the progress line, which would overwrite a question of ssh.
+            with names.connected(self._copier, self.cancel) as copy:
+                with self._running():
+                    self._put(partial(self._copy_between, copy))
+                    self._put(None)
+                    self._wait(self._start(1))
+                if self._ending is not None:
+                    raise self._ending
+        except OSError as error:
+            if self.cancel.cancelled:
+                self.report("", None, errno.ECANCELED, "interrupted: nothing is left of the incomplete file")
+            else:
+                self.report("", None, error.errno or errno.EIO, f"{error.filename}: {text_of(error)}")
+
+    def _copy_between(self, copy: Callable[[Sink], None]) -> None:
+        try:
+            copy(self)
+        except OSError as error:
+            self._ending = error
+        except Exception as error:  # noqa: BLE001 - reported as of other threads
+            self.report("", None, errno.EIO, f"{type(error).__name__}: {error}")
+
+    def planned(self, size: int) -> None:
+        """Of a copy between machines: how many bytes there are."""
+        with self._lock:
+            self._total += size
+
+    def moved(self, source: str, count: int) -> None:
+        """Of a copy between machines: how many bytes of a file have been copied."""
+        with self._lock:
+            self._current = source
+            self._moved[source] = count
+
+    def noticed(self, text: str) -> None:
+        """Of a copy between machines: a line for the user."""
+        self._print(f"gpufs cp: {text}", sys.stderr)
+
+    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
+        """Of a copy between machines: what became of a file. None if it was skipped."""
+        with self._lock:
+            self._moved.pop(source, None)
+            self._done += outcome.bytes if isinstance(outcome, CopyResult) else 0
+        if outcome is None:
+            self._walk.skip()
+        elif isinstance(outcome, CopyResult):
+            self._copied(outcome)
+        else:
+            self._failed(str(outcome.filename), outcome.filename2, outcome)
 
     def copy_stream(self, source: str, destination: str) -> None:
         """Copy standard input to a file, or a file to standard output, on this thread."""

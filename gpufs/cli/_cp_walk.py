@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, TypeAlias
 from gpufs import mounting
 from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier
-from gpufs.client._ends import Entry, open_path, path_of, preserve
+from gpufs.client._ends import Entry, find_targets, open_path, path_of, preserve
 from gpufs.client._space import data_bytes
 from gpufs.exceptions import text_of
 from gpufs.protocol import Fastpath
@@ -31,7 +31,10 @@ _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class CpOptions:
-    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal."""
+    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal.
+
+    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs.
+    """
 
     recursive: bool
     dereference: bool
@@ -46,6 +49,8 @@ class CpOptions:
     verbose: bool
     json: bool
     progress: bool | None
+    shell: str | None = None
+    remote_gpufs: str | None = None
 
 
 # Records a failure: source, destination if that matters, errno, text.
@@ -86,29 +91,12 @@ def targets(
     """
     if not destination or not all(sources):
         raise Failure("cp: an empty name is given where a file belongs", 2)
-    opened = -1
-    try:
-        opened = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if directory:
-            raise Failure(f"cp: {destination}: {text_of(error)}: -t takes a directory") from None
-        if len(sources) > 1:
-            text = f"cp: {destination}: is not a directory, and there are {len(sources)} sources for it"
-            raise Failure(text) from None
-    except OSError as error:
-        raise Failure(f"cp: {destination}: {text_of(error)}") from None
-    if opened < 0:
-        yield [(sources[0], Entry.of(destination, follow=follow))]
-        return
-    named = []
-    for source in sources:
-        name = os.path.basename(source.rstrip("/")) or "."
-        name = "." if name == ".." else name
-        named.append((source, Entry(os.path.join(destination, name), name, opened, follow)))
-    try:
+    with ExitStack() as opened:
+        try:
+            named = opened.enter_context(find_targets(sources, destination, follow=follow, directory=directory))
+        except OSError as error:
+            raise Failure(f"cp: {destination}: {text_of(error)}") from None
         yield named
-    finally:
-        os.close(opened)
 
 
 @dataclass(eq=False)

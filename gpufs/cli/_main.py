@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "trace": "Record what a mount does, for Perfetto.",
     "doctor": "Say what this machine lacks.",
     "mount-helper": "",
+    "serve-copy": "",
 }
 VISIBLE: Final = {name: text for name, text in COMMANDS.items() if text}
 

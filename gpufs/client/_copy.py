@@ -28,7 +28,11 @@ from gpufs.mounting import MountTable
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
+    from gpufs.client._node_receive import Sink
+    from gpufs.client._node_send import Sender
     from gpufs.client._remote_copy import RemoteCopies
+    from gpufs.nodes.channel import Channel
+    from gpufs.nodes.messages import Request
     from gpufs.remote.stores import RemoteFile
     from gpufs.remote.urls import Url
 
@@ -102,13 +106,17 @@ class Copier:
         """Copy one file to a name and overwrite an existing file. Raises CopyError.
 
         ``progress`` is called from this thread about ten times a second; an exception that it raises ends the copy. A
-        copy that is cancelled before it starts changes nothing. One of the two may be a URL.
+        copy that is cancelled before it starts changes nothing. One of the two may be a URL or HOST:PATH.
         """
         _check_callbacks(progress, cancel)
         if "://" in source or "://" in destination:
             from gpufs.client import _remote_copy
 
             return _remote_copy.copy_file(self, source, destination, progress, cancel)
+        if _is_on_node(source) or _is_on_node(destination):
+            from gpufs.client import _node_copy
+
+            return _node_copy.copy_file(self, source, destination, self._settings.options, progress, cancel)
         return self.copy_entry(Entry.of(source), Entry.of(destination), progress=progress, cancel=cancel)
 
     def copy_entry(
@@ -182,6 +190,45 @@ class Copier:
             if self._remote is None:
                 self._remote = RemoteCopies(self._settings)
             return self._remote
+
+    @property
+    def notice(self) -> Callable[[str], None] | None:
+        """What is called with lines for the user."""
+        return self._settings.notice
+
+    def receive_files(
+        self,
+        channel: Channel,
+        bases: Sequence[Entry],
+        request: Request,
+        sink: Sink,
+        cancel: Cancellation,
+        *,
+        peer_has_nixl: bool,
+    ) -> None:
+        """Receive files of another machine. ``bases``: where its sources go, with their directories open."""
+        from gpufs.client._node_receive import Receiver
+
+        mounts = self._mounts.by_device()
+        Receiver(self._settings, mounts, channel, bases, request, sink, cancel, peer_has_nixl=peer_has_nixl).run()
+
+    def sender(
+        self,
+        channel: Channel,
+        sources: Sequence[Entry],
+        request: Request,
+        fail: Callable[[str, OSError], None],
+        moved: Callable[[str, int], None],
+        notice: Callable[[str], None],
+        *,
+        peer_has_nixl: bool,
+    ) -> Sender:
+        """Return what sends files to another machine."""
+        from gpufs.client._node_send import Sender
+
+        return Sender(
+            channel, self._mounts.by_device(), sources, request, fail, moved, notice, peer_has_nixl=peer_has_nixl
+        )
 
     def copy_from_stream(
         self,
@@ -266,15 +313,16 @@ def copy(
 
     The other may be a URL: ``s3://BUCKET/KEY``, ``gs://`` and ``az://`` (`pip install 'gpufs[cloud]'`), ``http://`` and
     ``https://`` (to load only), and ``hf://ORG/MODEL/FILE`` (to load only; `pip install 'gpufs[cloud,hub]'`). A file
-    that is loaded gets its name when it is complete.
+    that is loaded gets its name when it is complete. Or it may be a file of another machine with gpufs, ``HOST:PATH``,
+    which is copied over ssh.
 
     Several files at once: :func:`copy_files`, or this function from several threads.
 
     Parameters
     ----------
-    source : path or URL
+    source : path, URL or HOST:PATH
         The file to copy.
-    destination : path or URL
+    destination : path, URL or HOST:PATH
         A file, which is overwritten if it exists, or a directory, which gets a file of the source's name. A URL that
         ends with a slash is a directory.
     fastpath : {"auto", "off", "require"}
@@ -471,7 +519,18 @@ def _file_in(destination: str, source: str) -> str:
         from gpufs.client import _remote_copy
 
         return _remote_copy.file_in(destination, source)
+    if _is_on_node(source) or _is_on_node(destination):
+        return destination  # the receiving machine finds out
     return os.path.join(destination, os.path.basename(source)) if os.path.isdir(destination) else destination
+
+
+def _is_on_node(name: str) -> bool:
+    """Whether a name is HOST:PATH."""
+    if ":" not in name:
+        return False
+    from gpufs.nodes.names import is_node_name
+
+    return is_node_name(name)
 
 
 def _check_callbacks(progress: object, cancel: object) -> None:

@@ -184,10 +184,11 @@ class CopyResult(NamedTuple):
     seconds : float
         How long it took.
     method : str
-        "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount) or "mount" (read and written
-        through the mount).
+        "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount), "mount" (read and written
+        through the mount) or "node" (from or to another machine).
     paths : dict of str to int
-        Bytes by "fastpath", "fallback", "kernel" and "mount"; "hole" counts holes, which stay holes and are not moved.
+        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe" and "nixl"; "hole" counts holes, which stay holes and
+        are not moved.
     refusals : tuple of str
         Why the fastpath did not move all bytes.
     sha256 : str or None

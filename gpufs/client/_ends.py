@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from gpufs import syscalls
 from gpufs.client._copy_types import CopyError, DaemonDiedCopyError
@@ -63,6 +63,38 @@ class OpenFile(NamedTuple):
     entry: Entry
     fd: int
     status: os.stat_result
+
+
+@contextmanager
+def find_targets(
+    sources: Sequence[str], destination: str, *, follow: bool, directory: bool
+) -> Iterator[list[tuple[str, Entry]]]:
+    """Find the destination of each source, by the rules of cp(1). OSError if they allow none.
+
+    A destination directory stays open until the context ends. ``follow``: write through a symbolic link.
+    ``directory``: the destination must be a directory.
+    """
+    opened = -1
+    try:
+        opened = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if directory:
+            raise OSError(error.errno, f"{text_of(error)}: -t takes a directory", destination) from None
+        if len(sources) > 1:
+            text = f"is not a directory, and there are {len(sources)} sources for it"
+            raise OSError(error.errno, text, destination) from None
+    if opened < 0:
+        yield [(sources[0], Entry.of(destination, follow=follow))]
+        return
+    named = []
+    for source in sources:
+        name = os.path.basename(source.rstrip("/")) or "."
+        name = "." if name == ".." else name
+        named.append((source, Entry(os.path.join(destination, name), name, opened, follow)))
+    try:
+        yield named
+    finally:
+        os.close(opened)
 
 
 def path_of(fd: int) -> str:
@@ -227,7 +259,22 @@ def settle_on_mount(fd: int) -> None:
     syscalls.refresh(fd)
 
 
-def preserve(target: int | str, source: os.stat_result) -> None:
+class Attributes(Protocol):
+    """The attributes of a file that a copy can keep; os.stat_result has them."""
+
+    @property
+    def st_mode(self) -> int: ...
+    @property
+    def st_uid(self) -> int: ...
+    @property
+    def st_gid(self) -> int: ...
+    @property
+    def st_atime_ns(self) -> int: ...
+    @property
+    def st_mtime_ns(self) -> int: ...
+
+
+def preserve(target: int | str, source: Attributes) -> None:
     """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
     mode = stat.S_IMODE(source.st_mode)
     try:

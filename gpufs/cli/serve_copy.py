@@ -1,0 +1,18 @@
+"""gpufs serve-copy: the side of `gpufs cp` on another machine. ssh starts it there."""
+
+import os
+import signal
+
+import click
+
+
+@click.command(name="serve-copy", hidden=True)
+def command() -> int:
+    """Copy files for `gpufs cp` on another machine, over standard input and output, with your rights."""
+    from gpufs.client._node_copy import serve
+
+    # Ctrl-C ends the other side, and the end of the connection ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    outgoing = os.dup(1)
+    os.dup2(2, 1)  # nothing else may be printed between the messages
+    return 0 if serve(0, outgoing) else 1

@@ -1,0 +1,487 @@
+"""The side of a copy between two machines that receives files. Each gets its name when it is complete.
+
+The other side is not trusted: it chooses content, attributes and names below the destination, and reaches nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from gpufs.client import _ends
+from gpufs.client._copy_job import Mounts, Settings
+from gpufs.client._copy_types import Cancellation, CopyError, CopyResult, NotOnMountCopyError, error_class
+from gpufs.client._ends import Entry
+from gpufs.client._node_send import Checksum
+from gpufs.exceptions import text_of
+from gpufs.nodes.bounce import LEAST_BYTES, SLOTS, Bounce, is_installed
+from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.nodes.messages import (
+    Abandon,
+    Attributes,
+    Chosen,
+    Done,
+    End,
+    Enter,
+    Failed,
+    File,
+    Finished,
+    Free,
+    Hole,
+    Leave,
+    Link,
+    Measure,
+    Measured,
+    Offer,
+    Plan,
+    Request,
+    Result,
+    Slot,
+    plain,
+)
+from gpufs.syscalls import close_all
+
+_NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
+_NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
+
+
+class Sink(Protocol):
+    """What a copy reports to, from any thread."""
+
+    def planned(self, size: int) -> None:
+        """``size`` bytes are to be copied."""
+
+    def moved(self, source: str, count: int) -> None:
+        """``count`` bytes of a source have been copied."""
+
+    def noticed(self, text: str) -> None:
+        """A line for the user."""
+
+    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
+        """What became of a source; None if it was skipped."""
+
+
+class NewFile:
+    """A file that has no name until it is complete. A kill leaves nothing where file systems have O_TMPFILE."""
+
+    def __init__(self, entry: Entry, mode: int) -> None:
+        """``entry`` has its directory open."""
+        self._entry = entry
+        self._temporary = entry._replace(name=f".gpufs-part-{secrets.token_hex(8)}", follow=False)
+        self._named = False
+        access = os.O_RDWR | os.O_CLOEXEC
+        try:
+            self.fd = os.open(".", access | os.O_TMPFILE, mode, dir_fd=entry.directory)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            flags = access | os.O_CREAT | os.O_EXCL
+            self.fd = os.open(self._temporary.name, flags, mode, dir_fd=entry.directory)
+            self._named = True
+
+    def complete(self) -> None:
+        """Give it its name, in one step."""
+        directory = self._entry.directory
+        if not self._named:
+            try:
+                self._link(self._entry.name)
+                return
+            except FileExistsError:
+                self._link(self._temporary.name)
+                self._named = True
+        os.rename(self._temporary.name, self._entry.name, src_dir_fd=directory, dst_dir_fd=directory)
+        self._named = False
+
+    def close(self) -> None:
+        """Close it. If it is not complete, it is removed."""
+        if self._named:
+            _ends.remove(self._temporary, self.fd)
+        close_all((self.fd,))
+
+    def _link(self, name: str) -> None:
+        os.link(_ends.path_of(self.fd), name, dst_dir_fd=self._entry.directory, follow_symlinks=True)
+
+
+@dataclass
+class _Folder:
+    """A directory that is being filled. ``fd``: O_PATH, -1 if it could not be created."""
+
+    entry: Entry
+    fd: int
+    attributes: Attributes
+    created: bool
+
+
+class Receiver:
+    """Receives files.
+
+    Parameters
+    ----------
+    settings, mounts
+        Of the Copier of this machine.
+    channel : Channel
+        To the sender.
+    bases : sequence of Entry
+        The destinations of the sources, with their directories open.
+    request : Request
+        The options.
+    sink : Sink
+        What is reported to.
+    cancel : Cancellation
+        Ends waits for memory.
+    peer_has_nixl : bool
+        Whether NIXL is installed there.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        mounts: Mounts,
+        channel: Channel,
+        bases: Sequence[Entry],
+        request: Request,
+        sink: Sink,
+        cancel: Cancellation,
+        *,
+        peer_has_nixl: bool,
+    ) -> None:
+        self._peer_has_nixl = peer_has_nixl
+        self._settings = settings
+        self._mounts = mounts
+        self._channel = channel
+        self._bases = bases
+        self._request = request
+        self._sink = sink
+        self._cancel = cancel
+        self._folders: list[_Folder] = []
+        self._bounce: Bounce | None = None
+        self._failure = ""  # why there is none
+        self._used: int | None = None  # the slot of the bytes that _next() has returned
+        self._in_file = False  # bytes of a file are to come
+        self._made: set[str] = set()  # the files that this command has created from its sources
+
+    def run(self) -> None:
+        """Receive everything. Errors of the connection are raised, others are reported."""
+        try:
+            while True:
+                message = self._channel.receive()
+                match message:
+                    case Plan():
+                        self._check_space(message)
+                        self._prepare(message)
+                    case Offer():
+                        self._measure(message)
+                    case memoryview():
+                        pass  # measures the pipe
+                    case Measure():
+                        self._channel.send(Measured())
+                    case Chosen():
+                        self._choose(message)
+                    case Enter():
+                        self._enter(message)
+                    case Leave():
+                        self._leave()
+                    case Link():
+                        self._link(message)
+                    case File():
+                        self._receive(message)
+                    case Failed():
+                        path = os.fsdecode(message.path)
+                        self._sink.ended(path, error_class(message.error)(message.error, message.text, path))
+                    case Done():
+                        self._channel.send(Finished())
+                        return
+                    case _:
+                        raise ProtocolError("no file")
+        finally:
+            close_all([folder.fd for folder in self._folders if folder.fd >= 0])
+            self._close_bounce()
+
+    def _fail(self, source: str, destination: str, error: OSError) -> None:
+        """Report what could not be created, other than a file."""
+        number, text = error.errno or errno.EIO, text_of(error)
+        self._sink.ended(source, CopyError(number, text, source, destination))
+        self._channel.send(Failed(number, plain(text), os.fsencode(destination)))
+
+    def _check_space(self, plan: Plan) -> None:
+        self._sink.planned(plan.size)
+        if not self._request.no_clobber:  # else nobody knows what is skipped
+            directory = self._bases[0].directory
+            assert directory is not None
+            mounts = self._mounts.get(os.fstat(directory).st_dev, [])
+            try:
+                self._settings.space.check(directory, plan.data, mounts, self._cancel)
+            except OSError as error:
+                place = os.path.dirname(self._bases[0].path) or "."
+                raise OSError(error.errno, error.strerror, place) from None
+
+    def _entry(self, source: int, name: bytes) -> Entry | None:
+        """Return the destination of a name in the current directory, None if that could not be created."""
+        if not self._folders:
+            if source >= len(self._bases):
+                raise ProtocolError(f"source {source}")
+            return self._bases[source]._replace(follow=False)
+        if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
+            raise ProtocolError(f"the name {name!r}")
+        folder = self._folders[-1]
+        return None if folder.fd < 0 else folder.entry.child(os.fsdecode(name), folder.fd)
+
+    def _check_mount(self, entry: Entry, on_mount: bool) -> int:
+        """Return the device of a destination. OSError if no side is on a mount."""
+        assert entry.directory is not None
+        device = os.fstat(entry.directory).st_dev
+        if not on_mount and device not in self._mounts:
+            raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
+        return device
+
+    # ---- NIXL or the pipe ----
+
+    def _prepare(self, plan: Plan) -> None:
+        """Open NIXL, as the sender does at the same time."""
+        if plan.size >= LEAST_BYTES and self._peer_has_nixl and is_installed():
+            try:
+                self._bounce = Bounce()
+            except ConnectionEnded as error:
+                self._failure = error.strerror or str(error)
+
+    def _measure(self, offer: Offer) -> None:
+        rate = 0.0
+        try:
+            if self._bounce is not None:
+                self._bounce.connect(offer)
+                rate = self._bounce.measure(self._channel.check)
+        except ConnectionEnded as error:  # of NIXL alone
+            self._failure = error.strerror or str(error)
+        self._channel.send(Measured(rate, plain(self._failure)))
+
+    def _choose(self, chosen: Chosen) -> None:
+        if not chosen.nixl:
+            self._close_bounce()
+            self._sink.noticed(chosen.text)
+        elif self._bounce is None:
+            raise ProtocolError("NIXL without an offer")
+
+    def _close_bounce(self) -> None:
+        if self._bounce is not None:
+            self._bounce.close()
+            self._bounce = None
+
+    # ---- directories and links ----
+
+    def _enter(self, message: Enter) -> None:
+        if not self._request.recursive:
+            raise ProtocolError("a directory")
+        entry = self._entry(message.source, message.name)
+        if entry is None:
+            self._folders.append(_Folder(self._folders[-1].entry, -1, message.attributes, False))
+            return
+        fd, created = -1, False
+        try:
+            if not self._folders:
+                self._check_mount(entry, message.on_mount)
+            fd, created = self._make_directory(entry, message.attributes.permissions)
+        except OSError as error:
+            self._fail(os.fsdecode(message.path), entry.path, error)
+        self._folders.append(_Folder(entry, fd, message.attributes, created))
+
+    def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
+        # The copy must be able to write there, whatever the final mode is.
+        allowed = stat.S_IRWXU if self._request.preserve else 0o1777
+        created = False
+        with suppress(FileExistsError):
+            os.mkdir(entry.name, mode & allowed | stat.S_IRWXU, dir_fd=entry.directory)
+            created = True
+        try:
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            return os.open(entry.name, flags, dir_fd=entry.directory), created
+        except NotADirectoryError:
+            raise OSError(errno.ENOTDIR, "a file cannot be overwritten with a directory") from None
+
+    def _leave(self) -> None:
+        if not self._folders:
+            raise ProtocolError("the end of no directory")
+        folder = self._folders.pop()
+        if folder.fd < 0:
+            return
+        try:
+            path, mode = _ends.path_of(folder.fd), folder.attributes.permissions
+            if self._request.preserve:
+                _ends.preserve(path, folder.attributes)
+            elif folder.created and mode & stat.S_IRWXU != stat.S_IRWXU:
+                os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
+        except OSError as error:
+            self._fail("", folder.entry.path, error)
+        finally:
+            os.close(folder.fd)
+
+    def _link(self, message: Link) -> None:
+        entry = self._entry(message.source, message.name)
+        if entry is None or self._is_skipped(entry):
+            return
+        try:
+            try:
+                os.symlink(message.target, os.fsencode(entry.name), dir_fd=entry.directory)
+            except FileExistsError:
+                os.unlink(entry.name, dir_fd=entry.directory)
+                os.symlink(message.target, os.fsencode(entry.name), dir_fd=entry.directory)
+            if self._request.preserve:
+                fd = _ends.open_path(entry)
+                try:
+                    if stat.S_ISLNK(os.fstat(fd).st_mode):
+                        _ends.preserve(_ends.path_of(fd), message.attributes)
+                finally:
+                    os.close(fd)
+        except OSError as error:
+            self._fail(os.fsdecode(message.path), entry.path, error)
+
+    def _is_skipped(self, entry: Entry) -> bool:
+        if not self._request.no_clobber:
+            return False
+        try:
+            entry.status()
+        except OSError:
+            return False  # creating it will show what is wrong
+        return True
+
+    # ---- files ----
+
+    def _receive(self, file: File) -> None:
+        """Receive one file, and answer what became of it."""
+        source = os.fsdecode(file.path)
+        entry = self._entry(file.source, file.name)
+        self._in_file = True
+        if entry is None:
+            self._channel.send(Result(file.number, b"", errno.ECANCELED))  # its directory is reported already
+        elif self._is_skipped(entry):
+            self._channel.send(Result(file.number, os.fsencode(entry.path), skipped=True))
+            self._sink.ended(source, None)
+        else:
+            path = os.fsencode(entry.path)
+            try:
+                stored = self._store(file, source, entry)
+            except OSError as error:
+                if isinstance(error, ChannelError) or self._cancel.cancelled:
+                    raise
+                number, text = error.errno or errno.EIO, text_of(error)
+                self._channel.send(Result(file.number, path, number, plain(text)))
+                self._sink.ended(source, error_class(number)(number, text, source, entry.path))
+            else:
+                checksum = stored.sha256 or ""
+                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, stored.paths, checksum))
+                self._sink.ended(source, stored)
+        while self._in_file:  # of a file that is not stored
+            self._next()
+
+    def _next(self) -> memoryview | Hole | End | Abandon:
+        """Return what comes next of the current file."""
+        if self._used is not None:
+            self._channel.send(Free(self._used))
+            self._used = None
+        message = self._channel.receive()
+        if isinstance(message, Slot):
+            return self._take_slot(message)
+        if isinstance(message, (End, Abandon)):
+            self._in_file = False
+        elif not isinstance(message, (memoryview, Hole)):
+            raise ProtocolError("no bytes of a file")
+        return message
+
+    def _take_slot(self, slot: Slot) -> memoryview:
+        """Return the bytes in a slot, which are there until _next()."""
+        if self._bounce is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
+            raise ProtocolError("an unknown slot")
+        self._bounce.read(slot.number, slot.size, self._channel.check)
+        self._used = slot.number
+        return self._bounce.slot(slot.number)[: slot.size]
+
+    def _store(self, file: File, source: str, entry: Entry) -> CopyResult:
+        """Receive the bytes of a file, and give it its name."""
+        began = time.monotonic()
+        new = self._create(file, entry)
+        try:
+            checksum = Checksum(verify=self._request.verify)
+            done = holes = 0
+            while not isinstance(message := self._next(), (End, Abandon)):
+                if isinstance(message, Hole):
+                    checksum.skip(message.size)
+                    holes += message.size
+                    done += message.size
+                else:
+                    checksum.update(message)
+                    _write(new.fd, message, done)
+                    done += len(message)
+                self._sink.moved(source, done)
+            if isinstance(message, Abandon):
+                raise OSError(message.error, message.text)
+            if message.checksum != checksum.text:
+                text = f"the bytes have changed on the way: {message.checksum} was sent, {checksum.text} has come"
+                raise OSError(errno.EIO, text)
+            self._complete(new, entry, file, done, checksum.text)
+        finally:
+            new.close()
+        moved_by = "pipe" if self._bounce is None else "nixl"
+        paths = {path: count for path, count in ((moved_by, done - holes), ("hole", holes)) if count}
+        digest = checksum.text if self._request.verify else None
+        return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=digest)
+
+    def _create(self, file: File, entry: Entry) -> NewFile:
+        """Create the file, with its memory, but without its name."""
+        if entry.path in self._made:
+            raise OSError(errno.EEXIST, "another source of this command is copied there")
+        device = self._check_mount(entry, file.on_mount)
+        mode = file.attributes.permissions & (0o700 if self._request.preserve else 0o777)
+        old = None
+        with suppress(FileNotFoundError):
+            old = entry.status()
+            if stat.S_ISDIR(old.st_mode):
+                raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
+        new = NewFile(entry, mode)
+        try:
+            if old is not None and stat.S_ISREG(old.st_mode) and not self._request.preserve:
+                os.fchmod(new.fd, stat.S_IMODE(old.st_mode) & 0o777)
+            self._settings.space.check(new.fd, file.data, self._mounts.get(device, []), self._cancel)
+            if file.data and file.data >= file.size:
+                os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives
+        except BaseException:
+            new.close()
+            raise
+        self._made.add(entry.path)
+        return new
+
+    def _complete(self, new: NewFile, entry: Entry, file: File, size: int, checksum: str) -> None:
+        os.ftruncate(new.fd, size)
+        if self._request.preserve:
+            _ends.preserve(new.fd, file.attributes)
+        durable = self._request.fsync and os.fstat(new.fd).st_dev not in self._mounts
+        if durable:
+            os.fsync(new.fd)
+        if self._request.verify and (back := self._read_back(new.fd)) != checksum:
+            raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
+        new.complete()
+        if durable:
+            _ends.make_durable(new.fd, entry.directory, synced=True)
+
+    def _read_back(self, fd: int) -> str:
+        checksum = Checksum(verify=True)
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        offset = 0
+        while count := os.preadv(fd, [buffer], offset):
+            if self._cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            checksum.update(buffer[:count])
+            offset += count
+        return checksum.text
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count

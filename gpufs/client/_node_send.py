@@ -1,0 +1,404 @@
+"""The side of a copy between two machines that sends files: it reads them and finds what is in directories.
+
+Below the names that are given nothing is looked up by path, and symbolic links are followed only with ``dereference``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from queue import Empty, SimpleQueue
+from typing import Final, Literal, NamedTuple, TypeVar
+
+from gpufs.client import _ends
+from gpufs.client._copy_job import Mounts
+from gpufs.client._ends import Entry, OpenFile
+from gpufs.client._space import data_bytes
+from gpufs.exceptions import text_of
+from gpufs.nodes import bounce
+from gpufs.nodes.bounce import Bounce
+from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.nodes.messages import (
+    Abandon,
+    Attributes,
+    Chosen,
+    Done,
+    End,
+    Enter,
+    Failed,
+    File,
+    Finished,
+    Free,
+    Hole,
+    Leave,
+    Link,
+    Measure,
+    Measured,
+    Plan,
+    Request,
+    Result,
+    Slot,
+    plain,
+)
+from gpufs.syscalls import close_all
+from gpufs.units import rate_text
+
+_ZEROS: Final = bytes(1 << 20)
+_PROGRESS_SECONDS: Final = 0.0005
+
+T = TypeVar("T")
+
+
+class Checksum:
+    """The checksum of a file that is sent: SHA-256 of all bytes, or CRC-32 of the bytes outside holes."""
+
+    def __init__(self, *, verify: bool) -> None:
+        self._sha256 = hashlib.sha256() if verify else None
+        self._crc32 = 0
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        if self._sha256 is not None:
+            self._sha256.update(data)
+        else:
+            self._crc32 = zlib.crc32(data, self._crc32)
+
+    def skip(self, count: int) -> None:
+        """Add a hole."""
+        while self._sha256 is not None and count:
+            step = min(count, len(_ZEROS))
+            self._sha256.update(_ZEROS[:step])
+            count -= step
+
+    @property
+    def text(self) -> str:
+        """The checksum."""
+        return f"{self._crc32:08x}" if self._sha256 is None else self._sha256.hexdigest()
+
+
+class Step(NamedTuple):
+    """What a walk finds: a directory and later its end, or anything else."""
+
+    kind: Literal["enter", "leave", "file"]
+    entry: Entry
+    status: os.stat_result
+
+
+class _Folder(NamedTuple):
+    entry: Entry
+    status: os.stat_result
+    fd: int
+    names: Iterator[str]
+
+
+def walk(source: Entry, request: Request, fail: Callable[[str, OSError], None]) -> Generator[Step, None, None]:
+    """Yield a source, and what is below it in the order of names. Its directories are open until it goes on.
+
+    ``fail``: is called with what cannot be found.
+    """
+    folders: list[_Folder] = []
+    try:
+        step = _status(source, fail)
+        if step is not None and stat.S_ISDIR(step.status.st_mode) and not request.recursive:
+            fail(source.path, OSError(errno.EISDIR, "is a directory (-r copies it)"))
+            return
+        while step is not None or folders:
+            if step is not None:
+                if not stat.S_ISDIR(step.status.st_mode):
+                    yield step
+                elif folder := _open(step, folders, fail):
+                    folders.append(folder)
+                    yield step
+            if not folders:
+                return
+            entry, status, fd, names = folders[-1]
+            step = None
+            if name := next(names, ""):
+                step = _status(entry.child(name, fd)._replace(follow=request.dereference), fail)
+            else:
+                folders.pop()
+                os.close(fd)
+                yield Step("leave", entry, status)
+    finally:
+        close_all([folder.fd for folder in folders])
+
+
+def _status(entry: Entry, fail: Callable[[str, OSError], None]) -> Step | None:
+    try:
+        status = entry.status()
+    except OSError as error:
+        fail(entry.path, error)
+        return None
+    return Step("enter" if stat.S_ISDIR(status.st_mode) else "file", entry, status)
+
+
+def _open(step: Step, above: Sequence[_Folder], fail: Callable[[str, OSError], None]) -> _Folder | None:
+    entry = step.entry
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
+        fd = os.open(entry.name, flags, dir_fd=entry.directory)
+        try:
+            status = os.fstat(fd)
+            if any(os.path.samestat(folder.status, status) for folder in above):
+                text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
+                raise OSError(errno.ELOOP, text)
+            return _Folder(entry, status, fd, iter(sorted(os.listdir(fd))))
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        fail(entry.path, error)
+        return None
+
+
+class Sent(NamedTuple):
+    """A file whose Result has not come."""
+
+    path: str
+    size: int
+    began: float
+
+
+class Sender:
+    """Sends files. run() and read_results() need a thread each.
+
+    Parameters
+    ----------
+    channel : Channel
+        To the receiver.
+    mounts : dict
+        The mounts of this machine.
+    sources : sequence of Entry
+        What is sent.
+    request : Request
+        The options.
+    fail : callable
+        Called with the path and error of what cannot be sent.
+    moved : callable
+        Called with a path, and how many bytes of it have been sent.
+    notice : callable
+        Called with a line that says why NIXL does not move the bytes.
+    peer_has_nixl : bool
+        Whether NIXL is installed there.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        mounts: Mounts,
+        sources: Sequence[Entry],
+        request: Request,
+        fail: Callable[[str, OSError], None],
+        moved: Callable[[str, int], None],
+        notice: Callable[[str], None],
+        *,
+        peer_has_nixl: bool,
+    ) -> None:
+        self._peer_has_nixl = peer_has_nixl
+        self._channel = channel
+        self._mounts = mounts
+        self._sources = sources
+        self._request = request
+        self._fail = fail
+        self._moved = moved
+        self._notice = notice
+        self._number = 0
+        self._refused = -1  # the last file that the receiver does not want
+        self._pending: dict[int, Sent] = {}
+        self._buffer = memoryview(bytearray(BLOCK_BYTES))
+        self._bounce: Bounce | None = None  # once NIXL is chosen
+        self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: the results have ended
+        self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
+
+    def plan(self) -> Plan:
+        """Add up what is to be sent."""
+        size = data = 0
+        for source in self._sources:
+            for step in walk(source, self._request, lambda path, error: None):
+                if stat.S_ISREG(step.status.st_mode):
+                    size += step.status.st_size
+                    data += data_bytes(step.status, step.status.st_size)
+        return Plan(size, data)
+
+    def run(self, plan: Plan) -> None:
+        """Send everything. Errors of the connection are raised, others go to ``fail``."""
+        self._channel.send(plan)
+        if plan.size >= bounce.LEAST_BYTES:
+            self._choose()
+        try:
+            for number, source in enumerate(self._sources):
+                self._send_tree(number, source)
+        finally:
+            if self._bounce is not None:
+                self._bounce.close()
+        self._channel.send(Done())
+
+    def _send_tree(self, number: int, source: Entry) -> None:
+        with closing(walk(source, self._request, self._fail)) as steps:
+            for step in steps:
+                try:
+                    self._send(number, step)
+                except OSError as error:
+                    if isinstance(error, ChannelError):
+                        raise
+                    self._fail(step.entry.path, error)
+
+    def read_results(self, take: Callable[[Sent, Result], None], fail: Callable[[Failed], None]) -> None:
+        """Receive what becomes of the files, until the receiver has finished."""
+        try:
+            self._read_results(take, fail)
+        finally:
+            self._answers.put(None)
+            self._free.put(None)
+
+    def _read_results(self, take: Callable[[Sent, Result], None], fail: Callable[[Failed], None]) -> None:
+        while True:
+            message = self._channel.receive()
+            match message:
+                case Result():
+                    sent = self._pending.pop(message.number, None)
+                    if sent is None:
+                        raise ProtocolError("the result of a file that was not sent")
+                    if message.error or message.skipped:
+                        self._refused = message.number
+                    take(sent, message)
+                case Failed():
+                    fail(message)
+                case Free():
+                    self._free.put(message.number)
+                case Measured():
+                    self._answers.put(message)
+                case Finished():
+                    return
+                case _:
+                    raise ProtocolError("no result")
+
+    # ---- NIXL or the pipe ----
+
+    def _choose(self) -> None:
+        """Find out whether NIXL is faster than the pipe, and let the receiver know."""
+        if not (bounce.is_installed() and self._peer_has_nixl):
+            self._choose_pipe("NIXL is not installed on both machines (pip install 'gpufs[nodes]')")
+            return
+        try:
+            slots = Bounce()
+        except OSError as error:
+            self._choose_pipe(error.strerror or "")
+            return
+        self._channel.send(slots.offer)
+        answer = self._wait(self._answers, slots)
+        began = time.monotonic()
+        for _ in range(bounce.SLOTS):
+            self._channel.send_data(self._buffer)
+        self._channel.send(Measure())
+        self._wait(self._answers, slots)
+        rate = bounce.SLOTS * BLOCK_BYTES / (time.monotonic() - began)
+        if answer.rate <= rate:
+            slots.close()
+            self._choose_pipe(answer.failure or f"NIXL moves {rate_text(answer.rate)}, the pipe {rate_text(rate)}")
+            return
+        self._bounce = slots
+        for number in range(bounce.SLOTS):
+            self._free.put(number)
+        self._channel.send(Chosen(True))
+
+    def _choose_pipe(self, reason: str) -> None:
+        text = f"the bytes go through the pipe of the shell: {plain(reason)}"
+        self._notice(text)
+        self._channel.send(Chosen(False, text))
+
+    def _wait(self, queue: SimpleQueue[T | None], slots: Bounce) -> T:
+        """Return what the other thread receives next, and let the receiver read at the same time."""
+        while True:
+            try:
+                answer = queue.get(timeout=_PROGRESS_SECONDS)
+            except Empty:
+                slots.progress()
+                continue
+            if answer is None:
+                raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
+            return answer
+
+    def _send_bytes(self, slot: int, data: memoryview) -> None:
+        if self._bounce is None:
+            self._channel.send_data(data)
+        else:
+            self._channel.send(Slot(slot, len(data)))
+
+    def _await_reads(self) -> None:
+        """Wait until the receiver has read all slots."""
+        if self._bounce is not None:
+            for number in [self._wait(self._free, self._bounce) for _ in range(bounce.SLOTS)]:
+                self._free.put(number)
+
+    # ---- files ----
+
+    def _send(self, source: int, step: Step) -> None:
+        entry, status = step.entry, step.status
+        name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
+        if step.kind == "leave":
+            self._channel.send(Leave())
+        elif step.kind == "enter":
+            self._channel.send(Enter(source, name, path, status.st_dev in self._mounts, Attributes.of(status)))
+        elif stat.S_ISLNK(status.st_mode):
+            target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
+            self._channel.send(Link(source, name, path, target, Attributes.of(status)))
+        else:
+            opened = _ends.open_source(entry)
+            try:
+                self._send_file(source, name, opened)
+            finally:
+                close_all((opened.fd,))
+
+    def _send_file(self, source: int, name: bytes, opened: OpenFile) -> None:
+        number, self._number = self._number, self._number + 1
+        path, status = opened.entry.path, opened.status
+        size = _ends.size_of(opened)
+        self._pending[number] = Sent(path, size, time.monotonic())
+        data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
+        named = os.fsencode(path)
+        self._channel.send(File(number, source, name, named, size, data, on_mount, Attributes.of(status)))
+        holes = stat.S_ISREG(status.st_mode) and data < size
+        end = self._send_content(number, opened, holes=holes)
+        self._await_reads()
+        self._channel.send(end)
+
+    def _send_content(self, number: int, opened: OpenFile, *, holes: bool) -> End | Abandon:
+        """Send the bytes of a file, and return what follows them."""
+        checksum = Checksum(verify=self._request.verify)
+        done = data_end = 0
+        while self._refused != number:
+            slot, buffer = 0, self._buffer
+            if self._bounce is not None:
+                slot = self._wait(self._free, self._bounce)
+                buffer = self._bounce.slot(slot)
+            count = 0
+            try:
+                if holes and done == data_end:
+                    start, data_end = _ends.next_data(opened.fd, done)
+                    if start > done:
+                        self._channel.send(Hole(start - done))
+                        checksum.skip(start - done)
+                        done = start
+                        continue
+                count = os.preadv(opened.fd, [buffer[: data_end - done] if holes else buffer], done)
+            except ChannelError:
+                raise
+            except OSError as error:
+                return Abandon(error.errno or errno.EIO, plain(text_of(error)))
+            finally:
+                if not count and self._bounce is not None:
+                    self._free.put(slot)
+            if not count:
+                return End(checksum.text)
+            checksum.update(buffer[:count])
+            self._send_bytes(slot, buffer[:count])
+            done += count
+            self._moved(opened.entry.path, done)
+        return Abandon(errno.ECANCELED, "")

@@ -1,0 +1,581 @@
+"""`gpufs cp` and gpufs.copy() from and to HOST:PATH. A script stands for ssh, except in the test of a real sshd."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.cli import fails, gpufs, user_gpufs
+from support.data import MIB, assert_same, noise
+from support.mounting import GPUFS, REPOSITORY, Mounter, Session
+from support.processes import NOBODY, PATIENCE, run, wait_until
+from test_remote import left, refused
+
+import gpufs as package
+
+SIZE = 64 * MIB
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rsh(session: Session) -> Path:
+    """A command that runs a program here, whatever the host is."""
+    return script(session.scratch / "rsh", '#!/bin/sh\nshift\nexec "$@"\n')
+
+
+@pytest.fixture
+def remote(rsh: Path) -> tuple[str, ...]:
+    """The options that make any host this machine."""
+    return ("-e", str(rsh), "--remote-gpufs", GPUFS[0])
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A directory that is not on a mount."""
+    path = tmp_path / "host"
+    path.mkdir()
+    return path
+
+
+def servers(session: Session) -> list[int]:
+    """The processes of this test session that serve copies."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if b"serve-copy" in words and session.name.encode() in environment:
+            found.append(pid)
+    return found
+
+
+def signal_servers(session: Session, number: signal.Signals) -> None:
+    for pid in servers(session):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
+
+
+def writes(pid: int, root: Path) -> bool:
+    """Whether a process has a file without a name on the mount: one that is being copied."""
+    try:
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return False
+    return any(link.startswith(str(root.parent)) and link.endswith("(deleted)") for link in links)
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("size", [0, 4 * MIB, 9 * MIB + 12345])
+def test_there_and_back(root: Path, host: Path, remote: tuple[str, ...], size: int) -> None:
+    (host / "source").write_bytes(noise(size))
+    for words in [
+        (host / "source", f"node:{root}"),
+        (f"node:{root}/source", root / "second"),
+        (f"node:{root}/second", host / "back"),
+    ]:
+        (copy,) = json.loads(gpufs("cp", *remote, "--verify", "--json", *words).stdout)["copies"]
+        assert (copy["bytes"], copy["method"], len(copy["sha256"])) == (size, "node", 64)
+    assert left(root) == ["second", "source"]
+    for path in (root / "source", root / "second", host / "back"):
+        assert_same(path.read_bytes(), noise(size))
+
+
+def test_between_two_network_namespaces(mount: Mounter) -> None:
+    """Both have a mount, and each of them starts the program of the other."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    first, second = mount(), mount()
+    namespace = f"gpufs-{secrets.token_hex(4)}"
+    run("ip", "netns", "add", namespace)
+    try:
+        words = ("-e", "ip netns exec", "--remote-gpufs", GPUFS[0])
+        (first.device / "a").write_bytes(noise(5 * MIB))
+        gpufs("cp", *words, first.device / "a", f"{namespace}:{second.device}/b")
+        gpufs("cp", *words, f"{namespace}:{second.device}/b", first.device / "c")
+        for path in (second.device / "b", first.device / "c"):
+            assert_same(path.read_bytes(), noise(5 * MIB))
+    finally:
+        run("ip", "netns", "delete", namespace)
+
+
+def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    """Modes, times, links, empty directories and names that are not text, in both directions."""
+    tree = host / "tree"
+    (tree / "empty").mkdir(parents=True)
+    (tree / "deep" / "deeper").mkdir(parents=True)
+    (tree / "deep" / "deeper" / "file").write_bytes(noise(3))
+    (tree / "deep" / "link").symlink_to("deeper/file")
+    (Path(os.fsdecode(os.fsencode(tree) + b"/\xff name"))).write_bytes(b"x")
+    (tree / "empty").chmod(0o555)
+    (tree / "deep" / "deeper" / "file").chmod(0o640)
+    os.utime(tree / "deep" / "deeper" / "file", (1, 2))
+    gpufs("cp", *remote, "-a", tree, f"node:{root}/copy")
+    gpufs("cp", *remote, "-a", f"node:{root}/copy/", host)  # into a directory: under its own name
+    for copy in (root / "copy", host / "copy"):
+        assert left(copy) == left(tree)
+        assert (copy / "empty").stat().st_mode & 0o777 == 0o555
+        assert os.readlink(copy / "deep" / "link") == "deeper/file"
+        status = (copy / "deep" / "deeper" / "file").stat()
+        assert (status.st_mode & 0o777, status.st_mtime, status.st_size) == (0o640, 2, 3)
+    gpufs("cp", *remote, "-rL", tree / "deep", f"node:{root}")
+    assert not (root / "deep" / "link").is_symlink()
+    assert "is a directory (-r copies it)" in refused(*remote, f"node:{root}/copy", host / "none")
+    assert "is a directory (-r copies it)" in refused(*remote, tree, f"node:{root}/none")
+
+
+def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    """They are replaced when the copy is complete, keep their mode, and are skipped with -n."""
+    for name in ("a", "b"):
+        (host / name).write_bytes(name.encode() * 3)
+    (root / "a").write_bytes(b"old")
+    (root / "a").chmod(0o600)
+    done = json.loads(gpufs("cp", *remote, "-n", "--json", host / "a", host / "b", f"node:{root}").stdout)
+    assert (done["files"], done["skipped"], (root / "a").read_bytes()) == (1, 1, b"old")
+    gpufs("cp", *remote, host / "a", "-t", f"node:{root}")
+    assert ((root / "a").read_bytes(), (root / "a").stat().st_mode & 0o777) == (b"aaa", 0o600)
+    (host / "other").mkdir()
+    (host / "other" / "a").write_bytes(b"another")
+    text = refused(*remote, host / "a", host / "other" / "a", f"node:{root}")
+    assert "another source of this command" in text
+    assert left(root) == ["a", "b"]
+
+
+def test_holes_stay_holes(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    with open(root / "sparse", "wb") as file:
+        file.truncate(SIZE)
+        file.seek(SIZE // 2)
+        file.write(b"data")
+    gpufs("cp", *remote, "--verify", f"node:{root}/sparse", host)
+    assert_same((host / "sparse").read_bytes(), (root / "sparse").read_bytes())
+    assert (host / "sparse").stat().st_blocks * 512 <= 4 * MIB
+
+
+def test_what_does_not_fit(mount: Mounter, host: Path, remote: tuple[str, ...]) -> None:
+    """Nothing is created, and the line has the figures of the other machine."""
+    small = mount(memory=64 * MIB)
+    with open(host / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 65 * MIB)
+    text = refused(*remote, host / "large", f"node:{small.device}")
+    assert text.startswith(f"gpufs cp: node:{small.device}: No space left on device: needs 65")
+    assert left(small.device) == []
+
+
+def test_from_python(root: Path, host: Path, rsh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs use ssh and gpufs as they are found in PATH."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").symlink_to(rsh)
+    (tmp_path / "bin" / "gpufs").symlink_to(GPUFS[0])
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (root / "m").write_bytes(noise(SIZE))
+    seen: list[package.CopyProgress] = []
+    result = package.copy(f"node2:{root}/m", host, verify=True, progress=seen.append)
+    assert (result.source, result.destination, result.bytes) == (f"node2:{root}/m", str(host / "m"), SIZE)
+    assert seen
+    assert all(one.total == SIZE for one in seen)
+    assert package.copy(host / "m", f"node2:{root}/n").destination == f"node2:{root}/n"
+    assert_same((root / "n").read_bytes(), noise(SIZE))
+    with pytest.raises(package.CopyError) as failure:
+        package.copy(f"node2:{root}/none", host)
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOENT, f"node2:{root}/none")
+    with pytest.raises(package.CopyError, match="HOST:PATH"):
+        package.copy(f"node2:{root}/m", host, partial=True)
+
+
+# ---- NIXL ----
+
+LARGE = 1 << 30  # NIXL is asked from this size on
+DATA = 40 * MIB  # the rest is a hole
+
+THROTTLE = """
+import os, time
+while block := os.read(0, 1 << 18):
+    time.sleep(len(block) / 15e6)
+    while block:
+        block = block[os.write(1, block) :]
+"""
+
+
+@pytest.fixture(scope="module")
+def slow_pipe(session: Session) -> tuple[str, ...]:
+    """Options for a shell whose pipe moves 15 MB/s at most, so that NIXL is the faster way."""
+    pytest.importorskip("nixl")
+    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)}"
+    shell = script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
+    return ("-e", str(shell), "--remote-gpufs", GPUFS[0])
+
+
+@pytest.fixture(scope="module")
+def large(session: Session) -> Path:
+    path = session.scratch / "large"
+    with open(path, "wb") as file:
+        file.write(noise(DATA))
+        file.truncate(LARGE)
+    return path
+
+
+def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large: Path) -> None:
+    """In both directions, with a small file and one that is skipped beside the large one."""
+    (host / "small").write_bytes(noise(3))
+    (root / "skipped").write_bytes(b"old")
+    (host / "skipped").write_bytes(noise(5 * MIB))
+    words = (large, host / "small", host / "skipped", f"node:{root}")
+    done = json.loads(gpufs("cp", *slow_pipe, "-n", "--json", *words).stdout)
+    assert (done["skipped"], done["paths"]) == (1, {"nixl": DATA + 3, "hole": LARGE - DATA})
+    done = json.loads(gpufs("cp", *slow_pipe, "--json", f"node:{root}/large", host / "back").stdout)
+    assert done["paths"] == {"nixl": DATA, "hole": LARGE - DATA}
+    with open(host / "back", "rb") as file:
+        assert_same(file.read(DATA), noise(DATA))
+    assert left(root) == ["large", "skipped", "small"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to", "from"])
+def test_the_peer_is_killed_during_nixl(
+    session: Session, root: Path, host: Path, slow_pipe: tuple[str, ...], large: Path, there: bool
+) -> None:
+    (host / "from").mkdir()
+    for number in range(4):
+        (host / "from" / str(number)).symlink_to(large)
+    names = (f"{host}/from", f"node:{root}") if there else (f"node:{host}/from", str(root))
+    chance = random.Random(3 + there)
+    command = [*GPUFS, "cp", *slow_pipe, "-rL", *names]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        wait_until(lambda: any(writes(pid, root) for pid in [child.pid, *servers(session)]), PATIENCE, "the copy")
+        time.sleep(chance.uniform(0, 0.1))
+        signal_servers(session, signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = child.communicate(timeout=PATIENCE)
+        if child.returncode:
+            assert time.monotonic() - killed < 10
+            assert errors.splitlines()[-1].startswith("gpufs cp: node: the connection ended")
+    for path in root.rglob("*"):  # those that were complete
+        assert path.is_dir() or path.stat().st_size == LARGE
+        assert "gpufs-part" not in path.name
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import importlib.util as u; o = u.find_spec; u.find_spec = lambda *a: None if a == ('nixl',) else o(*a)", ""),
+        ("import sys; sys.modules['nixl._api'] = None", "NIXL: "),
+    ],
+    ids=["absent", "broken"],
+)
+def test_without_nixl_there(root: Path, tmp_path: Path, rsh: Path, large: Path, code: str, reason: str) -> None:
+    """The pipe takes its place, and a line says why."""
+    pytest.importorskip("nixl")
+    program = script(tmp_path / "gpufs", f"#!{sys.executable}\n{code}\nfrom gpufs.cli import main\nmain()\n")
+    remote = ("-e", str(rsh), "--remote-gpufs", str(program))
+    words = (large, f"node:{root}") if reason else (f"node:{large}", root)
+    done = gpufs("cp", *remote, "--json", *words)
+    assert json.loads(done.stdout)["paths"] == {"pipe": DATA, "hole": LARGE - DATA}
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("gpufs cp: node: the bytes go through the pipe of the shell: ")
+    assert (reason or "NIXL is not installed") in line
+
+
+# ---- failures ----
+
+
+def test_a_file_that_the_remote_user_cannot_read(root: Path, host: Path, session: Session, tmp_path: Path) -> None:
+    """The rights are those of the user there, also where this user has more."""
+    environment = {"PATH": os.environ["PATH"], "HOME": "/"}
+    words, environment = user_gpufs(environment)
+    settings = " ".join(f"{name}='{value}'" for name, value in environment.items())
+    identity = f"setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups"
+    shell = script(tmp_path / "rsh", f'#!/bin/sh\nshift\ncd /\nexec env {settings} {identity} "$@"\n')
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    (host / "secret").write_bytes(b"secret")
+    (host / "secret").chmod(0o600)
+    host.chmod(0o755)
+    remote = ("-e", str(shell), "--remote-gpufs", " ".join(words))
+    text = refused(*remote, f"node:{host}/secret", root)
+    assert text == f"gpufs cp: node:{host}/secret: Permission denied"
+    (root / "file").write_bytes(b"content")
+    text = refused(*remote, root / "file", f"node:{host}/file")
+    assert text == f"gpufs cp: {root}/file -> node:{host}/file: Permission denied"
+    assert left(host) == ["secret"]
+    assert left(root) == ["file"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to", "from"])
+def test_the_peer_is_killed(session: Session, root: Path, host: Path, remote: tuple[str, ...], there: bool) -> None:
+    """At random points: no name is left, and one line names the host, within seconds."""
+    (root / "m").write_bytes(noise(SIZE))
+    (host / "to").mkdir()
+    words = (root / "m", f"node:{host}/to") if there else (f"node:{root}/m", host / "to")
+    chance = random.Random(1 + there)
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        command = [*GPUFS, "cp", *remote, *map(str, words)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            wait_until(lambda: servers(session), PATIENCE, "the other side")
+            time.sleep(chance.uniform(0, 0.4))
+            signal_servers(session, number)
+            killed = time.monotonic()
+            _, errors = child.communicate(timeout=PATIENCE)
+            if child.returncode == 0:  # it was faster
+                assert left(host / "to") == ["m"]
+                (host / "to" / "m").unlink()
+                continue
+            assert time.monotonic() - killed < 10
+            assert child.returncode == 1
+            assert errors == f"gpufs cp: node: the connection ended: signal {number}\n"
+        assert left(host / "to") in ([], ["m"])
+        if left(host / "to"):  # it was complete, and the answer was lost
+            assert_same((host / "to" / "m").read_bytes(), noise(SIZE))
+            (host / "to" / "m").unlink()
+
+
+def test_this_side_is_killed(session: Session, root: Path, remote: tuple[str, ...], host: Path) -> None:
+    """The other side ends, and leaves no name."""
+    with open(host / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 4 * SIZE)
+    for number in (signal.SIGKILL, signal.SIGINT):
+        command = [*GPUFS, "cp", *remote, "--verify", str(host / "large"), f"node:{root}"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            wait_until(lambda: servers(session), PATIENCE, "the other side")
+            child.send_signal(number)
+            assert child.wait(PATIENCE) in (-number, 130)
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the other side")
+        assert left(root) == []
+
+
+def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...], host: Path) -> None:
+    """A machine that is gone sends nothing. The copy notices that within seconds."""
+    with open(host / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 4 * SIZE)
+    command = [*GPUFS, "cp", *remote, "--verify", str(host / "large"), f"node:{root}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        wait_until(lambda: any(writes(pid, root) for pid in servers(session)), PATIENCE, "the copy")
+        signal_servers(session, signal.SIGSTOP)
+        _, errors = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 1
+    assert errors.splitlines()[-1] == "gpufs cp: node: the connection ended: nothing came for 10 seconds"
+    assert left(root) == []
+
+
+# ---- what the other side sends ----
+
+FAKE = """
+import sys
+from gpufs.nodes.channel import Channel
+from gpufs.nodes.messages import *
+from gpufs.nodes.peer import GREETING, our_hello
+channel = Channel(0, 1, silence=30)
+channel.write_line(GREETING)
+attributes = Attributes(0o100644, 0, 0, 0, 0)
+hello = our_hello()
+{before}
+channel.send(hello)
+channel.receive()
+channel.receive()
+channel.send(Plan(3, 3))
+{after}
+channel.send(Done())
+channel.receive()
+"""
+
+
+def fake(path: Path, *, before: str = "", after: str = "") -> tuple[str, ...]:
+    """Options that make a program the other side."""
+    program = script(path / "fake.py", FAKE.format(before=before, after=after))
+    shell = script(path / "rsh", f"#!/bin/sh\nexec {sys.executable} {program} 2>/dev/null\n")
+    return ("-e", str(shell))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "..", "/etc/outside", "a/b", ""], ids=["parent", "dots", "absolute", "path", "empty"]
+)
+def test_a_sender_that_names_other_files(root: Path, host: Path, tmp_path: Path, name: str) -> None:
+    """It chooses names below the destination, and nothing else."""
+    after = f"""
+channel.send(Enter(0, b"tree", b"tree", True, Attributes(0o40755, 0, 0, 0, 0)))
+channel.send(File(0, 0, {name.encode()!r}, b"p", 3, 3, True, attributes))
+channel.send_data(memoryview(b"abc"))
+channel.send(End("352441c2"))
+"""
+    assert "does not keep to the protocol" in refused("-r", *fake(tmp_path, after=after), "node:/tree", root)
+    assert left(root) == ["tree"]
+    assert left(root / "tree") == []
+
+
+def test_a_link_of_the_sender_is_not_followed(root: Path, host: Path, tmp_path: Path) -> None:
+    after = f"""
+directory = Attributes(0o40755, 0, 0, 0, 0)
+channel.send(Enter(0, b"tree", b"tree", True, directory))
+channel.send(Link(0, b"x", b"x", {os.fsencode(host)!r}, attributes))
+channel.send(Enter(0, b"x", b"x", True, directory))
+channel.send(File(0, 0, b"file", b"file", 3, 3, True, attributes))
+channel.send_data(memoryview(b"abc"))
+channel.send(End("352441c2"))
+channel.receive()
+channel.send(Leave())
+channel.send(Leave())
+"""
+    assert "a file cannot be overwritten with a directory" in refused(
+        "-r", *fake(tmp_path, after=after), "node:/tree", root
+    )
+    assert left(host) == []
+
+
+@pytest.mark.parametrize("checksum", ["352441c2", "352441c3"])
+def test_bytes_that_change_on_the_way(root: Path, tmp_path: Path, checksum: str) -> None:
+    after = f"""
+channel.send(File(0, 0, b"file", b"/file", 3, 3, True, attributes))
+channel.send_data(memoryview(b"abc"))
+channel.send(End("{checksum}"))
+channel.receive()
+"""
+    words = (*fake(tmp_path, after=after), "node:/file", root)
+    if checksum == "352441c2":
+        gpufs("cp", *words)
+        assert (root / "file").read_bytes() == b"abc"
+    else:
+        assert "have changed on the way" in refused(*words)
+        assert left(root) == []
+
+
+def test_versions(root: Path, tmp_path: Path) -> None:
+    """One in common is enough. Without any, the line says what each side has."""
+    assert "versions 7 to 9" in refused(*fake(tmp_path, before="hello.oldest, hello.newest = 7, 9"), "node:/file", root)
+    gpufs("cp", *fake(tmp_path, before="hello.newest = 9"), "node:/file", root)
+
+
+# ---- wrong input ----
+
+
+def test_hosts_that_cannot_be_reached(root: Path, tmp_path: Path) -> None:
+    noisy = script(tmp_path / "noisy", "#!/bin/sh\necho Welcome\n")
+    refuses = script(tmp_path / "refuses", "#!/bin/sh\necho banner >&2\necho 'ssh: no route' >&2\nexit 255\n")
+    shell = script(tmp_path / "rsh", '#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    assert "'Welcome' came instead of gpufs" in refused("-e", noisy, "node:x", root)
+    done = gpufs("cp", "-e", refuses, "node:x", root, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        "gpufs cp: node: the connection ended: ssh: no route",
+    )
+    assert "--remote-gpufs" in refused("-e", shell, "--remote-gpufs", "/none/gpufs", "node:x", root)
+    assert "/none/rsh: cannot be run: No such file or directory" in refused("-e", "/none/rsh", "node:x", root)
+    assert "cannot be split into words" in refused("-e", "'", "node:x", root)
+
+
+def test_ssh_can_ask_for_a_password(root: Path, host: Path, tmp_path: Path) -> None:
+    """It has the terminal for itself: nothing is drawn before the connection is there."""
+    if shutil.which("script") is None:
+        pytest.skip("needs script(1)")
+    asks = '#!/bin/sh\nprintf "Password: " >/dev/tty\nsleep 0.5\nread word </dev/tty\n'
+    shell = script(tmp_path / "rsh", asks + '[ "$word" = secret ] || exit 5\necho right >/dev/tty\nshift\nexec "$@"\n')
+    (host / "file").write_bytes(noise(MIB))
+    command = f"{GPUFS[0]} cp -e {shell} --remote-gpufs {GPUFS[0]} {host}/file node:{root}"
+    done = run("script", "-qec", command, "/dev/null", input="secret\n")
+    assert "1.0 MiB of 1.0 MiB" in done.stdout
+    assert done.stdout.index("right") < done.stdout.index("\x1b[K")
+    assert_same((root / "file").read_bytes(), noise(MIB))
+
+
+def test_names_that_are_not_hosts(root: Path) -> None:
+    (root / "a:b").write_bytes(b"x")
+    for name, text in [
+        (":/x", "has no host"),
+        ("-oProxyCommand=x:/x", "is not a host"),
+        ("a b:/x", "is not a host"),
+        ("@:/x", "is not a host"),
+        ("u@:/x", "is not a host"),
+    ]:
+        assert text in fails(2, "cp", "--", name, root)
+    gpufs("cp", "./a:b", "copy", cwd=root)  # a name of this machine
+    gpufs("cp", root / "a:b", root / "c:d")
+    assert left(root) == ["a:b", "c:d", "copy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("a:x", "b:y"), "only one of the two can be on another machine"),
+        (("a:x", "b:y", "z"), "several machines"),
+        (("a:x", "y", "z"), "use two"),
+        (("-", "a:x"), "must be on this machine"),
+        (("--partial", "a:x", "z"), "--partial cannot be used"),
+        (("--fastpath", "require", "a:x", "z"), "--fastpath require cannot be used"),
+        (("x", "-t", "a:y", "-t", "b:z"), "one destination"),
+        (("a:x", ""), "an empty name"),
+        (("-e", "ssh", "x", "y"), "need a name like HOST:PATH"),
+        (("--remote-gpufs", "gpufs", "x", "y"), "need a name like HOST:PATH"),
+    ],
+)
+def test_what_cannot_be_combined(words: tuple[str, ...], text: str) -> None:
+    assert text in fails(2, "cp", *words)
+
+
+def test_names_there_that_are_wrong(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    (root / "file").write_bytes(b"x")
+    (host / "file").write_bytes(b"x")
+    for words, text in [
+        ((f"node:{root}/none", host), f"node:{root}/none: No such file or directory"),
+        ((root / "file", f"node:{root}/none/x"), "No such file or directory"),
+        ((root / "none", f"node:{host}"), f"{root}/none: No such file or directory"),
+        ((root / "file", "-t", f"node:{host}/none"), "-t takes a directory"),
+        ((f"node:{root}/file", "-t", f"{host}/none"), "-t takes a directory"),
+        ((f"node:{host}/file", host / "copy"), "neither of them is on a gpufs mount"),
+        ((host / "file", f"node:{host}/copy"), "neither of them is on a gpufs mount"),
+        (("-r", host, f"node:{host}/copy"), "neither of them is on a gpufs mount"),
+    ]:
+        assert text in refused(*remote, *words)
+    assert (left(host), left(root)) == (["file"], ["file"])
+
+
+# ---- ssh itself ----
+
+
+@pytest.fixture
+def sshd(session: Session, tmp_path: Path) -> Iterator[str]:
+    """A real sshd on this machine; the command that reaches it."""
+    server = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+    if server is None or shutil.which("ssh") is None or os.geteuid() != 0:
+        pytest.skip("needs root and openssh-server")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("host_key", "user_key"):
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
+    config = tmp_path / "sshd_config"
+    config.write_text(
+        f"HostKey {tmp_path}/host_key\nAuthorizedKeysFile {tmp_path}/user_key.pub\nStrictModes no\n"
+        f"PermitRootLogin prohibit-password\nSetEnv PYTHONPATH={REPOSITORY} TESTS_OF_GPUFS={session.name}\n"
+    )
+    # As inetd does: each ssh starts an sshd, over a pipe instead of a port.
+    proxy = f"{server} -i -q -f {config}"
+    yield (
+        f"ssh -F none -i {tmp_path}/user_key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
+        f"-o BatchMode=yes -o LogLevel=ERROR -o 'ProxyCommand={proxy}'"
+    )
+    wait_until(lambda: not servers(session), PATIENCE, "the end of the other side")
+
+
+def test_by_ssh(sshd: str, root: Path, host: Path) -> None:
+    remote = ("-e", sshd, "--remote-gpufs", GPUFS[0])
+    (host / "file").write_bytes(noise(9 * MIB))
+    gpufs("cp", *remote, "--verify", host / "file", f"root@localhost:{root}/copy")
+    gpufs("cp", *remote, "--verify", f"root@localhost:{root}/copy", host / "back")
+    assert_same((host / "back").read_bytes(), noise(9 * MIB))
+    assert f"root@localhost:{root}/none: No such file" in refused(*remote, f"root@localhost:{root}/none", host)
