@@ -234,6 +234,7 @@ def large(session: Session) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large: Path) -> None:
     """In both directions, with a small file and one that is skipped beside the large one."""
     (host / "small").write_bytes(noise(3))
@@ -250,6 +251,7 @@ def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["to", "from"])
+@pytest.mark.slow
 def test_the_peer_is_killed_during_nixl(
     session: Session, root: Path, host: Path, slow_pipe: tuple[str, ...], large: Path, there: bool
 ) -> None:
@@ -281,6 +283,7 @@ def test_the_peer_is_killed_during_nixl(
     ],
     ids=["absent", "broken"],
 )
+@pytest.mark.slow
 def test_without_nixl_there(root: Path, tmp_path: Path, rsh: Path, large: Path, code: str, reason: str) -> None:
     """The pipe takes its place, and a line says why."""
     pytest.importorskip("nixl")
@@ -362,6 +365,7 @@ def test_this_side_is_killed(session: Session, root: Path, remote: tuple[str, ..
         assert left(root) == []
 
 
+@pytest.mark.slow
 def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...], host: Path) -> None:
     """A machine that is gone sends nothing. The copy notices that within seconds."""
     with open(host / "large", "wb") as file:
