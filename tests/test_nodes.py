@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -300,19 +301,25 @@ def test_without_nixl_there(root: Path, tmp_path: Path, rsh: Path, large: Path, 
 # ---- failures ----
 
 
-def test_a_file_that_the_remote_user_cannot_read(root: Path, host: Path, session: Session, tmp_path: Path) -> None:
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can enter."""
+    with tempfile.TemporaryDirectory(prefix="gpufs-tests-", dir="/tmp") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+def test_a_file_that_the_remote_user_cannot_read(root: Path, open_directory: Path) -> None:
     """The rights are those of the user there, also where this user has more."""
+    host = open_directory / "host"
+    host.mkdir(mode=0o755)
     environment = {"PATH": os.environ["PATH"], "HOME": "/"}
     words, environment = user_gpufs(environment)
     settings = " ".join(f"{name}='{value}'" for name, value in environment.items())
     identity = f"setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups"
-    shell = script(tmp_path / "rsh", f'#!/bin/sh\nshift\ncd /\nexec env {settings} {identity} "$@"\n')
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
+    shell = script(open_directory / "rsh", f'#!/bin/sh\nshift\ncd /\nexec env {settings} {identity} "$@"\n')
     (host / "secret").write_bytes(b"secret")
     (host / "secret").chmod(0o600)
-    host.chmod(0o755)
     remote = ("-e", str(shell), "--remote-gpufs", " ".join(words))
     text = refused(*remote, f"node:{host}/secret", root)
     assert text == f"gpufs cp: node:{host}/secret: Permission denied"
