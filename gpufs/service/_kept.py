@@ -107,7 +107,12 @@ class Record:
         with self._lock:
             if self._keeper is None or self._held:
                 return
-            self._held = (os.dup(self._sock.fileno()), os.memfd_create("gpufs-client"))
+            record = os.memfd_create("gpufs-client")
+            try:
+                self._held = (os.dup(self._sock.fileno()), record)
+            except OSError:
+                os.close(record)
+                raise
             for key, noted in self._entries.items():
                 self._write(key, noted)
             self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
