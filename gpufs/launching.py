@@ -136,7 +136,7 @@ def launch(
 
 
 def _environment(*, service: bool) -> dict[str, str]:
-    """Return the daemon's environment. What it tells systemd must not be taken for words of the program that mounts."""
+    """Return the daemon's environment. Only the daemon of a service may report to systemd."""
     environment = dict(os.environ)
     environment.pop("WATCHDOG_PID", None)  # this process
     if not service or environment.get("SYSTEMD_EXEC_PID") != str(os.getpid()):

@@ -144,7 +144,7 @@ class Serving:
         return "its keeper could not be started" if self.keeper is None else self.mount.obstacle()
 
     async def _or_leave(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do work without which there is no mount. If it fails, another daemon takes over, where that is possible."""
+        """Do work that the mount needs. If it fails, another daemon takes over, where that is possible."""
         try:
             await work()
         except Exception:

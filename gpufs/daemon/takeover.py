@@ -67,7 +67,7 @@ def prepare(
 
 
 def instruct(keeper: Keeper, request: MountRequest, entry: mounting.MountEntry, survives: bool) -> None:
-    """Tell the keeper what it starts when this daemon has died: another one if the mount survives, else the guard.
+    """Tell the keeper what to start after this daemon's death: another daemon if the mount survives, else the guard.
 
     What survives stays mounted if no daemon can be started: `gpufs restart` starts one later.
     """

@@ -226,7 +226,8 @@ gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
       }
       return status;
     };
-    // First the kernel: if this process dies in between, no later one knows which names it has cached in vain.
+    // The kernel is told first: if this process died after the removal, the next one would not know which names to
+    // report.
     if (found.started()) {
       if (Status status = invalidate(found.names().names_of(inode)); !status.ok()) return status;
       found.notifier().invalidate_inode_now(ino);
