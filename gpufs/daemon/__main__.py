@@ -65,7 +65,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
     for _, path, _ in values["backing"] or ():
         mountpoint.refuse_itself(path, request.mountpoint)
     runtime = runtime_directory(allow_other=bool(values["allow_other"]))
-    with ExitStack() as parts, _start_of(taken) as started:
+    with ExitStack() as parts, _start_of(taken, logs) as started:
         owner = _watch(request.owner, parts) if taken is None else taken.held.get(Key.OWNER, -1)
         if taken is not None:
             statistics.remove_dead(taken.entry.device, os.geteuid())  # of the daemons before
@@ -156,7 +156,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
 
 
 @contextmanager
-def _start_of(taken: takeover.Takeover | None) -> Iterator[Callable[[], None]]:
+def _start_of(taken: takeover.Takeover | None, logs: Log) -> Iterator[Callable[[], None]]:
     """The time until the mount is served again, if it is taken over: a failure must take nothing apart until then.
 
     Yields the function that ends this time.
@@ -168,7 +168,7 @@ def _start_of(taken: takeover.Takeover | None) -> Iterator[Callable[[], None]]:
         if taken is not None and not over.is_set():
             known = isinstance(failure, StartFailure)
             log.critical("cannot take over: %s", failure if known else "internal failure", exc_info=not known)
-            takeover.leave_to_the_keeper(1)
+            takeover.leave_to_the_keeper(1, logs)
         raise
 
 

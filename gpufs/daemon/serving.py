@@ -158,7 +158,7 @@ class Serving:
         """
         if self.answers and self.obstacle() is None:
             log.critical("the daemon has failed: another one takes over", exc_info=True)
-            takeover.leave_to_the_keeper(1)
+            takeover.leave_to_the_keeper(1, self.log)
 
     async def _provide_for_next(self) -> None:
         """Have the keeper start another daemon only while the mount survives this one. Hand over if a context fails."""
@@ -200,7 +200,7 @@ class Serving:
     def _hand_over(self) -> NoReturn:
         assert self.keeper is not None
         self.keeper.hand_over()
-        takeover.leave_to_the_keeper(0)
+        takeover.leave_to_the_keeper(0, self.log)
 
     async def _watch_restart(self) -> None:
         """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -101,9 +100,9 @@ class Takeover:
     died: int
 
 
-def leave_to_the_keeper(code: int) -> NoReturn:
-    """End this process at once and take nothing apart: another daemon finds everything as it is."""
-    logging.shutdown()
+def leave_to_the_keeper(code: int, logs: Log) -> NoReturn:
+    """End this process, once its log is written, and take nothing apart: another daemon finds everything as it is."""
+    logs.close()
     os._exit(code)
 
 
