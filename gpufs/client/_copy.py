@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from gpufs._naming import named_in
 from gpufs.client import _ends
-from gpufs.client._copy_job import CopyJob, Settings
+from gpufs.client._copy_job import CopyJob, Mounts, Settings
 from gpufs.client._copy_types import (
     Cancellation,
     CopyError,
@@ -28,11 +28,7 @@ from gpufs.mounting import MountTable
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
-    from gpufs.client._node_receive import Sink
-    from gpufs.client._node_send import Sender
     from gpufs.client._remote_copy import RemoteCopies
-    from gpufs.nodes.channel import Channel
-    from gpufs.nodes.messages import Request
     from gpufs.remote.stores import RemoteFile
     from gpufs.remote.urls import Url
 
@@ -192,43 +188,13 @@ class Copier:
             return self._remote
 
     @property
-    def notice(self) -> Callable[[str], None] | None:
-        """What is called with lines for the user."""
-        return self._settings.notice
+    def settings(self) -> Settings:
+        """What all copies have in common."""
+        return self._settings
 
-    def receive_files(
-        self,
-        channel: Channel,
-        bases: Sequence[Entry],
-        request: Request,
-        sink: Sink,
-        cancel: Cancellation,
-        *,
-        peer_has_nixl: bool,
-    ) -> None:
-        """Receive files of another machine. ``bases``: where its sources go, with their directories open."""
-        from gpufs.client._node_receive import Receiver
-
-        mounts = self._mounts.by_device()
-        Receiver(self._settings, mounts, channel, bases, request, sink, cancel, peer_has_nixl=peer_has_nixl).run()
-
-    def sender(
-        self,
-        channel: Channel,
-        sources: Sequence[Entry],
-        request: Request,
-        fail: Callable[[str, OSError], None],
-        moved: Callable[[str, int], None],
-        notice: Callable[[str], None],
-        *,
-        peer_has_nixl: bool,
-    ) -> Sender:
-        """Return what sends files to another machine."""
-        from gpufs.client._node_send import Sender
-
-        return Sender(
-            channel, self._mounts.by_device(), sources, request, fail, moved, notice, peer_has_nixl=peer_has_nixl
-        )
+    def mounts(self) -> Mounts:
+        """Return the mounts of this machine, by the st_dev of their files."""
+        return self._mounts.by_device()
 
     def copy_from_stream(
         self,

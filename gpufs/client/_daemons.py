@@ -56,23 +56,25 @@ def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) ->
     """
     from gpufs.client._connection import Connection
 
-    for pause in (*_RECONNECT_PAUSES, None):
-        for entry in mounts:
-            if entry.root != "/":
-                continue
+    for pause in _RECONNECT_PAUSES:
+        path = _find_socket(device, mounts)
+        try:
+            return Connection(path, trusting=trusting)
+        except OSError as failure:
+            if failure.errno not in _DAEMON_DIED:
+                raise
+        time.sleep(pause)
+    return Connection(_find_socket(device, mounts), trusting=trusting)
+
+
+def _find_socket(device: int, mounts: list[MountEntry]) -> str:
+    """The path of the socket that a mount names. OSError ENOENT if its root is not visible at any of these places."""
+    for entry in mounts:
+        if entry.root == "/":
             path = repeat_if_it_dies(functools.partial(_socket_path, entry, device))
-            if path is None:
-                continue
-            try:
-                return Connection(path, trusting=trusting)
-            except OSError as failure:
-                if pause is None or failure.errno not in _DAEMON_DIED:
-                    raise
-                time.sleep(pause)
-                break
-        else:
-            raise OSError(errno.ENOENT, _NO_ROOT)
-    raise AssertionError("the last attempt returns or raises")
+            if path is not None:
+                return path
+    raise OSError(errno.ENOENT, _NO_ROOT)
 
 
 def _socket_path(entry: MountEntry, device: int) -> str | None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from gpufs.client import _ends
 from gpufs.client._copy_types import Cancellation, CopyError, CopyOptions, CopyProgress, CopyResult, error_class
 from gpufs.client._ends import Entry
-from gpufs.client._node_receive import Sink
-from gpufs.client._node_send import Sent
+from gpufs.client._node_receive import Receiver, Sink
+from gpufs.client._node_send import Sender, Sent
 from gpufs.exceptions import text_of
 from gpufs.nodes import names
 from gpufs.nodes.channel import Channel, ChannelError, ConnectionEnded, ProtocolError
@@ -123,7 +123,8 @@ def download(
     request.sources = [os.fsencode(path) for path in paths]
     with _bases(paths, destination, request) as bases:
         peer.channel.send(request)
-        copier.receive_files(peer.channel, bases, request, _Shown(sink, peer.host), cancel, peer_has_nixl=peer.has_nixl)
+        shown, settings, mounts = _Shown(sink, peer.host), copier.settings, copier.mounts()
+        Receiver(settings, mounts, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
 
 def upload(copier: Copier, peer: Peer, sources: Sequence[str], to: NodeName, request: Request, sink: Sink) -> None:
@@ -200,7 +201,8 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
         _send(copier, channel, sources, request, _Silent(), ignore, ignore, fail, has_nixl)
     else:
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
-            copier.receive_files(channel, bases, request, _Silent(), Cancellation(), peer_has_nixl=has_nixl)
+            settings, mounts, cancel = copier.settings, copier.mounts(), Cancellation()
+            Receiver(settings, mounts, channel, bases, request, _Silent(), cancel, peer_has_nixl=has_nixl).run()
 
 
 def _expanded(path: str) -> str:
@@ -235,7 +237,9 @@ def _send(
     """Send files, and read the results on a thread of its own."""
     follow = not request.recursive or request.dereference
     entries = [Entry.of(source, follow=follow) for source in sources]
-    sender = copier.sender(channel, entries, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl)
+    sender = Sender(
+        channel, copier.mounts(), entries, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl
+    )
     failures: list[Exception] = []
 
     def read() -> None:
@@ -307,7 +311,7 @@ def copy_file(
     cancel: Cancellation | None,
 ) -> CopyResult:
     """Copy from or to another machine by ssh. Raises CopyError."""
-    cancel, sink = cancel or Cancellation(), _One(progress, copier.notice)
+    cancel, sink = cancel or Cancellation(), _One(progress, copier.settings.notice)
     request = Request(False, [], preserve=options.preserve, verify=options.verify, fsync=options.fsync)
     try:
         check_options(options)
@@ -316,7 +320,7 @@ def copy_file(
         assert node is not None
         if all(ends):
             raise OSError(errno.EINVAL, BOTH_REMOTE, destination)
-        with connected(node.host, cancel=cancel, notice=copier.notice) as peer:
+        with connected(node.host, cancel=cancel, notice=copier.settings.notice) as peer:
             if ends[0] is not None:
                 download(copier, peer, [node.path], destination, request, sink, cancel)
             else:
