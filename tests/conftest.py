@@ -17,7 +17,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support.cli import mountpoint  # noqa: F401 - a fixture
+from support.cli import mountpoint, open_directory  # noqa: F401 - fixtures
 from support.data import directory
 from support.mounting import GpufsMount, Mounter, Session, SharedMount, default_memory
 from support.processes import session_processes, wait_until

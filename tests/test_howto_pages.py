@@ -14,9 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 import textwrap
-from collections.abc import Iterator
 from errno import EACCES
 from pathlib import Path
 
@@ -248,15 +246,6 @@ def test_tutorial_in_place(driver: str, tmp_path: Path) -> None:
     )
     assert "0000 c03f 0000 c03f" in shell(program)
     assert not os.path.ismount(tmp_path / "mnt")
-
-
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """A directory that every user can enter."""
-    path = Path(tempfile.mkdtemp(prefix="gpufs-tests-", dir="/tmp"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
 
 
 def test_slurm_prolog_and_epilog(open_directory: Path) -> None:

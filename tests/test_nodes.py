@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -299,14 +298,6 @@ def test_without_nixl_there(root: Path, tmp_path: Path, rsh: Path, large: Path, 
 
 
 # ---- failures ----
-
-
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """A directory that every user can enter."""
-    with tempfile.TemporaryDirectory(prefix="gpufs-tests-", dir="/tmp") as path:
-        os.chmod(path, 0o755)
-        yield Path(path)
 
 
 def test_a_file_that_the_remote_user_cannot_read(root: Path, open_directory: Path) -> None:

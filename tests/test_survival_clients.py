@@ -18,8 +18,8 @@ import pytest
 from support.cli import gpufs
 from support.data import MIB
 from support.mounting import GPUFS
-from support.processes import PATIENCE, errno_of, keepers_of, wait_until
-from support.surviving import mounted
+from support.processes import PATIENCE, errno_of, wait_until
+from support.surviving import Survivor, mounted
 
 from gpufs import attach, status
 
@@ -73,22 +73,13 @@ def attached(path: Path) -> Iterator[Program]:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "mount"
-    path.mkdir()
-    gpufs("mount", path, "--driver", "host", "--memory", "512M", "--devices", "1", "--log-file", tmp_path / "log")
-    try:
-        yield path
-    finally:
-        gpufs("umount", "--force", path)
+    with mounted(tmp_path / "mount") as made:
+        yield made.path
 
 
 def kill(mount: Path, number: signal.Signals = signal.SIGKILL) -> None:
     """Kills the daemon, and waits until another one answers."""
-    former = status(mount).pid
-    os.kill(int(former or 0), number)
-    wait_until(lambda: status(mount).pid != former, PATIENCE, "another daemon")
-    (keeper,) = keepers_of(mount)
-    os.kill(keeper, signal.SIGUSR1)  # forgets the deaths, of which there may be three within a minute
+    Survivor(mount).kill(number)
 
 
 def leases(mount: Path) -> list[dict[str, Any]]:
@@ -314,11 +305,8 @@ def test_failure_of_the_daemons_own_code(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import signal\ndef fail(*_): raise RuntimeError('a failure')\nsignal.signal(signal.SIGVTALRM, fail)\n"
     )
-    path, environment = tmp_path / "mount", {**os.environ, "PYTHONPATH": os.fspath(tmp_path)}
-    path.mkdir()
-    options = ("--driver", "host", "--memory", "512M", "--devices", "1", "--log-file", tmp_path / "log")
-    gpufs("mount", path, *options, env=environment)
-    try:
+    with mounted(tmp_path / "mount", environment={"PYTHONPATH": os.fspath(tmp_path)}) as made:
+        path = made.path
         file = path / "gpu0" / "file"
         file.write_bytes(bytes(4 * MIB))
         with attached(file) as program:
@@ -331,5 +319,3 @@ def test_failure_of_the_daemons_own_code(tmp_path: Path) -> None:
                 assert (path / "gpu0" / "registered").read_bytes() == bytes([7]) * (3 * MIB)
             program.run("registration.close(); del view; array.close()")
         assert "a failure" in (tmp_path / "log").read_text()
-    finally:
-        gpufs("umount", "--force", path)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def mountpoint(tmp_path: Path) -> Iterator[Path]:
     if mounted_at(str(path)):
         rescue(str(path), None)
         raise AssertionError("something was left mounted")
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can enter."""
+    path = Path(tempfile.mkdtemp(prefix="gpufs-tests-", dir="/tmp"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
 
 
 # ---- a Python that plain users can run ----

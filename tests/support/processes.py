@@ -245,17 +245,6 @@ def plain_user() -> Iterator[dict[str, str]]:
         subprocess.run(["rm", "-rf", "--one-file-system", home], check=False, timeout=PATIENCE)
 
 
-def keepers_of(mountpoint: Path) -> list[int]:
-    """The keeper of a mount, in a list; more only by mistake."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"/gpufs-keeper") and words[1] == os.fsencode(mountpoint):
-                found.append(int(folder.name))
-    return found
-
-
 def stop_process(process: int) -> None:
     """Stop a process, and wait for each of its threads: a daemon's could still take a request that nobody answers."""
     os.kill(process, signal.SIGSTOP)
