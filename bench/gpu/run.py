@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import in_place
+import loaders
 import peaks
 import peers
 from libcuda import GIB, MIB, Cuda, CudaError
@@ -550,6 +551,31 @@ def wait_all(processes: list[subprocess.Popen[bytes]]) -> None:
         raise OSError(f"dd ended with {codes}")
 
 
+def measure_loaders(bench: Bench, args: argparse.Namespace, tmpfs: Path) -> None:
+    """Hot loads of one file in tmpfs by gpufs, by other libraries and at the host's limits, by turns."""
+    names = [name for name in loaders.NAMES if bench.wants(f"by turns: {name}")]
+    if not names:
+        return
+    bench.section("Hot loads from tmpfs, by turns")
+    size = min(args.size, 8 * GIB)
+    path = tmpfs / "by-turns.safetensors"
+    make_file(path, size)
+    try:
+        with limited(max(1.0, min(bench.deadline - time.perf_counter(), 4 * bench.limit))):
+            first, later = loaders.measure(path, names, args.repeat, args.firsts, bench.skip)
+    except Overdue as error:
+        bench.skip(f"by turns: {error}")
+        return
+    finally:
+        path.unlink(missing_ok=True)
+    for name, times in later.items():
+        notes = {"version": loaders.version(name)}
+        row = Row("by turns", name, size, statistics.median(first[name]), times, loaders.PINNED, notes=notes)
+        bench.rows.append(row)
+    print(loaders.table(size, first, later), flush=True)
+    bench.save(bench)
+
+
 def measure_others(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Path) -> None:
     """Other ways to get a file into device memory, from Python."""
     size, pinned_in = args.size, "pinned copies, in"
@@ -573,10 +599,6 @@ def measure_others(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
                 if file.write(array) != size:
                     raise OSError("a short write")
 
-        for count in THREADS:
-            set_threads(count)
-            bench.measure("load hot", f"KvikIO, {count} threads", size, kvikio_read, yardstick=pinned_in)
-        bench.best("load hot", "KvikIO", "KvikIO, ")
         clear = functools.partial((tmpfs / "kvikio").unlink, missing_ok=True)
         for count in (4, 16):
             set_threads(count)
@@ -607,16 +629,6 @@ def measure_others(bench: Bench, args: argparse.Namespace, path: Path, tmpfs: Pa
 
         bench.measure("load hot", "torch, from an mmap", args.slow_size, torch_load, yardstick=pinned_in)
         torch.cuda.empty_cache()
-        safetensors = module(bench, "safetensors.torch")
-        if safetensors is not None:
-
-            def safetensors_load() -> None:
-                tensors = safetensors.torch.load_file(str(path), device="cuda")
-                torch.cuda.synchronize()
-                del tensors
-
-            bench.measure("load hot", "safetensors", size, safetensors_load, yardstick=pinned_in)
-            torch.cuda.empty_cache()
 
 
 def report(bench: Bench, environment: dict[str, Any]) -> str:
@@ -656,6 +668,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--slow-size", type=size_of, default=4 * GIB, help="for ways that are known to be slow (4GiB)")
     parser.add_argument("--within", type=size_of, default=8 * GIB, help="for copies on the device (8GiB)")
     parser.add_argument("--repeat", type=int, default=5, help="runs beside the warm-up (5)")
+    parser.add_argument("--firsts", type=int, default=3, help="processes whose first load is timed (3)")
     parser.add_argument("--cold-repeat", type=int, default=3, help="the same for cold files (3)")
     parser.add_argument("--seconds", type=float, default=12.0, help="end a row early once it has taken so long (12)")
     parser.add_argument("--data", type=Path, default=Path("/var/tmp"), help="a folder on a disk (/var/tmp)")
@@ -723,6 +736,7 @@ def main(arguments: list[str]) -> int:
                     )
                 environment["status"] = mount.status()
         if not args.no_others:
+            measure_loaders(bench, args, tmpfs)
             measure_others(bench, args, path, tmpfs)
     finally:
         shutil.rmtree(tmpfs, ignore_errors=True)

@@ -458,7 +458,7 @@ typedef struct {
   uint64_t chunk_bytes;  /* one piece of work and one pinned slot, a power of two; 0: 4 MiB */
   uint64_t pinned_bytes; /* host memory that may be pinned at most; 0: 192 MiB */
   int32_t workers;       /* threads that one client has at most on a NUMA node; 0: by the number of CPUs */
-  int32_t slots;         /* pinned slots of a thread; 0: 3 */
+  int32_t slots;         /* pinned slots of a thread; 0: 2 */
   int32_t fastpath;      /* GPUFS_AUTO, GPUFS_OFF or GPUFS_REQUIRE */
   int32_t fallback;      /* GPUFS_AUTO (on), GPUFS_ON or GPUFS_OFF */
   int32_t direct;        /* O_DIRECT on the fallback path: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from support.cli import gpufs
 from support.data import GIB, MIB, sha256
 from support.processes import PATIENCE, wait_until
+from support.surviving import Survivor, mounted
 
 import gpufs as library
 
@@ -54,6 +61,111 @@ def test_files_of_a_gpu_survive(driver: str, tmp_path: Path) -> None:
     finally:
         gpufs("umount", "--force", mount)
     print((tmp_path / "log").read_text())
+
+
+PART = 8 * GIB  # of each of five files on each GPU
+
+# Computes with the tensors of all files again and again; prints a checksum of all results of each pass.
+COMPUTE = """
+import sys, torch, gpufs
+arrays = [gpufs.attach(path, mode="r+") for path in sys.argv[1:]]
+tensors = [torch.from_dlpack(array).view(torch.int64) for array in arrays]
+print("ready", flush=True)
+for line in sys.stdin:
+    sums = []
+    for tensor in tensors:
+        folded = tensor.view(-1, 1 << 20).sum(dim=0)
+        sums.append(int((folded * torch.arange(1 << 20, device=tensor.device)).sum().item()))
+    print(sums, flush=True)
+"""
+
+
+class _Reader(threading.Thread):
+    """Reads a file a MiB at a time and remembers the longest read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.longest, self.ended = path, 0.0, threading.Event()
+
+    def run(self) -> None:
+        with open(self.path, "rb", buffering=0) as file:
+            while not self.ended.is_set():
+                began = time.monotonic()
+                if not file.read(MIB):
+                    file.seek(0)
+                self.longest = max(self.longest, time.monotonic() - began)
+
+
+def _taken() -> dict[str, int]:
+    """MiB of each GPU as nvidia-smi shows them."""
+    words = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    return {index: int(used) for index, used in (line.split(", ") for line in lines)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_forty_gibibytes_survive_ten_deaths(driver: str, tmp_path: Path) -> None:
+    """A program computes with 40 GiB of each GPU while the daemon is killed: equal results, and nothing is copied."""
+    pytest.importorskip("torch")
+    with (
+        mounted(tmp_path / "mount", "--memory", "60G", driver=driver) as mount,
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as source,
+    ):
+        devices = sorted(mount.path.glob("gpu[0-9]*"))
+        for _ in range(PART // (64 * MIB)):
+            source.write(os.urandom(64 * MIB))
+        source.flush()
+        files = [device / f"part{number}" for device in devices for number in range(5)]
+        for number in range(5):
+            gpufs("cp", source.name, *[f"--target-directory={device}" for device in devices])
+            for device in devices:
+                (device / Path(source.name).name).rename(device / f"part{number}")
+        with subprocess.Popen(
+            [sys.executable, "-c", COMPUTE, *map(str, files)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program:
+            try:
+                pauses = _kill_under(program, mount, files[0])
+            finally:
+                program.kill()
+        for file in files:
+            assert subprocess.run(["cmp", source.name, file], check=False).returncode == 0
+    print(f"pauses {min(pauses):.3f} to {max(pauses):.3f} s, median {sorted(pauses)[5]:.3f}")
+    assert max(pauses) < PATIENCE
+
+
+def _kill_under(program: subprocess.Popen[str], mount: Survivor, file: Path) -> list[float]:
+    """Kills the daemon ten times while the program computes and somebody reads; the longest read of each time."""
+    assert program.stdin is not None
+    assert program.stdout is not None
+    stdin, stdout = program.stdin, program.stdout
+    assert stdout.readline() == "ready\n"
+
+    def begin() -> None:
+        stdin.write("go\n")
+        stdin.flush()
+
+    begin()
+    expected = json.loads(stdout.readline())
+    before = _taken()
+    pauses = []
+    for _ in range(10):
+        reader = _Reader(file)
+        reader.start()
+        try:
+            begin()
+            mount.kill()
+            assert json.loads(stdout.readline()) == expected
+        finally:
+            reader.ended.set()
+            reader.join()
+        pauses.append(reader.longest)
+        begin()
+        assert json.loads(stdout.readline()) == expected
+    after = _taken()
+    print(f"nvidia-smi: {before} MiB before, {after} after")
+    assert all(abs(after[gpu] - before[gpu]) <= 64 for gpu in before)
+    return pauses
 
 
 def _await_another(mount: Path, former: int) -> None:

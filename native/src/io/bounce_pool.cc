@@ -60,6 +60,8 @@ Result<BounceMemory*> BouncePool::pin(const std::shared_ptr<DeviceContext>& devi
   if (align != 0) (void)::madvise(memory->data, buffer_bytes_, MADV_HUGEPAGE);
   // Where the CPU addresses the device's memory nothing copies asynchronously.
   if (!device->info().cpu_addressable) {
+    // The driver pins for one thread at a time, so each thread gets its pages before.
+    (void)::madvise(memory->data, buffer_bytes_, MADV_POPULATE_WRITE);
     const Status pinned = device->device().pin(memory->data, buffer_bytes_);
     if (!pinned.ok()) return pinned.with_context("pinning a bounce buffer");
     memory->pinned = true;
@@ -100,9 +102,11 @@ Result<BounceMemory*> BouncePool::take_locked(std::unique_lock<std::mutex>& lock
   }
   if (!may_pin) return nullptr;
   ++existing_;
+  ++pinning_;
   lock.unlock();
   Result<BounceMemory*> pinned = pin(device);
   lock.lock();
+  --pinning_;
   if (!pinned.ok()) {
     --existing_;
     ++pin_failures_;
@@ -137,7 +141,9 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
 BounceBuffer BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve) {
   std::unique_lock lock(mutex_);
   if (closed_ || waiting_ > 0 || idle_.size() + (capacity_ - existing_) <= reserve) return {};
-  const Result<BounceMemory*> taken = take_locked(lock, device, true);
+  // The driver pins one after another, and copies wait meanwhile: at the start of a transfer each thread gets its first
+  // buffer before one gets a second.
+  const Result<BounceMemory*> taken = take_locked(lock, device, pinning_ == 0);
   if (!taken.ok() || taken.value() == nullptr) return {};
   return {taken.value(), ReturnToPool{shared_from_this()}};
 }

@@ -84,6 +84,7 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   std::condition_variable changed_;  // a buffer came back, pinning failed, or the end
   std::vector<BounceMemory*> idle_;
   std::size_t existing_ = 0;  // idle, in use, or being pinned
+  std::size_t pinning_ = 0;
   std::size_t waiting_ = 0;   // calls of acquire()
   bool closed_ = false;
   std::uint64_t waits_ = 0;

@@ -41,7 +41,7 @@ struct IoOptions {
   // Threads that one client has at most on a NUMA node; 0: by the number of CPUs. Half as many more exist there, so
   // that a client whose files hang does not stop the others.
   int workers = 0;
-  int slots = 3;  // pinned slots of a thread at most: file and device use different ones at the same time
+  int slots = 2;  // pinned slots of a thread at most: file and device use different ones at the same time
   FastpathMode fastpath = FastpathMode::kAuto;
   FileSystems file_systems;
   // Smaller requests go by fallback, if that is allowed: what the vendor's call costs beside the bytes may be more than
