@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs import mounting
-from gpufs.cli._cp_walk import CpOptions, Item, Walk, check_space, targets
+from gpufs.cli._cp_options import CpOptions
+from gpufs.cli._cp_walk import Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
@@ -49,7 +49,7 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
         if _cp_remote.has_url([*names, *directories]):
             remote = _cp_remote.RemoteNames(names, directories, options)
     if options.archive:
-        options = replace(options, recursive=True, preserve=True)
+        options = options._replace(recursive=True, preserve=True)
     if remote is None and any(":" in name for name in (*names, *directories)):
         from gpufs.cli import _cp_nodes
 
