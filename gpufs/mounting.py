@@ -8,7 +8,6 @@ import errno
 import os
 import re
 import select
-import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -297,6 +296,7 @@ def _option(text: str) -> str:
 
 def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
     """Mount by fusermount3, which opens the device and sends the descriptor over the socket that _FUSE_COMMFD names."""
+    import socket
     import subprocess
 
     program = _fusermount("mount")

@@ -9,12 +9,12 @@ import ctypes
 import errno
 import fcntl
 import os
-import platform
-import socket
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import socket
 
 _AT_EMPTY_PATH: Final = 0x1000
 _AT_STATX_FORCE_SYNC: Final = 0x2000
@@ -24,7 +24,7 @@ _STATX_BASIC: Final = 0x7FF
 _STATX_BYTES: Final = 256
 _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
 _SYS_OPENAT2: Final = 437  # the same on all architectures
-_SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(platform.machine(), -1)
+_SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine, -1)
 _PEER: Final = struct.Struct("3i")
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -40,8 +40,7 @@ def _check(result: int) -> int:
 # ---- descriptors ----
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """What a descriptor names: the device number of its file system, the inode's number, type and permission bits."""
 
     device: int
@@ -88,6 +87,8 @@ def open_flags(fd: int) -> int:
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a Unix socket. PID 0 if it is not visible here."""
+    import socket  # which the caller has loaded
+
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, uid
 

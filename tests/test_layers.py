@@ -59,6 +59,7 @@ PYTHON_MAY_USE = {
     "gpufs.torch": {
         "_naming",
         "gpufs",
+        "client._attach",
         "config.kinds",
         "engine",
         "exceptions",

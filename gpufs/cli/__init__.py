@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ __all__ = ["main", "run_command_line"]
 
 # Errors of writing to standard output. Other failures with these codes name a file.
 _OUTPUT = (EBADF, EDQUOT, EFBIG, EIO, ENOSPC)
+# Objects between two garbage collections: loading a command's modules makes fewer, and none of them is garbage.
+_GARBAGE_THRESHOLD = 200_000
 
 
 def _one_line(text: str) -> str:
@@ -31,9 +34,6 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape")  # file names are bytes
     words = list(sys.argv[1:] if arguments is None else arguments)
-    import click
-
-    from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
     from gpufs.cli._output import Failure, complain
 
     try:
@@ -41,23 +41,14 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # from here on Ctrl-C is reported
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = program.main(rewrite_for_mount(words), prog_name="gpufs", standalone_mode=False)
+        code = _run(words)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
-        return 2
-    except click.UsageError as error:
-        # click does not name the command if an option lacks its value.
-        named = f"gpufs {words[0]}" if words and words[0] in COMMANDS else "gpufs"
-        command = error.ctx.command_path if error.ctx else named
-        complain(f"{_one_line(error.format_message())} (see {command} --help)")
-        return 2
+        return code
     except Failure as error:
         _discard_output()
         complain(str(error))
         return error.code
-    except (KeyboardInterrupt, click.Abort):
+    except KeyboardInterrupt:
         complain("interrupted")
         return 130
     except BrokenPipeError:
@@ -82,6 +73,40 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         complain(f"internal error: {text} (GPUFS_LOG_LEVEL=debug shows more)")
         _log_exception()
         return 1
+
+
+def _run(words: list[str]) -> int:
+    """Run a command line and return its exit code."""
+    completing = "_GPUFS_COMPLETE" in os.environ  # set by a shell that asks for completions
+    if words[:1] == ["cp"] and not completing:
+        from gpufs.cli._cp_options import read_plain
+
+        if plain := read_plain(words[1:]):
+            from gpufs.cli._cp_run import copy
+
+            names, options = plain
+            return copy(names, [], options)
+    import click
+
+    if completing:
+        import gpufs.cli._completion  # noqa: F401
+    from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
+    from gpufs.cli._output import complain
+
+    try:
+        code = program.main(rewrite_for_mount(words), prog_name="gpufs", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return 2
+    except click.UsageError as error:
+        # click does not name the command if an option lacks its value.
+        named = f"gpufs {words[0]}" if words and words[0] in COMMANDS else "gpufs"
+        command = error.ctx.command_path if error.ctx else named
+        complain(f"{_one_line(error.format_message())} (see {command} --help)")
+        return 2
+    except click.Abort:
+        raise KeyboardInterrupt from None
 
 
 def _open_closed_streams() -> None:
@@ -124,10 +149,12 @@ def _log_exception() -> None:
 
 def main() -> NoReturn:
     """Run the command line and end. Ctrl-C while modules are loaded, or after the command, ends without a message."""
+    gc.set_threshold(_GARBAGE_THRESHOLD)
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as nohup has it
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = run_command_line()
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.freeze()  # the interpreter's last collection would find nothing either
     sys.exit(code)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from gpufs.cli._cp_walk import CpOptions
+from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._output import Failure, complain
 from gpufs.client import Cancellation, Copier
 from gpufs.client import _node_copy as node_copy

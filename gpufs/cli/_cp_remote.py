@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from gpufs.cli._cp_walk import CpOptions, targets
+from gpufs.cli._cp_options import CpOptions
+from gpufs.cli._cp_walk import targets
 from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier, CopyError, CopyResult
 from gpufs.client._copy import STREAM

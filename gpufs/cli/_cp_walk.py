@@ -14,61 +14,48 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from gpufs import mounting
+from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier
 from gpufs.client._ends import Entry, find_targets, open_path, path_of, preserve
 from gpufs.client._space import data_bytes
 from gpufs.exceptions import text_of
-from gpufs.protocol import Fastpath
 
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-@dataclass(frozen=True, slots=True)
-class CpOptions:
-    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal.
-
-    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs.
-    """
-
-    recursive: bool
-    dereference: bool
-    preserve: bool
-    archive: bool
-    no_clobber: bool
-    partial: bool
-    verify: bool
-    fsync: bool
-    jobs: int
-    fastpath: Fastpath
-    verbose: bool
-    json: bool
-    progress: bool | None
-    shell: str | None = None
-    remote_gpufs: str | None = None
 
 
 # Records a failure: source, destination if that matters, errno, text.
 Report: TypeAlias = Callable[[str, str | None, int, str], None]
 
 
-@dataclass(eq=False)
 class Folder:
-    """A directory of a source and its copy, both open. ``status``: attributes of the source."""
+    """A directory of a source and its copy, both open.
 
-    source: Entry
-    destination: Entry
-    source_fd: int
-    destination_fd: int  # O_PATH
-    status: os.stat_result
-    created: bool
-    parent: Folder | None
-    users: int = 1  # pending copies, and the walk
+    ``destination_fd``: opened with O_PATH. ``status``: attributes of the source.
+    """
+
+    def __init__(
+        self,
+        source: Entry,
+        destination: Entry,
+        source_fd: int,
+        destination_fd: int,
+        status: os.stat_result,
+        created: bool,
+        parent: Folder | None,
+    ) -> None:
+        self.source = source
+        self.destination = destination
+        self.source_fd = source_fd
+        self.destination_fd = destination_fd
+        self.status = status
+        self.created = created
+        self.parent = parent
+        self.users = 1  # pending copies, and the walk
 
 
 class Item(NamedTuple):
@@ -99,22 +86,30 @@ def targets(
         yield named
 
 
-@dataclass(eq=False)
 class Walk:
     """One walk over the sources. Calls ``found`` with each file to copy, which may wait.
 
     Thread-safe: release() only.
     """
 
-    cancel: Cancellation
-    options: CpOptions
-    found: Callable[[Item], None]
-    warn: Callable[[str], None]
-    report: Report
-    skipped: int = 0  # existing files, with --no-clobber
-    _made: dict[str, str] = field(default_factory=dict)  # destination: its source
-    _links: list[str] = field(default_factory=list)  # copies of links whose targets exist
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the users of all folders
+    def __init__(
+        self,
+        cancel: Cancellation,
+        options: CpOptions,
+        *,
+        found: Callable[[Item], None],
+        warn: Callable[[str], None],
+        report: Report,
+    ) -> None:
+        self.cancel = cancel
+        self.options = options
+        self.found = found
+        self.warn = warn
+        self.report = report
+        self.skipped = 0  # existing files, with --no-clobber
+        self._made: dict[str, str] = {}  # destination: its source
+        self._links: list[str] = []  # copies of links whose targets exist
+        self._lock = threading.Lock()  # guards the users of all folders
 
     def find(self, name: str, destination: Entry) -> None:
         """Walk one source and everything below it."""
@@ -180,6 +175,8 @@ class Walk:
 
         Call it when everything is copied.
         """
+        if not self._links:
+            return []
         mounts = mounting.by_device()
         broken = []
         for path in self._links:

@@ -1,12 +1,16 @@
 """The command group."""
 
+from __future__ import annotations
+
 import importlib
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
-from click.shell_completion import CompletionItem, FishComplete, add_completion_class
 
 from gpufs import __version__
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # Each command, and what it does; the module of that name in gpufs/cli defines it as `command`. Those without a text are
 # not for people.
@@ -32,13 +36,6 @@ COMMANDS: Final = {
     "serve-copy": "",
 }
 VISIBLE: Final = {name: text for name, text in COMMANDS.items() if text}
-
-
-@add_completion_class
-class _Fish(FishComplete):
-    """As click's, whose script cuts values and descriptions at their first comma."""
-
-    source_template = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')
 
 
 class _Commands(click.Group):
@@ -71,6 +68,8 @@ class _Commands(click.Group):
             formatter.write_dl(list(VISIBLE.items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
         commands = [CompletionItem(name, help=text) for name, text in VISIBLE.items() if name.startswith(incomplete)]
         return commands + click.Command.shell_complete(self, ctx, incomplete)
 
@@ -104,9 +103,13 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
 # Not click.Path, which calls stat(2): that never returns for a mount that hangs.
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete file names for a shell."""
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete directory names for a shell."""
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(incomplete, type="dir")]

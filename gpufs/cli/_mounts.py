@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from errno import EACCES, EPERM
 from typing import Any, Final, NamedTuple
 
-from gpufs import mounting, statistics
+from gpufs import mounting
 from gpufs.cli._output import Failure, user_name
 
 # How often it is checked whether a process has only threads left that cannot end.
@@ -165,6 +165,8 @@ def _links(pid: int) -> list[str]:
 
 def _devices(links: Iterable[str]) -> set[str]:
     """Return the device numbers of the mounts whose counters are among the files: these are named after them."""
+    from gpufs import statistics  # which mounts that answer do without
+
     return {device for link in links if (device := statistics.device_of(os.path.basename(link)))}
 
 

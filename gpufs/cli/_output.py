@@ -1,6 +1,5 @@
 """What commands print: failures on standard error, tables for people, JSON for programs."""
 
-import json
 import pwd
 import sys
 import time
@@ -32,6 +31,8 @@ def complain(text: str) -> None:
 
 def json_text(value: Any) -> str:
     """Return JSON with one value on each line."""
+    import json  # most commands print none
+
     return json.dumps(value, indent=2, ensure_ascii=True)
 
 

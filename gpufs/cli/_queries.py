@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from errno import ECONNABORTED, ENOTCONN, ETIMEDOUT
 from typing import Any, Final
 
-from gpufs import mounting, statistics
+from gpufs import mounting
 from gpufs.cli import _answers, _mounts
 from gpufs.cli._output import MOST_NAMES, Failure, age_text, bytes_text, table_lines, user_name
 
@@ -211,6 +211,8 @@ def _counters_at(path: str, show: _answers.Show, timeout: float) -> list[dict[st
     try:
         entry = _mounts.find(path)
     except Failure:
+        from gpufs import statistics
+
         (left,) = _answers.ask(
             [functools.partial(statistics.read_left_behind, os.path.realpath(path), os.getuid())], show, timeout
         )
@@ -234,6 +236,8 @@ def _counters_of_mounts(
 
 def counters_of(entry: mounting.MountEntry) -> dict[str, Any]:
     """Return the counters: from their file if that can be read, otherwise from the mount, which may hang. OSError."""
+    from gpufs import statistics  # other questions do without
+
     try:
         counted = statistics.read_mount(entry.device, entry.uid, entry.mountpoint)
     except FileNotFoundError:

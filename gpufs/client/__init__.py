@@ -6,7 +6,26 @@ several GPUs. :mod:`gpufs` has the functions that map the memory behind a file, 
 cp` does not load them. Importing this starts nothing and loads no driver.
 """
 
-from gpufs.client._copy import Copier, copy, copy_files, copy_to_each
-from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpufs.client._copy import Copier, copy, copy_files, copy_to_each
+    from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
+
+_TYPES = ("Cancellation", "CopyError", "CopyProgress", "CopyResult")
 
 __all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy", "copy_files", "copy_to_each"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"gpufs.client.{'_copy_types' if name in _TYPES else '_copy'}")
+    value: object = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,6 +24,7 @@ from gpufs.client._copy_types import (
 )
 from gpufs.client._daemons import IdleConnections
 from gpufs.client._ends import Entry, OpenFile
+from gpufs.client._space import SpaceCheck
 from gpufs.mounting import MountTable
 from gpufs.syscalls import close_all
 
@@ -73,8 +74,11 @@ class Copier:
         notice: Callable[[str], None] | None = None,
     ) -> None:
         options = CopyOptions(fastpath, fsync, verify, preserve, partial)
+        options.check()
         self._mounts = MountTable()
-        self._settings = Settings(options, IdleConnections(required=fastpath == "require", notice=notice), notice)
+        self._settings = Settings(
+            options, IdleConnections(required=fastpath == "require", notice=notice), notice, SpaceCheck()
+        )
         self._remote: RemoteCopies | None = None
         self._remote_lock = threading.Lock()  # guards the creation of the above
 

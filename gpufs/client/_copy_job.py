@@ -7,8 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpufs import syscalls
 from gpufs.client import _ends, _space
@@ -32,20 +31,19 @@ from gpufs.units import bytes_text
 Mounts = dict[int, list[MountEntry]]  # by st_dev
 
 # Up to this size one read and one write are faster than a request to the daemon.
-_SMALL_BYTES: Final = 128 << 10
+SMALL_BYTES: Final = 128 << 10
 _NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 # Failures of the destination alone.
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
 
-@dataclass
-class Settings:
+class Settings(NamedTuple):
     """How the copies of a Copier are made, and what they share."""
 
     options: CopyOptions
     connections: IdleConnections
-    notice: Callable[[str], None] | None = None
-    space: _space.SpaceCheck = field(default_factory=_space.SpaceCheck)
+    notice: Callable[[str], None] | None
+    space: _space.SpaceCheck
 
 
 class CopyJob:
@@ -177,7 +175,7 @@ class CopyJob:
     # ---- the steps of a copy ----
 
     def _check_space(self) -> None:
-        if self._data.total <= _SMALL_BYTES or not self._is_regular():
+        if self._data.total <= SMALL_BYTES or not self._is_regular():
             return
         needed = _space.data_bytes(self.source.status, self._data.total)
         try:
@@ -226,7 +224,7 @@ class CopyJob:
     def _is_small(self) -> bool:
         status = self.source.status
         size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-        return 0 < size <= _SMALL_BYTES and self._settings.options.fastpath == "auto"
+        return 0 < size <= SMALL_BYTES and self._settings.options.fastpath == "auto"
 
     def _read_stream(self) -> None:
         try:

@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -55,17 +54,17 @@ class Cancellation:
         os.close(self._fd)
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOptions:
+class CopyOptions(NamedTuple):
     """How files are copied; :func:`gpufs.copy` describes the options."""
 
-    fastpath: Fastpath = "auto"
-    fsync: bool = False
-    verify: bool = False
-    preserve: bool = False
-    partial: bool = False
+    fastpath: Fastpath
+    fsync: bool
+    verify: bool
+    preserve: bool
+    partial: bool
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError for an option that is not allowed."""
         if self.fastpath not in get_args(Fastpath):
             raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
 

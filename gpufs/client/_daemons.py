@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpufs import mounting
@@ -90,10 +88,17 @@ def _socket_path(entry: MountEntry, device: int) -> str | None:
 
 def status_of(mounts: list[MountEntry]) -> dict[str, Any]:
     """What a mount reports about itself. OSError ENOENT if its root is not visible at any of these places."""
+    import json  # copies read no status
+
     whole = next((entry for entry in mounts if entry.root == "/"), None)
     if whole is None:
         raise OSError(errno.ENOENT, _NO_ROOT)
-    report: dict[str, Any] = json.loads(repeat_if_it_dies(Path(whole.mountpoint, _STATUS_FILE).read_bytes))
+
+    def read() -> str:
+        with open(os.path.join(whole.mountpoint, _STATUS_FILE), encoding="utf-8") as file:
+            return file.read()
+
+    report: dict[str, Any] = json.loads(repeat_if_it_dies(read))
     return report
 
 

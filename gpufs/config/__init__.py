@@ -1,11 +1,17 @@
 """The settings of a mount: the table of knobs, where their values come from, and what they mean to the engine."""
 
+import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
-from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
-from gpufs.config.memory import check_host, host_devices, host_memory, is_memory_limited, metadata_memory, numbers
+
+if TYPE_CHECKING:
+    from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
+    from gpufs.config.memory import check_host, host_devices, host_memory, is_memory_limited, metadata_memory, numbers
+
+# What is loaded when it is first asked for: commands that only need the table of knobs do without.
+_OF_LOADING = ("CONFIG_VARIABLE", "SYSTEM_FILE", "Settings", "load", "suggestion", "unknown_variables")
 
 __all__ = [
     "BY_NAME",
@@ -41,3 +47,12 @@ def hip_memory(values: Mapping[str, Any]) -> Any:
     """Return the engine's ``hip_memory``. If it is auto, ``io_fastpath`` decides before the kernel's abilities do."""
     wanted = {"off": "virtual", "require": "plain"}.get(values["io_fastpath"], "auto")
     return wanted if values["hip_memory"] == "auto" else values["hip_memory"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"gpufs.config.{'loading' if name in _OF_LOADING else 'memory'}")
+    value: object = getattr(module, name)
+    globals()[name] = value
+    return value

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from pathlib import Path
 from typing import Any, Final, SupportsIndex
 
 MOST_DEVICES: Final = 64
@@ -146,6 +145,8 @@ def _parse_boolean(text: str) -> bool:
 def _parse_path(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError(text)
+    from pathlib import Path  # most commands have no path to read
+
     try:
         return str(Path(text).expanduser().absolute())
     except RuntimeError:  # ~ of an unknown user

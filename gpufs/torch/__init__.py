@@ -9,13 +9,28 @@ a read-only view ends the program (SIGSEGV in host memory, a fatal error of the 
 from tensors that are in device memory already.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from gpufs.formats import FormatError
 from gpufs.in_place import use_in_place
 from gpufs.torch._file import load_file, safe_open
-from gpufs.torch._load import load
-from gpufs.torch._module import attach_module, load_model
-from gpufs.torch._pool import pool
-from gpufs.torch._publish import Published, publish
+
+if TYPE_CHECKING:
+    from gpufs.torch._load import load
+    from gpufs.torch._module import attach_module, load_model
+    from gpufs.torch._pool import pool
+    from gpufs.torch._publish import Published, publish
+
+# What is loaded when it is first asked for: programs that load files in place need none of it.
+_MODULES = {
+    "Published": "_publish",
+    "attach_module": "_module",
+    "load": "_load",
+    "load_model": "_module",
+    "pool": "_pool",
+    "publish": "_publish",
+}
 
 __all__ = [
     "FormatError",
@@ -29,3 +44,15 @@ __all__ = [
     "safe_open",
     "use_in_place",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"gpufs.torch.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

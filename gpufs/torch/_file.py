@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch.utils.dlpack import from_dlpack
 
-import gpufs
+import gpufs.engine  # noqa: F401 - attach() needs it, and its first call should not wait for it
 from gpufs._naming import named_in
+from gpufs.client._attach import attach
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
-from gpufs.formats.layout import PREFIX_BYTES, check_safetensors
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -54,15 +54,19 @@ class TensorFile:
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         try:
-            attached = gpufs.attach(self.path, mode=mode)
+            attached = attach(self.path, mode=mode)
         except OSError as error:
             raise link_error(error, self.path) from None
         self.private = attached.private
         self._bytes: torch.Tensor = from_dlpack(attached)
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
-            check_safetensors(_read(self._bytes[:PREFIX_BYTES]))
-            length = header_bytes(_read(self._bytes[:LENGTH_BYTES]), len(self._bytes))
+            prefix = _read(self._bytes[: LENGTH_BYTES + 1])
+            if not prefix.endswith(b"{"):
+                from gpufs.formats import layout  # which names the format that the file has
+
+                layout.check_safetensors(_read(self._bytes[: layout.PREFIX_BYTES]))
+            length = header_bytes(prefix, len(self._bytes))
             start = LENGTH_BYTES + length
             header = parse_header(_read(self._bytes[LENGTH_BYTES:start]), len(self._bytes) - start)
             self._entries = header.entries

@@ -1,0 +1,107 @@
+"""What a command or a first call loads. Time is not measured here: a module that is loaded is what takes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import safetensors.torch
+import torch
+from support.data import MIB, noise
+from support.processes import PATIENCE
+
+from gpufs.cli._cp_options import CpOptions, read_plain
+from gpufs.cli.cp import command
+
+# What no command needs that copies or answers a question.
+HEAVY = {"asyncio", "concurrent.futures", "logging", "multiprocessing", "numpy", "subprocess", "trio", "gpufs.engine"}
+# What `gpufs cp` does without, too: together they take longer than it.
+NOT_OF_CP = HEAVY | {"click", "dataclasses", "inspect", "json", "pathlib", "gpufs.config", "gpufs.statistics"}
+
+COMMAND = """
+import sys
+sys.argv = ["gpufs", *sys.argv[1:]]
+from gpufs.cli import main
+try:
+    main()
+finally:
+    print(*sys.modules, sep="\\n", file=sys.stderr)
+"""
+
+
+def loaded_by(*words: object) -> set[str]:
+    """Run a command; return the modules that it has loaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("size", "unneeded"),
+    [(MIB, {"typing_extensions"}), (1000, {"msgspec", "socket"})],
+    ids=["by the daemon", "small"],
+)
+def test_cp_loads_nothing_that_it_does_not_need(root: Path, host: Path, size: int, unneeded: set[str]) -> None:
+    (host / "source").write_bytes(noise(size))
+    loaded = loaded_by("cp", "-p", host / "source", root / "file")
+    assert (root / "file").stat().st_size == size
+    assert not loaded & (NOT_OF_CP | unneeded)
+
+
+@pytest.mark.parametrize("words", [["--version"], ["ls"], ["status"], ["df"]], ids=" ".join)
+def test_questions_load_no_engine(root: Path, words: list[str]) -> None:
+    assert not loaded_by(*words) & (HEAVY | {"msgspec", "pathlib", "gpufs.client._copy", "gpufs.statistics"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a b", "-r a b", "a -Lr b c", "-a -n a b", "-pv a b", "-R a b -n", "- b", "a -", "a: s3://b/c", "-rL /a b/ ./-c"],
+)
+def test_everyday_command_lines_mean_what_click_reads(line: str) -> None:
+    found = read_plain(line.split())
+    assert found is not None
+    names, options = found
+    read = command.make_context("cp", line.split()).params
+    assert (tuple(names), ()) == (read.pop("names"), read.pop("directories"))
+    assert options == CpOptions(**read)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "a", "-r a", "--help", "-h", "-t d a b", "-j2 a b", "-j 2 a b", "-r -- a b", "--json a b", "-x a b"]
+)
+def test_all_other_command_lines_are_read_by_click(line: str) -> None:
+    assert read_plain(line.split()) is None
+
+
+def test_mistakes_in_everyday_options_get_the_help_of_click() -> None:
+    with pytest.raises(click.UsageError):
+        command.make_context("cp", ["-rx", "a", "b"])
+    assert read_plain(["-rx", "a", "b"]) is None
+
+
+def test_the_first_load_file_of_a_program_loads_no_modules(root: Path) -> None:
+    """They belong to the import: a program that is about to load weights has imported what it needs."""
+    path = root / "weights.safetensors"
+    path.write_bytes(safetensors.torch.save({"a": torch.arange(100.0)}))
+    script = """
+import sys
+import torch
+import gpufs.torch
+before = set(sys.modules)
+assert gpufs.torch.load_file(sys.argv[1])["a"][7] == 7
+print(*sorted(set(sys.modules) - before))
+print(*sorted(name for name in sys.modules if name.startswith("gpufs.")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, os.fspath(path)], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    later, ours = done.stdout.splitlines()
+    assert later == ""
+    assert not {"gpufs.config", "gpufs.formats.layout", "gpufs.client._copy"} & set(ours.split())
