@@ -22,7 +22,6 @@ from gpufs.cli._cp_walk import Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.client._copy import STREAM
-from gpufs.client._copy_job import SMALL_BYTES
 from gpufs.client._ends import Entry
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
@@ -130,20 +129,6 @@ def _check_several(directories: list[str], options: CpOptions) -> None:
     twice = [directory for place, directory in enumerate(directories) if paths[place] in paths[:place]]
     if twice:
         raise Failure(f"cp: {twice[0]}: is given more than once with -t", 2)
-
-
-def _load_protocol() -> None:
-    """Load the messages to daemons, and msgspec for them, but not typing_extensions.
-
-    msgspec takes from it names that Python's own typing has, too. It takes 14 ms to load, a fifth of the start.
-    """
-    if "msgspec" in sys.modules or "typing_extensions" in sys.modules:
-        return
-    sys.modules["typing_extensions"] = None  # type: ignore[assignment]  # so that its import fails
-    try:
-        import gpufs.protocol  # noqa: F401
-    finally:
-        del sys.modules["typing_extensions"]
 
 
 def _complain(text: str) -> None:
@@ -385,8 +370,6 @@ class Run:
         return workers
 
     def _found(self, item: Item) -> None:
-        if item.size > SMALL_BYTES:
-            _load_protocol()
         with self._lock:
             self._total += item.size
         if self._destinations == 1:
