@@ -78,14 +78,6 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     """Run a command line and return its exit code."""
     completing = "_GPUFS_COMPLETE" in os.environ  # set by a shell that asks for completions
-    if words[:1] == ["cp"] and not completing:
-        from gpufs.cli._cp_options import read_plain
-
-        if plain := read_plain(words[1:]):
-            from gpufs.cli._cp_run import copy
-
-            names, options = plain
-            return copy(names, [], options)
     import click
 
     if completing:
