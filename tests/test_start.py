@@ -7,20 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 import safetensors.torch
 import torch
 from support.data import MIB, noise
 from support.processes import PATIENCE
 
-from gpufs.cli._cp_options import CpOptions, read_plain
-from gpufs.cli.cp import command
-
 # What no command needs that copies or answers a question.
 HEAVY = {"asyncio", "concurrent.futures", "logging", "multiprocessing", "numpy", "subprocess", "trio", "gpufs.engine"}
-# What `gpufs cp` does without, too: together they take longer than it.
-NOT_OF_CP = HEAVY | {"click", "dataclasses", "inspect", "json", "pathlib", "gpufs.config", "gpufs.statistics"}
+# What `gpufs cp` does without, too.
+NOT_OF_CP = HEAVY | {"json", "gpufs.statistics"}
 
 COMMAND = """
 import sys
@@ -44,7 +40,7 @@ def loaded_by(*words: object) -> set[str]:
 
 @pytest.mark.parametrize(
     ("size", "unneeded"),
-    [(MIB, {"typing_extensions"}), (1000, {"msgspec", "socket"})],
+    [(MIB, set()), (1000, {"msgspec", "socket"})],
     ids=["by the daemon", "small"],
 )
 def test_cp_loads_nothing_that_it_does_not_need(root: Path, host: Path, size: int, unneeded: set[str]) -> None:
@@ -57,32 +53,6 @@ def test_cp_loads_nothing_that_it_does_not_need(root: Path, host: Path, size: in
 @pytest.mark.parametrize("words", [["--version"], ["ls"], ["status"], ["df"]], ids=" ".join)
 def test_questions_load_no_engine(root: Path, words: list[str]) -> None:
     assert not loaded_by(*words) & (HEAVY | {"msgspec", "pathlib", "gpufs.client._copy", "gpufs.statistics"})
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["a b", "-r a b", "a -Lr b c", "-a -n a b", "-pv a b", "-R a b -n", "- b", "a -", "a: s3://b/c", "-rL /a b/ ./-c"],
-)
-def test_everyday_command_lines_mean_what_click_reads(line: str) -> None:
-    found = read_plain(line.split())
-    assert found is not None
-    names, options = found
-    read = command.make_context("cp", line.split()).params
-    assert (tuple(names), ()) == (read.pop("names"), read.pop("directories"))
-    assert options == CpOptions(**read)
-
-
-@pytest.mark.parametrize(
-    "line", ["", "a", "-r a", "--help", "-h", "-t d a b", "-j2 a b", "-j 2 a b", "-r -- a b", "--json a b", "-x a b"]
-)
-def test_all_other_command_lines_are_read_by_click(line: str) -> None:
-    assert read_plain(line.split()) is None
-
-
-def test_mistakes_in_everyday_options_get_the_help_of_click() -> None:
-    with pytest.raises(click.UsageError):
-        command.make_context("cp", ["-rx", "a", "b"])
-    assert read_plain(["-rx", "a", "b"]) is None
 
 
 def test_the_first_load_file_of_a_program_loads_no_modules(root: Path) -> None:

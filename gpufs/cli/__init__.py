@@ -77,10 +77,9 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     """Run a command line and return its exit code."""
-    completing = "_GPUFS_COMPLETE" in os.environ  # set by a shell that asks for completions
     import click
 
-    if completing:
+    if "_GPUFS_COMPLETE" in os.environ:  # set by a shell that asks for completions
         import gpufs.cli._completion  # noqa: F401
     from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
     from gpufs.cli._output import complain

@@ -85,7 +85,7 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   std::vector<BounceMemory*> idle_;
   std::size_t existing_ = 0;  // idle, in use, or being pinned
   std::size_t pinning_ = 0;
-  std::size_t waiting_ = 0;   // calls of acquire()
+  std::size_t waiting_ = 0;  // calls of acquire()
   bool closed_ = false;
   std::uint64_t waits_ = 0;
   std::uint64_t pin_failures_ = 0;
