@@ -182,7 +182,7 @@ def test_too_many_operations_are_eagain(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(DATA)
     with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as host:
-        engine.configure_operations(host, operations=6, stream_depth=4, patience=0.01)
+        engine.configure_operations(host, operations=6, stream_depth=4, timeout=0.01)
         with pytest.raises(engine.EngineError) as raised:
             engine.configure_operations(host)
         assert raised.value.errno == errno.EBUSY

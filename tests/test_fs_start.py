@@ -18,8 +18,8 @@ SECONDS = 120
 PROGRAM = """
 import errno, os, signal, sys
 from gpufs import engine, mounting, service
-from gpufs.daemon import __main__ as daemon, control_plane, keeper, supervision, takeover
-from gpufs.fs.connection import Connection
+from gpufs.daemon import __main__ as daemon, control_plane, environment, keeper, takeover
+from gpufs.fs.connection import RequestLoop
 
 def fail(*arguments, **named):
     raise OSError(errno.ENOMEM, "planned failure")
@@ -83,7 +83,7 @@ STEPS = {
     "engine": "engine.Engine = fail",
     "mount": "mounting.mount = fail",
     "data plane": "engine.Mount = crash",
-    "main loop": "Connection.serve = crash_later",
+    "main loop": "RequestLoop.serve = crash_later",
 }
 
 

@@ -69,7 +69,7 @@ PYTHON_MAY_USE = {
         "mounting",
         "units",
     },  # gpufs: attach; engine: pools of addresses
-    "gpufs.integrations": {"torch", "formats", "mounting", "units"},
+    "gpufs.integrations": {"client", "torch", "formats", "mounting", "units"},
     "gpufs.threads": set(),
     "gpufs.fs": {"syscalls", "threads", "engine", "statistics", "_version"},
     "gpufs.service": {"syscalls", "threads", "engine", "fs", "modes", "protocol", "mounting", "units", "_version"},

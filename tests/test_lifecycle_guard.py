@@ -18,7 +18,7 @@ from support.processes import PATIENCE, errno_of, in_child, links_of, run, sessi
 from support.watchdog import mounted_at
 
 from gpufs import config, mounting
-from gpufs.daemon import limits
+from gpufs.daemon import environment
 
 pytestmark = [pytest.mark.complains]
 
@@ -197,7 +197,7 @@ def test_only_a_priority_that_nobody_has_chosen_is_raised(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    limits.spare_from_oom_killer(tmp_path)
+    environment.spare_from_oom_killer(tmp_path)
     assert (tmp_path / "proc/self/oom_score_adj").read_text() == after
 
 

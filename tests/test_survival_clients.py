@@ -254,9 +254,7 @@ def test_registration_whose_memory_is_lost(mount: Path) -> None:
 
 def test_registrations_beyond_the_limit(tmp_path: Path) -> None:
     """The next daemon removes their files; the others stay. Here the limit is one registration."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import gpufs.service._kept_registrations as kept\nkept._MOST_DESCRIPTORS = 2\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text("import gpufs.service._kept as kept\nkept._MOST_DESCRIPTORS = 2\n")
     with mounted(tmp_path / "mount", environment={"PYTHONPATH": os.fspath(tmp_path)}) as survivor:
         file = survivor.device / "file"
         file.write_bytes(bytes(4 * MIB))

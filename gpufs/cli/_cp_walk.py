@@ -21,7 +21,7 @@ from gpufs import mounting
 from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier
-from gpufs.client._ends import Entry, find_targets, open_path, path_of, preserve
+from gpufs.client._ends import Entry, find_targets, is_link, open_path, path_of, preserve
 from gpufs.client._space import data_bytes
 from gpufs.exceptions import text_of
 
@@ -165,7 +165,7 @@ class Walk:
 
     def _fail_source(self, source: Entry, error: OSError) -> None:
         """Report a source whose attributes cannot be read."""
-        if error.errno == errno.ENOENT and _is_link(source):
+        if error.errno == errno.ENOENT and is_link(source):
             self.report(source.path, None, errno.ENOENT, "is a symbolic link to a file that does not exist")
         else:
             self._fail(source.path, None, error)
@@ -350,13 +350,6 @@ def _exists(destination: Entry, source: os.stat_result) -> bool:
     except OSError:
         return False  # creating it will show what is wrong
     return True
-
-
-def _is_link(entry: Entry) -> bool:
-    try:
-        return stat.S_ISLNK(entry._replace(follow=False).status().st_mode)
-    except OSError:
-        return False
 
 
 def _leads_to_file(link: Entry) -> bool:

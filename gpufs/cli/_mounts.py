@@ -186,7 +186,7 @@ def _same_namespace(pid: int) -> bool:
         return True
 
 
-class Copy(NamedTuple):
+class MountCopy(NamedTuple):
     """A copy of a mount in another mount namespace."""
 
     pid: int  # one process of the namespace
@@ -194,7 +194,7 @@ class Copy(NamedTuple):
     mountpoint: str  # as that process sees it
 
 
-def copies(devices: Collection[str]) -> list[Copy]:
+def copies(devices: Collection[str]) -> list[MountCopy]:
     """Find mounts with these device numbers in other mount namespaces: one process of each that we may see."""
     asked = {os.readlink("/proc/self/ns/mnt")}
     elsewhere = []
@@ -206,7 +206,7 @@ def copies(devices: Collection[str]) -> list[Copy]:
             entry = next((seen for seen in mounting.mounts(str(pid)) if seen.device in devices), None)
             asked.add(namespace)
             if entry is not None:
-                elsewhere.append(Copy(pid, _program(pid), entry.mountpoint))
+                elsewhere.append(MountCopy(pid, _program(pid), entry.mountpoint))
     return elsewhere
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
 from gpufs import config, mounting
 from gpufs.cli._main import complete_files
+from gpufs.cli._output import Failure, complain
 from gpufs.config import kinds
 
 if TYPE_CHECKING:
@@ -44,6 +46,27 @@ def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, s
         return [CompletionItem(word) for word in kind.choices if word.startswith(incomplete)]
 
     return complete
+
+
+def for_each_mount(mountpoints: Sequence[str], every: bool, work: Callable[[str], None]) -> int:
+    """Call ``work`` for each of the MOUNTPOINTs, or with --all for each mount of this user. Return the exit code.
+
+    A Failure is printed, and the others follow all the same.
+    """
+    if every == bool(mountpoints):
+        raise click.UsageError("Give either a MOUNTPOINT or --all.")
+    if every:
+        # A mount inside another one comes later in the list and keeps the other one busy.
+        mine = [entry.mountpoint for entry in mounting.mounts() if entry.uid == os.geteuid()]
+        mountpoints = mine[::-1]
+    code = 0
+    for mountpoint in mountpoints:
+        try:
+            work(mountpoint)
+        except Failure as failure:
+            complain(str(failure))
+            code = code or failure.code
+    return code
 
 
 class KnobCommand(click.Command):

@@ -29,11 +29,11 @@ from gpufs.formats.safetensors import PADDING_NAME
 
 
 @click.command(name="diff")
-@click.argument("one", metavar="A", shell_complete=complete_files)
-@click.argument("other", metavar="B", shell_complete=complete_files)
+@click.argument("first", metavar="A", shell_complete=complete_files)
+@click.argument("second", metavar="B", shell_complete=complete_files)
 @type_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def command(one: str, other: str, dtype: str | None, shape: str | None, as_json: bool) -> int:
+def command(first: str, second: str, dtype: str | None, shape: str | None, as_json: bool) -> int:
     """Compare two files of tensors of one format, two checkpoints, or two arrays, tensor by tensor.
 
     A checkpoint is a directory or an index; how it is cut into files does not matter. Arrays are npy files, registered
@@ -41,18 +41,17 @@ def command(one: str, other: str, dtype: str | None, shape: str | None, as_json:
     the tensors and the metadata do not matter. cmp(1) compares other files. Exit codes: 0 equal, 1 different,
     2 trouble.
     """
-
     given = given_type(dtype, shape)
     with ExitStack() as opened:
         pair = []
-        for name in (one, other):
+        for name in (first, second):
             opened.enter_context(reported(name, 2))
             pair.append(opened.enter_context(_opened(name, given)))
         ours, theirs = pair
         array = {ours.format, theirs.format} <= {"npy", "raw"}
         if ours.format not in READ_FORMATS or not (array or ours.format == theirs.format):
             text = "neither both safetensors nor both arrays: cmp compares their bytes, --dtype gives a type"
-            raise Failure(f"{one} and {other} are {text}", 2)
+            raise Failure(f"{first} and {second} are {text}", 2)
         tensors = _compare_tensors(ours, theirs)
         if as_json:
             print(json_text({"equal": not tensors, "format": ours.format, "tensors": tensors}))
@@ -63,7 +62,6 @@ def command(one: str, other: str, dtype: str | None, shape: str | None, as_json:
 
 
 def _opened(name: str, given: GivenType | None) -> TensorFiles:
-
     with reported(name, 2):
         return TensorFiles(name, given)
 
@@ -135,7 +133,6 @@ def _described(place: TensorPlace, difference: Difference) -> dict[str, Any]:
 
 
 def _print(tensors: list[dict[str, Any]]) -> None:
-
     rows = []
     for tensor in tensors:
         if tensor["difference"] == "missing":

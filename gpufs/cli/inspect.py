@@ -46,7 +46,6 @@ def command(
     --checksum read whole files, in blocks, and allocate no memory on a GPU. Minimum, maximum and mean are those of the
     finite elements.
     """
-
     given = given_type(dtype, shape)
     reports: list[dict[str, Any]] = []
     code = 0
@@ -110,7 +109,6 @@ def _summaries(files: TensorFiles) -> list[Summary | None]:
 
 
 def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[str]) -> dict[str, Any]:
-
     first = files.files[0]
     several = len(files.files) > 1
     report: dict[str, Any] = {
@@ -153,7 +151,6 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
 
 
 def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
-
     size, used = (sum(getattr(file, name) for file in files.files) for name in ("size", "held_bytes"))
     places = files.places()
     held = f"{bytes_text(used)} held on {places}" if places else "unknown place"

@@ -1,14 +1,13 @@
 """gpufs restart: hands mounts over to the installed version of gpufs."""
 
-import os
 import signal
 import time
 
 import click
 
-from gpufs import config, mounting
+from gpufs import config
 from gpufs.cli import _mounts, _queries
-from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._options import complete_mounts, for_each_mount, timeout_option
 from gpufs.cli._output import Failure, complain
 
 _PAUSE = 0.02  # seconds between two questions to the mount
@@ -25,19 +24,16 @@ def command(mountpoints: tuple[str, ...], every: bool, timeout: float) -> int:
     stops if the mount does not survive its daemon, or if the installed version cannot continue it. After three crashes
     within a minute no daemon is started again: this command starts one.
     """
-    if every == bool(mountpoints):
-        raise click.UsageError("Give either a MOUNTPOINT or --all.")
-    if every:
-        mountpoints = tuple(entry.mountpoint for entry in mounting.mounts() if entry.uid == os.geteuid())
-    code = 0
-    for mountpoint in mountpoints:
+
+    def work(mountpoint: str) -> None:
         try:
             _restart(mountpoint, timeout)
-        except Failure as failure:
+        except _WouldNotSurvive as failure:
+            if not every:
+                raise
             complain(str(failure))
-            if not (every and isinstance(failure, _WouldNotSurvive)):
-                code = code or failure.code
-    return code
+
+    return for_each_mount(mountpoints, every, work)
 
 
 class _WouldNotSurvive(Failure):

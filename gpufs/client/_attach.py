@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import threading
@@ -56,8 +57,9 @@ class Attachment:
     def refresh(self) -> None:
         """Map what the file has grown by. OSError as DeviceArray.refresh()."""
         with self._lock:
+            ask = functools.partial(self._connection.refresh, self._number, self.mapping.bytes)
             try:
-                answer, pieces = self._connection.refresh(self._number, self.mapping.bytes)
+                answer, pieces = _daemons.repeat_if_it_dies(ask)
             except OSError as error:
                 raise _failure(error, self.path) from None
             _add(self.mapping, pieces, answer.size, self.path)

@@ -23,7 +23,7 @@ from gpufs.modes import Mode
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
-    from gpufs.client._shared_memory import Share
+    from gpufs.client._shared_memory import MemoryShare
     from gpufs.engine import SharedPiece
 
 Memory: TypeAlias = "tuple[protocol.Attached, list[SharedPiece]]"
@@ -222,27 +222,26 @@ class Connection:
         return self.last
 
     def attach(self, fd: int, mode: Mode) -> Memory:
-        """Ask for the memory of an open file, which stays the caller's. OSError if the daemon refuses."""
-        while True:
-            request = protocol.Attach(next(self._numbers), mode)
-            with self._exclusive():
-                try:
-                    answer = self._ask_for_memory(request, (fd,))
-                except BaseException:
-                    self._detached.append(request.id)  # it may be attached all the same
-                    raise
-                if answer[0].error == errno.ECONNRESET:  # the daemon has died, and another one serves the connection
-                    self._detached.append(request.id)
-                    continue
-            _check(answer[0])
-            return answer
+        """Ask for the memory of an open file, which stays the caller's. OSError if the daemon refuses.
+
+        ECONNRESET if the daemon has died: another one may serve the connection by now.
+        """
+        request = protocol.Attach(next(self._numbers), mode)
+        with self._exclusive():
+            try:
+                answer = self._ask_for_memory(request, (fd,))
+            except BaseException:
+                self._detached.append(request.id)  # it may be attached all the same
+                raise
+            if answer[0].error == errno.ECONNRESET:
+                self._detached.append(request.id)
+        _check(answer[0])
+        return answer
 
     def refresh(self, number: int, start: int) -> Memory:
-        """Ask for the memory from ``start`` on. OSError if the daemon refuses."""
+        """Ask for the memory from ``start`` on. OSError as attach()."""
         with self._exclusive():
             answer = self._ask_for_memory(protocol.Refresh(number, start))
-            while answer[0].error == errno.ECONNRESET:  # the daemon has died, and another one serves the connection
-                answer = self._ask_for_memory(protocol.Refresh(number, start))
         _check(answer[0])
         return answer
 
@@ -254,7 +253,7 @@ class Connection:
         self._detached.append(number)
         self._end_leases()
 
-    def register(self, share: Share, size: int, file: int) -> int:
+    def register(self, share: MemoryShare, size: int, file: int) -> int:
         """Have a file show memory. Returns the registration's number. OSError if the daemon refuses."""
         self.check_peer()
         fields = (share.kind, share.offset, size, share.writable, share.pci_address, share.handle)

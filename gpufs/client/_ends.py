@@ -170,7 +170,7 @@ def open_destination(
                 try:
                     return os.open(entry.name, flags, mode, dir_fd=entry.directory), True
                 except FileExistsError:
-                    if _is_link(entry):
+                    if is_link(entry):
                         raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", entry.path) from None
                     continue  # another process has just created it
             try:
@@ -199,9 +199,10 @@ def open_destination(
     raise CopyError(errno.EBUSY, "other processes create and remove it all the time", entry.path)
 
 
-def _is_link(entry: Entry) -> bool:
+def is_link(entry: Entry) -> bool:
+    """Whether the name is a symbolic link."""
     try:
-        return stat.S_ISLNK(os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False).st_mode)
+        return stat.S_ISLNK(entry._replace(follow=False).status().st_mode)
     except OSError:
         return False
 

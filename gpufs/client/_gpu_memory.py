@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from gpufs.client._shared_memory import Share
+from gpufs.client._shared_memory import MemoryShare
 from gpufs.drivers import DRIVERS
 from gpufs.protocol import HANDLE_BYTES, MAX_MEMORY_PIECES, MAX_PIECES, send_pieces
 from gpufs.syscalls import close_all
@@ -82,7 +82,7 @@ class _Vendor:
             self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
-def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) -> Share:
+def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) -> MemoryShare:
     """How to pass on memory of a GPU. OSError EINVAL if that is impossible, with the reason and the remedy."""
     vendor = _Vendor(driver)
     if vendor.attribute(_IS_MANAGED, address):
@@ -99,8 +99,8 @@ def share_gpu_memory(driver: str, address: int, size: int, *, writable: bool) ->
             and vendor.attribute(_IPC_CAPABLE, address) in (1, None)
             and vendor.call("IpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start)) == 0
         ):
-            return Share("ipc", -1, offset, writable, pci_address, bytes(handle.bytes))
-        return Share("descriptor", _export_all(vendor, allocations), offset, writable, pci_address)
+            return MemoryShare("ipc", -1, offset, writable, pci_address, bytes(handle.bytes))
+        return MemoryShare("descriptor", _export_all(vendor, allocations), offset, writable, pci_address)
 
 
 def _allocations(vendor: _Vendor, address: int, size: int) -> list[tuple[int, int]]:

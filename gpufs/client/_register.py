@@ -13,7 +13,7 @@ from gpufs._naming import named_in
 from gpufs.client import _daemons
 from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
-from gpufs.client._shared_memory import Share, share_host_memory
+from gpufs.client._shared_memory import MemoryShare, share_host_memory
 from gpufs.drivers import HOST
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
@@ -184,7 +184,7 @@ def _memory_of(array: Any, size: int | None) -> ArrayMemory:
     return memory
 
 
-def _share(memory: ArrayMemory, driver: str) -> Share:
+def _share(memory: ArrayMemory, driver: str) -> MemoryShare:
     if driver == HOST:
         if memory.on_host is False:
             raise OSError(errno.EINVAL, "the array is on a GPU, and this is a mount of host memory")
@@ -195,7 +195,7 @@ def _share(memory: ArrayMemory, driver: str) -> Share:
 
 
 def _create(
-    connection: Connection, share: Share, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
+    connection: Connection, share: MemoryShare, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
 ) -> Registration:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:

@@ -24,7 +24,7 @@ _REMEDY: Final = (
 
 
 @dataclass
-class Share:
+class MemoryShare:
     """Memory as it is passed on: it begins ``offset`` bytes into what the descriptor or the handle stands for.
 
     ``fd`` is this object's, -1 for none. For "descriptor" it is a socket with the pieces of the memory.
@@ -55,7 +55,7 @@ class _Mapping:
     path: str
 
 
-def share_host_memory(address: int, size: int, *, writable: bool) -> Share:
+def share_host_memory(address: int, size: int, *, writable: bool) -> MemoryShare:
     """The file behind a range of this process's memory, open for what ``writable`` asks for.
 
     OSError EINVAL if it is not shared memory, with what to do about it.
@@ -80,7 +80,7 @@ def share_host_memory(address: int, size: int, *, writable: bool) -> Share:
             f"this process has no descriptor of the memory's file ({first.path or 'without a name'}) that is open for "
             f"{'reading and writing' if writable else 'reading'}: {_REMEDY}",
         )
-    return Share("file", fd, first.offset + address - first.start, writable)
+    return MemoryShare("file", fd, first.offset + address - first.start, writable)
 
 
 def _mappings() -> list[_Mapping]:

@@ -47,13 +47,13 @@ def _cgroups(root: Path, controller: str, base: str) -> Iterator[Path]:
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
-    found = []
+    limits = []
     for group in _cgroups(root, "", "sys/fs/cgroup"):
         if (bound := numbers(group / "memory.max").get("")) is not None:
             reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
             used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
-            found.append((bound, max(bound - used, 0)))
-    return found
+            limits.append((bound, max(bound - used, 0)))
+    return limits
 
 
 def is_memory_limited(root: Path = Path("/")) -> bool:

@@ -27,14 +27,13 @@ import trio
 
 from gpufs import config, engine, service, statistics
 from gpufs._version import __version__
-from gpufs.daemon import control_plane, guard, limits, mountpoint, takeover
+from gpufs.daemon import control_plane, environment, guard, mountpoint, takeover
 from gpufs.daemon.devices import open_engine
 from gpufs.daemon.keeper import Keeper, Key
 from gpufs.daemon.logs import Log
-from gpufs.daemon.runtime import CountersFile, runtime_directory
 from gpufs.daemon.serving import SIGNALS, TASKS, Serving
-from gpufs.daemon.startup import Answer, MountRequest, StartFailure
-from gpufs.fs.connection import Connection
+from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
+from gpufs.fs.connection import RequestLoop
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -56,7 +55,7 @@ def _reraise_simplified(failures: BaseExceptionGroup[BaseException]) -> None:
         raise MemoryError from None
 
 
-def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Takeover | None) -> None:
+def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: takeover.Takeover | None) -> None:
     """Serves one mount from its engine to its end, a new one or one whose daemon has died (``taken``).
 
     StartFailure if it cannot be started.
@@ -64,12 +63,12 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
     values = request.config
     for _, path, _ in values["backing"] or ():
         mountpoint.refuse_itself(path, request.mountpoint)
-    runtime = runtime_directory(allow_other=bool(values["allow_other"]))
+    runtime = environment.runtime_directory(allow_other=bool(values["allow_other"]))
     with ExitStack() as parts, _start_of(taken, logs) as started:
         owner = _watch(request.owner, parts) if taken is None else taken.held.get(Key.OWNER, -1)
         if taken is not None:
             statistics.remove_dead(taken.entry.device, os.geteuid())  # of the daemons before
-        counters = CountersFile(runtime, request.mountpoint)
+        counters = environment.CountersFile(runtime, request.mountpoint)
         service.sweep(runtime)
         parts.callback(counters.remove)
         opened, notes = open_engine(values, counters.path)
@@ -140,7 +139,7 @@ def _serve(request: MountRequest, answer: Answer, logs: Log, taken: takeover.Tak
         started()
         log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
         try:
-            trio.run(serving.run, Connection(control, operations, TASKS), operations)
+            trio.run(serving.run, RequestLoop(control, operations, TASKS), operations)
         except BaseExceptionGroup as failures:
             _reraise_simplified(failures)
             raise
@@ -236,21 +235,21 @@ def main(arguments: list[str] | None = None) -> int:
         os.set_inheritable(chosen.answer_fd, False)
     if chosen.journal_fd >= 0:
         os.set_inheritable(chosen.journal_fd, False)
-    answer = Answer(chosen.answer_fd)
+    answer = LauncherAnswer(chosen.answer_fd)
     logs = None
     try:
         taken = None
         if chosen.takeover_fd is not None:
             taken = takeover.begin(chosen.takeover_fd, chosen.mountpoint)
         request = taken.request if taken is not None else MountRequest.decode(sys.stdin.buffer.read())
-        limits.set_limits(core_dumps=bool(request.config["core_dumps"]))
+        environment.set_limits(core_dumps=bool(request.config["core_dumps"]))
         logs = Log(
             request.config["log_file"],
             request.config["log_level"],
             foreground=request.foreground and taken is None,
             journal=chosen.journal_fd if taken is None else taken.held.get(Key.LOG, -1),
         )
-        limits.spare_from_oom_killer()
+        environment.spare_from_oom_killer()
         os.umask(0)
         _serve(request, answer, logs, taken)
     except StartFailure as failure:
@@ -273,10 +272,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _report(answer: Answer, code: int, message: str) -> None:
+def _report(answer: LauncherAnswer, code: int, message: str) -> None:
     """Report to the launcher, or to the user if it runs in the foreground, why there is no mount."""
     try:
-        if not answer.give({"error": code, "message": message}):
+        if not answer.send({"error": code, "message": message}):
             print(f"gpufs: {message}", file=sys.stderr)
     except OSError:
         pass  # the launcher has gone

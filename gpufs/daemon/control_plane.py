@@ -1,20 +1,29 @@
-"""Joins the parts of the control plane: the files below .gpufs, the host's files, and the answers to requests."""
+"""Joins the parts of the control plane: a mount's own names, the host's files, and the answers to requests."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from gpufs import engine
 from gpufs.daemon.serving import Serving
 from gpufs.daemon.startup import MountRequest, StartFailure
 from gpufs.fs.backing import BackingHandler, Share
-from gpufs.fs.control import MountActivity, MountStatistics, MountStatus, leases_text, readme_text, version_text
-from gpufs.fs.control_files import Content
-from gpufs.fs.dispatch import Operations
-from gpufs.fs.handles import Handles
-from gpufs.fs.layout import place_names
+from gpufs.fs.connection import Operations
+from gpufs.fs.control_files import (
+    ActivityReport,
+    Content,
+    ControlFile,
+    StatisticsReport,
+    StatusReport,
+    leases_text,
+    readme_text,
+    version_text,
+)
 from gpufs.fs.quotas import Quotas
-from gpufs.fs.replies import Replies
+from gpufs.fs.requests import Handles, Replies
+
+_OWNERS_FILES: Final = ("trace",)  # control files for the mount's owner alone
 
 
 def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Operations:
@@ -22,10 +31,10 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
     values, opened, entry = request.config, mount.engine, serving.entry
 
     def leases(uid: int) -> list[dict[str, Any]]:
-        found = serving.service.leases(uid) if serving.service is not None else []
-        return _with_present_names(found, mount, request.mountpoint)
+        listed = serving.service.leases(uid) if serving.service is not None else []
+        return _with_present_names(listed, mount, request.mountpoint)
 
-    status = MountStatus(
+    status = StatusReport(
         mountpoint=request.mountpoint,
         driver=opened.driver,
         devices=opened.devices,
@@ -36,12 +45,12 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         quotas=Quotas(mount).as_list,
         obstacle=serving.obstacle,
     )
-    activity = MountActivity(
+    activity = ActivityReport(
         status,
         mount,
         copies=lambda uid: serving.service.copies(uid) if serving.service is not None else [],
     )
-    counted = MountStatistics(opened, request.mountpoint)
+    counted = StatisticsReport(opened, request.mountpoint)
     contents: dict[str, Callable[[int], Content]] = {  # by the user that opens the file
         "version": lambda _: version_text(),
         "status": status.as_bytes,
@@ -52,7 +61,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         "leases": lambda uid: leases_text(leases(uid)),
         "trace": lambda _: engine.Trace(),
     }
-    control_files = place_names(
+    control_files = _place_names(
         mount,
         [device.info.uuid for device in opened.devices],
         uid=os.geteuid(),
@@ -66,7 +75,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
     replies = Replies(values["entry_timeout"], values["attribute_timeout"])
     if not values["backing"]:
         return Operations(handles, control_files)
-    shares = [Share(*one) for one in values["backing"]]
+    shares = [Share(*fields) for fields in values["backing"]]
     ids = {"uid": os.geteuid(), "gid": os.getegid()}
     try:
         backing = BackingHandler(mount, handles, replies, shares, device=entry.st_dev, **ids)
@@ -74,6 +83,59 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         path = os.fsdecode(failure.filename) if failure.filename else "backing"
         raise StartFailure.of(failure, f"backing: {path}: ") from None
     return Operations(handles, control_files, backing)
+
+
+def _place_names(
+    mount: engine.Mount,
+    uuids: Sequence[str],
+    *,
+    uid: int,
+    gid: int,
+    device_mode: int = 0o755,
+    readme: bytes,
+    control_files: Mapping[str, Callable[[int], Content]],
+) -> dict[int, ControlFile]:
+    """Create the names that every mount has.
+
+    Parameters
+    ----------
+    mount
+        A mount without names.
+    uuids
+        Of the devices, which have the directories gpu0, gpu1, ...; "" if a device has none. ``.gpufs/by-uuid`` has a
+        symbolic link to each, for a name that stays the same whatever the order of the devices.
+    uid, gid, device_mode
+        Owner of all names, and the permission bits of the devices' directories.
+    readme
+        The text of ``README``.
+    control_files
+        Name below ``.gpufs`` to the function that makes the content.
+
+    Returns
+    -------
+    dict
+        The control files by inode number.
+    """
+
+    def place(directory: int, name: bytes, mode: int, *, device: int = -1, size: int = 0, target: bytes = b"") -> int:
+        attributes = engine.Attributes(mode=mode, uid=uid, gid=gid, size=size, device=device)
+        return mount.place(directory, name, attributes, target or None)
+
+    directory = stat.S_IFDIR | 0o555
+    root = place(0, b"", directory)
+    control = place(root, b".gpufs", directory)
+    placed = {}
+    for name, produce in control_files.items():
+        mode = 0o400 if name in _OWNERS_FILES else 0o444
+        placed[place(control, name.encode(), stat.S_IFREG | mode)] = ControlFile(produce)
+    text = place(root, b"README", stat.S_IFREG | 0o444, size=len(readme))
+    placed[text] = ControlFile(lambda _: readme)
+    by_uuid = place(control, b"by-uuid", directory)
+    for index, uuid in enumerate(uuids):
+        place(root, b"gpu%d" % index, stat.S_IFDIR | device_mode, device=index)
+        if uuid and uuid not in uuids[:index]:
+            place(by_uuid, uuid.encode(), stat.S_IFLNK | 0o777, target=b"../../gpu%d" % index)
+    return placed
 
 
 def _with_present_names(leases: Sequence[dict[str, Any]], mount: engine.Mount, mountpoint: str) -> list[dict[str, Any]]:

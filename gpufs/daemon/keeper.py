@@ -42,7 +42,7 @@ class Key(IntEnum):
     LOG = 5  # standard error or the journal of systemd, where there is no log file
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kinds of messages."""
 
     HOLD = 1
@@ -73,7 +73,7 @@ class Keeper:
         self._mountpoint = mountpoint
         self._environment = dict(os.environb)
         self._held = dict(held or {})
-        self._programs: dict[Kind, Sequence[str]] = {}
+        self._programs: dict[MessageKind, Sequence[str]] = {}
         self._lock = threading.Lock()  # guards what is above and what is sent
         self._child: subprocess.Popen[bytes] | None = None
         if fd is None:
@@ -126,25 +126,25 @@ class Keeper:
             for key in dropped:
                 self._held.pop(key, None)
             for start in range(0, len(dropped), _BATCH):
-                self._send(Kind.DROP, dropped[start : start + _BATCH])
+                self._send(MessageKind.DROP, dropped[start : start + _BATCH])
 
     def restart_with(self, command: Sequence[str]) -> None:
         """Set the program that takes over when this daemon has died. It gets the environment of this daemon."""
-        self._set_program(Kind.RESTART, command)
+        self._set_program(MessageKind.RESTART, command)
 
     def give_up_with(self, command: Sequence[str]) -> None:
         """Set the program that runs when this daemon has died and none can take over."""
-        self._set_program(Kind.GIVE_UP, command)
+        self._set_program(MessageKind.GIVE_UP, command)
 
     def hand_over(self) -> None:
         """Announce that this daemon ends next, so that another one takes over."""
         with self._lock:
-            self._send(Kind.HAND_OVER)
+            self._send(MessageKind.HAND_OVER)
 
     def end(self) -> None:
         """End the keeper, which closes everything that it holds. Return when it has ended."""
         with self._lock:
-            self._send(Kind.END)
+            self._send(MessageKind.END)
             self._socket.settimeout(_END_SECONDS)
             try:
                 self._socket.recv(1)  # nothing: the end of the file
@@ -173,12 +173,12 @@ class Keeper:
                 self._send_program(kind, command)
             self._send_held(self._held)
 
-    def _set_program(self, kind: Kind, command: Sequence[str]) -> None:
+    def _set_program(self, kind: MessageKind, command: Sequence[str]) -> None:
         with self._lock:
             self._programs[kind] = command
             self._send_program(kind, command)
 
-    def _send_program(self, kind: Kind, command: Sequence[str]) -> None:
+    def _send_program(self, kind: MessageKind, command: Sequence[str]) -> None:
         words = [*map(os.fsencode, command), *(name + b"=" + value for name, value in self._environment.items())]
         memfd = new_memfd("gpufs-program", b"".join(word + b"\0" for word in words))
         try:
@@ -190,9 +190,9 @@ class Keeper:
         keys = list(descriptors)
         for start in range(0, len(keys), _BATCH):
             batch = keys[start : start + _BATCH]
-            self._send(Kind.HOLD, batch, [descriptors[key] for key in batch])
+            self._send(MessageKind.HOLD, batch, [descriptors[key] for key in batch])
 
-    def _send(self, kind: Kind, numbers: Sequence[int] = (), descriptors: Sequence[int] = ()) -> None:
+    def _send(self, kind: MessageKind, numbers: Sequence[int] = (), descriptors: Sequence[int] = ()) -> None:
         data = _HEADER.pack(kind, len(numbers)) + struct.pack(f"={len(numbers)}Q", *numbers)
         try:
             socket.send_fds(self._socket, [data], descriptors)
@@ -229,7 +229,7 @@ def receive_held(fd: int) -> tuple[dict[int, int], int]:
                 raise OSError(errno.ECONNRESET, "the keeper has ended or cannot pass on what it holds")
             kind, count = _HEADER.unpack_from(data)
             numbers = struct.unpack_from(f"={count}Q", data, _HEADER.size)
-            if kind == Kind.READY:
+            if kind == MessageKind.READY:
                 return held, numbers[0]
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -15,12 +15,11 @@ import trio
 
 from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
-from gpufs.daemon import devices, mountpoint, supervision, takeover
+from gpufs.daemon import devices, environment, mountpoint, takeover
 from gpufs.daemon.keeper import Keeper
 from gpufs.daemon.logs import Log
-from gpufs.daemon.startup import Answer, MountRequest, StartFailure
-from gpufs.fs.connection import Connection
-from gpufs.fs.dispatch import Operations
+from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
+from gpufs.fs.connection import Operations, RequestLoop
 from gpufs.fs.quotas import Quotas
 from gpufs.service import Kept, Service
 
@@ -79,7 +78,7 @@ class Serving:
     """
 
     request: MountRequest
-    answer: Answer
+    answer: LauncherAnswer
     log: Log
     mount: engine.Mount
     entry: mounting.MountEntry
@@ -93,21 +92,21 @@ class Serving:
     kept: Kept
     service: Service | None = field(default=None, init=False)
     answers: bool = field(default=False, init=False)  # the launcher knows that the mount works
-    _manager: supervision.ServiceManager = field(default_factory=supervision.ServiceManager, init=False)
+    _manager: environment.ServiceManager = field(default_factory=environment.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
     _ending: bool = field(default=False, init=False)  # this process unmounts
     _instructed: bool = field(init=False)  # whether the keeper is to start another daemon
     _contexts_stay_until: float = field(default=0.0, init=False)  # in trio's time
     _flags: frozenset[str] = field(init=False)  # of the mount, as the engine was last told
-    _connection: Connection = field(init=False)
+    _connection: RequestLoop = field(init=False)
     _requests: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)  # of the loop that answers them
 
     def __post_init__(self) -> None:
         self._flags = self.entry.flags
         self._instructed = self.ends_with_daemon is None
 
-    async def run(self, connection: Connection, operations: Operations) -> None:
+    async def run(self, connection: RequestLoop, operations: Operations) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
         self._connection = connection
         if self.died is not None:
@@ -190,8 +189,8 @@ class Serving:
         command = devices.probe_command(self.mount.engine.driver, self.request.config)
         probe = await trio.run_process(command, cwd="/", check=False, capture_stdout=True, capture_stderr=True)
         if probe.returncode:
-            said = probe.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            log.error("%s stays out of service, since other processes cannot open it: %s", failed, said)
+            reason = probe.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            log.error("%s stays out of service, since other processes cannot open it: %s", failed, reason)
             return
         if self.obstacle() is None:
             log.critical("out of service in this process: %s: another daemon takes over", failed)
@@ -258,7 +257,7 @@ class Serving:
                 os.dup2(self.log.fd if number == 2 and self.log.fd >= 0 else null, number)
             os.close(null)
         try:
-            self.answer.give(
+            self.answer.send(
                 {
                     "ok": True,
                     "pid": os.getpid(),

@@ -71,13 +71,13 @@ class MountRequest:
             raise StartFailure(errno.EINVAL, f"the daemon got no valid request: {failure}") from None
 
 
-class Answer:
-    """The line that the launcher waits for. It is given at most once."""
+class LauncherAnswer:
+    """The line that the launcher waits for. It is sent at most once."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
-    def give(self, fields: dict[str, Any]) -> bool:
+    def send(self, fields: dict[str, Any]) -> bool:
         """Return False if no launcher waits for it (any more). OSError if the launcher has gone."""
         if self._fd is None:
             return False

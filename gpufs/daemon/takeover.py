@@ -109,8 +109,8 @@ def leave_to_the_keeper(code: int, logs: Log) -> NoReturn:
 def begin(fd: int, mountpoint: str) -> Takeover:
     """Receive everything from the keeper at the other end of a socket. StartFailure if that is not enough."""
     try:
-        found, died = receive_held(fd)
-        held = {key: descriptor for key, descriptor in found.items() if key < _FIRST_MEMORY}
+        received, died = receive_held(fd)
+        held = {key: descriptor for key, descriptor in received.items() if key < _FIRST_MEMORY}
         keeper = Keeper(mountpoint, held, fd)
         if missing := [key.name.lower() for key in (Key.CONNECTION, Key.JOURNAL, Key.REQUEST) if key not in held]:
             raise StartFailure(errno.EINVAL, f"cannot take over: the keeper does not hold {' and '.join(missing)}")
@@ -121,5 +121,5 @@ def begin(fd: int, mountpoint: str) -> Takeover:
         raise StartFailure.of(failure, "cannot take over: ") from None
     former = mounting.MountEntry(**{**begun["entry"], "flags": frozenset(begun["entry"]["flags"])})
     entry = present(former) or former  # it may only be elsewhere: bound, in containers, or detached and in use
-    memory = {key: descriptor for key, descriptor in found.items() if key >= _FIRST_MEMORY}
+    memory = {key: descriptor for key, descriptor in received.items() if key >= _FIRST_MEMORY}
     return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, died)

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, Self
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
 from gpufs.engine._binding import EngineError, Handle, check
-from gpufs.engine._in_use import Users
+from gpufs.engine._in_use import WorkInProgress
 from gpufs.engine._native import ffi, lib
 
 LockPolicy = Literal["auto", "off", "mandatory"]
@@ -224,7 +224,7 @@ class Engine(Handle):
         )
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_engine_open(options, handle))
-        self._users = Users()
+        self._users = WorkInProgress()
         self._own(handle[0], self._users.close)
         self.driver = driver
         opened = ffi.new("int32_t *")

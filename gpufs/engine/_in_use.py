@@ -21,7 +21,7 @@ class InUse:
         return self._used
 
 
-class Users:
+class WorkInProgress:
     """The work in progress in an engine."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def keep_for_ever(held: object) -> None:
 
     Parameters
     ----------
-    things
+    held
         An object, with all that it refers to.
     """
     new_reference(held)

@@ -269,7 +269,8 @@ class Mount(Handle):
         accounts, count = ffi.new("gpufs_account **"), ffi.new("uint64_t *")
         check(lib.gpufs_quota_list(self._handle, accounts, count))
         return [
-            (one.directory, one.device, one.uid, one.used_bytes, one.limit_bytes) for one in accounts[0][0 : count[0]]
+            (account.directory, account.device, account.uid, account.used_bytes, account.limit_bytes)
+            for account in accounts[0][0 : count[0]]
         ]
 
     def place(self, directory: int, name: bytes, attributes: Attributes, target: bytes | None = None) -> int:

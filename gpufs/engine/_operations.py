@@ -17,7 +17,7 @@ from gpufs.engine._engine import Engine, refusal_names
 from gpufs.engine._in_use import InUse, close_or_defer
 from gpufs.engine._native import ffi, lib
 from gpufs.engine._streams import Stream, StreamLike, native_handle, number_address
-from gpufs.engine._transfer import Request, TransferError, error_of
+from gpufs.engine._transfer import TransferError, TransferRequest, error_of
 
 if TYPE_CHECKING:
     import ctypes
@@ -31,7 +31,7 @@ MOST_AT_ONCE: Final = 64  # results
 
 
 @dataclass(slots=True)
-class Operation(Request):
+class Operation(TransferRequest):
     """A read or write to be submitted.
 
     Parameters

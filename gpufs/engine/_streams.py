@@ -51,7 +51,7 @@ def configure_operations(
     *,
     operations: int = 0,
     stream_depth: int = 0,
-    patience: float | None = None,
+    timeout: float | None = None,
     stream_waits: Literal["auto", "off"] = "auto",
 ) -> None:
     """Set the options of an engine's operations, before its first stream, batch or operation.
@@ -62,7 +62,7 @@ def configure_operations(
         The most operations that run at the same time; 0 is 65536.
     stream_depth
         The most outstanding operations of one stream; 0 is 256.
-    patience
+    timeout
         Seconds that a submission waits for a full stream before it fails with EAGAIN; None is 10.
     stream_waits
         "off": calls of the host block streams, as on a device that cannot wait for a value.
@@ -76,7 +76,7 @@ def configure_operations(
     options = {
         "operations": unsigned("operations", operations),
         "stream_depth": unsigned("stream_depth", stream_depth),
-        "timeout_ms": -1 if patience is None else int(min(seconds("patience", patience) * 1000, _LONGEST_TIMEOUT)),
+        "timeout_ms": -1 if timeout is None else int(min(seconds("timeout", timeout) * 1000, _LONGEST_TIMEOUT)),
         "stream_waits": choice("stream_waits", {"auto": lib.GPUFS_AUTO, "off": lib.GPUFS_OFF}, stream_waits),
     }
     check(lib.gpufs_async_configure(engine._handle, ffi.new("gpufs_async_options *", options)))

@@ -105,7 +105,7 @@ class HostFile(Handle):
 
 
 @dataclass(slots=True)
-class Request:
+class TransferRequest:
     """What is to be moved, and how."""
 
     direction: Direction
@@ -199,7 +199,7 @@ class Transfer(Handle):
         buffer_offset: int = 0,
         **options: Any,
     ) -> None:
-        wanted = Request(direction, file, memory, size, file_offset, buffer_offset, **options)
+        wanted = TransferRequest(direction, file, memory, size, file_offset, buffer_offset, **options)
         request = ffi.new("gpufs_transfer_request *")
         used = InUse(wanted._fill_transfer(request, size, file_offset, buffer_offset))
         handle = ffi.new("gpufs_handle *")

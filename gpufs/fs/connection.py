@@ -1,5 +1,4 @@
-"""The control plane's end of the socket between the planes: reads requests, and sends what :mod:`gpufs.fs.dispatch`
-answers.
+"""The control plane's end of the socket between the planes: reads requests, and routes each to what answers it.
 
 The messages are the kernel's, in the layout of linux/fuse.h, except for those that the engine translates
 (native/src/fuse/control_messages.h). The engine answers INIT and INTERRUPT itself.
@@ -7,19 +6,20 @@ The messages are the kernel's, in the layout of linux/fuse.h, except for those t
 
 import errno
 import logging
+import os
 import socket
 import time
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from struct import Struct
 from typing import Any, Final, TypeAlias
 
 import trio
 
-from gpufs.fs.dispatch import Operations
-from gpufs.fs.errors import error
-from gpufs.fs.replies import Listing
-from gpufs.fs.requests import Caller, Changes
+from gpufs.fs.backing import BackingHandler
+from gpufs.fs.backing.inodes import FIRST_INODE
+from gpufs.fs.control_files import ControlFile
+from gpufs.fs.requests import Caller, Changes, Handles, Listing, error
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,60 @@ _SETATTR: Final = Struct("=I4x6Q4I4x2I")
 _OPEN_DIRECT_IO: Final = 1
 _DATA_ONLY: Final = 1  # of FSYNCDIR
 _BATCH_FORGET: Final = 42
+
+
+# ---- who answers ----
+
+
+class Operations:
+    """The control plane of one mount.
+
+    Parameters
+    ----------
+    handles
+        The open files of the control plane.
+    control_files
+        By inode number.
+    backing
+        What answers for the host's inodes, if the mount shows directories of the host.
+    """
+
+    def __init__(
+        self, handles: Handles, control_files: Mapping[int, ControlFile], backing: BackingHandler | None = None
+    ) -> None:
+        self.handles = handles
+        self._control_files = control_files
+        self._backing = backing
+
+    @property
+    def host_inodes(self) -> int:
+        """How many inodes of the host the kernel knows."""
+        return self._backing.inode_count if self._backing is not None else 0
+
+    def host(self, inode: int) -> BackingHandler:
+        """What answers for an inode of the host. ESTALE for another one: it has just gone from the engine's table."""
+        if self._backing is None or inode < FIRST_INODE:
+            raise error(errno.ESTALE)
+        return self._backing
+
+    def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        """Drop references of the kernel."""
+        for inode, count in inode_list:
+            if self._backing is None or inode < FIRST_INODE:
+                continue  # gone already
+            try:
+                self._backing.forget(inode, count)
+            except Exception:
+                log.exception("forget of inode %d failed", inode)
+
+    async def open(self, inode: int, flags: int, caller: Caller) -> int:
+        """Open a control file or a file of the host; the result is the handle."""
+        file = self._control_files.get(inode)
+        if file is None:
+            return await self.host(inode).open(inode, flags, caller)
+        if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
+            raise error(errno.EACCES)
+        return self.handles.add(await file.open(caller.uid))
 
 
 # ---- requests ----
@@ -148,7 +202,8 @@ async def _create(to: Operations, inode: int, body: bytes, caller: Caller) -> by
 
 
 async def _read(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return await to.read(*_READ.unpack_from(body))
+    handle, offset, size = _READ.unpack_from(body)
+    return await to.handles.existing(handle).read(offset, size)
 
 
 async def _write(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -160,7 +215,9 @@ async def _statfs(to: Operations, inode: int, body: bytes, caller: Caller) -> by
 
 
 async def _release(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    await to.release(*_HANDLE.unpack_from(body))
+    opened = to.handles.pop(*_HANDLE.unpack_from(body))
+    if opened is not None:
+        await opened.release()
     return b""
 
 
@@ -207,13 +264,13 @@ async def _opendir(to: Operations, inode: int, body: bytes, caller: Caller) -> b
 async def _readdirplus(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     handle, start, size = _READ.unpack_from(body)
     listing = Listing(size)
-    await to.readdir(handle, start, listing)
+    await to.handles.existing(handle).readdir(start, listing)
     return listing.message()
 
 
 async def _fsyncdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     handle, flags = _HANDLE_AND_FLAGS.unpack_from(body)
-    await to.fsyncdir(handle, bool(flags & _DATA_ONLY))
+    await to.handles.existing(handle).sync(data_only=bool(flags & _DATA_ONLY))
     return b""
 
 
@@ -282,7 +339,7 @@ def _watched(work: Coroutine[Any, Any, None], on_wait: Callable[[], None]) -> Ge
             return True
 
 
-class Connection:
+class RequestLoop:
     """Answers requests, many at a time.
 
     Most are answered without waiting for anything, one after the other in the same task. When a request makes that task

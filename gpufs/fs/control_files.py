@@ -1,18 +1,20 @@
-"""The files below ``.gpufs``: read-only, and made when they are opened."""
+"""The files below ``.gpufs``: read-only, made when they are opened, with what a mount reports about itself."""
 
 import functools
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import EBUSY
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import trio
 
-from gpufs import threads
-from gpufs.engine import Trace
-from gpufs.fs.handles import Opened
+from gpufs import statistics, threads
+from gpufs._version import __version__
+from gpufs.engine import Device, Engine, EngineError, Mount, Trace, journal_format
+from gpufs.fs.requests import Opened
 
 # Bytes that one read of a stream returns at most: the kernel may find no memory for a larger message.
 _STREAM_READ_BYTES: Final = 64 << 10
@@ -23,6 +25,10 @@ _RETRY_SECONDS: Final = 0.02
 # A user's next text is made so many times later as making the last one took: reading without a pause takes no more than
 # that part of the loop.
 _PAUSE: Final = 10
+_PRIVATE = ("backing", "log_file")  # knobs with paths of the host: for root and the mount's owner
+_BUSIEST = 32  # files that `.gpufs/activity` lists at most
+_INDENTED = 100  # leases with which a text has still one line for each value: making that takes six times as long
+_NAME_MAX = 64  # characters of a device's name that the counters' file keeps
 
 T = TypeVar("T")
 # A text, what makes it on a thread, or a stream.
@@ -82,12 +88,13 @@ class ControlFile:
     async def _content(self, uid: int) -> bytes | Trace:
         if uid in self._privileged:
             return (await self._make(uid))[0]
-        came = trio.current_time()
-        now = {user: one for user, one in self._readers.items() if one.next > came or one.making.locked()}
-        reader = now.setdefault(uid, _Reader())
-        self._readers = now
+        now = trio.current_time()
+        self._readers = {
+            user: reader for user, reader in self._readers.items() if reader.next > now or reader.making.locked()
+        }
+        reader = self._readers.setdefault(uid, _Reader())
         async with reader.making:
-            if reader.began >= came:  # another call of the same user has made it in the meantime
+            if reader.began >= now:  # another call of the same user has made it in the meantime
                 return reader.text
             await trio.sleep_until(reader.next)
             began = trio.current_time()
@@ -104,3 +111,191 @@ class ControlFile:
             return content, seconds
         text, more = await threads.run(functools.partial(_timed, content))
         return text, seconds + more
+
+
+# ---- contents ----
+
+
+def _json(content: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> bytes:
+    """A text of one JSON object with these leases in it."""
+    indent = 2 if len(leases) <= _INDENTED else None
+    return json.dumps(content, indent=indent, default=str).encode() + b"\n"
+
+
+@dataclass(slots=True)
+class StatusReport:
+    """What ``.gpufs/status`` is made of.
+
+    ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``quotas`` are asked at each reading.
+    """
+
+    mountpoint: str
+    driver: str
+    devices: tuple[Device, ...]
+    knobs: Mapping[str, Any]
+    files: Callable[[int], int]
+    transfers: Callable[[], Mapping[str, Any]]
+    leases: Callable[[int], list[dict[str, Any]]]  # and registrations, that a user may see
+    quotas: Callable[[int], list[dict[str, Any]]]  # that a user may see
+    obstacle: Callable[[], str | None]  # to surviving the daemon
+    started: float = field(default_factory=time.time)
+
+    def as_dict(self, uid: int) -> dict[str, Any]:
+        """The status now, for this user. Sizes in bytes, ``started`` in seconds since 1970, ``uptime`` in seconds."""
+        hidden = () if uid in (0, os.geteuid()) else _PRIVATE
+        return {
+            "version": __version__,
+            "mountpoint": self.mountpoint,
+            "pid": os.getpid(),
+            "uid": os.geteuid(),
+            "driver": self.driver,
+            "started": self.started,
+            "uptime": max(0.0, time.time() - self.started),
+            "survives": (obstacle := self.obstacle()) is None,
+            "survives_not_because": obstacle,
+            "journal_format": journal_format(),
+            "devices": [self.device(device) for device in self.devices],
+            "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},
+            "transfers": self.transfers(),
+            "leases": self.leases(uid),
+            "quotas": self.quotas(uid),
+        }
+
+    def as_bytes(self, uid: int) -> bytes:
+        """The text of ``.gpufs/status`` for this user: one JSON object."""
+        status = self.as_dict(uid)
+        return _json(status, status["leases"])
+
+    def device(self, device: Device) -> dict[str, Any]:
+        """What is known of a device: its memory in bytes, files and health."""
+        info = device.info
+        entry: dict[str, Any] = {
+            "index": device.index,
+            "name": f"gpu{device.index}",
+            "description": info.name,
+            "pci_address": info.pci_address,
+            "uuid": info.uuid or None,
+            "total_bytes": info.total_bytes,
+            "free_bytes": 0,
+            "held_bytes": 0,
+            "files": self.files(device.index),
+            "health": "good",
+        }
+        try:
+            memory = device.memory()
+        except EngineError as failure:
+            entry["health"] = str(failure)
+        else:
+            entry["total_bytes"] = memory.total_bytes
+            entry["free_bytes"] = memory.free_bytes
+            entry["held_bytes"] = memory.held_bytes
+            if memory.health is not None:
+                entry["health"] = str(memory.health)
+        return entry
+
+
+class StatisticsReport:
+    """What ``.gpufs/stats`` and ``.gpufs/metrics`` show: the engine's counters."""
+
+    def __init__(self, opened: Engine, mountpoint: str) -> None:
+        """Also puts beside the counters what they are about, for those who find them in their file."""
+        self._engine = opened
+        facts: dict[str, Any] = {
+            "version": __version__,
+            "mountpoint": mountpoint,
+            "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],
+        }
+        try:
+            opened.statistics_describe(facts)
+        except EngineError:
+            facts["mountpoint"] = None  # the one part that may be too long
+            opened.statistics_describe(facts)
+
+    def read(self) -> dict[str, Any]:
+        """The counters now."""
+        return statistics.parse(self._engine.statistics_read())
+
+    def as_bytes(self) -> bytes:
+        """The text of ``.gpufs/stats``: one JSON object, as docs/statistics.md describes it."""
+        return json.dumps(self.read(), indent=2).encode() + b"\n"
+
+    def as_metrics(self) -> Callable[[], bytes]:
+        """What makes the text of ``.gpufs/metrics``, in Prometheus' format; for a thread."""
+        counters = self.read()
+
+        def render() -> bytes:
+            from gpufs.statistics import prometheus  # takes long, and most mounts never need it
+
+            return prometheus.metrics([counters])
+
+        return render
+
+
+@dataclass(frozen=True, slots=True)
+class ActivityReport:
+    """What ``.gpufs/activity`` is made of: what happens on the mount now. Each function is called at each reading."""
+
+    status: StatusReport
+    mount: Mount
+    copies: Callable[[int], list[dict[str, Any]]]  # in progress, that a user may see
+
+    def as_bytes(self, uid: int) -> bytes:
+        """The text for a user: one JSON object. Other users' files, copies and leases are for root and the owner."""
+        files = [file for file in self._files() if uid in (0, os.geteuid(), file["uid"])]
+        activity = {
+            "devices": [self.status.device(device) for device in self.status.devices],
+            "files": files,
+            "copies": self.copies(uid),
+            "leases": self.status.leases(uid),
+        }
+        return _json(activity, activity["leases"])
+
+    def _files(self) -> Iterator[dict[str, Any]]:
+        busiest = self.mount.busiest(_BUSIEST)
+        for ino, read, written in busiest:
+            try:
+                attributes = self.mount.inode_get(ino)
+            except EngineError:
+                continue  # gone by now
+            path = self.mount.path(ino)
+            yield {
+                "path": None if path is None else os.fsdecode(path),
+                "inode": ino,
+                "uid": attributes.uid,
+                "device": f"gpu{attributes.device}",
+                "size": attributes.size,
+                "held_bytes": attributes.blocks * 512,
+                "bytes_read": read,
+                "bytes_written": written,
+            }
+
+
+def readme_text(mountpoint: str, devices: Sequence[Device], shares: Sequence[str]) -> bytes:
+    """The text of ``README`` in the mount's root. ``shares``: names of the directories below ``backing``."""
+    infos = [(device.index, device.info) for device in devices]
+    rows = [(f"gpu{index}/", f"{info.name}, {info.total_bytes / 2**30:.1f} GiB") for index, info in infos]
+    rows += [(f"backing/{name}/", "files of the host") for name in shares]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:{width}}  {text}" for name, text in rows]
+    return "\n".join(
+        (
+            "gpufs: memory as files. No file can be created here. These directories take files:",
+            "",
+            *lines,
+            "",
+            f"    gpufs cp model.safetensors {mountpoint.rstrip('/')}/gpu0/",
+            "",
+            "copies a file, or says how much memory is missing. cp works too. `gpufs status` and `df` show this mount.",
+            "",
+        )
+    ).encode(errors="surrogateescape")
+
+
+def leases_text(leases: Sequence[Mapping[str, Any]]) -> bytes:
+    """The text of ``.gpufs/leases``: one JSON object with a list of the leases."""
+    return _json({"leases": leases}, leases)
+
+
+def version_text() -> bytes:
+    """The text of ``.gpufs/version``."""
+    return __version__.encode() + b"\n"

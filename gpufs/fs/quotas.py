@@ -5,7 +5,7 @@ from errno import EINVAL
 from typing import Any
 
 from gpufs.engine import NO_LIMIT, Mount
-from gpufs.fs.layout import ROOT_INODE
+from gpufs.fs.requests import ROOT_INODE
 
 
 class Quotas:
@@ -41,7 +41,7 @@ class Quotas:
         (None without one).
         """
         everything = uid in (0, os.geteuid())
-        found = []
+        limits = []
         for directory, device, number, used, limit in self._mount.quotas():
             owner, path = number, f"gpu{device}"
             if directory:
@@ -49,5 +49,5 @@ class Quotas:
                 path = os.fsdecode(self._mount.path(directory) or b"(removed)")
             if everything or owner == uid:
                 entry = {"path": path, "uid": None if directory else number, "used_bytes": used}
-                found.append({**entry, "limit_bytes": None if limit == NO_LIMIT else limit})
-        return found
+                limits.append({**entry, "limit_bytes": None if limit == NO_LIMIT else limit})
+        return limits

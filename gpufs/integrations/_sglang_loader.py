@@ -18,9 +18,9 @@ from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import (
     RELOAD_REFUSED,
     SLEEP_REFUSED,
-    Engine,
+    LoaderSettings,
+    ModelServer,
     NoDirectoryError,
-    Settings,
     device_directory,
     get_model,
     is_on_mount,
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """The default loader, with weights in the memory of a mount.
 
-    ``model_loader_extra_config`` has the keys of :class:`gpufs.integrations._sharing.Settings` besides those of the
+    ``model_loader_extra_config`` has the keys of :class:`~gpufs.integrations._sharing.LoaderSettings` and of the
     default loader.
     """
 
     def __init__(self, load_config: Any) -> None:
-        self._settings = Settings(load_config.model_loader_extra_config)
+        self._settings = LoaderSettings(load_config.model_loader_extra_config)
         # What SGLang has changed in the model besides its weights: what can be noted, and a name of what cannot.
         self._attributes: dict[str, Any] = {}
         self._changed: str | None = None
@@ -63,7 +63,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             return load()  # type: ignore[no-any-return]
         if pieces.uses_memory_saver():
             raise ValueError(SLEEP_REFUSED.format(option="--enable-memory-saver"))
-        engine = Engine(
+        server = ModelServer(
             logger=logger,
             load=load,
             build=partial(pieces.build, self.load_config, model_config),
@@ -73,7 +73,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             moved=pieces.rebind,
             ranks=pieces.ranks(),
         )
-        loaded = get_model(engine, self._find_shared(model_config, device_config))
+        loaded = get_model(server, self._find_shared(model_config, device_config))
         self.preloaded_weights_bytes = loaded.preloaded_bytes
         if loaded.shared is not None:
             refuse_reload(loaded.model)

@@ -206,7 +206,7 @@ class SharedWeights:
         """Write the parameters and buffers of a module, within a claim, and attach them.
 
         A GPU that has no space for both copies gets the new one by way of host memory. Then the parameters are there
-        until :func:`use_in_place` is called.
+        until :func:`move_to_shared` is called.
 
         Raises
         ------
@@ -265,7 +265,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def use_in_place(module: torch.nn.Module, weights: OpenWeights) -> None:
+def move_to_shared(module: torch.nn.Module, weights: OpenWeights) -> None:
     """Move the parameters of the module that was published into the file's memory. Their old memory becomes free."""
     for name, parameter in module.named_parameters():
         if parameter.nbytes >= SMALLEST_SHARED:

@@ -6,7 +6,6 @@ They are in the directory of its device on a mount.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import time
@@ -19,8 +18,9 @@ from typing import Any
 import torch
 
 from gpufs import mounting
+from gpufs.client._daemons import status_of
 from gpufs.formats import FormatError
-from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, use_in_place
+from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, move_to_shared
 from gpufs.units import bytes_text
 
 SLEEP_REFUSED = (
@@ -36,7 +36,7 @@ RELOAD_REFUSED = (
 _CLAIM_SECONDS = 600.0
 
 
-class Settings:
+class LoaderSettings:
     """The keys of ``--model-loader-extra-config`` that are the plug-in's.
 
     - share: false gives the engine weights of its own.
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ModelServer:
     """What the servers do each in their own way.
 
     load
@@ -102,35 +102,35 @@ class Loaded:
     preloaded_bytes: int = 0
 
 
-def get_model(engine: Engine, shared: SharedWeights | None) -> Loaded:
+def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     """Return a model with shared weights if that is possible, and with weights of its own otherwise.
 
     Parameters
     ----------
-    engine : Engine
+    server : ModelServer
     shared : SharedWeights or None
         None if this rank cannot share its weights.
     """
-    if not engine.all_agree(shared is not None) or shared is None:
-        return Loaded(engine.load())
+    if not server.all_agree(shared is not None) or shared is None:
+        return Loaded(server.load())
     weights = open_weights(shared)
-    was_there = engine.all_agree(weights is not None)
+    was_there = server.all_agree(weights is not None)
     if not was_there:
         del weights
-        with _claim(engine, shared) as mine:
-            weights = open_weights(shared, engine.logger, claimed=mine)
-            if not engine.all_agree(weights is not None):
-                model = engine.load()
+        with _claim(server, shared) as mine:
+            weights = open_weights(shared, server.logger, claimed=mine)
+            if not server.all_agree(weights is not None):
+                model = server.load()
                 if mine and weights is None:
-                    return Loaded(model, _publish(engine, model, shared))
+                    return Loaded(model, _publish(server, model, shared))
                 return Loaded(model)
     assert weights is not None
-    mapped = _map(engine, weights)
+    mapped = _map(server, weights)
     if mapped is not None:
         preloaded = weights.bytes if was_there and not weights.private else 0
         return Loaded(mapped, weights, preloaded)
     del weights
-    return Loaded(engine.load())
+    return Loaded(server.load())
 
 
 def open_weights(
@@ -161,7 +161,7 @@ def open_weights(
 
 
 @contextmanager
-def _claim(engine: Engine, shared: SharedWeights) -> Iterator[bool]:
+def _claim(server: ModelServer, shared: SharedWeights) -> Iterator[bool]:
     """Claim the names of the weights of all ranks, the first rank's before the others.
 
     So of two engines that start at the same time one has all names, and they never wait for each other.
@@ -172,36 +172,36 @@ def _claim(engine: Engine, shared: SharedWeights) -> Iterator[bool]:
             try:
                 return stack.enter_context(shared.claim(_CLAIM_SECONDS, waiting))
             except OSError as error:
-                engine.logger.warning("Weights cannot be published: %s", error)
+                server.logger.warning("Weights cannot be published: %s", error)
                 return False
 
         def waiting() -> None:
-            engine.logger.info("Waiting for the engine that loads %s", shared.path)
+            server.logger.info("Waiting for the engine that loads %s", shared.path)
 
-        if engine.ranks.rank_in_group == 0:
+        if server.ranks.rank_in_group == 0:
             mine = claim()
-            engine.all_agree(mine)
+            server.all_agree(mine)
         else:
-            mine = engine.all_agree(True) and claim()
+            mine = server.all_agree(True) and claim()
         yield mine
 
 
-def _map(engine: Engine, weights: OpenWeights) -> torch.nn.Module | None:
+def _map(server: ModelServer, weights: OpenWeights) -> torch.nn.Module | None:
     """Build a model from shared weights. None if a rank fails."""
     start = time.perf_counter()
     try:
-        with engine.restored_on_failure():
+        with server.restored_on_failure():
             try:
-                model = engine.build(weights)
+                model = server.build(weights)
             except Exception:
-                engine.all_agree(False)
+                server.all_agree(False)
                 raise
-            if not engine.all_agree(True):
+            if not server.all_agree(True):
                 raise RuntimeError("the weights of another rank do not")
     except Exception as error:  # noqa: BLE001  the servers' classes are private and may fail in any way
-        engine.logger.warning("%s does not fit this engine, which loads weights of its own: %r", weights.path, error)
+        server.logger.warning("%s does not fit this engine, which loads weights of its own: %r", weights.path, error)
         return None
-    engine.logger.info(
+    server.logger.info(
         "Mapped %s (%s%s) in %.2f seconds",
         weights.path,
         bytes_text(weights.bytes),
@@ -211,23 +211,23 @@ def _map(engine: Engine, weights: OpenWeights) -> torch.nn.Module | None:
     return model
 
 
-def _publish(engine: Engine, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
+def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
     """Publish the weights of a model, and move the model to the published memory. None if that is not possible."""
     start = time.perf_counter()
-    reason = engine.reason_against(model)
+    reason = server.reason_against(model)
     if reason is None:
         try:
-            weights = shared.publish(model, engine.attributes(model))
+            weights = shared.publish(model, server.attributes(model))
         except (FormatError, OSError, TypeError) as error:
             reason = str(error)
     if reason is not None:
-        engine.logger.warning("The weights of this engine are its own: %s", reason)
+        server.logger.warning("The weights of this engine are its own: %s", reason)
         return None
-    use_in_place(model, weights)
-    engine.moved(model)
+    move_to_shared(model, weights)
+    server.moved(model)
     gc.collect()
     torch.cuda.empty_cache()
-    engine.logger.info(
+    server.logger.info(
         "Published the weights as %s (%s) in %.2f seconds. Later engines map them",
         shared.path,
         bytes_text(weights.bytes),
@@ -298,9 +298,7 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
     real = Path(os.path.realpath(near))
     near_device = os.stat(real).st_dev if real.exists() else -1
     entries = [entry for entry in entries if entry.st_dev == near_device] or entries
-    candidates = {
-        entry.mountpoint: directories for entry in entries if (directories := _directories(entry.mountpoint, device))
-    }
+    candidates = {entry.mountpoint: directories for entry in entries if (directories := _directories(entry, device))}
     if not candidates:
         raise NoDirectoryError(f"no gpufs mount here has a directory for {_name(device)}")
     if len(candidates) > 1:
@@ -309,19 +307,20 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
     return next((directory for directory in directories if directory in real.parents), directories[0])
 
 
-def _directories(mountpoint: str, device: torch.device) -> list[Path]:
+def _directories(entry: mounting.MountEntry, device: torch.device) -> list[Path]:
     """Return the directories of a mount whose memory the device uses."""
     try:
-        status = json.loads(Path(mountpoint, ".gpufs/status").read_bytes())
+        status = status_of([entry])
     except (OSError, ValueError):
         return []  # closed to this user, or its daemon is dead
+    top = Path(entry.mountpoint)
     if device.type == "cpu":
-        return [Path(mountpoint, entry["name"]) for entry in status["devices"] if status["driver"] == "host"]
+        return [top / listed["name"] for listed in status["devices"] if status["driver"] == "host"]
     own = _pci_of(device)
     return [
-        Path(mountpoint, entry["name"])
-        for entry in status["devices"]
-        if entry["pci_address"] and _pci_numbers(entry["pci_address"]) == own
+        top / listed["name"]
+        for listed in status["devices"]
+        if listed["pci_address"] and _pci_numbers(listed["pci_address"]) == own
     ]
 
 

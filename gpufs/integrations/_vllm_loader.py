@@ -16,9 +16,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from gpufs.integrations._shared_weights import SharedWeights, named_tensors
 from gpufs.integrations._sharing import (
     SLEEP_REFUSED,
-    Engine,
+    LoaderSettings,
+    ModelServer,
     NoDirectoryError,
-    Settings,
     device_directory,
     get_model,
     is_on_mount,
@@ -41,12 +41,12 @@ logger = init_logger("vllm.gpufs")
 class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """The default loader, with weights in the memory of a mount.
 
-    ``model_loader_extra_config`` has the keys of :class:`gpufs.integrations._sharing.Settings` besides those of the
+    ``model_loader_extra_config`` has the keys of :class:`~gpufs.integrations._sharing.LoaderSettings` and of the
     default loader.
     """
 
     def __init__(self, load_config: Any) -> None:
-        self._settings = Settings(load_config.model_loader_extra_config)
+        self._settings = LoaderSettings(load_config.model_loader_extra_config)
         self._elements: dict[str, int] = {}  # of each tensor before vLLM processes it
         # The default loader finds the files, and knows only its own formats and keys.
         others = self._settings.others
@@ -61,7 +61,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
             return load()  # type: ignore[no-any-return]
-        engine = Engine(
+        server = ModelServer(
             logger=logger,
             load=load,
             build=partial(pieces.build, *arguments),
@@ -71,7 +71,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             moved=lambda _: None,
             ranks=get_tp_group(),
         )
-        loaded = get_model(engine, self._find_shared(vllm_config, model_config))
+        loaded = get_model(server, self._find_shared(vllm_config, model_config))
         if loaded.shared is not None:
             refuse_reload(loaded.model)
         return loaded.model

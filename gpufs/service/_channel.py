@@ -45,7 +45,7 @@ def peer_of(sock: socket.socket) -> Peer:
         return Peer(pid, uid, "")
 
 
-def path_of(fd: int) -> str:
+def path_behind(fd: int) -> str:
     """The path of an open file as this process sees it, "" if it cannot be found."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")

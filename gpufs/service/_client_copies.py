@@ -19,7 +19,7 @@ from gpufs import protocol
 from gpufs.engine import BackingFile, Transfer
 from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_of
+from gpufs.service._channel import Channel, path_behind
 from gpufs.service._kept import Record
 from gpufs.service._resources import Descriptor, Resources
 from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
@@ -223,7 +223,7 @@ class ClientCopies:
         copy, served = task.copy, self._served
         on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.device)
         buffer = task.resources.hold(served.open_buffer(on_mount.ino))
-        task.paths = (path_of(host.fd), path_of(mount.fd))
+        task.paths = (path_behind(host.fd), path_behind(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
         mount.close()
         # The engine shares its threads evenly between clients. If a server hangs, all copies from and to it hang. So

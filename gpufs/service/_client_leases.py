@@ -14,17 +14,16 @@ from gpufs.engine import Lease, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_of
-from gpufs.service._holders import Holder
+from gpufs.service._channel import Channel, path_behind
 from gpufs.service._kept import KeptLease, Record, kept_path
 from gpufs.service._resources import Descriptor, Resources
-from gpufs.service._served_mount import ServedMount
+from gpufs.service._served_mount import Holder, ServedMount
 from gpufs.service._user import trusted
 from gpufs.syscalls import close_all
 
 
 @dataclass(slots=True)
-class _Attachment:
+class _ClientLease:
     """A lease of a connection. ``device``: its index; ``busy``: a request for it is being served.
 
     ``outgoing``: pieces that are about to be sent, at most as many as one message takes.
@@ -62,28 +61,28 @@ class ClientLeases:
         self._channel = channel
         self._served = served
         self._record = record
-        self._attachments: dict[int, _Attachment] = {}
+        self._leases: dict[int, _ClientLease] = {}
         self._working = 0  # requests being served
 
     def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
         """Go on with a lease of the former daemon. None for a private copy, which the client has for itself."""
         holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.bytes, since=kept.since)
-        attachment = _Attachment(holder, lease=lease, device=kept.device, read_only=kept.read_only)
-        holder.resources = attachment.resources
+        client_lease = _ClientLease(holder, lease=lease, device=kept.device, read_only=kept.read_only)
+        holder.resources = client_lease.resources
         self._served.holders.enter(holder)
-        attachment.resources.on_close(functools.partial(self._served.holders.leave, holder))
-        attachment.resources.on_close(functools.partial(self._record.remove, KeptLease, kept.id))
+        client_lease.resources.on_close(functools.partial(self._served.holders.leave, holder))
+        client_lease.resources.on_close(functools.partial(self._record.remove, KeptLease, kept.id))
         if lease is not None:
             holder.bytes = lease.bytes
-            attachment.resources.hold(lease)
+            client_lease.resources.hold(lease)
             if kept.mode == READ_WRITE:
-                attachment.resources.on_close(functools.partial(self._served.mount.inode_written, kept.ino))
-        attachment.resources.on_close(lambda: _close_pieces(attachment.take_outgoing()))
-        self._attachments[kept.id] = attachment
+                client_lease.resources.on_close(functools.partial(self._served.mount.inode_written, kept.ino))
+        client_lease.resources.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
+        self._leases[kept.id] = client_lease
 
     async def end(self, number: int) -> None:
         """End a lease, if there is one with this number."""
-        await self._end(number, self._attachments.get(number))
+        await self._end(number, self._leases.get(number))
 
     def accept(self, message: Attach | Refresh | Detach, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
         """Begin to serve a request, and take its descriptors over. ProtocolError if there cannot be such a request.
@@ -91,41 +90,41 @@ class ClientLeases:
         The descriptors stay the caller's after a ProtocolError.
         """
         limits = self._served.limits
-        attachment = self._attachments.get(message.id)
+        client_lease = self._leases.get(message.id)
         if len(descriptors) != isinstance(message, Attach):
             raise ProtocolError(f"a message {type(message).__name__} with {len(descriptors)} descriptors")
         # An interrupted client may end what it has just asked for.
-        if attachment is not None and attachment.busy and not isinstance(message, Detach):
+        if client_lease is not None and client_lease.busy and not isinstance(message, Detach):
             raise ProtocolError("a request for an attachment whose last request has not been answered")
         if self._working >= limits.requests:
             raise ProtocolError("too many requests at once")
         if isinstance(message, Attach):
-            if attachment is not None:
+            if client_lease is not None:
                 raise ProtocolError("an attach message whose id is in use")
-            if len(self._attachments) >= limits.attachments:
+            if len(self._leases) >= limits.attachments:
                 raise ProtocolError("too many attachments on one connection")
             holder = Holder(self._channel.peer, message.mode)
-            attachment = self._attachments[message.id] = _Attachment(holder)
-            holder.resources = attachment.resources
-            work = functools.partial(self._attach, message, attachment, *descriptors)
+            client_lease = self._leases[message.id] = _ClientLease(holder)
+            holder.resources = client_lease.resources
+            work = functools.partial(self._attach, message, client_lease, *descriptors)
             try:
-                holder.ino, attachment.read_only = self._check(message, *descriptors)
+                holder.ino, client_lease.read_only = self._check(message, *descriptors)
             except OSError as failure:
                 self._channel.discard(descriptors)
                 work = functools.partial(_refuse, failure)
             else:
-                attachment.resources.hold(descriptors[0])  # of a file of ours, so closing it does not hang
+                client_lease.resources.hold(descriptors[0])  # of a file of ours, so closing it does not hang
         elif isinstance(message, Refresh):
-            work = functools.partial(self._refresh, message, attachment)
+            work = functools.partial(self._refresh, message, client_lease)
         else:
-            work = functools.partial(self._detach, message, attachment)
+            work = functools.partial(self._detach, message, client_lease)
         self._working += 1
-        if attachment is not None:
-            attachment.busy = True
-        nursery.start_soon(self._serve, work, message, attachment)
+        if client_lease is not None:
+            client_lease.busy = True
+        nursery.start_soon(self._serve, work, message, client_lease)
 
     async def _serve(
-        self, work: Callable[[], Awaitable[None]], message: Attach | Refresh | Detach, attachment: _Attachment | None
+        self, work: Callable[[], Awaitable[None]], message: Attach | Refresh | Detach, client_lease: _ClientLease | None
     ) -> None:
         try:
             async with self._channel.user.turns:
@@ -133,7 +132,7 @@ class ClientLeases:
                     await work()
                 except OSError as failure:
                     if isinstance(message, Attach):
-                        await self._end(message.id, attachment)
+                        await self._end(message.id, client_lease)
                     error = failure.errno or errno.EIO
                     text = failure.strerror or os.strerror(error)
                     self._channel.log(logging.INFO, "attach refused: %s %s", errno.errorcode.get(error, error), text)
@@ -142,23 +141,23 @@ class ClientLeases:
             # Work ends with the last message of its answer, and without a checkpoint after it.
             self._working -= 1
             self._record.end(message.id)
-            if attachment is not None:
-                attachment.busy = False
+            if client_lease is not None:
+                client_lease.busy = False
 
     async def close(self, seconds: float) -> None:
         """End all leases, one after the other on one thread; wait at most ``seconds``."""
-        attachments = list(self._attachments.values())
-        self._attachments.clear()
-        if not attachments:
+        leases = list(self._leases.values())
+        self._leases.clear()
+        if not leases:
             return
-        last = attachments.pop()
-        for attachment in attachments:
-            attachment.resources.end()
+        last = leases.pop()
+        for client_lease in leases:
+            client_lease.resources.end()
 
         def start(close_last: Callable[[], None]) -> None:
             def close() -> None:
-                for attachment in attachments:
-                    attachment.resources.close()
+                for client_lease in leases:
+                    client_lease.resources.close()
                 close_last()
 
             self._channel.user.start(self._channel.user.ends, close)
@@ -182,37 +181,37 @@ class ClientLeases:
         ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._served.device)
         return ino, not may_write
 
-    async def _attach(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> None:
+    async def _attach(self, message: Attach, client_lease: _ClientLease, descriptor: Descriptor) -> None:
         def prepare() -> Lease:
-            return self._prepare(message, attachment, descriptor)
+            return self._prepare(message, client_lease, descriptor)
 
-        attachment.lease = await self._channel.in_thread(prepare, attachment.resources)
-        holder = attachment.holder
+        client_lease.lease = await self._channel.in_thread(prepare, client_lease.resources)
+        holder = client_lease.holder
         copied = "a private copy of " if holder.private else ""
         self._channel.log(
             logging.INFO, "attached %s%d bytes of %s (%s)", copied, holder.bytes, holder.path, holder.mode
         )
-        await self._answer(message.id, attachment, attachment.lease, 0)
+        await self._answer(message.id, client_lease, client_lease.lease, 0)
 
-    def _prepare(self, message: Attach, attachment: _Attachment, descriptor: Descriptor) -> Lease:
+    def _prepare(self, message: Attach, client_lease: _ClientLease, descriptor: Descriptor) -> Lease:
         """On a thread: opens the lease. OSError if a limit forbids it, or memory is missing."""
-        holder, resources, served = attachment.holder, attachment.resources, self._served
+        holder, resources, served = client_lease.holder, client_lease.resources, self._served
         ino = holder.ino
-        holder.path = path_of(descriptor.fd)
+        holder.path = path_behind(descriptor.fd)
         served.holders.enter(holder)
         resources.on_close(functools.partial(served.holders.leave, holder))
         with served.open_buffer(ino) as buffer:
             # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
             descriptor.close()
-            attachment.device = buffer.info.device
-            holder.private = attachment.read_only and served.gets_copy(buffer, message.mode)
+            client_lease.device = buffer.info.device
+            holder.private = client_lease.read_only and served.gets_copy(buffer, message.mode)
             writable = message.mode == READ_WRITE
             lease = resources.hold(served.lease(buffer, holder, writable=writable))
         if writable:
             # The kernel does not see what the program writes: the times change at both ends of the lease.
             served.mount.inode_written(ino)
             resources.on_close(functools.partial(served.mount.inode_written, ino))
-        resources.on_close(lambda: _close_pieces(attachment.take_outgoing()))
+        resources.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
         holder.bytes = lease.bytes
         resources.on_close(functools.partial(self._record.remove, KeptLease, message.id))
         self._record.add(
@@ -222,70 +221,70 @@ class ClientLeases:
                 message.mode,
                 kept_path(holder.path),
                 holder.private,
-                attachment.read_only,
-                attachment.device,
+                client_lease.read_only,
+                client_lease.device,
                 lease.bytes,
                 holder.since,
             )
         )
         return lease
 
-    async def _refresh(self, message: Refresh, attachment: _Attachment | None) -> None:
-        if attachment is not None and attachment.holder.revoked:
+    async def _refresh(self, message: Refresh, client_lease: _ClientLease | None) -> None:
+        if client_lease is not None and client_lease.holder.revoked:
             raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
-        if attachment is not None and attachment.holder.private:
+        if client_lease is not None and client_lease.holder.private:
             raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
-        if attachment is None or attachment.lease is None:
+        if client_lease is None or client_lease.lease is None:
             raise OSError(errno.EBADF, "nothing is attached under this number")
-        await self._channel.in_thread(attachment.lease.refresh, attachment.resources)
-        await self._answer(message.id, attachment, attachment.lease, message.start)
+        await self._channel.in_thread(client_lease.lease.refresh, client_lease.resources)
+        await self._answer(message.id, client_lease, client_lease.lease, message.start)
 
-    async def _detach(self, message: Detach, attachment: _Attachment | None) -> None:
-        await self._end(message.id, attachment)
+    async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> None:
+        await self._end(message.id, client_lease)
         await self._channel.answer(Done(message.id))
 
-    async def _end(self, number: int, attachment: _Attachment | None) -> None:
+    async def _end(self, number: int, client_lease: _ClientLease | None) -> None:
         """End a lease and wait until its memory is released. Another one may have its number by now, and stays."""
-        if attachment is not None and self._attachments.get(number) is attachment:
-            del self._attachments[number]
+        if client_lease is not None and self._leases.get(number) is client_lease:
+            del self._leases[number]
             user = self._channel.user
-            await attachment.resources.closed(functools.partial(user.start, user.calls))
+            await client_lease.resources.closed(functools.partial(user.start, user.calls))
 
-    async def _answer(self, number: int, attachment: _Attachment, lease: Lease, start: int) -> None:
+    async def _answer(self, number: int, client_lease: _ClientLease, lease: Lease, start: int) -> None:
         """Send the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
         devices = self._served.mount.engine.devices
 
         def take(first: int) -> None:
-            attachment.outgoing = lease.pieces(first, protocol.MAX_PIECES)
+            client_lease.outgoing = lease.pieces(first, protocol.MAX_PIECES)
 
         def begin() -> int:
-            attachment.holder.bytes = lease.bytes
+            client_lease.holder.bytes = lease.bytes
             count, first = 0, start
             while len(pieces := lease.pieces(first, protocol.MAX_PIECES)) == protocol.MAX_PIECES:
                 count += len(pieces)
                 first = _end_of(pieces)
                 _close_pieces(pieces)
             if count == 0:
-                attachment.outgoing = pieces
+                client_lease.outgoing = pieces
             else:
                 _close_pieces(pieces)
             return count + len(pieces)
 
-        left = await self._channel.in_thread(begin, attachment.resources)
+        left = await self._channel.in_thread(begin, client_lease.resources)
         attached = Attached(
             number,
             driver=self._served.mount.engine.driver,
-            pci_address=devices[attachment.device].info.pci_address,
-            device=attachment.device,
-            size=attachment.holder.bytes,
-            private=attachment.holder.private,
+            pci_address=devices[client_lease.device].info.pci_address,
+            device=client_lease.device,
+            size=client_lease.holder.bytes,
+            private=client_lease.holder.private,
             pieces=left,
         )
         await self._channel.answer(attached)
         while left > 0:
-            if not attachment.outgoing:
-                await self._channel.in_thread(functools.partial(take, start), attachment.resources)
-            pieces = attachment.take_outgoing()
+            if not client_lease.outgoing:
+                await self._channel.in_thread(functools.partial(take, start), client_lease.resources)
+            pieces = client_lease.take_outgoing()
             try:
                 left -= len(pieces)
                 start = _end_of(pieces)

@@ -13,11 +13,10 @@ import trio
 from gpufs import threads
 from gpufs.protocol import Register
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_of
-from gpufs.service._holders import REGISTERED, Holder
+from gpufs.service._channel import Channel, path_behind
 from gpufs.service._kept import KeptRegistration, Record, kept_path
 from gpufs.service._resources import Descriptor
-from gpufs.service._served_mount import ServedMount
+from gpufs.service._served_mount import REGISTERED, Holder, ServedMount
 from gpufs.service._user import trusted
 
 _FOREIGN_IPC: Final = (
@@ -64,7 +63,7 @@ class ClientRegistrations:
         ino = _checks.check_registrable(descriptors[0].fd, served.device)
         for memory in descriptors[1:]:
             _checks.check_shareable(memory.fd)
-        holder = Holder(peer, REGISTERED, path_of(descriptors[0].fd), ino, bytes=message.size)
+        holder = Holder(peer, REGISTERED, path_behind(descriptors[0].fd), ino, bytes=message.size)
         registration = _Registration(message.id, holder)
         served.holders.enter(holder)
         with ExitStack() as undo:

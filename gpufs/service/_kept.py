@@ -1,34 +1,152 @@
-"""What outlives the daemon of a client: its socket, and a record of its leases, registrations and requests in progress.
+"""What outlives the daemon of a client: its socket, a record of its leases, registrations and requests in progress, and
+the memory that it has registered.
 
-The keeper holds both from the client's first lease or registration on. A new daemon opens the leases again and
+The keeper holds them from the client's first lease or registration on. A new daemon opens the leases again and
 registers the memory again before it serves anything, so the client notices nothing. A request that nobody answered gets
 an answer: it has failed, and may be made again.
 """
 
+import contextlib
+import errno
+import heapq
 import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from gpufs import protocol
-from gpufs.engine import Lease, Mount
+from gpufs.engine import Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import Cancel, ClientMessage, ProtocolError, Request
+from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
 from gpufs.service._channel import Peer, peer_of
-from gpufs.service._kept_registrations import KeptRegistrations
 from gpufs.service._resources import Keeping
+from gpufs.syscalls import close_all
 
 log = logging.getLogger(__name__)
 
-FIRST_KEY: Final = 1 << 20  # of the keeper: of each connection its socket, then its record
-LAST_KEY: Final = (1 << 31) - 1
+# The keeper's keys: of each connection two, its socket and its record; of each registration so many, a memfd with a
+# RegisteredMemory and then the descriptors of the memory.
+_CONNECTION_KEYS: Final = range(1 << 20, 1 << 31)
+_REGISTRATION_KEYS: Final = range(1 << 31, 1 << 32)
+_KEYS_OF_ONE: Final = MAX_MEMORY_PIECES + 1
+_MOST_DESCRIPTORS: Final = 1 << 14  # of all registrations. Those beyond end with the daemon
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
 _PATH_CHARACTERS: Final = 500
+
+
+# ---- the memory of registrations ----
+
+
+class RegisteredMemory(msgspec.Struct, frozen=True):
+    """A client's memory that is the contents of a file. Offsets and sizes in bytes, as in protocol.Register.
+
+    ``pieces``: offset and size of the memory behind each descriptor, for "descriptor"; empty for the other kinds.
+    """
+
+    kind: ShareKind
+    offset: int
+    size: int
+    writable: bool
+    handle: bytes
+    pieces: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, wanted: Register, pieces: Sequence[SharedPiece]) -> "RegisteredMemory":
+        """What a client has asked for, with the pieces that it has passed on."""
+        layout = [(piece.offset, piece.bytes) for piece in pieces]
+        return cls(wanted.kind, wanted.offset, wanted.size, wanted.writable, wanted.handle, layout)
+
+    def register(self, mount: Mount, ino: int, descriptors: Sequence[int]) -> None:
+        """Make it the contents of a file. The descriptors stay the caller's. OSError as Mount.inode_register()."""
+        places = zip(self.pieces, descriptors, strict=False)
+        mount.inode_register(
+            ino,
+            self.kind,
+            descriptors[0] if self.kind == "file" else -1,
+            offset=self.offset,
+            size=self.size,
+            writable=self.writable,
+            handle=self.handle,
+            pieces=[SharedPiece(offset, size, fd) for (offset, size), fd in places],
+        )
+
+
+@dataclass
+class KeptRegistrations:
+    """What the keeper holds for all registrations of a mount; nothing without a keeper. Any thread may call."""
+
+    keeper: Keeping | None
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
+    _held: dict[int, list[int]] = field(default_factory=dict)  # descriptors that stay open here, by their number
+    _free: list[int] = field(default_factory=list)  # numbers below the largest, a heap
+    _descriptors: int = 0
+
+    def hold(self, memory: RegisteredMemory, descriptors: Sequence[int]) -> int | None:
+        """Have the keeper hold a registration's memory. Return its number; None where it ends with the daemon."""
+        if self.keeper is None:
+            return None
+        copies: list[int] = []
+        try:
+            with self._lock:
+                if self._descriptors + 1 + len(descriptors) > _MOST_DESCRIPTORS:
+                    log.warning("registrations have too many pieces of memory: one of them ends with the daemon")
+                    return None
+                copies.append(os.memfd_create("gpufs-registration"))
+                os.pwrite(copies[0], msgspec.json.encode(memory), 0)
+                for descriptor in descriptors:
+                    copies.append(os.dup(descriptor))
+                number = heapq.heappop(self._free) if self._free else len(self._held)
+                self._held[number] = copies
+                self._descriptors += len(copies)
+        except OSError as failure:
+            close_all(copies)
+            log.warning("a registration ends with the daemon: %s", failure.strerror)
+            return None
+        self.keeper.hold(dict(enumerate(copies, _first_key(number))))
+        return number
+
+    def drop(self, number: int) -> None:
+        """A registration has ended."""
+        with self._lock:
+            copies = self._held.pop(number)
+            self._descriptors -= len(copies)
+            heapq.heappush(self._free, number)
+        if self.keeper is not None:
+            self.keeper.drop(range(_first_key(number), _first_key(number) + len(copies)))
+        close_all(copies)
+
+    def restore(self, held: Mapping[int, int]) -> None:
+        """Take over what the keeper holds of the former daemon. Before anything is registered."""
+        for key in sorted(key for key in held if key in _REGISTRATION_KEYS):
+            self._held.setdefault((key - _REGISTRATION_KEYS.start) // _KEYS_OF_ONE, []).append(held[key])
+        self._descriptors = sum(map(len, self._held.values()))
+        self._free = [number for number in range(max(self._held, default=0)) if number not in self._held]
+
+    def register_again(self, mount: Mount, number: int | None, ino: int) -> None:
+        """Give a file the memory that it had. OSError if that is impossible."""
+        if number not in self._held:
+            raise OSError(errno.ENODATA, "its memory was not kept")
+        first, *descriptors = self._held[number]
+        memory = msgspec.json.decode(os.pread(first, os.fstat(first).st_size, 0), type=RegisteredMemory)
+        memory.register(mount, ino, descriptors)
+
+    def drop_others(self, used: set[int | None]) -> None:
+        """Drop what belongs to no registration: the former daemon had not finished it, or was ending it."""
+        for number in set(self._held) - used:
+            with contextlib.suppress(OSError):
+                self.drop(number)
+
+
+def _first_key(number: int) -> int:
+    return _REGISTRATION_KEYS.start + number * _KEYS_OF_ONE
+
+
+# ---- connections ----
 
 
 class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
@@ -71,7 +189,7 @@ class Record:
 
     def __init__(self, keeper: Keeping | None, number: int, sock: socket.socket) -> None:
         self._keeper = keeper
-        self._keys = (FIRST_KEY + 2 * number, FIRST_KEY + 2 * number + 1)
+        self._keys = (_CONNECTION_KEYS.start + 2 * number, _CONNECTION_KEYS.start + 2 * number + 1)
         self._sock = sock
         self._lock = threading.Lock()  # guards all below
         self._entries: dict[tuple[type[Entry], int], Entry] = {}
@@ -99,7 +217,7 @@ class Record:
 
     def end(self, number: int) -> None:
         """The request is answered."""
-        self._remove(KeptRequest, number)
+        self.remove(KeptRequest, number)
 
     def add(self, entry: KeptLease | KeptRegistration) -> None:
         """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
@@ -116,10 +234,6 @@ class Record:
             for key, noted in self._entries.items():
                 self._write(key, noted)
             self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
-
-    def remove(self, kind: type[KeptLease | KeptRegistration], number: int) -> None:
-        """The lease or registration has ended."""
-        self._remove(kind, number)
 
     def close(self) -> None:
         """The connection ends."""
@@ -146,7 +260,8 @@ class Record:
             slot = self._slots[key] = self._free.pop() if self._free else len(self._slots)
         os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", slot * _SLOT_BYTES)
 
-    def _remove(self, kind: type[Entry], number: int) -> None:
+    def remove(self, kind: type[Entry], number: int) -> None:
+        """The lease or registration has ended, or the request is answered."""
         with self._lock:
             self._entries.pop((kind, number), None)
             slot = self._slots.pop((kind, number), None)
@@ -207,8 +322,8 @@ def restore(mount: Mount, keeper: Keeping | None, held: Mapping[int, int]) -> Ke
     registrations.restore(held)
     clients = []
     for key in sorted(held):
-        if FIRST_KEY <= key <= LAST_KEY and key % 2 == 0 and key + 1 in held:
-            number = (key - FIRST_KEY) // 2
+        if key in _CONNECTION_KEYS and key % 2 == 0 and key + 1 in held:
+            number = (key - _CONNECTION_KEYS.start) // 2
             clients.append(_restore_client(mount, registrations, number, held[key], held[key + 1]))
     registrations.drop_others({entry.number for client in clients for entry in client.registrations})
     return Kept(registrations, clients)

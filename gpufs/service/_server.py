@@ -17,10 +17,9 @@ from gpufs import protocol
 from gpufs.engine import Mount
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
-from gpufs.service._holders import HolderTable
 from gpufs.service._kept import Kept, KeptClient
 from gpufs.service._resources import Keeping
-from gpufs.service._served_mount import ServedMount
+from gpufs.service._served_mount import HolderTable, ServedMount
 from gpufs.service._user import Limits, Users, trusted
 
 log = logging.getLogger(__name__)

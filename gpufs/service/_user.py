@@ -105,7 +105,7 @@ class Place:
         user, self._user = self._user, None
         assert user is not None
         with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(user._free_place)
+            self._token.run_sync_soon(user._places.release)
 
 
 class Closable(Protocol):
@@ -145,9 +145,6 @@ class User:
         """Wait until one more message may be received."""
         await self._places.acquire()
         return Place(self)
-
-    def _free_place(self) -> None:
-        self._places.release()
 
     @contextlib.asynccontextmanager
     async def pieces(self) -> AsyncIterator[list[int]]:

@@ -502,7 +502,7 @@ SERVER = """
 
     import torch
     from gpufs.integrations._shared_weights import SharedWeights, fill
-    from gpufs.integrations._sharing import Engine, get_model
+    from gpufs.integrations._sharing import ModelServer, get_model
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -529,7 +529,7 @@ SERVER = """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     torch.zeros(1, device="cuda")
     free = torch.cuda.mem_get_info()[0]
-    engine = Engine(
+    engine = ModelServer(
         logging.getLogger("server"), load, build, contextlib.nullcontext, lambda model: None, lambda model: {},
         lambda model: None, SimpleNamespace(world_size=1, rank_in_group=0),
     )

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -321,7 +321,7 @@ class Fuzzer:
         if kind < 0.4:
             return {"type": "attach", "id": number, "mode": chooser.choice(("r", "r+"))}, 1
         if kind < 0.6:
-            shared = chooser.choices(protocol.SHARE_KINDS, (8, 1, 1))[0]
+            shared = chooser.choices(get_args(protocol.ShareKind), (8, 1, 1))[0]
             offset, size = chooser.choice((0, 1, 4096, 1 << 62)), chooser.choice((1, 5000, 4 * MIB, 1 << 62))
             handle = chooser.randbytes(protocol.HANDLE_BYTES) if shared == "ipc" else b""
             register = protocol.Register(number, shared, offset, size, True, "", handle)

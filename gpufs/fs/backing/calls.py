@@ -15,8 +15,7 @@ import trio
 
 from gpufs import threads
 from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
-from gpufs.fs.errors import error
-from gpufs.fs.requests import Caller
+from gpufs.fs.requests import Caller, error
 from gpufs.syscalls import set_thread_groups, setfsgid, setfsuid
 
 T = TypeVar("T")

@@ -17,17 +17,13 @@ from gpufs.fs.backing.open_files import (
     SET_ID,
     UNNAMED,
     OpenDirectory,
-    OpenFile,
     OpenFiles,
+    OpenHostFile,
     changes,
     close_quietly,
     new_mode,
 )
-from gpufs.fs.errors import error
-from gpufs.fs.handles import Handles, Opened
-from gpufs.fs.layout import ROOT_INODE
-from gpufs.fs.replies import Entry, Listing, Replies
-from gpufs.fs.requests import Caller, Changes
+from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, Replies, error
 
 DIRECTORY_NAME: Final = b"backing"
 _ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
@@ -134,10 +130,10 @@ class BackingHandler:
         try:
             for share in shares:
                 fd = os.open(share.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                found = fd, os.fstat(fd)
-                node = self._inodes.meet(found, share, None)
+                status = os.fstat(fd)
+                node = self._inodes.meet((fd, status), share, None)
                 node.shown = True
-                self.shares[os.fsencode(share.name)] = node, found[1]
+                self.shares[os.fsencode(share.name)] = node, status
         except OSError:
             self.close()
             raise
@@ -165,28 +161,28 @@ class BackingHandler:
             raise error(EROFS)
         return node
 
-    def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> Entry:
+    def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> InodeReply:
         """Return the reply that gives the kernel one more reference; takes the descriptor over."""
         node = self._inodes.meet(opened, parent.share, None if name == UNNAMED else (parent.ino, name))
         node.lookups += 1
         return self.replies.host_entry(node.ino, opened[1])
 
-    def share_reply(self, name: bytes) -> Entry:
+    def share_reply(self, name: bytes) -> InodeReply:
         """Return the reply for a shown directory, without asking its server: the kernel asks for attributes itself."""
         node, status = self.shares[name]
         return self.replies.host_entry(node.ino, status, lasts=False)
 
-    async def _find(self, uid: int, parent: BackingNode, name: bytes) -> Entry:
+    async def _find(self, uid: int, parent: BackingNode, name: bytes) -> InodeReply:
         return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
 
-    async def _make(self, inode: int, name: bytes, caller: Caller, make: Callable[[BackingNode], None]) -> Entry:
+    async def _make(self, inode: int, name: bytes, caller: Caller, make: Callable[[BackingNode], None]) -> InodeReply:
         parent = self._changeable(inode)
         await self._calls.run_as_caller(caller, parent, lambda: make(parent))
         return await self._find(caller.uid, parent, name)
 
     # ---- names ----
 
-    async def lookup(self, parent_inode: int, name: bytes, caller: Caller) -> Entry:
+    async def lookup(self, parent_inode: int, name: bytes, caller: Caller) -> InodeReply:
         if parent_inode == FIRST_INODE:
             if name in (b".", b".."):
                 ino = FIRST_INODE if name == b"." else ROOT_INODE
@@ -210,13 +206,15 @@ class BackingHandler:
         if node is not None:
             self._inodes.forget(node, count)
 
-    async def create(self, parent_inode: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Entry]:
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, caller: Caller
+    ) -> tuple[int, InodeReply]:
         with self._files.count.entered(caller.uid):
             return await self._create(self._changeable(parent_inode), name, mode, flags, caller)
 
     async def _create(
         self, parent: BackingNode, name: bytes, mode: int, flags: int, caller: Caller
-    ) -> tuple[int, Entry]:
+    ) -> tuple[int, InodeReply]:
         umask = caller.umask
         fd, opened = await self._calls.run_as_caller(
             caller, parent, lambda: self._files.create(parent, name, mode, flags, umask)
@@ -233,7 +231,7 @@ class BackingHandler:
             self.forget(node.ino, 1)  # the kernel does not get the reference
             raise
 
-    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Entry:
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, caller: Caller) -> InodeReply:
         umask = caller.umask
 
         def make(parent: BackingNode) -> None:
@@ -241,16 +239,16 @@ class BackingHandler:
 
         return await self._make(parent_inode, name, caller, make)
 
-    async def mkdir(self, parent_inode: int, name: bytes, mode: int, caller: Caller) -> Entry:
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, caller: Caller) -> InodeReply:
         umask = caller.umask
         return await self._make(
             parent_inode, name, caller, lambda parent: os.mkdir(name, new_mode(parent, mode, umask), dir_fd=parent.fd)
         )
 
-    async def symlink(self, parent_inode: int, name: bytes, target: bytes, caller: Caller) -> Entry:
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, caller: Caller) -> InodeReply:
         return await self._make(parent_inode, name, caller, lambda parent: os.symlink(target, name, dir_fd=parent.fd))
 
-    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, caller: Caller) -> Entry:
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, caller: Caller) -> InodeReply:
         node, parent = self._node(inode), self._node(new_parent_inode)
         if node.share is not parent.share:
             raise error(EXDEV)
@@ -294,7 +292,7 @@ class BackingHandler:
 
     # ---- attributes ----
 
-    async def getattr(self, inode: int, caller: Caller) -> Entry:
+    async def getattr(self, inode: int, caller: Caller) -> InodeReply:
         node = self._node(inode)
         status = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
         return self.replies.host_entry(inode, status)
@@ -305,12 +303,12 @@ class BackingHandler:
         asked: Changes,
         fh: int | None,
         caller: Caller,
-    ) -> Entry:
+    ) -> InodeReply:
         node = self._changeable(inode)
         mode, uid, gid = asked.mode, asked.uid, asked.gid
         size, atime, mtime = asked.size, asked.atime, asked.mtime
         opened = self._handles.get(fh)
-        open_fd = opened.fd if isinstance(opened, OpenFile) else None
+        open_fd = opened.fd if isinstance(opened, OpenHostFile) else None
 
         def change() -> None:
             if mode is not None and size is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from errno import EDEADLK, ESTALE
 from typing import Final
 
-from gpufs.fs.errors import error
+from gpufs.fs.requests import error
 from gpufs.syscalls import openat2
 
 FIRST_INODE: Final = 1 << 48  # the numbers of the engine's table are below (native/src/fuse/open_files.h)

@@ -17,10 +17,7 @@ from typing import Any, Final
 
 from gpufs.fs.backing.calls import HostCalls, acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
-from gpufs.fs.errors import error
-from gpufs.fs.handles import Handles, Opened
-from gpufs.fs.replies import Entry, Listing
-from gpufs.fs.requests import Caller
+from gpufs.fs.requests import Caller, Handles, InodeReply, Listing, Opened, error
 from gpufs.syscalls import file_system_type
 
 log = logging.getLogger(__name__)
@@ -94,7 +91,7 @@ def _open_for_caller(node: BackingNode, flags: int) -> int:
 
 
 @dataclass(slots=True)
-class OpenFile(Opened):
+class OpenHostFile(Opened):
     """A file that the engine reads and writes under ``handle``.
 
     ``fd``: for truncation, if the file is open for writing. ``uid``: the user that opened it.
@@ -239,7 +236,7 @@ class OpenFiles:
         return self._opened(node, uid, handle, kept)
 
     def _opened(self, node: BackingNode, uid: int, handle: int, kept: int | None) -> int:
-        self._handles.add(OpenFile(self, node, uid, handle, kept), handle)
+        self._handles.add(OpenHostFile(self, node, uid, handle, kept), handle)
         return handle
 
     def _hand_over(self, fd: int) -> tuple[int, int | None]:
@@ -309,8 +306,8 @@ class OpenDirectory(Opened):
     uid: int
     calls: HostCalls
     count: OpenCount
-    above: Entry
-    adopt: Callable[[Found, BackingNode, bytes], Entry]
+    above: InodeReply
+    adopt: Callable[[Found, BackingNode, bytes], InodeReply]
     forget: Callable[[int, int], None]
     names: list[bytes] = field(default_factory=list)
     fit: int = sys.maxsize

@@ -14,7 +14,7 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union
 
 import msgspec
 from msgspec import Meta
@@ -37,7 +37,6 @@ Fastpath: TypeAlias = Literal["auto", "off", "require"]
 Sync: TypeAlias = Literal["none", "data", "full"]
 # How a client passes on its memory: a file in memory, descriptors of a GPU's physical memory, the vendor's handle.
 ShareKind: TypeAlias = Literal["file", "descriptor", "ipc"]
-SHARE_KINDS: Final[tuple[ShareKind, ...]] = get_args(ShareKind)
 HANDLE_BYTES: Final = 64
 NO_LIMIT: Final = -1  # instead of bytes
 DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
