@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "device/pool.h"
+#include "device/pools.h"
 #include "faulty_driver.h"
 
 namespace gpufs::testing {

@@ -16,7 +16,7 @@
 
 #include "bytes.h"
 #include "cuda_test_support.h"
-#include "device/pinned_pool.h"
+#include "device/pools.h"
 #include "hip_test_support.h"
 
 namespace gpufs::gpu_test {

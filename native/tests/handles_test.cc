@@ -54,14 +54,14 @@ TEST(HandleTableTest, ClosesTheHandlesOfAnOwnerYoungestFirst) {
 }
 
 TEST(BarrierTest, TurnsExceptionsIntoErrorsAndKeepsTheText) {
-  const gpufs_status failed = guarded([]() -> Status { return Status(ENOSPC, "the device is full", 2); });
+  const gpufs_status failed = catch_all([]() -> Status { return Status(ENOSPC, "the device is full", 2); });
   EXPECT_EQ(failed.error, ENOSPC);
   EXPECT_EQ(failed.device_code, 2);
   EXPECT_STREQ(gpufs_message(), "the device is full");
-  EXPECT_EQ(guarded([]() -> Status { return {}; }).error, 0);
+  EXPECT_EQ(catch_all([]() -> Status { return {}; }).error, 0);
   EXPECT_STREQ(gpufs_message(), "the device is full");  // of the last failure
-  EXPECT_EQ(guarded([]() -> Status { throw std::bad_alloc(); }).error, ENOMEM);
-  EXPECT_EQ(guarded([]() -> Status { throw std::runtime_error("odd"); }).error, EIO);
+  EXPECT_EQ(catch_all([]() -> Status { throw std::bad_alloc(); }).error, ENOMEM);
+  EXPECT_EQ(catch_all([]() -> Status { throw std::runtime_error("odd"); }).error, EIO);
   EXPECT_STREQ(gpufs_message(), "internal failure: odd");
   std::thread([] { EXPECT_STREQ(gpufs_message(), ""); }).join();
 }

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "drivers/driver.h"
-#include "drivers/host/streaming_copy.h"
+#include "drivers/host/host_memory.h"
 
 namespace gpufs {
 namespace {

@@ -38,18 +38,18 @@ TEST(Counters, ThreadsLoseNoCounts) {
   for (int number = 0; number < kThreads; ++number) {
     threads.emplace_back([&, number] {
       for (std::uint64_t time = 0; time < kTimes; ++time) {
-        counters.begin(Backend::kMount, Flow::kOut);
-        counters.end(Backend::kMount, Flow::kOut, 4096, number == 0, 1000);
+        counters.begin(Backend::kMount, Flow::kFromDevice);
+        counters.end(Backend::kMount, Flow::kFromDevice, 4096, number == 0, 1000);
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kOut, &Block::started), kThreads * kTimes);
-  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kOut, &Block::ended), kThreads * kTimes);
-  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kOut, &Block::errors), kTimes);
-  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kOut, &Block::bytes), kThreads * kTimes * 4096);
-  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kIn, &Block::started), 0U);
-  EXPECT_EQ(region->sum(0, Backend::kMount, Flow::kOut, &Block::started), 0U);
+  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kFromDevice, &Block::started), kThreads * kTimes);
+  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kFromDevice, &Block::ended), kThreads * kTimes);
+  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kFromDevice, &Block::errors), kTimes);
+  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kFromDevice, &Block::bytes), kThreads * kTimes * 4096);
+  EXPECT_EQ(region->sum(1, Backend::kMount, Flow::kToDevice, &Block::started), 0U);
+  EXPECT_EQ(region->sum(0, Backend::kMount, Flow::kFromDevice, &Block::started), 0U);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ const char* gpufs_message(void) { return gpufs::last_message.c_str(); }
 const char* gpufs_version(void) { return GPUFS_VERSION; }
 
 gpufs_status gpufs_log_configure(int fd, int level) {
-  return gpufs::guarded([&] {
+  return gpufs::catch_all([&] {
     if (fd < -1) return gpufs::Status(EBADF, "the log's descriptor is negative");
     if (level < GPUFS_LOG_DEBUG || level > GPUFS_LOG_ERROR) {
       return gpufs::Status(EINVAL, "log level " + std::to_string(level) + " is not in 10..40");

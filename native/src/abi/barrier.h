@@ -25,7 +25,7 @@ gpufs_status report(const Status& status) noexcept;
 
 // Calls body(), which returns a Status. Running out of memory is ENOMEM, any other exception EIO.
 template <typename Body>
-gpufs_status guarded(Body&& body) noexcept {
+gpufs_status catch_all(Body&& body) noexcept {
   static_assert(std::is_same_v<std::invoke_result_t<Body>, Status>);
   try {
     return report(std::forward<Body>(body)());
@@ -38,7 +38,7 @@ gpufs_status guarded(Body&& body) noexcept {
 
 // Stores a result where the caller wants it. A failure stores nothing.
 template <typename T, typename Output>
-Status give(Result<T> result, Output* output) {
+Status store_result(Result<T> result, Output* output) {
   if (result.ok()) *output = result.take();
   return result.status();
 }
@@ -63,8 +63,8 @@ inline std::chrono::milliseconds timeout_of(std::int64_t milliseconds) {
 
 // Calls body(T&), which returns a Status, with the object of a handle. EBADF if the handle does not name a T.
 template <typename T, typename Body>
-gpufs_status with(gpufs_handle handle, Body&& body) noexcept {
-  return guarded([&]() -> Status {
+gpufs_status with_handle(gpufs_handle handle, Body&& body) noexcept {
+  return catch_all([&]() -> Status {
     Result<std::shared_ptr<T>> found = HandleTable::instance().get<T>(handle);
     return found.ok() ? std::forward<Body>(body)(*found.value()) : found.status();
   });

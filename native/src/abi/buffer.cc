@@ -1,6 +1,4 @@
-// The buffer functions of the C interface.
-
-#include "memory/buffer.h"
+// The functions of the C interface for buffers, and for pools of addresses.
 
 #include <algorithm>
 #include <cerrno>
@@ -14,6 +12,8 @@
 #include "abi/engine.h"
 #include "abi/handles.h"
 #include "gpufs.h"
+#include "memory/address_pool.h"
+#include "memory/buffer.h"
 #include "memory/host_transfer.h"
 
 namespace gpufs {
@@ -21,24 +21,24 @@ namespace gpufs {
 extern "C" {
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer) {
-  return with<Engine>(engine, [&](Engine& owner) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& owner) -> Status {
     Result<std::shared_ptr<DeviceContext>> context = owner.device(device);
     if (!context.ok()) return context.status();
     Result<std::shared_ptr<Buffer>> created = Buffer::create(context.take());
     if (!created.ok()) return created.status();
-    return give(HandleTable::instance().put<Buffer>(created.take(), engine), buffer);
+    return store_result(HandleTable::instance().put<Buffer>(created.take(), engine), buffer);
   });
 }
 
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
-    *info = {found.size(), found.bytes_held(), found.charge().room(), found.device()->info().index};
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
+    *info = {found.size(), found.bytes_held(), found.charge().available(), found.device()->info().index};
     return {};
   });
 }
 
 gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint32_t timeout_ms) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
     const DeviceContext& device = *found.device();
     Reclaim& reclaim = found.device()->reclaim();
@@ -48,18 +48,18 @@ gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint
       if (reclaim.expected_bytes() == 0 || std::chrono::steady_clock::now() >= deadline) return {};
       const Result<MemoryInfo> memory = device.memory();
       if (!memory.ok()) return memory.status();
-      if (std::min(memory.value().free_bytes, found.charge().room()) >= bytes) return {};
+      if (std::min(memory.value().free_bytes, found.charge().available()) >= bytes) return {};
       reclaim.wait_for_release(seen, deadline);
     }
   });
 }
 
 gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size) {
-  return with<Buffer>(buffer, [&](Buffer& found) { return found.resize(size); });
+  return with_handle<Buffer>(buffer, [&](Buffer& found) { return found.resize(size); });
 }
 
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     const bool keep_size = (mode & GPUFS_KEEP_SIZE) != 0;
     switch (mode & ~static_cast<std::uint32_t>(GPUFS_KEEP_SIZE)) {
       case 0:
@@ -76,35 +76,65 @@ gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t 
 }
 
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* position) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     if (whence != GPUFS_SEEK_DATA && whence != GPUFS_SEEK_HOLE) return Status(EINVAL, "not SEEK_DATA or SEEK_HOLE");
-    return give(whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset), position);
+    return store_result(whence == GPUFS_SEEK_DATA ? found.seek_data(offset) : found.seek_hole(offset), position);
   });
 }
 
 gpufs_status gpufs_buffer_read(gpufs_handle buffer, uint64_t offset, void* destination, uint64_t bytes,
                                uint64_t* done) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     *done = 0;
-    return give(read_to_host(found, offset, std::span(static_cast<std::byte*>(destination), bytes)), done);
+    return store_result(read_to_host(found, offset, std::span(static_cast<std::byte*>(destination), bytes)), done);
   });
 }
 
 gpufs_status gpufs_buffer_write(gpufs_handle buffer, uint64_t offset, const void* source, uint64_t bytes,
                                 uint64_t* done) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     *done = 0;
-    return give(write_from_host(found, offset, std::span(static_cast<const std::byte*>(source), bytes)), done);
+    return store_result(write_from_host(found, offset, std::span(static_cast<const std::byte*>(source), bytes)), done);
   });
 }
 
 gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpufs_handle buffer, uint64_t offset,
                                uint64_t bytes, uint64_t* done) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     *done = 0;
     const Result<std::shared_ptr<Buffer>> from = HandleTable::instance().get<Buffer>(source);
     if (!from.ok()) return from.status();
-    return give(found.copy_from(*from.value(), source_offset, offset, bytes, nullptr), done);
+    return store_result(found.copy_from(*from.value(), source_offset, offset, bytes, nullptr), done);
+  });
+}
+
+gpufs_status gpufs_pool_open(uint64_t address, uint64_t bytes, gpufs_handle* pool) {
+  return catch_all([&]() -> Status {
+    auto made = std::make_shared<AddressPool>(address, bytes);
+    address_pools::add(made);
+    const auto remove = [made](AddressPool& /*pool*/) { return address_pools::remove(made); };
+    return store_result(HandleTable::instance().put<AddressPool>(made, 0, remove), pool);
+  });
+}
+
+gpufs_status gpufs_pool_enter(gpufs_handle pool) {
+  return catch_all([&]() -> Status {
+    if (pool == 0) {
+      address_pools::enter(nullptr);
+      return {};
+    }
+    Result<std::shared_ptr<AddressPool>> found = HandleTable::instance().get<AddressPool>(pool);
+    if (found.ok()) address_pools::enter(found.take());
+    return found.status();
+  });
+}
+
+gpufs_status gpufs_pool_usage(gpufs_handle pool, uint64_t* used, uint64_t* largest_free) {
+  return with_handle<AddressPool>(pool, [&](AddressPool& found) -> Status {
+    const AddressPool::Usage usage = found.usage();
+    *used = usage.used;
+    *largest_free = usage.largest_free;
+    return {};
   });
 }
 

@@ -197,15 +197,15 @@ void fill(char (&field)[N], const std::string& text) {
 extern "C" {
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     Result<std::shared_ptr<Engine>> opened = Engine::open(*options);
     if (!opened.ok()) return opened.status();
-    return give(HandleTable::instance().put<Engine>(opened.take()), engine);
+    return store_result(HandleTable::instance().put<Engine>(opened.take()), engine);
   });
 }
 
 gpufs_status gpufs_engine_close(gpufs_handle engine) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     Result<std::shared_ptr<Engine>> taken = HandleTable::instance().take<Engine>(engine);
     if (!taken.ok()) return taken.status();
     Status closed = taken.value()->close();
@@ -217,18 +217,18 @@ gpufs_status gpufs_engine_close(gpufs_handle engine) {
 }
 
 gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json) {
-  return with<Engine>(engine, [&](Engine& found) -> Status { return found.counters().describe(json); });
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status { return found.counters().describe(json); });
 }
 
 gpufs_status gpufs_statistics_publish(gpufs_handle engine) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     found.publish_gauges();
     return {};
   });
 }
 
 gpufs_status gpufs_statistics_read(gpufs_handle engine, const char** data, uint64_t* bytes) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     thread_local std::string last;
     found.publish_gauges();
     last = found.counters().bytes();
@@ -239,32 +239,32 @@ gpufs_status gpufs_statistics_read(gpufs_handle engine, const char** data, uint6
 }
 
 gpufs_status gpufs_trace_start(void) {
-  return guarded([&]() -> Status { return observe::trace::start(); });
+  return catch_all([&]() -> Status { return observe::trace::start(); });
 }
 
 gpufs_status gpufs_trace_stop(void) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     observe::trace::stop();
     return {};
   });
 }
 
 gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     *bytes = observe::trace::read({static_cast<std::byte*>(data), static_cast<std::size_t>(capacity)});
     return {};
   });
 }
 
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     *count = static_cast<int32_t>(found.device_count());
     return {};
   });
 }
 
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     const DeviceInfo& known = context.value()->info();
@@ -283,14 +283,14 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
 }
 
 gpufs_status gpufs_engine_device_check(gpufs_handle engine, int32_t device) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     return context.ok() ? context.value()->device().health() : context.status();
   });
 }
 
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     *memory = {};
@@ -314,19 +314,20 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
 }
 
 gpufs_status gpufs_host_lock(gpufs_handle engine, const void* address, uint64_t bytes, int32_t read_only) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     return found.host_locks()->lock(address, bytes,
                                     read_only != 0 ? HostLocks::Access::kSource : HostLocks::Access::kBoth);
   });
 }
 
 gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_t bytes) {
-  return with<Engine>(engine, [&](Engine& found) -> Status { return found.host_locks()->unlock(address, bytes); });
+  return with_handle<Engine>(engine,
+                             [&](Engine& found) -> Status { return found.host_locks()->unlock(address, bytes); });
 }
 
 gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
                                       gpufs_host_lock_info* info) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     const Result<HostLocks::Info> known = found.host_locks()->info(address, bytes);
     if (!known.ok()) return known.status();
     *info = {known.value().whole.start,     known.value().whole.bytes(),       known.value().references,

@@ -104,5 +104,5 @@ void HandleTable::close_owned(gpufs_handle owner) {
 }  // namespace gpufs
 
 extern "C" gpufs_status gpufs_close(gpufs_handle handle) {
-  return gpufs::guarded([&] { return gpufs::HandleTable::instance().close(handle); });
+  return gpufs::catch_all([&] { return gpufs::HandleTable::instance().close(handle); });
 }

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "abi/barrier.h"
-#include "abi/dlpack.h"
 #include "abi/handles.h"
 #include "base/unique_fd.h"
 #include "drivers/driver.h"
@@ -52,36 +51,82 @@ std::vector<ExportedMemory> take_over(const gpufs_shared_piece* pieces, std::uin
   return taken;
 }
 
+// ---- DLPack tensors: their consumers release them, on any thread ----
+
+static_assert(sizeof(gpufs_dl_tensor) == 48);
+
+constexpr std::uint64_t kReadOnly = 1;
+
+template <typename Managed>
+struct Exported {
+  Managed managed{};
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;  // in elements
+  std::shared_ptr<void> keep;
+};
+
+template <typename Managed>
+Managed* make(const gpufs_dl_tensor& tensor, const std::shared_ptr<void>& keep) {
+  auto exported = std::make_unique<Exported<Managed>>();
+  const auto dimensions = static_cast<std::size_t>(tensor.ndim);
+  exported->shape.assign(tensor.shape, tensor.shape + dimensions);
+  exported->strides.resize(dimensions);
+  std::int64_t stride = 1;
+  for (std::size_t axis = dimensions; axis-- > 0;) {
+    exported->strides[axis] = tensor.strides == nullptr ? stride : tensor.strides[axis];
+    stride *= exported->shape[axis];
+  }
+  exported->keep = keep;
+  Managed& managed = exported->managed;
+  managed.tensor = tensor;
+  managed.tensor.shape = exported->shape.data();
+  managed.tensor.strides = exported->strides.data();
+  managed.deleter = [](void* released) {
+    delete static_cast<Exported<Managed>*>(static_cast<Managed*>(released)->context);
+  };
+  managed.context = exported.get();
+  return &exported.release()->managed;
+}
+
+// A gpufs_dl_legacy or gpufs_dl_versioned, which holds `keep` until its deleter is called.
+void* export_tensor(const gpufs_dl_tensor& tensor, bool versioned, bool read_only, const std::shared_ptr<void>& keep) {
+  if (!versioned) return make<gpufs_dl_legacy>(tensor, keep);
+  gpufs_dl_versioned* const managed = make<gpufs_dl_versioned>(tensor, keep);
+  managed->major = 1;
+  managed->flags = read_only ? kReadOnly : 0;
+  return managed;
+}
+
 }  // namespace
 
 extern "C" {
 
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, gpufs_handle* lease) {
-  return with<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();
     Result<std::shared_ptr<Buffer::Lease>> opened =
         found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
     if (!opened.ok()) return opened.status();
-    return give(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
+    return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
   });
 }
 
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info) {
-  return with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
+  return with_handle<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
     *info = {found.bytes(), found.address()};
     return {};
   });
 }
 
 gpufs_status gpufs_lease_refresh(gpufs_handle lease) {
-  return with<Buffer::Lease>(lease, [](Buffer::Lease& found) { return found.refresh(); });
+  return with_handle<Buffer::Lease>(lease, [](Buffer::Lease& found) { return found.refresh(); });
 }
 
 gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_piece* pieces, uint64_t capacity,
                                 uint64_t* count) {
-  return with<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
+  return with_handle<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
     *count = 0;
     Result<std::vector<ExportedMemory>> exported = found.pieces(from, capacity);
     if (!exported.ok()) return exported.status();
@@ -94,7 +139,7 @@ gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_
 
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_MAPPING_PRIVATE}) != 0)
       return Status(EINVAL, "unknown flags");
     const ImportAccess access = (flags & GPUFS_MAPPING_PRIVATE) != 0 ? ImportAccess::kPrivate
@@ -105,12 +150,12 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
     Result<std::unique_ptr<ImportedRange>> range = device.value()->create_import(reserve_bytes, access);
     if (!range.ok()) return range.status();
     auto opened = std::make_shared<Mapping>(device.take(), range.take());
-    return give(HandleTable::instance().put<Mapping>(std::move(opened)), mapping);
+    return store_result(HandleTable::instance().put<Mapping>(std::move(opened)), mapping);
   });
 }
 
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     std::vector<ExportedMemory> taken = take_over(pieces, count);
     Result<std::shared_ptr<Mapping>> found = HandleTable::instance().get<Mapping>(mapping);
     if (!found.ok()) return found.status();
@@ -124,7 +169,7 @@ gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* p
 }
 
 gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* destination, uint64_t bytes) {
-  return with<Mapping>(mapping, [&](Mapping& found) -> Status {
+  return with_handle<Mapping>(mapping, [&](Mapping& found) -> Status {
     {
       const std::lock_guard lock(found.mutex);
       const std::uint64_t mapped = found.range->bytes();
@@ -139,7 +184,7 @@ gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* des
 }
 
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info) {
-  return with<Mapping>(mapping, [&](Mapping& found) -> Status {
+  return with_handle<Mapping>(mapping, [&](Mapping& found) -> Status {
     const std::lock_guard lock(found.mutex);
     *info = {found.range->base(), found.range->bytes(), found.range->capacity(), found.device->info().index};
     return {};
@@ -148,7 +193,7 @@ gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* in
 
 gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*release)(void*),
                                  const gpufs_dl_tensor* tensor, int32_t versioned, int32_t read_only, void** managed) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     std::shared_ptr<void> keep;
     if (owner == 0) {
       keep = std::shared_ptr<void>(object, release);
@@ -165,7 +210,11 @@ gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*releas
   });
 }
 
-void gpufs_tensor_release(void* managed, int32_t versioned) { release_tensor(managed, versioned != 0); }
+void gpufs_tensor_release(void* managed, int32_t versioned) {
+  const auto deleter = versioned != 0 ? static_cast<gpufs_dl_versioned*>(managed)->deleter
+                                      : static_cast<gpufs_dl_legacy*>(managed)->deleter;
+  deleter(managed);
+}
 
 }  // extern "C"
 

@@ -46,7 +46,7 @@ static_assert(static_cast<int>(fuse::AccessTimes::kNever) == GPUFS_NOATIME);
 // body(mount, inode), a Status; ENOENT without this inode.
 template <typename Body>
 gpufs_status with_inode(gpufs_handle mount, std::uint64_t ino, Body body) {
-  return with<fuse::Mount>(mount, [&](fuse::Mount& found) -> Status {
+  return with_handle<fuse::Mount>(mount, [&](fuse::Mount& found) -> Status {
     const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
     return inode ? body(found, *inode) : Status(ENOENT, "no inode " + std::to_string(ino));
   });
@@ -60,7 +60,7 @@ using fuse::Mount;
 extern "C" {
 
 gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     Result<fuse::RelayPair> pair = fuse::make_relay_pair();
     if (!pair.ok()) return pair.status();
     *native_fd = pair.value().native.release();
@@ -70,7 +70,7 @@ gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd) {
 }
 
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     UniqueFd device(options->fuse_fd);
     UniqueFd relay(options->relay_fd);
     UniqueFd journal_fd(options->journal_fd);
@@ -117,14 +117,14 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
         Mount::create(std::move(device), std::move(relay), devices, std::move(chosen));
     if (!opened.ok()) return opened.status();
     owner.value()->publish_of(opened.value());
-    return give(HandleTable::instance().put<Mount>(opened.take(), engine, close_of<Mount>), mount);
+    return store_result(HandleTable::instance().put<Mount>(opened.take(), engine, close_of<Mount>), mount);
   });
 }
 
 uint32_t gpufs_journal_format(void) { return journal::Journal::kFormat; }
 
 gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     if (found.journal() == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");
     *fd = found.journal()->fd();
     return {};
@@ -132,49 +132,49 @@ gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
 }
 
 gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     found.release_forgotten();
     return {};
   });
 }
 
 gpufs_status gpufs_mount_survives(gpufs_handle mount) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.survives(); });
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.survives(); });
 }
 
 gpufs_status gpufs_mount_hold_again(gpufs_handle mount) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.hold_again(); });
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.hold_again(); });
 }
 
 gpufs_status gpufs_mount_start(gpufs_handle mount) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.start(); });
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.start(); });
 }
 
 gpufs_status gpufs_mount_read_ahead(gpufs_handle mount, const char* directory, uint64_t piece) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.read_ahead(directory, piece); });
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.read_ahead(directory, piece); });
 }
 
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     *fd = found.ended_fd();
     return {};
   });
 }
 
 gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     const auto busiest = found.table().busiest(*count);
     *count = busiest.size();
     std::transform(busiest.begin(), busiest.end(), files, [](const auto& inode) -> gpufs_file_activity {
       const observe::FileActivity& activity = inode->buffer()->activity();
-      return {inode->ino(), activity.bytes(observe::Flow::kOut), activity.bytes(observe::Flow::kIn)};
+      return {inode->ino(), activity.bytes(observe::Flow::kFromDevice), activity.bytes(observe::Flow::kToDevice)};
     });
     return {};
   });
 }
 
 gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     if (policy < GPUFS_RELATIME || policy > GPUFS_NOATIME) return Status(EINVAL, "unknown policy of access times");
     found.table().set_access_times(static_cast<fuse::AccessTimes>(policy), not_directories != 0);
     return {};
@@ -182,7 +182,7 @@ gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_
 }
 
 gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     *count = device == GPUFS_ALL_INODES ? found.table().counts().inodes : found.table().file_count(device);
     return {};
   });
@@ -190,7 +190,7 @@ gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* cou
 
 gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char* name,
                               const gpufs_attributes* attributes, const char* target, uint64_t* ino) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     const auto placed = found.names().place(directory, name, *attributes, target != nullptr ? target : "");
     if (placed.ok()) *ino = placed.value()->ino();
     return placed.status();
@@ -198,7 +198,7 @@ gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char
 }
 
 gpufs_status gpufs_name_find(gpufs_handle mount, const char* path, uint64_t* ino) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     const std::shared_ptr<Inode> inode = found.names().find(path);
     if (!inode) return Status(ENOENT, "no such name");
     *ino = inode->ino();
@@ -238,11 +238,11 @@ gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
 }
 
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return found.table().hold(ino); });
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.table().hold(ino); });
 }
 
 gpufs_status gpufs_inode_release(gpufs_handle mount, uint64_t ino) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     return found.table().forget(ino, 1) ? Status() : Status(ENOENT, "no inode " + std::to_string(ino));
   });
 }
@@ -262,11 +262,12 @@ gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
 }
 
 gpufs_status gpufs_backing_file_open(gpufs_handle mount, int32_t fd, uint64_t* fh) {
-  return with<Mount>(mount, [&](Mount& found) -> Status { return give(found.backing_files().open(fd), fh); });
+  return with_handle<Mount>(mount,
+                            [&](Mount& found) -> Status { return store_result(found.backing_files().open(fd), fh); });
 }
 
 gpufs_status gpufs_file_release(gpufs_handle mount, uint64_t fh) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     if (!fuse::is_backing(fh)) return found.table().release(fh);
     return found.backing_files().remove(fh) != nullptr ? Status() : Status(EBADF, "unknown handle");
   });
@@ -278,12 +279,12 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
       const bool directory = (inode.attributes().mode & 0170000) == 0040000;
       return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     }
-    return give(HandleTable::instance().put<Buffer>(inode.buffer(), mount), buffer);
+    return store_result(HandleTable::instance().put<Buffer>(inode.buffer(), mount), buffer);
   });
 }
 
 gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, int64_t limit) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     if (limit < GPUFS_DEFAULT_LIMIT) return Status(EINVAL, "a negative limit");
     if (limit == GPUFS_DEFAULT_LIMIT) return found.table().limit_user(device, uid, std::nullopt);
     return found.table().limit_user(device, uid,
@@ -292,7 +293,7 @@ gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, 
 }
 
 gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     if (limit < GPUFS_NO_LIMIT) return Status(EINVAL, "a negative limit");
     if (limit == GPUFS_NO_LIMIT) return found.names().limit_directory(ino, std::nullopt);
     return found.names().limit_directory(ino, static_cast<std::uint64_t>(limit));
@@ -300,7 +301,7 @@ gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t lim
 }
 
 gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_t uid) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     Result<std::shared_ptr<Buffer>> charged = HandleTable::instance().get<Buffer>(buffer);
     if (!charged.ok()) return charged.status();
     found.table().charge_to_user(*charged.value(), uid);
@@ -309,7 +310,7 @@ gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_
 }
 
 gpufs_status gpufs_quota_list(gpufs_handle mount, const gpufs_account** accounts, uint64_t* count) {
-  return with<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
     thread_local std::vector<gpufs_account> last;
     last = found.table().quotas().list();
     *accounts = last.data();

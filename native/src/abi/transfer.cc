@@ -193,7 +193,7 @@ Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_
 extern "C" {
 
 gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     Result<IoOptions> wanted = options_from(*options);
     if (!wanted.ok()) return wanted.status();
     return found.configure_transfers(wanted.value());
@@ -201,15 +201,15 @@ gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* opt
 }
 
 gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* backing) {
-  return with<Engine>(engine, [&](Engine& /*owner*/) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& /*owner*/) -> Status {
     Result<std::shared_ptr<BackingFile>> file = BackingFile::open(fd);
     if (!file.ok()) return file.status();
-    return give(HandleTable::instance().put<BackingFile>(file.take(), engine), backing);
+    return store_result(HandleTable::instance().put<BackingFile>(file.take(), engine), backing);
   });
 }
 
 gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info) {
-  return with<BackingFile>(backing, [&](BackingFile& file) -> Status {
+  return with_handle<BackingFile>(backing, [&](BackingFile& file) -> Status {
     const BackingFacts& facts = file.facts();
     *info = {};
     facts.file_system.copy(info->file_system, sizeof info->file_system - 1);
@@ -225,7 +225,7 @@ gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* in
 }
 
 gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     *refusals = make_direct_path(driver)->refusals();
     return {};
   });
@@ -237,19 +237,19 @@ const char* gpufs_refusal_name(int32_t bit) {
 }
 
 gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request* request, gpufs_handle* transfer) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     Result<std::shared_ptr<TransferEngine>> transfers = found.transfers();
     if (!transfers.ok()) return transfers.status();
     Result<TransferRequest> wanted = transfer_request_from(found, *request);
     if (!wanted.ok()) return wanted.status();
     Result<std::shared_ptr<Transfer>> started = transfers.value()->start(wanted.value());
     if (!started.ok()) return started.status();
-    return give(HandleTable::instance().put<Transfer>(started.take(), engine, close_of<Transfer>), transfer);
+    return store_result(HandleTable::instance().put<Transfer>(started.take(), engine, close_of<Transfer>), transfer);
   });
 }
 
 gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done) {
-  return with<Transfer>(transfer, [&](Transfer& found) -> Status {
+  return with_handle<Transfer>(transfer, [&](Transfer& found) -> Status {
     const bool ended = found.wait(timeout_of(timeout_ms));
     *done = ended ? 1 : 0;
     return {};
@@ -257,25 +257,25 @@ gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int3
 }
 
 gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress* progress) {
-  return with<Transfer>(transfer, [&](Transfer& found) -> Status {
+  return with_handle<Transfer>(transfer, [&](Transfer& found) -> Status {
     fill_progress(found.progress(), *progress);
     return {};
   });
 }
 
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer) {
-  return with<Transfer>(transfer, [&](Transfer& found) -> Status {
+  return with_handle<Transfer>(transfer, [&](Transfer& found) -> Status {
     found.cancel();
     return {};
   });
 }
 
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
-  return with<Transfer>(transfer, [&](Transfer& found) -> Status { return give(found.event_fd(), fd); });
+  return with_handle<Transfer>(transfer, [&](Transfer& found) -> Status { return store_result(found.event_fd(), fd); });
 }
 
 gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_options* options) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     AsyncOptions wanted;
     if (options->operations > kMostOperations) return Status(EINVAL, "operations must be at most 4194304");
     if (options->stream_depth > kMostOperations) return Status(EINVAL, "stream_depth must be at most 4194304");
@@ -292,7 +292,7 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
 
 gpufs_status gpufs_stream_open(gpufs_handle engine, int32_t device, const uint64_t* native, uint32_t flags,
                                gpufs_handle* stream) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     Result<StreamPromises> promises = promises_from(flags);
     if (!promises.ok()) return promises.status();
     Result<std::shared_ptr<AsyncEngine>> operations = operations_of(engine);
@@ -302,12 +302,13 @@ gpufs_status gpufs_stream_open(gpufs_handle engine, int32_t device, const uint64
             ? operations.value()->create_stream(device, promises.value())
             : operations.value()->register_stream(static_cast<NativeStream>(*native), device, promises.value());
     if (!made.ok()) return made.status();
-    return give(HandleTable::instance().put<OperationStream>(made.take(), engine, close_of<OperationStream>), stream);
+    return store_result(HandleTable::instance().put<OperationStream>(made.take(), engine, close_of<OperationStream>),
+                        stream);
   });
 }
 
 gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info) {
-  return with<OperationStream>(stream, [&](OperationStream& found) -> Status {
+  return with_handle<OperationStream>(stream, [&](OperationStream& found) -> Status {
     *info = {};
     info->native = found.native();
     info->outstanding = found.outstanding();
@@ -319,17 +320,17 @@ gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info)
 }
 
 gpufs_status gpufs_stream_call(gpufs_handle stream, void (*function)(void*), void* argument) {
-  return with<OperationStream>(stream,
-                               [&](OperationStream& found) -> Status { return found.call(function, argument); });
+  return with_handle<OperationStream>(stream,
+                                      [&](OperationStream& found) -> Status { return found.call(function, argument); });
 }
 
 gpufs_status gpufs_stream_synchronize(gpufs_handle stream) {
-  return with<OperationStream>(stream, [&](OperationStream& found) -> Status { return found.synchronize(); });
+  return with_handle<OperationStream>(stream, [&](OperationStream& found) -> Status { return found.synchronize(); });
 }
 
 gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
                                  void** memory, uint64_t* device_address) {
-  return with<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     Result<std::shared_ptr<DeviceContext>> context = found.device(device);
     if (!context.ok()) return context.status();
     Result<PinnedBlock> taken = context.value()->pinned().take(static_cast<std::size_t>(bytes));
@@ -349,7 +350,7 @@ gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t b
 }
 
 gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_handle* queue) {
-  return guarded([&]() -> Status {
+  return catch_all([&]() -> Status {
     auto entry = std::make_shared<QueueEntry>();
     Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
     if (!found.ok()) return found.status();
@@ -359,13 +360,13 @@ gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_hand
     entry->engine = found.take();
     entry->operations = operations.take();
     entry->queue = entry->operations->open_queue(static_cast<std::size_t>(capacity));
-    return give(HandleTable::instance().put<QueueEntry>(std::move(entry), engine, close_of<QueueEntry>), queue);
+    return store_result(HandleTable::instance().put<QueueEntry>(std::move(entry), engine, close_of<QueueEntry>), queue);
   });
 }
 
 gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* operations, uint64_t count, uint64_t* ids,
                                 uint64_t* bad) {
-  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     std::vector<AsyncEngine::Submission> entries;
     entries.reserve(static_cast<std::size_t>(std::min(count, kMostOperations)));
     for (std::uint64_t number = 0; number < count; ++number) {
@@ -387,7 +388,7 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
 
 gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completions, uint64_t capacity, uint64_t fewest,
                                  int64_t timeout_ms, uint64_t* collected) {
-  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     const std::vector<Completion> over =
         found.queue->collect(static_cast<std::size_t>(std::min(fewest, capacity)), static_cast<std::size_t>(capacity),
                              timeout_of(timeout_ms));
@@ -402,14 +403,14 @@ gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completio
 }
 
 gpufs_status gpufs_queue_under_way(gpufs_handle queue, uint64_t* count) {
-  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
     *count = found.queue->under_way().size();
     return {};
   });
 }
 
 gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id) {
-  return with<QueueEntry>(queue, [&](QueueEntry& found) -> Status { return found.queue->cancel(id); });
+  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) -> Status { return found.queue->cancel(id); });
 }
 
 }  // extern "C"

@@ -10,8 +10,7 @@
 #include <utility>
 
 #include "base/status.h"
-#include "device/pinned_pool.h"
-#include "device/pool.h"
+#include "device/pools.h"
 #include "device/reclaim.h"
 #include "drivers/driver.h"
 #include "observe/counters.h"

@@ -19,7 +19,7 @@ class Ledger {
   // A limit below what is used takes nothing away.
   void set_limit(std::uint64_t bytes) { limit_.store(bytes, std::memory_order_relaxed); }
   // Bytes that may still be taken.
-  [[nodiscard]] std::uint64_t room() const {
+  [[nodiscard]] std::uint64_t available() const {
     const std::uint64_t most = limit();
     return most - std::min(used(), most);
   }
@@ -35,7 +35,7 @@ class Ledger {
   }
   // Regardless of the limit.
   void add(std::uint64_t bytes) { used_.fetch_add(bytes, std::memory_order_relaxed); }
-  void give(std::uint64_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
+  void release(std::uint64_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
 
  private:
   std::atomic<std::uint64_t> limit_;

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "base/log.h"
-#include "fuse/acl.h"
+#include "fuse/extended_attributes.h"
 #include "memory/account.h"
 
 namespace gpufs::fuse {
@@ -29,9 +29,9 @@ constexpr std::size_t kBody = sizeof(fuse_in_header);
 bool read_text(std::span<const std::byte> message, std::size_t at, std::string_view* text) {
   if (message.size() <= at) return false;
   const auto* begin = reinterpret_cast<const char*>(message.data() + at);
-  const std::size_t room = message.size() - at;
-  const std::size_t length = ::strnlen(begin, room);
-  if (length == room) return false;
+  const std::size_t space = message.size() - at;
+  const std::size_t length = ::strnlen(begin, space);
+  if (length == space) return false;
   *text = std::string_view(begin, length);
   return true;
 }
@@ -60,23 +60,23 @@ std::optional<std::string> activity_of(const Inode& inode, std::string_view name
   if (!inode.buffer()) return std::nullopt;
   name.remove_prefix(kVirtualAttributes.size());
   const observe::FileActivity& seen = inode.buffer()->activity();
-  if (name == "bytes_read") return std::to_string(seen.bytes(Flow::kOut));
-  if (name == "bytes_written") return std::to_string(seen.bytes(Flow::kIn));
-  if (name == "reads") return std::to_string(seen.operations(Flow::kOut));
-  if (name == "writes") return std::to_string(seen.operations(Flow::kIn));
+  if (name == "bytes_read") return std::to_string(seen.bytes(Flow::kFromDevice));
+  if (name == "bytes_written") return std::to_string(seen.bytes(Flow::kToDevice));
+  if (name == "reads") return std::to_string(seen.operations(Flow::kFromDevice));
+  if (name == "writes") return std::to_string(seen.operations(Flow::kToDevice));
   if (name != "last_backend") return std::nullopt;
   const std::size_t last = seen.last();
   return last < observe::kBackendCount ? std::string(observe::kBackendNames[last]) : std::string();
 }
 
-// A value, or its size if the caller asks for that (no room).
-void reply_value(std::uint32_t room, std::span<const std::byte> value, Responder& responder) {
-  if (room == 0) {
+// A value, or its size if the caller asks for that (no space).
+void reply_value(std::uint32_t space, std::span<const std::byte> value, Responder& responder) {
+  if (space == 0) {
     fuse_getxattr_out out{};
     out.size = static_cast<std::uint32_t>(value.size());  // some megabytes at most
     return responder.body(out);
   }
-  if (value.size() > room) return responder.error(ERANGE);
+  if (value.size() > space) return responder.error(ERANGE);
   responder.data(value);
 }
 
@@ -161,7 +161,7 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
 void AttributeOperations::statfs(const Target& inode, Request& request, Responder responder) {
   // What a GPU has is known only when the memory that is being released is back.
   const bool waits =
-      std::ranges::any_of(table_.devices(), [](const auto& one) { return !one->info().cpu_addressable; });
+      std::ranges::any_of(table_.devices(), [](const auto& device) { return !device->info().cpu_addressable; });
   const std::uint32_t uid = request.header.uid;
   // Memory of files that have just been removed is on its way back. As a write that needs it, this is parked for it.
   const auto start = std::chrono::steady_clock::now();
@@ -201,7 +201,7 @@ void AttributeOperations::reply_statfs(const Inode& inode, std::uint32_t uid, Re
   }
   if (const std::shared_ptr<Account> account = inode.directory_account()) {
     total = std::min(total, account->limit());
-    free = std::min(free, account->room());
+    free = std::min(free, account->available());
   }
   fuse_statfs_out out{};
   out.st.bsize = kBlock;
@@ -211,7 +211,7 @@ void AttributeOperations::reply_statfs(const Inode& inode, std::uint32_t uid, Re
   out.st.bavail = free / kBlock;
   // As many more files with one name as the limit for metadata allows the caller.
   const InodeTable::Counts counts = table_.counts();
-  const std::uint64_t left = table_.metadata_room(uid);
+  const std::uint64_t left = table_.metadata_available(uid);
   out.st.ffree = std::min(left / (InodeTable::kInodeBytes + InodeTable::kNameBytes), std::uint64_t{1} << 30);
   out.st.files = out.st.ffree + counts.inodes;
   out.st.namelen = NAME_MAX;

@@ -43,7 +43,7 @@ bool has_hole(Buffer& buffer, std::uint64_t offset, std::uint64_t end) {
 bool may_fill_ahead(Buffer& buffer) {
   constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
   const Result<MemoryInfo> memory = buffer.device()->device().memory(Wait::kForbidden);
-  return memory.ok() && std::min(memory.value().free_bytes, buffer.charge().room()) >= kPlenty;
+  return memory.ok() && std::min(memory.value().free_bytes, buffer.charge().available()) >= kPlenty;
 }
 
 // Lets this process have each page in its page table. Where the kernel copies from a page that is not there, and
@@ -123,7 +123,8 @@ bool BufferOperations::read_pages(const File& file, const Request& request, cons
 
 bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, std::uint64_t bytes,
                                          Responder& responder) {
-  observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kOut);
+  observe::ScopedOperationCount measured(inode.buffer()->device()->counters(), observe::Backend::kMount,
+                                         observe::Flow::kFromDevice);
   const Result<Buffer::Gathered> gathered = inode.buffer()->gather(in.offset, bytes, Wait::kForbidden);
   // A registration has just replaced the buffer by one that is copied.
   if (gathered.error() == EAGAIN || gathered.error() == EOPNOTSUPP) {
@@ -146,7 +147,8 @@ bool BufferOperations::reply_from_memory(Inode& inode, const fuse_read_in& in, s
 
 int BufferOperations::reply_from_copy(Inode& inode, const fuse_read_in& in, std::span<std::byte> memory, Wait wait,
                                       Responder& responder) {
-  observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kOut);
+  observe::ScopedOperationCount measured(inode.buffer()->device()->counters(), observe::Backend::kMount,
+                                         observe::Flow::kFromDevice);
   const Result<std::size_t> got = [&] {
     const observe::Span copy(observe::TraceKind::kCopyToHost, inode.device(), in.offset, memory.size());
     return inode.buffer()->read(in.offset, memory, wait);
@@ -184,7 +186,7 @@ void BufferOperations::fill_later(const File& file, const fuse_read_in& in, std:
 void BufferOperations::note_read(Inode& inode, const fuse_read_in& in, std::uint64_t bytes) {
   // Before the reply: the client may ask for these numbers as soon as it has it.
   if ((in.flags & O_NOATIME) == 0) table_.was_read(inode);
-  inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kOut, bytes);
+  inode.buffer()->activity().note(observe::Backend::kMount, observe::Flow::kFromDevice, bytes);
 }
 
 // ---- writing ----
@@ -208,7 +210,8 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
     loss = inode.bare_set_gid_to_clear(caller);
   }
-  observe::Measured measured(inode.buffer()->device()->counters(), observe::Backend::kMount, observe::Flow::kIn);
+  observe::ScopedOperationCount measured(inode.buffer()->device()->counters(), observe::Backend::kMount,
+                                         observe::Flow::kToDevice);
   const observe::Span span(observe::TraceKind::kMountWrite, inode.device(), in.offset, in.size, inode.ino());
   const Result<std::size_t> written = [&] {
     const observe::Span copy(observe::TraceKind::kCopyToDevice, inode.device(), in.offset, in.size);
@@ -229,7 +232,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
 
 void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_t bytes, Responder& responder) {
   file.inode->was_written(loss);
-  file.inode->buffer()->activity().note(observe::Backend::kMount, observe::Flow::kIn, bytes);
+  file.inode->buffer()->activity().note(observe::Backend::kMount, observe::Flow::kToDevice, bytes);
   fuse_write_out out{};
   out.size = static_cast<std::uint32_t>(bytes);  // at most the request's 32-bit size
   responder.body(out);
@@ -238,8 +241,8 @@ void BufferOperations::finish_write(OpenFile& file, SetIdLoss loss, std::uint64_
 void BufferOperations::write_later(const File& file, const fuse_write_in& in, SetIdLoss loss,
                                    std::vector<std::byte> data, Responder responder) {
   // From the first attempt to the reply.
-  auto measured = std::make_unique<observe::Measured>(file->inode->buffer()->device()->counters(),
-                                                      observe::Backend::kMount, observe::Flow::kIn);
+  auto measured = std::make_unique<observe::ScopedOperationCount>(file->inode->buffer()->device()->counters(),
+                                                                  observe::Backend::kMount, observe::Flow::kToDevice);
   // Pages that a mapping changed: the kernel does not look at the count, so a part is a failure.
   const bool pages = (in.write_flags & FUSE_WRITE_CACHE) != 0;
   long_requests_.retry_until_memory(
@@ -336,7 +339,7 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
   if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
   const Result<MemoryInfo> memory = buffer.device()->memory();
   if (!memory.ok()) return memory.status();
-  if (std::min(memory.value().free_bytes, buffer.charge().room()) < in.length)
+  if (std::min(memory.value().free_bytes, buffer.charge().available()) < in.length)
     return apply(in.offset, in.length, keep_size);
   for (std::uint64_t done = 0; done < in.length;) {
     if (cancellation.requested()) return Status(EINTR, "interrupted");

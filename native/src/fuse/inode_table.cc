@@ -12,7 +12,7 @@
 #include <tuple>
 #include <utility>
 
-#include "fuse/acl.h"
+#include "fuse/extended_attributes.h"
 #include "memory/slab_pool.h"
 
 namespace gpufs::fuse {
@@ -181,7 +181,7 @@ Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
     inode->charged_to_ = share;
     const std::unique_lock lock(inodes_mutex_);
     if (!inodes_.emplace(inode->ino_, inode).second) {
-      metadata_.give(share, metadata);
+      metadata_.release(share, metadata);
       return Status(EEXIST, "inode " + std::to_string(inode->ino_) + " exists");
     }
     if (inode->buffer_) ++file_counts_[inode->device_];
@@ -215,7 +215,7 @@ void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
     if (inode->removed_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
     inode->removed_ = true;
     records_.remove_inode(inode->ino_);
-    metadata_.give(inode->charged_to_, std::exchange(inode->charged_, 0));
+    metadata_.release(inode->charged_to_, std::exchange(inode->charged_, 0));
     must_be_freed = update_expected_locked(*inode);
   }
   {
@@ -591,12 +591,12 @@ std::vector<std::shared_ptr<Inode>> InodeTable::busiest(std::size_t most) const 
   for (const auto& [ino, inode] : inodes_) {
     if (inode->buffer() == nullptr) continue;
     observe::FileActivity& activity = inode->buffer()->activity();
-    const std::uint64_t ever = activity.bytes(observe::Flow::kIn) + activity.bytes(observe::Flow::kOut);
+    const std::uint64_t ever = activity.bytes(observe::Flow::kToDevice) + activity.bytes(observe::Flow::kFromDevice);
     if (ever > 0) moved.push_back({activity.take_recent(), ever, &inode});
   }
   const auto middle = moved.begin() + static_cast<std::ptrdiff_t>(std::min(most, moved.size()));
   std::partial_sort(moved.begin(), middle, moved.end(), more);
-  for (auto one = moved.begin(); one != middle; ++one) found.push_back(*one->inode);
+  for (auto busy = moved.begin(); busy != middle; ++busy) found.push_back(*busy->inode);
   return found;
 }
 

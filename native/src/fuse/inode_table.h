@@ -25,7 +25,6 @@
 #include "fuse/caller.h"
 #include "fuse/executor.h"
 #include "fuse/extended_attributes.h"
-#include "fuse/metadata.h"
 #include "fuse/open_files.h"
 #include "fuse/quotas.h"
 #include "fuse/records.h"
@@ -228,12 +227,12 @@ class InodeTable {
     if (error == 0) inode.record_locked();
     const std::uint64_t before = inode.charged_;
     inode.charged_ = inode.removed_ ? 0 : inode.metadata_locked();
-    metadata_.give(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
+    metadata_.release(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
     return error;
   }
   [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_.limit(); }
   // Bytes of metadata that a user may still take.
-  [[nodiscard]] std::uint64_t metadata_room(std::uint32_t uid) { return metadata_.room(uid); }
+  [[nodiscard]] std::uint64_t metadata_available(std::uint32_t uid) { return metadata_.available(uid); }
 
   // EINVAL: no such device. nullopt: as for users without a limit of their own.
   Status limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes);

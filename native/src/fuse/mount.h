@@ -23,7 +23,6 @@
 #include "fuse/name_operations.h"
 #include "fuse/namespace.h"
 #include "fuse/notifier.h"
-#include "fuse/payload_memory.h"
 #include "fuse/read_ahead.h"
 #include "fuse/relay.h"
 #include "fuse/request.h"

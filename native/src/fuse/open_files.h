@@ -11,7 +11,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "journal/numbers.h"
+#include "journal/journal.h"
 
 namespace gpufs::fuse {
 

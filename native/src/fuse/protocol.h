@@ -3,6 +3,7 @@
 
 #include <linux/fuse.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -28,7 +29,6 @@ inline constexpr std::uint64_t kInitParallelDirops = 1ULL << 18;
 inline constexpr std::uint64_t kInitHandleKillpriv = 1ULL << 19;
 inline constexpr std::uint64_t kInitPosixAcl = 1ULL << 20;
 inline constexpr std::uint64_t kInitMaxPages = 1ULL << 22;
-inline constexpr std::uint64_t kInitExplicitInvalData = 1ULL << 25;
 inline constexpr std::uint64_t kInitHandleKillprivV2 = 1ULL << 28;
 inline constexpr std::uint64_t kInitSetxattrExt = 1ULL << 29;
 inline constexpr std::uint64_t kInitExtended = 1ULL << 30;  // flags2 is meant
@@ -125,8 +125,23 @@ static_assert(kWriteHeaderBytes == 80);
 // The kernel refuses larger error numbers in replies: the reply would be lost.
 inline constexpr int kMaximumErrno = 511;
 
-inline constexpr std::uint32_t kOpcodeNames = 54;             // opcodes below this have a name
-[[nodiscard]] const char* opcode_name(std::uint32_t opcode);  // "read"; "other" without a name
+inline constexpr std::uint32_t kOpcodeNames = 54;  // opcodes below this have a name
+// "read"; "other" without a name.
+[[nodiscard]] inline const char* opcode_name(std::uint32_t opcode) {
+  static constexpr std::array<const char*, kOpcodeNames> kNames = {
+      nullptr,        "lookup",        "forget",      "getattr",  "setattr",  "readlink",
+      "symlink",      nullptr,         "mknod",       "mkdir",    "unlink",   "rmdir",
+      "rename",       "link",          "open",        "read",     "write",    "statfs",
+      "release",      nullptr,         "fsync",       "setxattr", "getxattr", "listxattr",
+      "removexattr",  "flush",         "init",        "opendir",  "readdir",  "releasedir",
+      "fsyncdir",     "getlk",         "setlk",       "setlkw",   "access",   "create",
+      "interrupt",    "bmap",          "destroy",     "ioctl",    "poll",     "notify_reply",
+      "batch_forget", "fallocate",     "readdirplus", "rename2",  "lseek",    "copy_file_range",
+      "setupmapping", "removemapping", "syncfs",      "tmpfile",  "statx",    "copy_file_range_64",
+  };
+  const char* name = opcode < kNames.size() ? kNames[opcode] : nullptr;
+  return name != nullptr ? name : "other";
+}
 
 // The structure at `offset` of a message, or false if the message is too short.
 template <typename T>

@@ -5,7 +5,6 @@
 #include <string>
 
 namespace gpufs::fuse {
-
 namespace {
 
 gpufs_account describe(const Account& account, std::uint64_t directory, std::int32_t device, std::uint32_t uid) {
@@ -63,6 +62,44 @@ std::vector<gpufs_account> Quotas::list() const {
   }
   for (const auto& [ino, account] : directories_) accounts.push_back(describe(*account, ino, -1, 0));
   return accounts;
+}
+
+Metadata::Share* Metadata::share_of(std::uint32_t uid) {
+  if (uid == 0 || uid == ::geteuid()) return nullptr;
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<Share>& share = shares_[uid];
+  if (share == nullptr) share = std::make_unique<Share>(all_.limit() / kUserPart);
+  return share.get();
+}
+
+bool Metadata::take(Share* share, std::uint64_t bytes) {
+  if (bytes == 0) return true;
+  if (!all_.take(bytes)) return false;
+  if (share == nullptr) return true;
+  if (plain_.take(bytes)) {
+    if (share->take(bytes)) return true;
+    plain_.release(bytes);
+  }
+  all_.release(bytes);
+  return false;
+}
+
+void Metadata::release(Share* share, std::uint64_t bytes) {
+  all_.release(bytes);
+  if (share == nullptr) return;
+  plain_.release(bytes);
+  share->release(bytes);
+}
+
+void Metadata::move(Share* from, Share* to, std::uint64_t bytes) {
+  if (to != nullptr) {
+    plain_.add(bytes);
+    to->add(bytes);
+  }
+  if (from != nullptr) {
+    plain_.release(bytes);
+    from->release(bytes);
+  }
 }
 
 }  // namespace gpufs::fuse

@@ -1,8 +1,10 @@
-// The accounts of a mount: one for each user on each device, and one for each directory that has a limit.
+// The limits of a mount: on device memory, for each user on each device and for directories, and on the memory that
+// names and attributes take.
 // Ownership: the inode table's; accounts are shared with the buffers that charge them.
-// Thread-safe; the mutex is a leaf.
+// Thread-safe; the mutexes are leaves.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -11,11 +13,13 @@
 #include <utility>
 #include <vector>
 
+#include "drivers/ledger.h"
 #include "gpufs.h"
 #include "memory/account.h"
 
 namespace gpufs::fuse {
 
+// The accounts of device memory.
 class Quotas {
  public:
   // plain_limit: bytes on each device for each user without a limit of their own, except root and this process's user.
@@ -42,6 +46,41 @@ class Quotas {
   std::map<std::pair<std::int32_t, std::uint32_t>, std::shared_ptr<Account>> users_;
   std::map<std::uint32_t, std::shared_ptr<AddressSpace::Share>> shares_;  // by user
   std::map<std::uint64_t, std::shared_ptr<Account>> directories_;
+};
+
+// The memory that names and attributes take: with a limit, a share of it for each user, and a reserve for root. Inodes
+// refer to the share of their owner, and shares live as long as the table.
+class Metadata {
+ public:
+  // What the inodes of one user take. Only a Metadata changes it.
+  using Share = Ledger;
+
+  explicit Metadata(std::uint64_t limit) : all_(limit), plain_(limit - limit / kReservePart) {}
+
+  [[nodiscard]] std::uint64_t used() const { return all_.used(); }
+  [[nodiscard]] std::uint64_t limit() const { return all_.limit(); }
+  // Bytes that a user may still take.
+  [[nodiscard]] std::uint64_t available(std::uint32_t uid) {
+    const Share* share = share_of(uid);
+    return share == nullptr ? all_.available() : std::min({all_.available(), plain_.available(), share->available()});
+  }
+  // Null for root and this process's user: they have no share, and may take all.
+  [[nodiscard]] Share* share_of(std::uint32_t uid);
+
+  // False, and nothing is taken, beyond a limit.
+  [[nodiscard]] bool take(Share* share, std::uint64_t bytes);
+  void release(Share* share, std::uint64_t bytes);
+  // The owner of an inode has changed: moves what it takes, whatever the limits.
+  void move(Share* from, Share* to, std::uint64_t bytes);
+
+ private:
+  static constexpr std::uint64_t kReservePart = 8;  // one of so many parts of the limit is for root alone
+  static constexpr std::uint64_t kUserPart = 2;
+
+  Ledger all_;
+  Ledger plain_;  // of all shares together
+  std::mutex mutex_;
+  std::map<std::uint32_t, std::unique_ptr<Share>> shares_;  // guarded by mutex_
 };
 
 }  // namespace gpufs::fuse

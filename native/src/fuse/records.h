@@ -20,7 +20,6 @@
 
 #include "gpufs.h"
 #include "journal/journal.h"
-#include "journal/numbers.h"
 #include "memory/buffer.h"
 
 namespace gpufs::fuse {

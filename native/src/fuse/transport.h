@@ -31,11 +31,35 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
-#include "fuse/payload_memory.h"
 #include "fuse/request.h"
+#include "memory/host_locks.h"
 #include "observe/counters.h"
 
 namespace gpufs::fuse {
+
+// Memory that requests are read into: a header part, and after it a page-aligned payload. A reader thread's, which
+// alone uses it.
+class PayloadMemory {
+ public:
+  // payload_bytes is rounded up to pages. The memory is populated, and locked in RAM (best effort). locks: locks it for
+  // devices as well, or fails if that is mandatory; null: no device copies from and to it.
+  static Result<PayloadMemory> create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks);
+
+  PayloadMemory(PayloadMemory&& other) noexcept;
+  PayloadMemory& operator=(PayloadMemory&& other) = delete;
+  ~PayloadMemory();
+
+  // For a whole message: a WRITE's payload then starts on a page.
+  [[nodiscard]] std::span<std::byte> message() const;
+  [[nodiscard]] std::span<std::byte> payload() const;
+
+ private:
+  PayloadMemory(std::byte* base, std::size_t bytes) : base_(base), bytes_(bytes) {}
+
+  std::byte* base_;
+  std::size_t bytes_;
+  std::shared_ptr<HostLocks> locks_;  // that have locked it
+};
 
 struct TransportOptions {
   std::size_t reader_threads = 0;       // at most; 0: chosen by the number of CPUs

@@ -107,8 +107,8 @@ class CufilePath final : public DirectPath {
 
   Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
     if (refusals_ != 0) return Status(EOPNOTSUPP, "cuFile: " + describe_refusals(refusals_));
-    const unsigned there = cufile_file_system(file.facts().file_system) | cufile_storage(place_of(file.direct_fd()));
-    if (storage_ != 0 && (there & storage_) == 0) {
+    const unsigned kinds = cufile_file_system(file.facts().file_system) | cufile_storage(place_of(file.direct_fd()));
+    if (storage_ != 0 && (kinds & storage_) == 0) {
       return Status(EOPNOTSUPP,
                     "cuFile: the file is not on storage that GPUDirect serves, and cuFile may copy it through the host "
                     "(allow_compat_mode in cufile.json)");

@@ -26,7 +26,7 @@ const char* direction_name(Direction direction);
   return path == Path::kFastpath ? observe::Backend::kFastpath : observe::Backend::kFallback;
 }
 [[nodiscard]] constexpr observe::Flow flow_of(Direction direction) {
-  return direction == Direction::kLoad ? observe::Flow::kIn : observe::Flow::kOut;
+  return direction == Direction::kLoad ? observe::Flow::kToDevice : observe::Flow::kFromDevice;
 }
 
 // All that a plan depends on.

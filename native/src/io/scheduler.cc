@@ -84,7 +84,7 @@ void Scheduler::release(std::shared_ptr<Job> job) {
 void Scheduler::start_missing_locked() {
   if (ending_ || alive_ >= threads()) return;
   int missing = -alive_;
-  for (const Entry& entry : entries_) missing += std::max(entry.wanted(), entry.running);
+  for (const Entry& entry : entries_) missing += std::max(entry.needed_threads(), entry.running);
   for (; missing > 0 && alive_ < threads(); --missing) {
     Result<std::thread> started = start_thread("gpufs-io", [self = shared_from_this()] { self->thread_main(); });
     if (!started.ok()) {
@@ -104,7 +104,7 @@ Scheduler::Entries::iterator Scheduler::choose_locked() {
   for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
     const Job& job = *entry->job;
     if (ending_ && !entry->finished()) continue;
-    if (entry->running >= entry->wanted() || clients_[job.client()] >= share_) continue;
+    if (entry->running >= entry->needed_threads() || clients_[job.client()] >= share_) continue;
     if (job.group() != Job::kNeverStalls && groups_[job.group()] >= share_) continue;
     if (best == entries_.end() || rank(*entry) < rank(*best)) best = entry;
   }

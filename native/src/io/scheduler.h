@@ -96,7 +96,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
     [[nodiscard]] bool finished() const { return running == 0 && job->useful_threads() == 0; }
     // One that is finished needs a thread to close its file, if that may hang.
-    [[nodiscard]] int wanted() const { return std::max(job->useful_threads(), 1); }
+    [[nodiscard]] int needed_threads() const { return std::max(job->useful_threads(), 1); }
   };
   using Entries = std::list<Entry>;  // the one that got a thread longest ago first
 

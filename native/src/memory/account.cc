@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <utility>
 
-namespace gpufs {
+#include "base/log.h"
 
+namespace gpufs {
 namespace {
 
 // A number of bytes as the commands print it: "1.5 GiB".
@@ -22,6 +24,41 @@ std::string size_text(std::uint64_t bytes) {
 
 }  // namespace
 
+Status AddressSpace::take(Share& share, std::uint64_t bytes) {
+  Status refused;
+  {
+    const std::lock_guard lock(mutex_);
+    std::uint64_t most = kForFiles - std::min(used_ - share.used_, kForFiles);
+    if (share.plain_ && bytes > kSmallRange) {
+      const std::uint64_t others = plain_used_ - share.used_;
+      most = std::min(most, (kForPlainUsers - std::min(others, kForPlainUsers)) / 2);
+    }
+    if (share.used_ <= most && bytes <= most - share.used_) {
+      used_ += bytes;
+      share.used_ += bytes;
+      if (share.plain_) plain_used_ += bytes;
+      if (share.used_ < most / 2) share.reported_ = false;
+      return {};
+    }
+    refused = Status(share.plain_ ? EDQUOT : ENOSPC,
+                     std::string(share.plain_ ? "Disk quota exceeded: " : "No space left on device: ") + share.holder_ +
+                         " may reserve " + std::to_string(most) + " bytes of device addresses now, has reserved " +
+                         std::to_string(share.used_) + ", and needs " + std::to_string(bytes) +
+                         " more. Sparse files reserve their whole length: remove some, or make them shorter");
+    if (share.reported_) return refused;
+    share.reported_ = true;
+  }
+  log_warning(refused.message());
+  return refused;
+}
+
+void AddressSpace::add(Share& share, std::uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  used_ += bytes;  // modulo 2^64: it may be negative
+  share.used_ += bytes;
+  if (share.plain_) plain_used_ += bytes;
+}
+
 Status Account::charge(std::uint64_t bytes) {
   if (take(bytes)) return {};
   return Status(EDQUOT, "Disk quota exceeded: " + holder_ + " may hold " + size_text(limit()) + ", holds " +
@@ -35,7 +72,7 @@ Status Charge::grow(std::uint64_t bytes) {
     Status status = accounts_[payer]->charge(bytes);
     if (status.ok()) continue;
     for (std::size_t earlier = 0; earlier < payer; ++earlier) {
-      if (accounts_[earlier] != nullptr) accounts_[earlier]->give(bytes);
+      if (accounts_[earlier] != nullptr) accounts_[earlier]->release(bytes);
     }
     return status;
   }
@@ -53,9 +90,9 @@ void Charge::settle(std::uint64_t bytes) {
 
 void Charge::move(Payer payer, std::shared_ptr<Account> account) {
   const std::lock_guard lock(mutex_);
-  if (payer == kOwner && share_locked() != nullptr) share_locked()->give(address_bytes_);
+  if (payer == kOwner && share_locked() != nullptr) share_locked()->release(address_bytes_);
   accounts_[payer].swap(account);
-  if (account != nullptr) account->give(bytes_);
+  if (account != nullptr) account->release(bytes_);
   if (accounts_[payer] != nullptr) accounts_[payer]->add(bytes_);
   if (payer == kOwner && share_locked() != nullptr) share_locked()->add(address_bytes_);
 }
@@ -79,18 +116,18 @@ Status Charge::take_addresses(std::uint64_t bytes) {
   return {};
 }
 
-void Charge::give_addresses(std::uint64_t bytes) {
+void Charge::release_addresses(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (share_locked() != nullptr) share_locked()->give(bytes);
+  if (share_locked() != nullptr) share_locked()->release(bytes);
   address_bytes_ -= bytes;
 }
 
-std::uint64_t Charge::room() const {
-  std::uint64_t room = Account::kNoLimit;
+std::uint64_t Charge::available() const {
+  std::uint64_t least = Account::kNoLimit;
   for (const std::shared_ptr<Account>& account : accounts()) {
-    if (account != nullptr) room = std::min(room, account->room());
+    if (account != nullptr) least = std::min(least, account->available());
   }
-  return room;
+  return least;
 }
 
 bool Charge::shares_account(const Charge& other) const {

@@ -65,8 +65,9 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   }
   const observe::Span span(observe::TraceKind::kBufferCopy, device()->info().index, offset, bytes);
   // Counted at both ends, which are often of one device.
-  observe::Measured taken(source.device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kOut);
-  observe::Measured given(device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kIn);
+  observe::ScopedOperationCount taken(source.device()->counters(), observe::Backend::kDeviceCopy,
+                                      observe::Flow::kFromDevice);
+  observe::ScopedOperationCount given(device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kToDevice);
   std::uint64_t done = 0;
   Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, wait, &done, [&] {
     taken.advance(done);
@@ -75,8 +76,8 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   if (done == 0 && !status.ok()) return status;
   taken.done(done);
   given.done(done);
-  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kOut, done);
-  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kIn, done);
+  source.activity().note(observe::Backend::kDeviceCopy, observe::Flow::kFromDevice, done);
+  activity().note(observe::Backend::kDeviceCopy, observe::Flow::kToDevice, done);
   return done;
 }
 

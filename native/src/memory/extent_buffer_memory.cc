@@ -283,7 +283,7 @@ std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_
   if (!preallocates_ || existing == 0 || leased()) return 0;
   const Result<MemoryInfo> memory = context_->device().memory(wait);
   if (!memory.ok()) return 0;
-  const std::uint64_t free = std::min(memory.value().free_bytes, charge().room());
+  const std::uint64_t free = std::min(memory.value().free_bytes, charge().available());
   const std::uint64_t most = std::min(kMostPreallocated, free / kFreeParts);
   return round_down(std::min({existing, most, range_->bytes() - end}), granule_);
 }
@@ -333,7 +333,7 @@ Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint6
   struct Charged {
     ~Charged() {
       range.reset();
-      charge.give_addresses(bytes);
+      charge.release_addresses(bytes);
     }
     Charge& charge;
     std::uint64_t bytes;

@@ -56,7 +56,7 @@ class ShortLock {
 template <typename Copy>
 Status copy_part(Buffer& buffer, const std::vector<Buffer::Piece>& pieces, std::uint64_t offset,
                  const HostLocks::Part& part, Flow flow, Copy copy) {
-  observe::Measured measured(buffer.device()->counters(), backend_of(part), flow);
+  observe::ScopedOperationCount measured(buffer.device()->counters(), backend_of(part), flow);
   const std::uint64_t start = offset + part.offset;
   std::uint64_t copied = 0;
   for (const Buffer::Piece& piece : pieces) {
@@ -87,7 +87,7 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
   const std::size_t there = pieces.empty() ? 0 : static_cast<std::size_t>(pieces.back().end() - offset);
   for (const HostLocks::Part& part : use.value().parts()) {
     if (part.offset > 0 && part.offset >= there) break;
-    Status status = copy_part(buffer, pieces, offset, part, Flow::kOut,
+    Status status = copy_part(buffer, pieces, offset, part, Flow::kFromDevice,
                               [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) -> Status {
                                 std::byte* const out = destination.data() + at;
                                 if (address != 0) return context.device().copy_out(out, address, bytes);
@@ -111,7 +111,7 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
     Result<Buffer::Pin> pin = buffer.pin_for_write(offset, source.size());
     if (!pin.ok()) return pin.status();
     for (const HostLocks::Part& part : use.value().parts()) {
-      status = copy_part(buffer, pin.value().pieces, offset, part, Flow::kIn,
+      status = copy_part(buffer, pin.value().pieces, offset, part, Flow::kToDevice,
                          [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) {
                            return context.device().copy_in(address, source.data() + at, bytes);
                          });

@@ -14,7 +14,6 @@
 #include "base/unique_fd.h"
 #include "drivers/driver.h"
 #include "journal/journal.h"
-#include "journal/numbers.h"
 
 namespace gpufs {
 

@@ -77,7 +77,7 @@ bool RegisteredBuffer::revoke(std::chrono::milliseconds timeout) {
 void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {
   memory.reset();
   charge().settle(0);
-  charge().give_addresses(address_bytes_);
+  charge().release_addresses(address_bytes_);
   {
     const std::lock_guard lock(mutex_);
     gone_ = true;

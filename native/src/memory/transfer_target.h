@@ -9,7 +9,7 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "drivers/driver.h"
-#include "observe/file_activity.h"
+#include "observe/counters.h"
 
 namespace gpufs {
 

@@ -37,7 +37,7 @@ inline constexpr std::size_t kBackendCount = 7;
 inline constexpr std::array<std::string_view, kBackendCount> kBackendNames = {
     "mount", "fastpath", "fallback", "device_copy", "transfer", "locked", "pageable"};
 // Into the device's memory or out of it.
-enum class Flow : std::uint8_t { kIn, kOut };
+enum class Flow : std::uint8_t { kToDevice, kFromDevice };
 inline constexpr std::size_t kFlowCount = 2;
 
 // Bucket b of a histogram counts values above 2^(b-1) up to 2^b, bucket 0 those up to 1, the last one all beyond.
@@ -262,17 +262,17 @@ class DeviceCounters {
 };
 
 // Counts an operation that lasts as long as the object. It has failed unless done() was called.
-class Measured {
+class ScopedOperationCount {
  public:
-  Measured(const DeviceCounters& counters, Backend backend, Flow flow)
+  ScopedOperationCount(const DeviceCounters& counters, Backend backend, Flow flow)
       : counters_(counters), backend_(backend), flow_(flow), started_(now_ns()) {
     counters_.begin(backend_, flow_);
   }
-  ~Measured() {
+  ~ScopedOperationCount() {
     if (!dismissed_) counters_.end(backend_, flow_, bytes_, failed_, now_ns() - started_, counted_);
   }
-  Measured(const Measured&) = delete;
-  Measured& operator=(const Measured&) = delete;
+  ScopedOperationCount(const ScopedOperationCount&) = delete;
+  ScopedOperationCount& operator=(const ScopedOperationCount&) = delete;
 
   // So many bytes have been moved since the start; never fewer than at the last call.
   void advance(std::uint64_t bytes) {
@@ -298,6 +298,43 @@ class Measured {
   std::uint64_t counted_ = 0;  // of them, before the end
   bool failed_ = true;
   bool dismissed_ = false;
+};
+
+// Counts what has been read and written of one file, by any path, and notes which path was the last. The Buffer's.
+class FileActivity {
+ public:
+  static constexpr std::uint8_t kNoBackend = 255;
+
+  // Counts an operation that has ended, unless it moved nothing.
+  void note(Backend backend, Flow flow, std::uint64_t bytes) {
+    if (bytes == 0) return;
+    Side& side = sides_[static_cast<std::size_t>(flow)];
+    count(side.bytes, bytes);
+    count(side.operations);
+    last_.store(static_cast<std::uint8_t>(backend), std::memory_order_relaxed);
+  }
+  [[nodiscard]] std::uint64_t bytes(Flow flow) const { return read(&Side::bytes, flow); }
+  [[nodiscard]] std::uint64_t operations(Flow flow) const { return read(&Side::operations, flow); }
+  // Bytes moved since the last call.
+  [[nodiscard]] std::uint64_t take_recent() {
+    const std::uint64_t now = bytes(Flow::kToDevice) + bytes(Flow::kFromDevice);
+    return now - taken_.exchange(now, std::memory_order_relaxed);
+  }
+  // A Backend's number, or kNoBackend.
+  [[nodiscard]] std::uint8_t last() const { return last_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Side {
+    Counter bytes{0};
+    Counter operations{0};
+  };
+  [[nodiscard]] std::uint64_t read(Counter Side::*member, Flow flow) const {
+    return (sides_[static_cast<std::size_t>(flow)].*member).load(std::memory_order_relaxed);
+  }
+
+  std::array<Side, kFlowCount> sides_;
+  Counter taken_{0};  // by take_recent()
+  std::atomic<std::uint8_t> last_{kNoBackend};
 };
 
 }  // namespace gpufs::observe

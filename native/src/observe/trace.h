@@ -12,7 +12,6 @@
 
 #include "base/status.h"
 #include "observe/counters.h"
-#include "observe/nvtx.h"
 
 namespace gpufs::observe {
 
@@ -99,6 +98,19 @@ std::uint32_t name_of_file(int fd);
 std::uint64_t next_id();
 
 }  // namespace trace
+
+// NVIDIA's profilers (Nsight Systems, CUPTI) show spans as NVTX ranges of the domain "gpufs". Costs one check where no
+// profiler has loaded itself into the process, and nothing exists without NVTX's headers at build time.
+namespace nvtx {
+
+// Whether a profiler receives ranges. Asked once: a profiler is there from the start of the process or never.
+[[nodiscard]] bool on();
+
+// Opens a range of the calling thread, whose payload is a number of bytes; pop() closes the one opened last.
+void push(const char* name, std::uint64_t bytes);
+void pop();
+
+}  // namespace nvtx
 
 // A span of the calling thread: lasts as long as the object. A profiler of NVIDIA's that watches the process sees it
 // too.

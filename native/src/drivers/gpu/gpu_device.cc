@@ -14,10 +14,10 @@
 
 #include "base/log.h"
 #include "base/thread.h"
-#include "drivers/gpu/choose_devices.h"
 #include "drivers/gpu/foreign_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
+#include "drivers/gpu/vendor_library.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {
@@ -79,7 +79,7 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLib
     for (const auto& peer : devices) {
       if (peer == device) continue;
       Result<bool> reachable = peer->reaches(*device);
-      if (reachable.ok() && reachable.value()) device->let_in(peer->ordinal_);
+      if (reachable.ok() && reachable.value()) device->grant_access_to(peer->ordinal_);
     }
   }
   return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
@@ -155,7 +155,7 @@ Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, b
   allocation_.location = {api::kLocationDevice, ordinal_};
   if (exports_descriptors) allocation_.handle_types = api::kHandleDescriptor;
   if (direct_rdma) allocation_.flags.direct_rdma = 1;
-  let_in(ordinal_);
+  grant_access_to(ordinal_);
 
   const Current current(*this);
   if (!current.status().ok()) return current.status();
@@ -215,7 +215,7 @@ Result<MemoryInfo> GpuDevice::memory(Wait wait) {
     info.free_bytes = std::min(free_bytes + cached, info.total_bytes);
   });
   if (!status.ok()) return status;
-  info.free_bytes = std::min(info.free_bytes, taken_.room());
+  info.free_bytes = std::min(info.free_bytes, taken_.available());
   return info;
 }
 
@@ -268,9 +268,9 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, 
   };
   // Releasing takes long: without waiting this is ENOSPC, which may be premature.
   const bool may_release = wait == Wait::kAllowed;
-  if (spares_.bytes() > taken_.room()) {
+  if (spares_.bytes() > taken_.available()) {
     if (!may_release) {
-      taken_.give(bytes);
+      taken_.release(bytes);
       return {ENOSPC, "memory has to be released first"};
     }
     spares_.drop();
@@ -287,20 +287,20 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, 
     keeper()->settle();  // it may still have descriptors of memory that was released
     status = create();
   }
-  if (!status.ok()) taken_.give(bytes);
+  if (!status.ok()) taken_.release(bytes);
   return status;
 }
 
 Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle) {
   if (Status status = take(bytes); !status.ok()) return status;
   Status status = import_physical(descriptor, handle);
-  if (!status.ok()) taken_.give(bytes);
+  if (!status.ok()) taken_.release(bytes);
   return status;
 }
 
 void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable) {
   if (!reusable || !health().ok() || !spares_.keep(handle, bytes)) release({handle});
-  taken_.give(bytes);
+  taken_.release(bytes);
 }
 
 // Also on a device out of service: the vendor releases what it still can.
@@ -312,14 +312,14 @@ void GpuDevice::release(const std::vector<PhysicalHandle>& handles) {
 Status GpuDevice::acquire_plain(std::uint64_t bytes, DeviceAddress* base) {
   if (Status status = take(bytes); !status.ok()) return status;
   Status status = full_if_out_of_memory(call(functions().memory_allocate, base, bytes));
-  if (!status.ok()) taken_.give(bytes);
+  if (!status.ok()) taken_.release(bytes);
   return status;
 }
 
 void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
   const Current current(*this);
   functions().memory_free(base);
-  taken_.give(bytes);
+  taken_.release(bytes);
 }
 
 Status GpuDevice::zero_spans(DeviceAddress base, std::span<const Extent> spans) {

@@ -170,7 +170,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   template <typename Queue>
   Status run(Queue queue);
   Result<bool> reaches(GpuDevice& peer);
-  void let_in(int ordinal) { access_.push_back({{api::kLocationDevice, ordinal}, api::kAccessReadWrite}); }
+  void grant_access_to(int ordinal) { access_.push_back({{api::kLocationDevice, ordinal}, api::kAccessReadWrite}); }
   Status take(std::uint64_t bytes);
   void release(const std::vector<PhysicalHandle>& handles);
 

@@ -27,7 +27,7 @@ bool SpareMemory::keep(PhysicalHandle handle, std::uint64_t bytes) {
 std::optional<PhysicalHandle> SpareMemory::take(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto found =
-      std::find_if(pieces_.rbegin(), pieces_.rend(), [&](const auto& one) { return one.bytes == bytes; });
+      std::find_if(pieces_.rbegin(), pieces_.rend(), [&](const auto& spare) { return spare.bytes == bytes; });
   if (found == pieces_.rend()) return std::nullopt;
   const PhysicalHandle handle = found->handle;
   pieces_.erase(std::next(found).base());

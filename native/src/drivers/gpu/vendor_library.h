@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "drivers/driver.h"
@@ -135,5 +136,11 @@ class VendorLibrary {
 
 // A function as the vendor's manuals call it: "cuMemAlloc", although the symbol is "cuMemAlloc_v2".
 std::string public_name(std::string symbol);
+
+// The ordinals of the devices that the options choose among `found`, in the options' order. ENXIO, with a list of what
+// there is, for a device that does not exist; EINVAL for one that is chosen twice, and for a UUID's beginning that
+// several devices share.
+Result<std::vector<int>> choose_devices(const char* driver, const VendorLibrary& library, int found,
+                                        const DriverOptions& options);
 
 }  // namespace gpufs::gpu

@@ -112,8 +112,8 @@ MappedRange::~MappedRange() {
     if (unmap(start, end - start).ok()) continue;
     // Piece by piece, so that one that cannot be unmapped does not keep the others. A range with a piece in it
     // cannot be freed: the driver keeps both, and nothing else is lost.
-    for (auto one = shown_.find(start); one != piece; ++one) {
-      static_cast<void>(unmap(one->first, one->second->bytes()));
+    for (auto mapped = shown_.find(start); mapped != piece; ++mapped) {
+      static_cast<void>(unmap(mapped->first, mapped->second->bytes()));
     }
   }
   device_->functions().address_free(base(), bytes());
@@ -342,8 +342,8 @@ void VirtualMemory::release(std::span<const Extent> spans) {
   });
   if (fixed_) return;
   each_piece([this](Pieces::iterator piece) {
-    const MappedPiece& one = piece->second;
-    if (one.live_granules == 0 || one.live_granules == one.live.size()) return;
+    const MappedPiece& mapped = piece->second;
+    if (mapped.live_granules == 0 || mapped.live_granules == mapped.live.size()) return;
     if (const Status status = split(piece); !status.ok())
       log_debug("a part of a piece of memory stays in use: ", status.message());
   });

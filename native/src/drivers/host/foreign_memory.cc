@@ -69,7 +69,7 @@ class SharedFile final : public ForeignMapping {
   ~SharedFile() override {
     guard_.reset();
     ::munmap(reinterpret_cast<void*>(mapped_), mapped_bytes_);
-    limit_->give(mapped_bytes_);
+    limit_->release(mapped_bytes_);
   }
   SharedFile(const SharedFile&) = delete;
   SharedFile& operator=(const SharedFile&) = delete;
@@ -164,13 +164,13 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
   if (!limit->take(bytes)) {
     return Status(ENOSPC, "No space left on device: " + std::to_string(bytes) +
                               " bytes of registered memory count as " + "memory of the device, which has " +
-                              std::to_string(limit->room()) + " bytes left");
+                              std::to_string(limit->available()) + " bytes left");
   }
   const int protection = memory.writable ? PROT_READ | PROT_WRITE : PROT_READ;
   void* const mapped = ::mmap(nullptr, bytes, protection, MAP_SHARED, file.get(), static_cast<off_t>(start));
   if (mapped == MAP_FAILED) {
     const int error = errno;
-    limit->give(bytes);
+    limit->release(bytes);
     return Status::from_errno(error, "mapping the memory");
   }
   // As for buffers: neither forked children nor core files get it.
@@ -180,7 +180,7 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
   Result<std::unique_ptr<FaultGuard>> guard = FaultGuard::watch(base, bytes);
   if (!guard.ok()) {
     ::munmap(mapped, bytes);
-    limit->give(bytes);
+    limit->release(bytes);
     return guard.status();
   }
   return std::unique_ptr<ForeignMapping>(

@@ -3,14 +3,20 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <string>
 #include <utility>
 
+#include "base/math.h"
 #include "drivers/host/foreign_memory.h"
 #include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
-#include "drivers/host/streaming_copy.h"
 
 namespace gpufs {
+namespace {
+
+constexpr int kMaximumDevices = 64;
+
+}  // namespace
 
 Status HostPins::pin(void* address, std::size_t bytes) {
   const auto start = reinterpret_cast<std::uintptr_t>(address);
@@ -55,7 +61,7 @@ HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<Ho
 
 Result<MemoryInfo> HostDevice::memory(Wait /*wait*/) {
   shared_files_->release_foreign();
-  return MemoryInfo{limit_->limit(), limit_->room()};
+  return MemoryInfo{limit_->limit(), limit_->available()};
 }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() {
@@ -109,6 +115,38 @@ Status HostDevice::copy_to_peer(Device& peer, DeviceAddress destination, DeviceA
   // All devices share one memory. The check finds mistakes that would fail on a GPU.
   if (!peer.info().cpu_addressable) return Status(EOPNOTSUPP, "the peer's memory cannot be addressed from here");
   return copy_within(destination, source, bytes);
+}
+
+Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
+  if (!options.chosen.empty()) {
+    return Status(EINVAL, "the host driver simulates devices: say how many, not which");
+  }
+  const int count = options.devices == 0 ? 1 : options.devices;
+  if (count < 0 || count > kMaximumDevices) {
+    return Status(EINVAL, "the host driver simulates 1 to " + std::to_string(kMaximumDevices) + " devices, not " +
+                              std::to_string(count));
+  }
+  const std::uint64_t memory = round_down(options.memory_bytes, kHostGranule);
+  if (memory == 0) {
+    return Status(EINVAL, "the host driver needs a memory size of at least " + std::to_string(kHostGranule) +
+                              " bytes a device, not " + std::to_string(options.memory_bytes));
+  }
+  const auto pins = std::make_shared<HostPins>();
+  std::vector<std::shared_ptr<Device>> devices;
+  devices.reserve(static_cast<std::size_t>(count));
+  for (int index = 0; index < count; ++index) {
+    devices.push_back(std::make_unique<HostDevice>(index, memory, pins));
+    // Reports now, not at the first write, if memfds do not work here.
+    Result<std::unique_ptr<DeviceMemory>> probe = devices.back()->create_memory();
+    if (!probe.ok()) {
+      return Status(ENODEV, "host is not available: " + probe.status().message(), probe.status().device_code());
+    }
+  }
+  return std::make_unique<Driver>("host", std::move(devices));
+}
+
+Result<std::shared_ptr<Device>> open_host_device(const std::string& /*pci_address*/) {
+  return std::shared_ptr<Device>(std::make_shared<HostDevice>(0, 0, std::make_shared<HostPins>()));
 }
 
 }  // namespace gpufs

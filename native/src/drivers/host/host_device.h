@@ -1,5 +1,5 @@
-// One simulated device of the host driver, and the pinned ranges.
-// Ownership: the driver's; the memory charged to the limit shares it.
+// The host driver: simulated devices whose memory is the machine's own, in memfds, with a limit for each.
+// Ownership: devices are the driver's; the memory charged to the limit shares it.
 // Thread-safe.
 #pragma once
 
@@ -8,15 +8,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "drivers/driver.h"
-#include "drivers/host/host_file.h"
+#include "drivers/host/host_memory.h"
 #include "drivers/ledger.h"
 
 namespace gpufs {
-
-// The granule of GPUs, so that code behaves the same on both.
-inline constexpr std::uint64_t kHostGranule = std::uint64_t{2} << 20;
 
 // The pinned host ranges, for all devices of a driver. Copies here are memcpy, which gains nothing from locked pages,
 // and locking would fail for ordinary users (RLIMIT_MEMLOCK). So pinning is bookkeeping only, with the rules and errors
@@ -65,5 +63,11 @@ class HostDevice : public Device {
   std::shared_ptr<HostPins> pins_;
   std::shared_ptr<SharedHostFiles> shared_files_ = std::make_shared<SharedHostFiles>();
 };
+
+// options.devices: 0 means one; options.memory_bytes: required, the limit of each device. EINVAL for bad options,
+// ENODEV: the kernel provides no memfd.
+Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options);
+// See open_device().
+Result<std::shared_ptr<Device>> open_host_device(const std::string& pci_address);
 
 }  // namespace gpufs

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/thread.h"
-#include "drivers/host/streaming_copy.h"
+#include "drivers/host/host_memory.h"
 
 namespace gpufs {
 

@@ -1,4 +1,4 @@
-#include "device/pinned_pool.h"
+#include "device/pools.h"
 
 #include <sys/mman.h>
 

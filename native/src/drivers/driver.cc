@@ -1,10 +1,11 @@
-// The drivers by their names.
+#include "drivers/driver.h"
+
 #include <cerrno>
+#include <string>
 
 #include "drivers/cuda/cuda_driver.h"
-#include "drivers/driver.h"
 #include "drivers/hip/hip_driver.h"
-#include "drivers/host/host_driver.h"
+#include "drivers/host/host_device.h"
 
 namespace gpufs {
 namespace {
@@ -27,6 +28,20 @@ Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std
   if (driver == "cuda") return open_cuda_device(pci_address);
   if (driver == "hip") return open_hip_device(pci_address);
   return unknown_driver(driver);
+}
+
+Status ImportedRange::add(const ExportedMemory& piece) {
+  if (!piece.descriptor.valid() || piece.bytes == 0 || piece.offset != bytes_) {
+    return {EINVAL, "a piece of shared memory at " + std::to_string(piece.offset) + ", where " +
+                        std::to_string(bytes_) + " bytes are mapped"};
+  }
+  if (piece.bytes > capacity() - bytes_) {
+    return {EFBIG, "the mapping has addresses for " + std::to_string(capacity()) + " bytes, and " +
+                       std::to_string(bytes_ + piece.bytes) + " are needed: map the file again"};
+  }
+  Status status = map(piece);
+  if (status.ok()) bytes_ += piece.bytes;
+  return status;
 }
 
 }  // namespace gpufs
