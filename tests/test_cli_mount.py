@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import gpufs
-from support.processes import has_ended, stop_process, wait_until
+from support.processes import has_ended, run, stop_process, wait_until
 from support.watchdog import mounted_at
 
 from gpufs import cli, launching
@@ -64,6 +64,16 @@ def test_unmounting_a_busy_mount_names_its_users(mountpoint: Path) -> None:
         assert f"({os.getpid()})" in done.stderr
         assert len(done.stderr.splitlines()) == 1
     gpufs("umount", mountpoint)
+
+
+def test_a_question_that_was_given_up_keeps_no_mount_busy(mountpoint: Path) -> None:
+    """The process that asks for the leases is killed when it takes too long, and may have a file open for a moment."""
+    script = "from gpufs.cli import umount; umount._LEASES_TIMEOUT = 0.004; umount.umount({!r}, {})"
+    options = "force=False, lazy=False, timeout=60"
+    for _ in range(5):
+        mount_it(mountpoint)
+        run(sys.executable, "-c", script.format(str(mountpoint), options))
+        assert not mounted_at(str(mountpoint))
 
 
 def test_a_lazy_unmount_keeps_open_files_working(mountpoint: Path) -> None:

@@ -13,12 +13,14 @@ import click
 
 from gpufs import config, mounting, statistics
 from gpufs.cli import _answers, _mounts, _queries
-from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._options import complete_mounts, for_each_mount, timeout_option
 from gpufs.cli._output import Failure, complain, listed
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _COPY_GRACE = 1.0  # seconds for the daemon to end where another mount namespace has a copy of the mount
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
+_BUSY_GRACE = 0.5  # seconds for what is no longer seen to use the mount: a process that has just been killed
+_BUSY_PAUSE = 0.05
 
 
 @click.command(name="umount")
@@ -35,21 +37,8 @@ def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, 
     Its files are gone then: they are memory. Refused while the mount is in use, unless --force or --lazy is given.
     Cleans up a mount whose daemon has died.
     """
-    if every == bool(mountpoints):
-        raise click.UsageError("Give either a MOUNTPOINT or --all.")
-    if every:
-        # A mount inside another one comes later in the list and keeps the other one busy.
-        mine = [entry for entry in mounting.mounts() if entry.uid == os.geteuid()]
-        mountpoints = tuple(entry.mountpoint for entry in reversed(mine))
-    code = 0
-    for mountpoint in mountpoints:
-        try:
-            umount(mountpoint, force=force, lazy=lazy, timeout=timeout)
-        except Failure as failure:
-            # The others are unmounted all the same.
-            complain(str(failure))
-            code = code or failure.code
-    return code
+    work = functools.partial(umount, force=force, lazy=lazy, timeout=timeout)
+    return for_each_mount(mountpoints, every, work)
 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
@@ -164,23 +153,32 @@ def _is_bound(entry: mounting.MountEntry) -> bool:
 
 
 def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:
-    try:
-        mounting.unmount(mountpoint, force=force, lazy=lazy)
-    except OSError as error:
-        if error.errno == EBUSY and force and not lazy:
-            # The connection is aborted; a working directory there only keeps the name busy.
-            _unmount(mountpoint, force=True, lazy=True)
+    deadline = time.monotonic() + _BUSY_GRACE
+    while True:
+        try:
+            mounting.unmount(mountpoint, force=force, lazy=lazy)
             return
-        if error.errno == EBUSY:
-            users = _mounts.users(mountpoint)
-            by = f" by {', '.join(users)}" if users else ""
-            raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
-        if error.errno == EINVAL and mounting.entry_of(mountpoint) is None:
-            return  # another process has unmounted it
-        entry = mounting.entry_of(mountpoint)
-        if error.errno == EPERM and (entry is None or entry.uid != os.geteuid()):
-            raise Failure(f"{mountpoint}: only root and the user who mounted it may unmount it") from None
-        raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
+        except OSError as error:
+            if error.errno == EBUSY and force and not lazy:
+                lazy = True  # the connection is aborted; a working directory there only keeps the name busy
+            elif error.errno != EBUSY:
+                _explain(mountpoint, error)
+                return
+            elif (users := _mounts.users(mountpoint)) or time.monotonic() >= deadline:
+                by = f" by {', '.join(users)}" if users else ""
+                raise Failure(f"{mountpoint}: in use{by} (--lazy detaches it now, --force ends what runs)") from None
+            else:
+                time.sleep(_BUSY_PAUSE)
+
+
+def _explain(mountpoint: str, error: OSError) -> None:
+    """Raise Failure unless another process has unmounted it."""
+    entry = mounting.entry_of(mountpoint)
+    if error.errno == EINVAL and entry is None:
+        return
+    if error.errno == EPERM and (entry is None or entry.uid != os.geteuid()):
+        raise Failure(f"{mountpoint}: only root and the user who mounted it may unmount it") from None
+    raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
 
 
 def _signal(processes: Sequence[_mounts.Process], number: signal.Signals) -> None:
