@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -202,15 +202,183 @@ def test_from_python(root: Path, host: Path, rsh: Path, tmp_path: Path, monkeypa
         package.copy(f"node2:{root}/m", host, partial=True)
 
 
+# ---- chains ----
+
+
+@pytest.fixture
+def nodes(session: Session, mount: Mounter) -> tuple[tuple[str, ...], list[Path]]:
+    """Options for machines that are mounts here, and a directory of each. A shell names none that begins with bad."""
+    text = '#!/bin/sh\ncase $1 in bad*) echo no route >&2; exit 255;; esac\nshift\nexec "$@"\n'
+    shell = script(session.scratch / "rsh-of-nodes", text)
+    return ("-e", str(shell), "--remote-gpufs", GPUFS[0]), [mount().device for _ in range(3)]
+
+
+def ends(directories: Sequence[Path]) -> list[str]:
+    """The options that make a chain of directories, on machines n0, n1, ..."""
+    return [word for number, path in enumerate(directories) for word in ("-t", f"n{number}:{path}")]
+
+
+Nodes = tuple[tuple[str, ...], list[Path]]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["here", "there"])
+def test_a_chain(nodes: Nodes, host: Path, there: bool) -> None:
+    """Of files of this machine and of another one, with a directory, a hole, and names that are not text."""
+    remote, directories = nodes
+    (host / "tree" / "deep").mkdir(parents=True)
+    Path(os.fsdecode(os.fsencode(host / "tree") + b"/\xff name")).write_bytes(noise(9 * MIB + 5))
+    (host / "tree" / "deep" / "link").symlink_to("nowhere")
+    with open(host / "tree" / "sparse", "wb") as file:
+        file.write(b"data")
+        file.truncate(SIZE)
+    sources = (f"source:{host}/tree" if there else host / "tree",)
+    done = json.loads(gpufs("cp", *remote, "-a", "--verify", "--json", *sources, *ends(directories)).stdout)
+    assert (done["files"], done["errors"]) == (6, [])
+    for number, directory in enumerate(directories):
+        assert_same(Path(os.fsdecode(os.fsencode(directory) + b"/tree/\xff name")).read_bytes(), noise(9 * MIB + 5))
+        assert (directory / "tree" / "sparse").stat().st_blocks * 512 < SIZE
+        assert os.readlink(directory / "tree" / "deep" / "link") == "nowhere"
+        copies = [copy for copy in done["copies"] if copy["destination"] == f"n{number}:{directory}/tree/sparse"]
+        assert [copy["source"] for copy in copies] == [f"{sources[0]}/sparse"]
+
+
+def test_one_copy_between_two_other_machines(nodes: Nodes) -> None:
+    remote, (first, second, _) = nodes
+    (first / "a").write_bytes(noise(5))
+    gpufs("cp", *remote, f"x:{first}/a", f"y:{second}/b")
+    assert (second / "b").read_bytes() == noise(5)
+    assert refused(*remote, f"x:{first}/none", f"y:{second}/b") == (
+        f"gpufs cp: x:{first}/none: No such file or directory"
+    )
+    assert "-t takes a directory" in refused(*remote, f"x:{first}/a", "-t", f"y:{second}/none")
+
+
+def test_a_file_that_some_nodes_do_not_take(nodes: Nodes, host: Path) -> None:
+    """The others get it. If none takes it, its bytes are not sent."""
+    remote, directories = nodes
+    with open(host / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 * SIZE)
+    (host / "small").write_bytes(b"small")
+    for number in (0, 1):
+        (directories[number] / "large").write_bytes(b"old")
+    words = (host / "large", host / "small")
+    done = json.loads(gpufs("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
+    assert (done["files"], done["skipped"]) == (4, 2)
+    assert [(path / "large").stat().st_size for path in directories] == [3, 3, 2 * SIZE]
+    done = json.loads(gpufs("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
+    assert (done["files"], done["skipped"]) == (0, 6)
+
+
+def test_a_node_that_cannot_be_reached(nodes: Nodes, host: Path) -> None:
+    """Those before it finish, and one line names it and those after it."""
+    remote, (first, second, third) = nodes
+    (host / "file").write_bytes(noise(9 * MIB))
+    text = refused(*remote, host / "file", "-t", f"n0:{first}", "-t", f"bad:{second}", "-t", f"n2:{third}")
+    assert text == "gpufs cp: bad: the connection ended: no route (n2 gets the files from there)"
+    assert (left(first), left(second), left(third)) == (["file"], [], [])
+    text = refused(*remote, f"n0:{first}/file", "-t", f"bad:{second}", "-t", f"n2:{third}", "-t", "n3:x")
+    assert text == "gpufs cp: bad: the connection ended: no route (n2, n3 get the files from there)"
+    text = refused(*remote, host / "file", "-t", f"n0:{first}", "-t", f"n1:{second}/none")
+    assert text.startswith(f"gpufs cp: n1:{second}/none: No such file or directory") or "-t takes" in text
+    with open(host / "large", "wb") as file:
+        file.truncate(5 * MIB)
+    (second / "large").mkdir()
+    text = refused(*remote, host / "large", *ends([first, second, third]))
+    assert text == f"gpufs cp: {host}/large -> n1:{second}/large: a directory cannot be overwritten with a file"
+    assert (left(first), left(third)) == (["file", "large"], ["large"])
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_node_of_a_chain_is_killed(session: Session, nodes: Nodes, host: Path, position: int) -> None:
+    """At random points: no partial name is left anywhere, and one line names the node."""
+    remote, directories = nodes
+    (host / "m").write_bytes(noise(SIZE))
+    chance, root = random.Random(5 + position), directories[position]
+    for _ in range(2):
+        command = [*GPUFS, "cp", *remote, str(host / "m"), *ends(directories)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            wait_until(lambda: any(writes(pid, root) for pid in servers(session)), PATIENCE, "the copy")
+            time.sleep(chance.uniform(0, 0.1))
+            for pid in [pid for pid in servers(session) if writes(pid, root)]:
+                os.kill(pid, signal.SIGKILL)
+            _, errors = child.communicate(timeout=PATIENCE)
+        if child.returncode:
+            (line,) = errors.splitlines()
+            assert line.startswith(f"gpufs cp: n{position}: the connection ended: signal 9")
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the other nodes")
+        for number, directory in enumerate(directories):
+            assert left(directory) == ["m"] or (number >= position and child.returncode == 1 and not left(directory))
+            if left(directory):
+                assert_same((directory / "m").read_bytes(), noise(SIZE))
+                (directory / "m").unlink()
+
+
+def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path) -> None:
+    """By a signal here, or the end of this side: all nodes end, and leave no name."""
+    remote, directories = nodes
+    (host / "m").write_bytes(noise(4 * SIZE))
+    for there in (False, True):
+        for number in (signal.SIGINT, signal.SIGKILL):
+            source = f"source:{host}/m" if there else str(host / "m")
+            with subprocess.Popen(
+                [*GPUFS, "cp", *remote, source, *ends(directories)], stderr=subprocess.DEVNULL
+            ) as child:
+                wait_until(lambda: any(writes(pid, directories[-1]) for pid in servers(session)), PATIENCE, "the copy")
+                child.send_signal(number)
+                assert child.wait(PATIENCE) == -number
+            wait_until(lambda: not servers(session), PATIENCE, "the end of the nodes")
+            assert [left(directory) for directory in directories] == [[], [], []]
+
+
+def test_a_chain_takes_the_time_of_one_copy(session: Session, nodes: Nodes, host: Path) -> None:
+    """Where the links are the bottleneck: each pipe moves 30 MB/s."""
+    (_, program), directories = nodes[0][2:], nodes[1]
+    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)} 30e6"
+    shell = script(session.scratch / "slow-rsh-of-nodes", f'#!/bin/sh\nshift\n{throttle} | "$@"\n')
+    (host / "m").write_bytes(noise(SIZE))
+    seconds = []
+    for count in (1, 3):
+        began = time.monotonic()
+        gpufs("cp", "-e", shell, "--remote-gpufs", program, host / "m", *ends(directories[:count]))
+        seconds.append(time.monotonic() - began)
+    print(f"one node {seconds[0]:.2f} s, three {seconds[1]:.2f} s")
+    assert seconds[1] < 2 * seconds[0]
+
+
+def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote, (first, second, _) = nodes
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").symlink_to(remote[1])
+    (tmp_path / "bin" / "gpufs").symlink_to(GPUFS[0])
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (host / "m").write_bytes(noise(SIZE))
+    seen: list[package.CopyProgress] = []
+    results = package.copy_to_each(host / "m", [f"a:{first}", f"b:{second}/other"], verify=True, progress=seen.append)
+    assert [result.destination for result in results] == [f"a:{first}/m", f"b:{second}/other"]
+    assert all(one.total == 2 * SIZE for one in seen)
+    assert package.copy(f"a:{first}/m", f"b:{second}/third").destination == f"b:{second}/third"
+    with pytest.raises(ExceptionGroup) as failure:
+        package.copy_to_each(host / "m", [f"a:{first}/m2", "bad:x", "c:y"])
+    assert [str(error).startswith("bad: the connection ended") for error in failure.value.exceptions] == [True, True]
+    assert (left(first), left(second)) == (["m", "m2"], ["other", "third"])
+
+
+def test_a_machine_that_passes_nothing_on(root: Path, tmp_path: Path) -> None:
+    """An older gpufs would take the first copy alone, and say nothing of the others."""
+    shell = fake(tmp_path, before="hello.chains = False")
+    (root / "file").write_bytes(b"x")
+    assert "install the same gpufs on all" in refused(*shell, root / "file", "-t", "a:x", "-t", "b:y")
+
+
 # ---- NIXL ----
 
 LARGE = 1 << 30  # NIXL is asked from this size on
 DATA = 40 * MIB  # the rest is a hole
 
 THROTTLE = """
-import os, time
+import os, sys, time
 while block := os.read(0, 1 << 18):
-    time.sleep(len(block) / 15e6)
+    time.sleep(len(block) / float(sys.argv[1]))
     while block:
         block = block[os.write(1, block) :]
 """
@@ -220,7 +388,7 @@ while block := os.read(0, 1 << 18):
 def slow_pipe(session: Session) -> tuple[str, ...]:
     """Options for a shell whose pipe moves 15 MB/s at most, so that NIXL is the faster way."""
     pytest.importorskip("nixl")
-    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)}"
+    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)} 15e6"
     shell = script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
     return ("-e", str(shell), "--remote-gpufs", GPUFS[0])
 
@@ -515,13 +683,13 @@ def test_names_that_are_not_hosts(root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("a:x", "b:y"), "only one of the two can be on another machine"),
         (("a:x", "b:y", "z"), "several machines"),
         (("a:x", "y", "z"), "use two"),
         (("-", "a:x"), "must be on this machine"),
         (("--partial", "a:x", "z"), "--partial cannot be used"),
         (("--fastpath", "require", "a:x", "z"), "--fastpath require cannot be used"),
-        (("x", "-t", "a:y", "-t", "b:z"), "one destination"),
+        (("x", "-t", "a:y", "-t", "z"), "on this machine and on others"),
+        (("a:x", "-t", "y", "-t", "z"), "one destination here"),
         (("a:x", ""), "an empty name"),
         (("-e", "ssh", "x", "y"), "need a name like HOST:PATH"),
         (("--remote-gpufs", "gpufs", "x", "y"), "need a name like HOST:PATH"),

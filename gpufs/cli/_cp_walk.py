@@ -21,6 +21,7 @@ from typing import Final, NamedTuple, TypeAlias
 from gpufs import mounting
 from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier
+from gpufs.client._copy_types import CopyOptions
 from gpufs.client._ends import Entry, find_targets, open_path, path_of, preserve
 from gpufs.client._space import data_bytes
 from gpufs.exceptions import text_of
@@ -51,6 +52,11 @@ class CpOptions:
     progress: bool | None
     shell: str | None = None
     remote_gpufs: str | None = None
+
+    @property
+    def of_each_copy(self) -> CopyOptions:
+        """Those that concern single files."""
+        return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)
 
 
 # Records a failure: source, destination if that matters, errno, text.

@@ -15,6 +15,9 @@ from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
 
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
+# The name of a pipe, in messages.
+STREAM: Final = "-"
+
 
 @named_in("gpufs.client")
 class Cancellation:
@@ -68,6 +71,30 @@ class CopyOptions:
     def __post_init__(self) -> None:
         if self.fastpath not in get_args(Fastpath):
             raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
+
+
+_UNFIT: Final = {
+    "a URL": {
+        "preserve": "stores keep no modes, owners and times",
+        "fastpath require": "its bytes pass through this process",
+    },
+    "HOST:PATH": {
+        "partial": "a file comes whole or not at all",
+        "fastpath require": "its bytes come from a network",
+    },
+}
+
+
+def check_options(options: CopyOptions, where: Literal["a URL", "HOST:PATH"]) -> None:
+    """Raise OSError EINVAL for options that a copy from or to such a name does not have."""
+    given = {
+        "preserve": options.preserve,
+        "partial": options.partial,
+        "fastpath require": options.fastpath == "require",
+    }
+    for name, reason in _UNFIT[where].items():
+        if given[name]:
+            raise OSError(errno.EINVAL, f"{name} cannot be used with {where}: {reason}")
 
 
 @named_in("gpufs")

@@ -19,10 +19,10 @@ from gpufs.client import _ends
 from gpufs.client._copy_job import Mounts, Settings
 from gpufs.client._copy_types import Cancellation, CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.client._ends import Entry
-from gpufs.client._node_send import Checksum
 from gpufs.exceptions import text_of
 from gpufs.nodes.bounce import LEAST_BYTES, SLOTS, Bounce, is_installed
 from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.nodes.checksum import Checksum
 from gpufs.nodes.messages import (
     Abandon,
     Attributes,
@@ -46,6 +46,7 @@ from gpufs.nodes.messages import (
     Slot,
     plain,
 )
+from gpufs.nodes.relay import Relay
 from gpufs.syscalls import close_all
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
@@ -64,8 +65,11 @@ class Sink(Protocol):
     def noticed(self, text: str) -> None:
         """A line for the user."""
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
-        """What became of a source; None if it was skipped."""
+    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+        """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
 
 
 class NewFile:
@@ -138,6 +142,8 @@ class Receiver:
         Ends waits for memory.
     peer_has_nixl : bool
         Whether NIXL is installed there.
+    relay : Relay, optional
+        Gets what this side receives.
     """
 
     def __init__(
@@ -151,7 +157,9 @@ class Receiver:
         cancel: Cancellation,
         *,
         peer_has_nixl: bool,
+        relay: Relay | None = None,
     ) -> None:
+        self._relay = relay
         self._peer_has_nixl = peer_has_nixl
         self._settings = settings
         self._mounts = mounts
@@ -172,6 +180,8 @@ class Receiver:
         try:
             while True:
                 message = self._channel.receive()
+                if self._relay is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
+                    self._relay.pass_on(message)
                 match message:
                     case Plan():
                         self._check_space(message)
@@ -196,6 +206,8 @@ class Receiver:
                         path = os.fsdecode(message.path)
                         self._sink.ended(path, error_class(message.error)(message.error, message.text, path))
                     case Done():
+                        if self._relay is not None:
+                            self._relay.finish()
                         self._channel.send(Finished())
                         return
                     case _:
@@ -386,11 +398,13 @@ class Receiver:
             self._used = None
         message = self._channel.receive()
         if isinstance(message, Slot):
-            return self._take_slot(message)
+            message = self._take_slot(message)
         if isinstance(message, (End, Abandon)):
             self._in_file = False
         elif not isinstance(message, (memoryview, Hole)):
             raise ProtocolError("no bytes of a file")
+        if self._relay is not None:
+            self._relay.pass_on(message)
         return message
 
     def _take_slot(self, slot: Slot) -> memoryview:

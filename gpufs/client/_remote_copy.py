@@ -9,9 +9,10 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -23,15 +24,17 @@ from gpufs.client._copy_types import (
     CopyProgress,
     CopyResult,
     NotOnMountCopyError,
+    check_options,
     error_class,
 )
 from gpufs.client._ends import Entry, OpenFile
 from gpufs.exceptions import text_of
-from gpufs.remote import checksums, stores, urls
+from gpufs.remote import checksums, stores, urls, waiting
 from gpufs.remote.checksums import Checksum
 from gpufs.remote.download import PARTS_IN_FLIGHT, Download, Parts
 from gpufs.remote.stores import RemoteFile
 from gpufs.remote.upload import upload
+from gpufs.remote.waiting import Workers
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
@@ -130,11 +133,11 @@ class RemoteCopies:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         # Its threads start when they are needed, and are shared by all files.
-        self._pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, "gpufs-download")
+        self._pool = Workers(PARTS_IN_FLIGHT)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     def download(
         self, mounts: Mounts, file: RemoteFile, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation
@@ -268,11 +271,25 @@ class RemoteCopies:
         if opened.status.st_dev not in mounts:
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, source, url.shown)
 
-        def report(done: int) -> None:
+        stopped = threading.Event()
+        done = 0
+
+        def read(count: int) -> None:
+            nonlocal done
+            done = count
+            if stopped.is_set() or cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+        def report() -> None:
             if progress is not None:
                 progress(CopyProgress(done, size, {"remote": done}))
 
-        checksum = upload(opened.fd, size, url, report=report, cancelled=lambda: cancel.cancelled)
+        sending = waiting.start(upload, os.dup(opened.fd), size, url, read)
+        try:
+            checksum = waiting.result(sending, lambda: cancel.cancelled, report)
+        finally:
+            stopped.set()
+            wait([sending], waiting.END_SECONDS)  # an upload that ends early is removed from the store
         digest = None
         if self._settings.options.verify:
             blocks = _blocks(opened.fd, cancel)
@@ -324,6 +341,7 @@ def copy_file(
             raise outcome
         return outcome
     try:
+        check_options(copier.settings.options, "a URL")
         url = urls.parse(destination)
         check_upload(source, url)
     except OSError as error:
@@ -343,8 +361,11 @@ def copy_to_each(
     copier: Copier, source: str, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation | None
 ) -> list[Outcome]:
     """Copy a URL to several names."""
+    cancel = cancel or Cancellation()
     try:
-        (file,) = stores.find(urls.parse(source), recursive=False)
+        check_options(copier.settings.options, "a URL")
+        finding = waiting.start(lambda: stores.find(urls.parse(source), recursive=False))
+        (file,) = waiting.result(finding, lambda: cancel.cancelled)
     except ValueError:
         error = CopyError(errno.EINVAL, "names several files", source)
         return [error] * len(destinations)
