@@ -101,22 +101,27 @@ def test_there_and_back(root: Path, host: Path, remote: tuple[str, ...], size: i
         assert_same(path.read_bytes(), noise(size))
 
 
-def test_between_two_network_namespaces(mount: Mounter) -> None:
-    """Both have a mount, and each of them starts the program of the other."""
+def test_between_network_namespaces(mount: Mounter) -> None:
+    """Each has a mount, and starts the program of the next one."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2")
-    first, second = mount(), mount()
-    namespace = f"gpufs-{secrets.token_hex(4)}"
-    run("ip", "netns", "add", namespace)
+    first, second, third = mount(), mount(), mount()
+    blue, green = (f"gpufs-{secrets.token_hex(4)}" for _ in range(2))
     try:
+        for namespace in (blue, green):
+            run("ip", "netns", "add", namespace)
         words = ("-e", "ip netns exec", "--remote-gpufs", GPUFS[0])
         (first.device / "a").write_bytes(noise(5 * MIB))
-        gpufs("cp", *words, first.device / "a", f"{namespace}:{second.device}/b")
-        gpufs("cp", *words, f"{namespace}:{second.device}/b", first.device / "c")
-        for path in (second.device / "b", first.device / "c"):
+        gpufs("cp", *words, first.device / "a", f"{blue}:{second.device}/b")
+        gpufs("cp", *words, f"{blue}:{second.device}/b", first.device / "c")
+        gpufs(
+            "cp", *words, f"{blue}:{second.device}/b", "-t", f"{blue}:{first.device}", "-t", f"{green}:{third.device}"
+        )
+        for path in (second.device / "b", first.device / "b", first.device / "c", third.device / "b"):
             assert_same(path.read_bytes(), noise(5 * MIB))
     finally:
-        run("ip", "netns", "delete", namespace)
+        for namespace in (blue, green):
+            run("ip", "netns", "delete", namespace)
 
 
 def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
@@ -384,13 +389,17 @@ while block := os.read(0, 1 << 18):
 """
 
 
+def throttled_shell(session: Session) -> Path:
+    """A shell whose pipe moves 15 MB/s at most, so that NIXL is the faster way."""
+    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)} 15e6"
+    return script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
+
+
 @pytest.fixture(scope="module")
 def slow_pipe(session: Session) -> tuple[str, ...]:
-    """Options for a shell whose pipe moves 15 MB/s at most, so that NIXL is the faster way."""
+    """The options for such a shell."""
     pytest.importorskip("nixl")
-    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)} 15e6"
-    shell = script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
-    return ("-e", str(shell), "--remote-gpufs", GPUFS[0])
+    return ("-e", str(throttled_shell(session)), "--remote-gpufs", GPUFS[0])
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +425,63 @@ def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large
     with open(host / "back", "rb") as file:
         assert_same(file.read(DATA), noise(DATA))
     assert left(root) == ["large", "skipped", "small"]
+
+
+@pytest.mark.slow
+def test_files_in_place_by_nixl(mount: Mounter, host: Path, slow_pipe: tuple[str, ...]) -> None:
+    """From memory of one mount into that of another, in both directions, with --verify by slots."""
+    first, second = (mount(memory=LARGE + 128 * MIB).device for _ in range(2))
+    with open(first / "large", "wb") as file:
+        for seed in range(LARGE // SIZE):
+            file.write(noise(SIZE, seed))
+    for options, words in [
+        ((), (first / "large", f"node:{second}/large")),
+        ((), (f"node:{first}/large", second / "large")),
+        (("--verify",), (first / "large", f"node:{second}/large")),
+    ]:
+        (second / "large").unlink(missing_ok=True)
+        (copy,) = json.loads(gpufs("cp", *slow_pipe, *options, "--json", *words).stdout)["copies"]
+        print(f"{LARGE / MIB / copy['seconds']:.0f} MiB/s, {copy['paths']}")
+        assert copy["paths"].get("nixl", 0) + copy["paths"].get("direct", 0) == LARGE
+        assert ("direct" in copy["paths"]) == (not options)
+        with open(second / "large", "rb") as file:
+            for seed in range(LARGE // SIZE):
+                assert_same(file.read(SIZE), noise(SIZE, seed))
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to", "from"])
+@pytest.mark.slow
+def test_the_peer_is_killed_during_a_copy_in_place(
+    session: Session, mount: Mounter, slow_pipe: tuple[str, ...], there: bool
+) -> None:
+    first, second = (mount(memory=LARGE + 128 * MIB).device for _ in range(2))
+    with open(first / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, LARGE)
+    names = (str(first / "large"), f"node:{second}") if there else (f"node:{first}/large", str(second))
+    chance = random.Random(7 + there)
+    for _ in range(4):
+        with subprocess.Popen([*GPUFS, "cp", *slow_pipe, *names], stderr=subprocess.PIPE, text=True) as child:
+            wait_until(lambda: any(writes(pid, second) for pid in [child.pid, *servers(session)]), PATIENCE, "the copy")
+            time.sleep(chance.uniform(0, 1))
+            signal_servers(session, signal.SIGKILL)
+            killed = time.monotonic()
+            _, errors = child.communicate(timeout=PATIENCE)
+            if child.returncode:
+                assert time.monotonic() - killed < 12
+                assert errors.splitlines()[-1].startswith("gpufs cp: node: the connection ended")
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the other side")
+        assert left(second) == ([] if child.returncode else ["large"])
+        (second / "large").unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+def test_a_chain_by_nixl(mount: Mounter, slow_pipe: tuple[str, ...], large: Path) -> None:
+    first, second = (mount(memory=128 * MIB).device for _ in range(2))
+    done = json.loads(gpufs("cp", *slow_pipe, "--json", large, "-t", f"a:{first}", "-t", f"b:{second}").stdout)
+    assert (done["errors"], done["paths"]) == ([], {"nixl": 2 * DATA, "hole": 2 * (LARGE - DATA)})
+    for directory in (first, second):
+        with open(directory / "large", "rb") as file:
+            assert_same(file.read(DATA), noise(DATA))
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["to", "from"])

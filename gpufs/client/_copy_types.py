@@ -214,8 +214,8 @@ class CopyResult(NamedTuple):
         "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount), "mount" (read and written
         through the mount) or "node" (from or to another machine).
     paths : dict of str to int
-        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe" and "nixl"; "hole" counts holes, which stay holes and
-        are not moved.
+        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe", "nixl" and "direct" (by NIXL without buffers); "hole"
+        counts holes, which stay holes and are not moved.
     refusals : tuple of str
         Why the fastpath did not move all bytes.
     sha256 : str or None

@@ -8,7 +8,8 @@ time.
 
 If both sides have NIXL and the copy is large, an Offer follows the Plan. The receiver answers how fast it reads, and
 then, after some blocks of bytes, a Measure, which shows how fast the pipe is. The sender then sends what it has Chosen.
-By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free.
+By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free. Within a large file the
+sender can ask for a Window, the memory of the receiver's file. It writes there, and says what is Written.
 
 In a chain each receiver sends what it receives to the next machine, as the sender of that connection, and passes the
 answers back with ``hop`` increased: 0 is the machine that sends the message, 1 the next one. Lost is the end of the
@@ -121,6 +122,7 @@ class Measured(msgspec.Struct, tag=True):
 
     rate: float = 0.0
     failure: Text = ""
+    in_place: bool = False  # whether the receiver answers InPlace
 
 
 class Chosen(msgspec.Struct, tag=True):
@@ -141,6 +143,27 @@ class Free(msgspec.Struct, tag=True):
     """The receiver has used the bytes of a slot."""
 
     number: Count
+
+
+class InPlace(msgspec.Struct, tag=True):
+    """Asks for a Window. The bytes of the current file before ``offset`` have been sent."""
+
+    offset: Count
+
+
+class Window(msgspec.Struct, tag=True):
+    """The memory of the current file; ``metadata`` is empty if it cannot be written. ``device``: -1 for host memory."""
+
+    metadata: Annotated[bytes, Meta(max_length=1 << 19)] = b""
+    address: Count = 0
+    device: int = -1
+
+
+class Written(msgspec.Struct, tag=True):
+    """The offset up to which the sender has written. ``last``: it writes nothing more."""
+
+    offset: Count
+    last: bool
 
 
 class Enter(msgspec.Struct, tag=True):
@@ -281,7 +304,7 @@ class Alive(msgspec.Struct, tag=True):
 
 _OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
 _OfReceiver: TypeAlias = Result | Finished
-_OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free
+_OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
 _OfChain: TypeAlias = Lost | Notice | Moved | Outcome
 Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
 

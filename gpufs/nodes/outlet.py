@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
 from gpufs.nodes import bounce
-from gpufs.nodes.bounce import Bounce
+from gpufs.nodes.bounce import Bounce, Region
 from gpufs.nodes.channel import BLOCK_BYTES, Channel, ConnectionEnded
-from gpufs.nodes.messages import Chosen, Free, Measure, Measured, Slot, plain
+from gpufs.nodes.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
 from gpufs.units import rate_text
 
 _PROGRESS_SECONDS: Final = 0.0005
+# The part of each large file that shows how fast slots are, which includes reading, summing up and writing its bytes.
+_TIMED_FROM: Final = 32 << 20
+_TIMED_BYTES: Final = 64 << 20
 
 T = TypeVar("T")
 
@@ -41,11 +45,16 @@ class Outlet:
         self._slot: int | None = None  # the one that buffer() has returned
         self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: nothing more is received
         self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
+        self._windows: SimpleQueue[Window | None] = SimpleQueue()  # and the same
+        self._in_place = False  # whether the receiver opens windows, and write() has not been slower
+        self._timed: tuple[float, int] | None = None  # when the current file was at which offset
 
-    def take(self, message: Measured | Free) -> None:
+    def take(self, message: Measured | Free | Window) -> None:
         """Take what the receiver has answered."""
         if isinstance(message, Free):
             self._free.put(message.number)
+        elif isinstance(message, Window):
+            self._windows.put(message)
         else:
             self._answers.put(message)
 
@@ -53,6 +62,7 @@ class Outlet:
         """Nothing more is received."""
         self._answers.put(None)
         self._free.put(None)
+        self._windows.put(None)
 
     def choose(self, size: int) -> None:
         """Find out, if ``size`` bytes are worth it, whether NIXL is faster, and let the receiver know."""
@@ -78,10 +88,14 @@ class Outlet:
             slots.close()
             self._choose_pipe(answer.failure or f"NIXL moves {rate_text(answer.rate)}, the pipe {rate_text(rate)}")
             return
-        self._bounce = slots
+        self._bounce, self._in_place = slots, answer.in_place
         for number in range(bounce.SLOTS):
             self._free.put(number)
         self._channel.send(Chosen(True))
+
+    def begin(self) -> None:
+        """A file begins."""
+        self._timed = None
 
     def buffer(self) -> memoryview:
         """Return BLOCK_BYTES of memory for the next bytes. The same until send()."""
@@ -106,6 +120,46 @@ class Outlet:
         else:
             self.buffer()[: len(data)] = data
             self.send(len(data))
+
+    def should_write(self, offset: int) -> bool:
+        """Return whether to try write(), now that a file's bytes before ``offset`` have been sent."""
+        if not self._in_place or offset < _TIMED_FROM:
+            return False
+        if self._timed is None:
+            self._timed = (time.monotonic(), offset)
+        if offset - self._timed[1] < _TIMED_BYTES:
+            return False
+        self.await_reads()
+        return True
+
+    def write(self, region: Region, offset: int, moved: Callable[[int], None]) -> int:
+        """Write a file's memory from ``offset`` on into that of the receiver's file, while that is the faster way.
+
+        Returns the offset that is reached.
+        """
+        assert self._bounce is not None
+        assert self._timed is not None
+        began, first = self._timed
+        rate = (offset - first) / (time.monotonic() - began)
+        self._in_place = False  # until it has proved to be faster
+        with ExitStack() as registered:
+            try:
+                registered.enter_context(self._bounce.registered(region))
+            except ConnectionEnded:  # of NIXL alone
+                return offset
+            self._channel.send(InPlace(offset))
+            window = self._wait(self._windows, self._bounce)
+            if not window.metadata:
+                return offset
+
+            def report(reached: int) -> None:
+                self._channel.send(Written(reached, last=False))
+                moved(reached)
+
+            offset = self._bounce.write(region, window, offset, rate, self._channel.check, report)
+            self._channel.send(Written(offset, last=True))
+        self._in_place = offset == region.size
+        return offset
 
     def await_reads(self) -> None:
         """Wait until the receiver has read all slots."""
