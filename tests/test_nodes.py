@@ -318,6 +318,34 @@ def test_a_node_of_a_chain_is_killed(session: Session, nodes: Nodes, host: Path,
                 (directory / "m").unlink()
 
 
+@pytest.mark.slow
+def test_nodes_are_killed_at_50_random_points(session: Session, nodes: Nodes, host: Path) -> None:
+    """Any of them, or this side, also before they are connected."""
+    remote, directories = nodes
+    (host / "m").write_bytes(noise(SIZE))
+    chance = random.Random(8)
+    failures = 0
+    for _ in range(50):
+        command = [*GPUFS, "cp", *remote, str(host / "m"), *ends(directories)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            time.sleep(chance.uniform(0, 2.5))
+            victims = [child.pid, *servers(session)]
+            with suppress(ProcessLookupError):
+                os.kill(chance.choice(victims), signal.SIGKILL)
+            _, errors = child.communicate(timeout=PATIENCE)
+        if child.returncode == 1:
+            failures += 1
+            assert "the connection ended" in errors
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the nodes")
+        for directory in directories:
+            assert left(directory) in ([], ["m"])
+            if left(directory):
+                assert_same((directory / "m").read_bytes(), noise(SIZE))
+                (directory / "m").unlink()
+    print(f"{failures} of 50 copies failed")
+    assert failures > 10
+
+
 def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path) -> None:
     """By a signal here, or the end of this side: all nodes end, and leave no name."""
     remote, directories = nodes

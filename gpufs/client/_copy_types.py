@@ -214,7 +214,7 @@ class CopyResult(NamedTuple):
         "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount), "mount" (read and written
         through the mount) or "node" (from or to another machine).
     paths : dict of str to int
-        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe", "nixl" and "direct" (by NIXL without buffers); "hole"
+        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe", "nixl", and "direct" (NIXL without buffers); "hole"
         counts holes, which stay holes and are not moved.
     refusals : tuple of str
         Why the fastpath did not move all bytes.
