@@ -842,4 +842,10 @@ def test_by_ssh(sshd: str, root: Path, host: Path) -> None:
     gpufs("cp", *remote, "--verify", host / "file", f"root@localhost:{root}/copy")
     gpufs("cp", *remote, "--verify", f"root@localhost:{root}/copy", host / "back")
     assert_same((host / "back").read_bytes(), noise(9 * MIB))
+    for name in ("first", "second"):
+        (root / name).mkdir()
+    chain = [word for name in ("first", "second") for word in ("-t", f"root@localhost:{root}/{name}")]
+    gpufs("cp", *remote, f"root@localhost:{root}/copy", *chain)
+    for name in ("first", "second"):
+        assert_same((root / name / "copy").read_bytes(), noise(9 * MIB))
     assert f"root@localhost:{root}/none: No such file" in refused(*remote, f"root@localhost:{root}/none", host)
