@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from gpufs.client import _ends
@@ -31,7 +32,7 @@ from gpufs.client._ends import Entry, OpenFile
 from gpufs.exceptions import text_of
 from gpufs.remote import checksums, stores, urls, waiting
 from gpufs.remote.checksums import Checksum
-from gpufs.remote.download import PARTS_IN_FLIGHT, Download, Parts
+from gpufs.remote.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
 from gpufs.remote.stores import RemoteFile
 from gpufs.remote.upload import upload
 from gpufs.remote.waiting import Workers
@@ -211,7 +212,8 @@ class RemoteCopies:
             if error is not None:
                 raise error
             if self._settings.options.verify:
-                digest = self._verify(file.checksum, file.size, end.read_back(cancel), source, name, progress)
+                blocks, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
+                digest = self._verify(file.checksum, file.size, blocks, again, source, name, progress)
             end.complete()
         except OSError as failed:
             # What differs from the store's checksum is not continued.
@@ -229,11 +231,15 @@ class RemoteCopies:
         expected: Checksum | None,
         size: int,
         blocks: Iterator[memoryview],
+        again: Callable[[], str],
         source: str,
         destination: str,
         progress: Progress,
     ) -> str:
-        """The SHA-256 of a copy. CopyError if the store's checksum is another."""
+        """The SHA-256 of a copy. CopyError if the store's checksum is another.
+
+        ``again`` reads the store's file and returns its SHA-256: an ETag may be no checksum.
+        """
 
         def report(offset: int) -> None:
             if progress is not None:
@@ -242,11 +248,16 @@ class RemoteCopies:
         verification = checksums.verify(blocks, expected, size, report)
         if expected is None and self._settings.notice is not None:
             self._settings.notice(f"{source}: the store has no checksum, so only the size was verified")
-        if not verification.matches():
-            assert expected is not None
+        if verification.matches():
+            return verification.sha256
+        assert expected is not None
+        stored = again() if expected.kind in ("md5", "parts") else ""
+        if stored != verification.sha256:
             kind = "SHA-256" if expected.kind == "sha256" else "ETag" if expected.kind != "git" else "Git object"
             text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
             raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
+        if self._settings.notice is not None:
+            self._settings.notice(f"{source}: its ETag is no checksum of it, so it was read again and compared")
         return verification.sha256
 
     def upload(
@@ -293,7 +304,14 @@ class RemoteCopies:
         digest = None
         if self._settings.options.verify:
             blocks = _blocks(opened.fd, cancel)
-            digest = self._verify(checksum, size, blocks, url.shown, source, progress)
+
+            def again() -> str:
+                (stored,) = waiting.result(
+                    waiting.start(partial(stores.find, url, recursive=False)), lambda: cancel.cancelled
+                )
+                return sha256_of(stored, lambda: cancel.cancelled)
+
+            digest = self._verify(checksum, size, blocks, again, url.shown, source, progress)
         paths = {"remote": size} if size else {}
         return CopyResult(source, url.shown, size, time.monotonic() - began, "remote", paths, sha256=digest)
 

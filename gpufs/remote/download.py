@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from typing import Final
 
-from gpufs.remote import errors
+from gpufs.remote import errors, waiting
 from gpufs.remote.errors import StoreError
 from gpufs.remote.stores import RemoteFile
 from gpufs.remote.waiting import END_SECONDS, Workers
@@ -202,3 +204,19 @@ class Download:
                 destination.error = error
         if not left:
             raise OSError(errno.ECANCELED, "all destinations have failed")
+
+
+def sha256_of(file: RemoteFile, cancelled: Callable[[], bool]) -> str:
+    """Read a file of a store and return its SHA-256, hexadecimal. OSError ECANCELED once ``cancelled``."""
+    whole = hashlib.sha256()
+    for start in range(0, file.size, PART_BYTES):
+        end = min(start + PART_BYTES, file.size)
+        whole.update(waiting.result(waiting.start(errors.retried, partial(_part, file, start, end)), cancelled))
+    return whole.hexdigest()
+
+
+def _part(file: RemoteFile, start: int, end: int) -> bytes:
+    part = b"".join(file.read(start, end))
+    if len(part) != end - start:
+        raise StoreError(errno.EIO, "the store sent too few bytes", file.url.shown, transient=True)
+    return part
