@@ -83,6 +83,15 @@ def writes(pid: int, root: Path) -> bool:
     return any(link.startswith(str(root.parent)) and link.endswith("(deleted)") for link in links)
 
 
+def await_copy(session: Session, child: subprocess.Popen[str], root: Path) -> None:
+    """Wait until a process has begun to write a file below a directory, or the command has ended."""
+
+    def has_begun() -> bool:
+        return child.poll() is not None or any(writes(pid, root) for pid in [child.pid, *servers(session)])
+
+    wait_until(has_begun, PATIENCE, "the copy")
+
+
 # ---- copies ----
 
 
@@ -302,7 +311,7 @@ def test_a_node_of_a_chain_is_killed(session: Session, nodes: Nodes, host: Path,
     for _ in range(2):
         command = [*GPUFS, "cp", *remote, str(host / "m"), *ends(directories)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-            wait_until(lambda: any(writes(pid, root) for pid in servers(session)), PATIENCE, "the copy")
+            await_copy(session, child, root)
             time.sleep(chance.uniform(0, 0.1))
             for pid in [pid for pid in servers(session) if writes(pid, root)]:
                 os.kill(pid, signal.SIGKILL)
@@ -353,10 +362,9 @@ def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path)
     for there in (False, True):
         for number in (signal.SIGINT, signal.SIGKILL):
             source = f"source:{host}/m" if there else str(host / "m")
-            with subprocess.Popen(
-                [*GPUFS, "cp", *remote, source, *ends(directories)], stderr=subprocess.DEVNULL
-            ) as child:
-                wait_until(lambda: any(writes(pid, directories[-1]) for pid in servers(session)), PATIENCE, "the copy")
+            command = [*GPUFS, "cp", *remote, source, *ends(directories)]
+            with subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True) as child:
+                await_copy(session, child, directories[-1])
                 child.send_signal(number)
                 assert child.wait(PATIENCE) == -number
             wait_until(lambda: not servers(session), PATIENCE, "the end of the nodes")
@@ -394,6 +402,9 @@ def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypat
         package.copy_to_each(host / "m", [f"a:{first}/m2", "bad:x", "c:y"])
     assert [str(error).startswith("bad: the connection ended") for error in failure.value.exceptions] == [True, True]
     assert (left(first), left(second)) == (["m", "m2"], ["other", "third"])
+    with pytest.raises(ExceptionGroup) as failure:
+        package.copy_to_each(host / "none", [f"a:{first}", f"b:{second}"])
+    assert [error.errno for error in failure.value.exceptions if isinstance(error, OSError)] == [errno.ENOENT] * 2
 
 
 def test_a_machine_that_passes_nothing_on(root: Path, tmp_path: Path) -> None:
@@ -489,7 +500,7 @@ def test_the_peer_is_killed_during_a_copy_in_place(
     chance = random.Random(7 + there)
     for _ in range(4):
         with subprocess.Popen([*GPUFS, "cp", *slow_pipe, *names], stderr=subprocess.PIPE, text=True) as child:
-            wait_until(lambda: any(writes(pid, second) for pid in [child.pid, *servers(session)]), PATIENCE, "the copy")
+            await_copy(session, child, second)
             time.sleep(chance.uniform(0, 1))
             signal_servers(session, signal.SIGKILL)
             killed = time.monotonic()
@@ -524,7 +535,7 @@ def test_the_peer_is_killed_during_nixl(
     chance = random.Random(3 + there)
     command = [*GPUFS, "cp", *slow_pipe, "-rL", *names]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-        wait_until(lambda: any(writes(pid, root) for pid in [child.pid, *servers(session)]), PATIENCE, "the copy")
+        await_copy(session, child, root)
         time.sleep(chance.uniform(0, 0.1))
         signal_servers(session, signal.SIGKILL)
         killed = time.monotonic()
@@ -632,7 +643,7 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
         os.posix_fallocate(file.fileno(), 0, 4 * SIZE)
     command = [*GPUFS, "cp", *remote, "--verify", str(host / "large"), f"node:{root}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-        wait_until(lambda: any(writes(pid, root) for pid in servers(session)), PATIENCE, "the copy")
+        await_copy(session, child, root)
         signal_servers(session, signal.SIGSTOP)
         _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 1

@@ -171,11 +171,11 @@ def test_a_copy_that_differs(root: Path, s3: S3) -> None:
     assert gpufs("cp", "--verify", "s3://models/file", root).stderr == ""
 
 
-def test_an_etag_that_is_no_checksum(root: Path, s3: S3) -> None:
+def test_an_etag_that_is_not_a_checksum(root: Path, s3: S3) -> None:
     """The object is read again and compared."""
     store_in_parts(s3, 7 * MIB, 6 * MIB)
     done = gpufs("cp", "--verify", "s3://models/file", root)
-    assert "s3://models/file: its ETag is no checksum of it, so it was read again and compared" in done.stderr
+    assert "s3://models/file: its ETag is not its checksum, so it was read again and compared" in done.stderr
     assert_same((root / "file").read_bytes(), noise(7 * MIB, 1) + noise(6 * MIB, 2))
 
 

@@ -14,7 +14,7 @@ from gpufs.nodes import names
 from gpufs.nodes.messages import Request
 
 if TYPE_CHECKING:
-    from gpufs.client._node_receive import Sink
+    from gpufs.client._node_reports import Sink
 
 Copy: TypeAlias = "Callable[[Sink], None]"
 

@@ -29,7 +29,7 @@ from gpufs.units import bytes_text, rate_text
 if TYPE_CHECKING:
     from gpufs.cli._cp_nodes import NodeNames
     from gpufs.cli._cp_remote import RemoteNames, Task
-    from gpufs.client._node_receive import Sink
+    from gpufs.client._node_reports import Sink
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1

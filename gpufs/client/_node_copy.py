@@ -24,7 +24,8 @@ from gpufs.client._copy_types import (
     error_class,
 )
 from gpufs.client._ends import Entry
-from gpufs.client._node_receive import Receiver, Sink
+from gpufs.client._node_receive import Receiver
+from gpufs.client._node_reports import Noted, Outcomes, Reports, Shown, Silent, Sink, show
 from gpufs.client._node_send import Sender, Sent
 from gpufs.exceptions import text_of
 from gpufs.nodes import names
@@ -52,98 +53,6 @@ if TYPE_CHECKING:
 
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
-_PROGRESS_SECONDS: Final = 0.1
-
-
-class _Silent:
-    """Reports nothing: the other side has the results."""
-
-    def planned(self, size: int) -> None:
-        pass
-
-    def moved(self, source: str, count: int) -> None:
-        pass
-
-    def noticed(self, text: str) -> None:
-        pass
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
-        pass
-
-    def lost(self, hop: int, error: CopyError) -> None:
-        pass
-
-
-class _Noted:
-    """Passes on what a sender here reports, with the host in lines for the user."""
-
-    def __init__(self, sink: Sink, host: str) -> None:
-        self._sink = sink
-        self._host = host
-        self.planned, self.moved, self.ended, self.lost = sink.planned, sink.moved, sink.ended, sink.lost
-
-    def noticed(self, text: str) -> None:
-        self._sink.noticed(f"{self._host}: {text}")
-
-
-class _Shown:
-    """Passes on what a receiver here, or a machine that leads a copy, reports, with the sources named HOST:PATH."""
-
-    def __init__(self, sink: Sink, host: str) -> None:
-        self._sink = sink
-        self._host = host
-        self.planned, self.lost = sink.planned, sink.lost
-
-    def moved(self, source: str, count: int) -> None:
-        self._sink.moved(f"{self._host}:{source}", count)
-
-    def noticed(self, text: str) -> None:
-        self._sink.noticed(f"{self._host}: {text}")
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
-        shown = f"{self._host}:{source}"
-        if isinstance(outcome, CopyResult):
-            outcome = outcome._replace(source=shown)
-        elif outcome is not None:
-            outcome.filename = shown if source else outcome.filename2
-            outcome.filename2 = outcome.filename2 if source else None
-        self._sink.ended(shown, outcome, hop)
-
-
-class _Reports:
-    """Reports to the machine that has asked this one to lead a copy."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._moved = 0.0
-
-    def planned(self, size: int) -> None:
-        self._channel.send(Plan(size, size))
-
-    def moved(self, source: str, count: int) -> None:
-        now = time.monotonic()
-        if now - self._moved >= _PROGRESS_SECONDS:
-            self._moved = now
-            self._channel.send(Moved(os.fsencode(source), count))
-
-    def noticed(self, text: str) -> None:
-        self._channel.send(Notice(plain(text)))
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
-        message = Outcome(hop, os.fsencode(source), b"", skipped=outcome is None)
-        if isinstance(outcome, CopyError):
-            destination = outcome.filename2 if source else outcome.filename
-            message.destination = os.fsencode(str(destination or ""))
-            message.error, message.text = outcome.errno or errno.EIO, plain(text_of(outcome))
-        elif outcome is not None:
-            message.destination = os.fsencode(outcome.destination)
-            message.size, message.seconds, message.paths = outcome.bytes, outcome.seconds, outcome.paths
-            message.checksum = outcome.sha256 or ""
-        self._channel.send(message)
-
-    def lost(self, hop: int, error: CopyError) -> None:
-        number, text = error.errno or errno.EIO, plain(text_of(error))
-        self._channel.send(Lost(hop, number, text, os.fsencode(str(error.filename))))
 
 
 def download(
@@ -160,7 +69,7 @@ def download(
     request.sources = [os.fsencode(path) for path in paths]
     with _bases(paths, destination, request) as bases:
         peer.channel.send(request)
-        shown, settings, mounts = _Shown(sink, peer.host), copier.settings, copier.mounts()
+        shown, settings, mounts = Shown(sink, peer.host), copier.settings, copier.mounts()
         Receiver(settings, mounts, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
 
@@ -201,7 +110,7 @@ def upload(
     def lose(lost: Lost) -> None:
         sink.lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
 
-    noted = _Noted(sink, peer.host)
+    noted = Noted(sink, peer.host)
     _send(copier, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
 
 
@@ -211,7 +120,7 @@ def lead(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName], request:
     request.sources = [os.fsencode(path) for path in paths]
     request.forward = [os.fsencode(str(target)) for target in targets]
     peer.request(request)
-    shown = _Shown(sink, peer.host)
+    shown = Shown(sink, peer.host)
     while not isinstance(message := peer.channel.receive(), Finished):
         match message:
             case Plan():
@@ -220,23 +129,12 @@ def lead(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName], request:
                 shown.moved(os.fsdecode(message.source), message.size)
             case Notice():
                 shown.noticed(message.text)
-            case Outcome():
-                _show(message, shown)
-            case Lost():
+            case Outcome() if message.hop < len(targets):
+                show(message, shown)
+            case Lost() if message.hop < len(targets):
                 sink.lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
             case _:
                 raise ProtocolError("no outcome")
-
-
-def _show(message: Outcome, sink: Sink) -> None:
-    source, destination = os.fsdecode(message.source), os.fsdecode(message.destination)
-    outcome: CopyResult | CopyError | None = None
-    if message.error:
-        outcome = error_class(message.error)(message.error, message.text, source, destination or None)
-    elif not message.skipped:
-        digest = message.checksum or None
-        outcome = CopyResult(source, destination, message.size, message.seconds, "node", message.paths, sha256=digest)
-    sink.ended(source, outcome, message.hop)
 
 
 def serve(incoming: int, outgoing: int) -> bool:
@@ -282,14 +180,14 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
         _lead(copier, channel, [_expanded(path) for path in paths], request)
     elif request.sends:
         sources = [_expanded(path) for path in paths]
-        _send(copier, channel, sources, request, _Silent(), ignore, ignore, fail, ignore, has_nixl)
+        _send(copier, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
     else:
         cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
             relay = Relay(channel, request, cancel) if request.forward else None
             settings, mounts = copier.settings, copier.mounts()
             receiver = Receiver(
-                settings, mounts, channel, bases, request, _Silent(), cancel, peer_has_nixl=has_nixl, relay=relay
+                settings, mounts, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, relay=relay
             )
             try:
                 receiver.run()
@@ -301,7 +199,7 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
 
 def _lead(copier: Copier, channel: Channel, sources: Sequence[str], request: Request) -> None:
     """Copy files of this machine to a chain of others, for the machine that asks."""
-    cancel, reports = Cancellation(), _Reports(channel)
+    cancel, reports = Cancellation(), Reports(channel)
     targets = [names.parse(os.fsdecode(name)) for name in request.forward]
 
     def watch() -> None:
@@ -433,41 +331,6 @@ class Route:
 # ---- names that a program has given ----
 
 
-class _Outcomes:
-    """Takes what becomes of one file on each machine."""
-
-    def __init__(
-        self, count: int, progress: Callable[[CopyProgress], None] | None, notice: Callable[[str], None] | None
-    ) -> None:
-        self._progress = progress
-        self._notice = notice
-        self._size = 0
-        self._reported = 0.0
-        self.outcomes: list[CopyResult | CopyError | None] = [None] * count
-
-    def planned(self, size: int) -> None:
-        self._size = size
-
-    def moved(self, source: str, count: int) -> None:
-        now = time.monotonic()
-        if self._progress is not None and now - self._reported >= _PROGRESS_SECONDS:
-            self._reported = now
-            machines = len(self.outcomes)
-            moved, total = count * machines, max(count, self._size) * machines
-            self._progress(CopyProgress(moved, total, {"pipe": moved}))
-
-    def noticed(self, text: str) -> None:
-        if self._notice is not None:
-            self._notice(text)
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
-        self.outcomes[hop] = outcome
-
-    def lost(self, hop: int, error: CopyError) -> None:
-        for place in range(hop, len(self.outcomes)):
-            self.outcomes[place] = self.outcomes[place] or error
-
-
 def copy_to_each(
     copier: Copier,
     source: str,
@@ -477,7 +340,7 @@ def copy_to_each(
 ) -> list[CopyResult | CopyError]:
     """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""
     cancel, options = cancel or Cancellation(), copier.settings.options
-    sink = _Outcomes(len(destinations), progress, copier.settings.notice)
+    sink = Outcomes(len(destinations), progress, copier.settings.notice)
     request = Request(False, [], preserve=options.preserve, verify=options.verify, fsync=options.fsync)
     try:
         check_options(options, "HOST:PATH")
@@ -486,4 +349,7 @@ def copy_to_each(
     except OSError as error:
         failed = CopyError(error.errno or errno.EIO, text_of(error), str(error.filename or source))
         sink.lost(0, error if isinstance(error, CopyError) else failed)
-    return [outcome or CopyError(errno.EIO, "nothing was copied", source) for outcome in sink.outcomes]
+    # An error of the source is reported once.
+    errors = [outcome for outcome in sink.outcomes if isinstance(outcome, CopyError)]
+    other = errors[0] if errors else CopyError(errno.EIO, "nothing was copied", source)
+    return [outcome or other for outcome in sink.outcomes]

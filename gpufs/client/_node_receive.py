@@ -13,13 +13,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from gpufs.client import _ends
 from gpufs.client._copy_job import Mounts, Settings
 from gpufs.client._copy_types import Cancellation, CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.client._ends import Entry
 from gpufs.client._node_memory import attached_in_place
+from gpufs.client._node_reports import Sink
 from gpufs.exceptions import text_of
 from gpufs.nodes.bounce import LEAST_BYTES, SLOTS, Bounce, is_installed
 from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
@@ -55,25 +56,6 @@ from gpufs.syscalls import close_all
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
-
-
-class Sink(Protocol):
-    """What a copy reports to, from any thread."""
-
-    def planned(self, size: int) -> None:
-        """``size`` bytes are to be copied."""
-
-    def moved(self, source: str, count: int) -> None:
-        """``count`` bytes of a source have been copied."""
-
-    def noticed(self, text: str) -> None:
-        """A line for the user."""
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
-        """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
-
-    def lost(self, hop: int, error: CopyError) -> None:
-        """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
 
 
 class NewFile:

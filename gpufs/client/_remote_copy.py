@@ -238,7 +238,7 @@ class RemoteCopies:
     ) -> str:
         """The SHA-256 of a copy. CopyError if the store's checksum is another.
 
-        ``again`` reads the store's file and returns its SHA-256: an ETag may be no checksum.
+        ``again`` reads the store's file and returns its SHA-256: an ETag may be something else.
         """
 
         def report(offset: int) -> None:
@@ -257,7 +257,7 @@ class RemoteCopies:
             text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
             raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
         if self._settings.notice is not None:
-            self._settings.notice(f"{source}: its ETag is no checksum of it, so it was read again and compared")
+            self._settings.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
         return verification.sha256
 
     def upload(
