@@ -185,7 +185,8 @@ class Bounce:
     ) -> int:
         """Write registered memory of a file from ``offset`` on, while that is not slower than ``least`` bytes a second.
 
-        ``report`` is called with the offset that is reached, which is returned. Raises as read().
+        Nothing is written if NIXL cannot write such memory. ``report`` is called with the offset that is reached, which
+        is returned. Raises as read().
         """
         device = None if window.device < 0 else window.device
         try:
@@ -197,7 +198,12 @@ class Bounce:
             while offset < here.size:
                 began, size = time.monotonic(), min(_STEP_BYTES, here.size - offset)
                 source = Region(here.address + offset, size, here.device)
-                self._move("WRITE", source, Region(window.address + offset, size, device), peer, check)
+                try:
+                    self._move("WRITE", source, Region(window.address + offset, size, device), peer, check)
+                except ConnectionEnded:
+                    if connected:
+                        raise
+                    break  # NIXL has registered this memory, and cannot move it
                 offset += size
                 report(offset)
                 if connected and size / (time.monotonic() - began) < least:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import gpufs
@@ -32,10 +32,29 @@ def gibibytes(seconds: float) -> str:
 
 
 def transports(logs: Path) -> set[str]:
-    """The lines of UCX that say how it moves memory."""
-    text = "\n".join(path.read_text(errors="replace") for path in logs.glob("ucx*"))
-    lines = [re.sub(r"^.*\| *", "", line.rstrip(" |")) for line in text.splitlines() if "/" in line and "|" in line]
-    return {line for line in lines if re.search(r"cuda_|tcp|sysv|posix|cma|rc_|dc_|ud_", line)}
+    """How UCX reads and writes the memory of the other side, from its tables (UCX_PROTO_INFO)."""
+    found, operation = set(), ""
+    for line in "\n".join(path.read_text(errors="replace") for path in logs.glob("ucx*")).splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 1:
+            operation = cells[0] if cells[0].startswith("remote memory") else ""
+        elif operation and len(cells) == 3 and cells[0] != "Range":
+            found.add(f"{operation}: {cells[0]} {cells[1]}, {cells[2]}")
+    return found
+
+
+def print_copy_of_torch() -> None:
+    """Print the rate of torch's copy between two GPUs, where there are two and torch has CUDA."""
+    torch: Any = pytest.importorskip("torch")
+    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
+        source = torch.empty(SIZE, dtype=torch.uint8, device="cuda:0")
+        target = torch.empty(SIZE, dtype=torch.uint8, device="cuda:1")
+        for _ in range(2):
+            torch.cuda.synchronize(1)
+            began = time.monotonic()
+            target.copy_(source)
+            torch.cuda.synchronize(1)
+        print(f"torch, cuda:0 to cuda:1: {gibibytes(time.monotonic() - began)}")
 
 
 def test_rates(session: Session, mount: Mounter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +62,7 @@ def test_rates(session: Session, mount: Mounter, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("UCX_PROTO_INFO", "y")
     monkeypatch.setenv("UCX_LOG_LEVEL", "info")
     monkeypatch.setenv("UCX_LOG_FILE", f"{tmp_path}/ucx-%p.log")
+    monkeypatch.setenv("NIXL_LOG_LEVEL", "WARN")  # on standard error
     both = mount("--devices", "all")
     last = both.path / ("gpu1" if (both.path / "gpu1").exists() else "gpu0")
     with open(both.device / "m", "wb") as file:
@@ -54,11 +74,13 @@ def test_rates(session: Session, mount: Mounter, tmp_path: Path, monkeypatch: py
             pass
         print(f"\ncopy_file_range, gpu0 to {last.name}: {gibibytes(time.monotonic() - began)}")
     (last / "copy").unlink()
+    print_copy_of_torch()
     (other,) = mount("--devices", last.name.removeprefix("gpu")).path.glob("gpu*")
     words = ("-e", str(throttled_shell(session)), "--remote-gpufs", GPUFS[0], "--json")
     for options in [(), ("--verify",)]:
-        (copy,) = json.loads(gpufs("cp", *words, *options, both.device / "m", f"node:{other}/m").stdout)["copies"]
-        print(f"NIXL {options}: {gibibytes(copy['seconds'])} by {copy['paths']}")
+        done = gpufs("cp", *words, *options, both.device / "m", f"node:{other}/m")
+        (copy,) = json.loads(done.stdout)["copies"]
+        print(f"NIXL {options}: {gibibytes(copy['seconds'])} by {copy['paths']}\n{done.stderr}")
         with open(other / "m", "rb") as file:
             for seed in range(SIZE // BLOCK):
                 assert_same(file.read(BLOCK), noise(BLOCK, seed))
