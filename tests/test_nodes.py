@@ -761,6 +761,19 @@ channel.receive()
         assert left(root) == []
 
 
+def test_results_that_are_missing(root: Path, tmp_path: Path) -> None:
+    """A machine that stores nothing and says nothing is not a success."""
+    (root / "file").write_bytes(b"x")
+    after = "\n".join(
+        ["while not isinstance(channel.receive(), Done): pass", "channel.send(Finished())", "channel.receive()"]
+    )
+    program = FAKE.format(before="", after="").replace("channel.send(Plan(3, 3))", after)
+    shell = script(
+        tmp_path / "rsh", f"#!/bin/sh\nexec {sys.executable} {script(tmp_path / 'f.py', program)} 2>/dev/null\n"
+    )
+    assert "no result of" in refused("-e", shell, root / "file", "node:x")
+
+
 def test_versions(root: Path, tmp_path: Path) -> None:
     """One in common is enough. Without any, the line says what each side has."""
     assert "versions 7 to 9" in refused(*fake(tmp_path, before="hello.oldest, hello.newest = 7, 9"), "node:/file", root)

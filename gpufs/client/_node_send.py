@@ -233,6 +233,9 @@ class Sender:
                         self._outlet.take(message)
                     case _:
                         raise ProtocolError("no result")
+            for sent in self._pending.values():
+                if not sent.waiting.isdisjoint(range(self._hops)):
+                    raise ProtocolError(f"no result of {sent.path}")
         finally:
             self._outlet.end()
 

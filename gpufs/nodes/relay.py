@@ -93,10 +93,13 @@ class Relay:
                 finally:
                     outlet.close()
         except OSError as error:
-            if self._cancel.cancelled:
-                return
-            name = os.fsencode(str(error.filename or self._hosts[0]))
-            self._tell(Lost(1, error.errno or errno.EIO, plain(text_of(error)), name))
+            self._lose(error.errno or errno.EIO, text_of(error), str(error.filename or self._hosts[0]))
+        except Exception as error:  # noqa: BLE001 - whoever waits for results must hear of it
+            self._lose(errno.EIO, f"{type(error).__name__}: {error}", self._hosts[0])
+
+    def _lose(self, number: int, text: str, name: str) -> None:
+        if not self._cancel.cancelled:
+            self._tell(Lost(1, number, plain(text), os.fsencode(name)))
 
     def _write(self, channel: Channel, outlet: Outlet) -> None:
         while True:
