@@ -146,9 +146,7 @@ class Free(msgspec.Struct, tag=True):
 
 
 class InPlace(msgspec.Struct, tag=True):
-    """Asks for a Window. The bytes of the current file before ``offset`` have been sent."""
-
-    offset: Count
+    """Asks for a Window, to write what follows the bytes of the current file that have been sent."""
 
 
 class Window(msgspec.Struct, tag=True):

@@ -147,7 +147,7 @@ class Outlet:
                 registered.enter_context(self._bounce.registered(region))
             except ConnectionEnded:  # of NIXL alone
                 return offset
-            self._channel.send(InPlace(offset))
+            self._channel.send(InPlace())
             window = self._wait(self._windows, self._bounce)
             if not window.metadata:
                 return offset
