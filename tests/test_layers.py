@@ -35,7 +35,7 @@ PYTHON_MAY_USE = {
     "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
     "gpufs.remote": set(),
-    "gpufs.nodes": {"_version"},
+    "gpufs.nodes": {"_version", "exceptions", "units"},
     # engine: lazily, to map memory; remote, nodes: lazily, for URLs and HOST:PATH
     "gpufs.client": {
         "_naming",

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,6 +83,15 @@ def writes(pid: int, root: Path) -> bool:
     return any(link.startswith(str(root.parent)) and link.endswith("(deleted)") for link in links)
 
 
+def await_copy(session: Session, child: subprocess.Popen[str], root: Path) -> None:
+    """Wait until a process has begun to write a file below a directory, or the command has ended."""
+
+    def has_begun() -> bool:
+        return child.poll() is not None or any(writes(pid, root) for pid in [child.pid, *servers(session)])
+
+    wait_until(has_begun, PATIENCE, "the copy")
+
+
 # ---- copies ----
 
 
@@ -101,22 +110,27 @@ def test_there_and_back(root: Path, host: Path, remote: tuple[str, ...], size: i
         assert_same(path.read_bytes(), noise(size))
 
 
-def test_between_two_network_namespaces(mount: Mounter) -> None:
-    """Both have a mount, and each of them starts the program of the other."""
+def test_between_network_namespaces(mount: Mounter) -> None:
+    """Each has a mount, and starts the program of the next one."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2")
-    first, second = mount(), mount()
-    namespace = f"gpufs-{secrets.token_hex(4)}"
-    run("ip", "netns", "add", namespace)
+    first, second, third = mount(), mount(), mount()
+    blue, green = (f"gpufs-{secrets.token_hex(4)}" for _ in range(2))
     try:
+        for namespace in (blue, green):
+            run("ip", "netns", "add", namespace)
         words = ("-e", "ip netns exec", "--remote-gpufs", GPUFS[0])
         (first.device / "a").write_bytes(noise(5 * MIB))
-        gpufs("cp", *words, first.device / "a", f"{namespace}:{second.device}/b")
-        gpufs("cp", *words, f"{namespace}:{second.device}/b", first.device / "c")
-        for path in (second.device / "b", first.device / "c"):
+        gpufs("cp", *words, first.device / "a", f"{blue}:{second.device}/b")
+        gpufs("cp", *words, f"{blue}:{second.device}/b", first.device / "c")
+        gpufs(
+            "cp", *words, f"{blue}:{second.device}/b", "-t", f"{blue}:{first.device}", "-t", f"{green}:{third.device}"
+        )
+        for path in (second.device / "b", first.device / "b", first.device / "c", third.device / "b"):
             assert_same(path.read_bytes(), noise(5 * MIB))
     finally:
-        run("ip", "netns", "delete", namespace)
+        for namespace in (blue, green):
+            run("ip", "netns", "delete", namespace)
 
 
 def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
@@ -202,27 +216,229 @@ def test_from_python(root: Path, host: Path, rsh: Path, tmp_path: Path, monkeypa
         package.copy(f"node2:{root}/m", host, partial=True)
 
 
+# ---- chains ----
+
+
+@pytest.fixture
+def nodes(session: Session, mount: Mounter) -> tuple[tuple[str, ...], list[Path]]:
+    """Options for machines that are mounts here, and a directory of each. A shell names none that begins with bad."""
+    text = '#!/bin/sh\ncase $1 in bad*) echo no route >&2; exit 255;; esac\nshift\nexec "$@"\n'
+    shell = script(session.scratch / "rsh-of-nodes", text)
+    return ("-e", str(shell), "--remote-gpufs", GPUFS[0]), [mount().device for _ in range(3)]
+
+
+def ends(directories: Sequence[Path]) -> list[str]:
+    """The options that make a chain of directories, on machines n0, n1, ..."""
+    return [word for number, path in enumerate(directories) for word in ("-t", f"n{number}:{path}")]
+
+
+Nodes = tuple[tuple[str, ...], list[Path]]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["here", "there"])
+def test_a_chain(nodes: Nodes, host: Path, there: bool) -> None:
+    """Of files of this machine and of another one, with a directory, a hole, and names that are not text."""
+    remote, directories = nodes
+    (host / "tree" / "deep").mkdir(parents=True)
+    Path(os.fsdecode(os.fsencode(host / "tree") + b"/\xff name")).write_bytes(noise(9 * MIB + 5))
+    (host / "tree" / "deep" / "link").symlink_to("nowhere")
+    with open(host / "tree" / "sparse", "wb") as file:
+        file.write(b"data")
+        file.truncate(SIZE)
+    sources = (f"source:{host}/tree" if there else host / "tree",)
+    done = json.loads(gpufs("cp", *remote, "-a", "--verify", "--json", *sources, *ends(directories)).stdout)
+    assert (done["files"], done["errors"]) == (6, [])
+    for number, directory in enumerate(directories):
+        assert_same(Path(os.fsdecode(os.fsencode(directory) + b"/tree/\xff name")).read_bytes(), noise(9 * MIB + 5))
+        assert (directory / "tree" / "sparse").stat().st_blocks * 512 < SIZE
+        assert os.readlink(directory / "tree" / "deep" / "link") == "nowhere"
+        copies = [copy for copy in done["copies"] if copy["destination"] == f"n{number}:{directory}/tree/sparse"]
+        assert [copy["source"] for copy in copies] == [f"{sources[0]}/sparse"]
+
+
+def test_one_copy_between_two_other_machines(nodes: Nodes) -> None:
+    remote, (first, second, _) = nodes
+    (first / "a").write_bytes(noise(5))
+    gpufs("cp", *remote, f"x:{first}/a", f"y:{second}/b")
+    assert (second / "b").read_bytes() == noise(5)
+    assert refused(*remote, f"x:{first}/none", f"y:{second}/b") == (
+        f"gpufs cp: x:{first}/none: No such file or directory"
+    )
+    assert "-t takes a directory" in refused(*remote, f"x:{first}/a", "-t", f"y:{second}/none")
+
+
+def test_a_file_that_some_nodes_do_not_take(nodes: Nodes, host: Path) -> None:
+    """The others get it. If none takes it, its bytes are not sent."""
+    remote, directories = nodes
+    with open(host / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 * SIZE)
+    (host / "small").write_bytes(b"small")
+    for number in (0, 1):
+        (directories[number] / "large").write_bytes(b"old")
+    words = (host / "large", host / "small")
+    done = json.loads(gpufs("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
+    assert (done["files"], done["skipped"]) == (4, 2)
+    assert [(path / "large").stat().st_size for path in directories] == [3, 3, 2 * SIZE]
+    done = json.loads(gpufs("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
+    assert (done["files"], done["skipped"]) == (0, 6)
+
+
+def test_a_node_that_cannot_be_reached(nodes: Nodes, host: Path) -> None:
+    """Those before it finish, and one line names it and those after it."""
+    remote, (first, second, third) = nodes
+    (host / "file").write_bytes(noise(9 * MIB))
+    text = refused(*remote, host / "file", "-t", f"n0:{first}", "-t", f"bad:{second}", "-t", f"n2:{third}")
+    assert text == "gpufs cp: bad: the connection ended: no route (n2 gets the files from there)"
+    assert (left(first), left(second), left(third)) == (["file"], [], [])
+    text = refused(*remote, f"n0:{first}/file", "-t", f"bad:{second}", "-t", f"n2:{third}", "-t", "n3:x")
+    assert text == "gpufs cp: bad: the connection ended: no route (n2, n3 get the files from there)"
+    text = refused(*remote, host / "file", "-t", f"n0:{first}", "-t", f"n1:{second}/none")
+    assert text.startswith(f"gpufs cp: n1:{second}/none: No such file or directory") or "-t takes" in text
+    with open(host / "large", "wb") as file:
+        file.truncate(5 * MIB)
+    (second / "large").mkdir()
+    text = refused(*remote, host / "large", *ends([first, second, third]))
+    assert text == f"gpufs cp: {host}/large -> n1:{second}/large: a directory cannot be overwritten with a file"
+    assert (left(first), left(third)) == (["file", "large"], ["large"])
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_node_of_a_chain_is_killed(session: Session, nodes: Nodes, host: Path, position: int) -> None:
+    """At random points: no partial name is left anywhere, and one line names the node."""
+    remote, directories = nodes
+    (host / "m").write_bytes(noise(SIZE))
+    chance, root = random.Random(5 + position), directories[position]
+    for _ in range(2):
+        command = [*GPUFS, "cp", *remote, str(host / "m"), *ends(directories)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            await_copy(session, child, root)
+            time.sleep(chance.uniform(0, 0.1))
+            for pid in [pid for pid in servers(session) if writes(pid, root)]:
+                os.kill(pid, signal.SIGKILL)
+            _, errors = child.communicate(timeout=PATIENCE)
+        if child.returncode:
+            (line,) = errors.splitlines()
+            assert line.startswith(f"gpufs cp: n{position}: the connection ended: signal 9")
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the other nodes")
+        for number, directory in enumerate(directories):
+            assert left(directory) == ["m"] or (number >= position and child.returncode == 1 and not left(directory))
+            if left(directory):
+                assert_same((directory / "m").read_bytes(), noise(SIZE))
+                (directory / "m").unlink()
+
+
+@pytest.mark.slow
+def test_nodes_are_killed_at_50_random_points(session: Session, nodes: Nodes, host: Path) -> None:
+    """Any of them, or this side, also before they are connected."""
+    remote, directories = nodes
+    (host / "m").write_bytes(noise(SIZE))
+    chance = random.Random(8)
+    failures = 0
+    for _ in range(50):
+        command = [*GPUFS, "cp", *remote, str(host / "m"), *ends(directories)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            time.sleep(chance.uniform(0, 2.5))
+            victims = [child.pid, *servers(session)]
+            with suppress(ProcessLookupError):
+                os.kill(chance.choice(victims), signal.SIGKILL)
+            _, errors = child.communicate(timeout=PATIENCE)
+        if child.returncode == 1:
+            failures += 1
+            assert "the connection ended" in errors
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the nodes")
+        for directory in directories:
+            assert left(directory) in ([], ["m"])
+            if left(directory):
+                assert_same((directory / "m").read_bytes(), noise(SIZE))
+                (directory / "m").unlink()
+    print(f"{failures} of 50 copies failed")
+    assert failures > 10
+
+
+def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path) -> None:
+    """By a signal here, or the end of this side: all nodes end, and leave no name."""
+    remote, directories = nodes
+    (host / "m").write_bytes(noise(4 * SIZE))
+    for there in (False, True):
+        for number in (signal.SIGINT, signal.SIGKILL):
+            source = f"source:{host}/m" if there else str(host / "m")
+            command = [*GPUFS, "cp", *remote, source, *ends(directories)]
+            with subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True) as child:
+                await_copy(session, child, directories[-1])
+                child.send_signal(number)
+                assert child.wait(PATIENCE) == -number
+            wait_until(lambda: not servers(session), PATIENCE, "the end of the nodes")
+            assert [left(directory) for directory in directories] == [[], [], []]
+
+
+def test_a_chain_takes_the_time_of_one_copy(session: Session, nodes: Nodes, host: Path) -> None:
+    """Where the links are the bottleneck: each pipe moves 30 MB/s."""
+    (_, program), directories = nodes[0][2:], nodes[1]
+    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)} 30e6"
+    shell = script(session.scratch / "slow-rsh-of-nodes", f'#!/bin/sh\nshift\n{throttle} | "$@"\n')
+    (host / "m").write_bytes(noise(SIZE))
+    seconds = []
+    for count in (1, 3):
+        began = time.monotonic()
+        gpufs("cp", "-e", shell, "--remote-gpufs", program, host / "m", *ends(directories[:count]))
+        seconds.append(time.monotonic() - began)
+    print(f"one node {seconds[0]:.2f} s, three {seconds[1]:.2f} s")
+    assert seconds[1] < 2 * seconds[0]
+
+
+def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote, (first, second, _) = nodes
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").symlink_to(remote[1])
+    (tmp_path / "bin" / "gpufs").symlink_to(GPUFS[0])
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (host / "m").write_bytes(noise(SIZE))
+    seen: list[package.CopyProgress] = []
+    results = package.copy_to_each(host / "m", [f"a:{first}", f"b:{second}/other"], verify=True, progress=seen.append)
+    assert [result.destination for result in results] == [f"a:{first}/m", f"b:{second}/other"]
+    assert all(one.total == 2 * SIZE for one in seen)
+    assert package.copy(f"a:{first}/m", f"b:{second}/third").destination == f"b:{second}/third"
+    with pytest.raises(ExceptionGroup) as failure:
+        package.copy_to_each(host / "m", [f"a:{first}/m2", "bad:x", "c:y"])
+    assert [str(error).startswith("bad: the connection ended") for error in failure.value.exceptions] == [True, True]
+    assert (left(first), left(second)) == (["m", "m2"], ["other", "third"])
+    with pytest.raises(ExceptionGroup) as failure:
+        package.copy_to_each(host / "none", [f"a:{first}", f"b:{second}"])
+    assert [error.errno for error in failure.value.exceptions if isinstance(error, OSError)] == [errno.ENOENT] * 2
+
+
+def test_a_machine_that_passes_nothing_on(root: Path, tmp_path: Path) -> None:
+    """An older gpufs would take the first copy alone, and say nothing of the others."""
+    shell = fake(tmp_path, before="hello.chains = False")
+    (root / "file").write_bytes(b"x")
+    assert "install the same gpufs on all" in refused(*shell, root / "file", "-t", "a:x", "-t", "b:y")
+
+
 # ---- NIXL ----
 
 LARGE = 1 << 30  # NIXL is asked from this size on
 DATA = 40 * MIB  # the rest is a hole
 
 THROTTLE = """
-import os, time
+import os, sys, time
 while block := os.read(0, 1 << 18):
-    time.sleep(len(block) / 15e6)
+    time.sleep(len(block) / float(sys.argv[1]))
     while block:
         block = block[os.write(1, block) :]
 """
 
 
+def throttled_shell(session: Session) -> Path:
+    """A shell whose pipe moves 15 MB/s at most, so that NIXL is the faster way."""
+    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)} 15e6"
+    return script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
+
+
 @pytest.fixture(scope="module")
 def slow_pipe(session: Session) -> tuple[str, ...]:
-    """Options for a shell whose pipe moves 15 MB/s at most, so that NIXL is the faster way."""
+    """The options for such a shell."""
     pytest.importorskip("nixl")
-    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)}"
-    shell = script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
-    return ("-e", str(shell), "--remote-gpufs", GPUFS[0])
+    return ("-e", str(throttled_shell(session)), "--remote-gpufs", GPUFS[0])
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +466,92 @@ def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large
     assert left(root) == ["large", "skipped", "small"]
 
 
+@pytest.mark.slow
+def test_files_in_place_by_nixl(mount: Mounter, host: Path, slow_pipe: tuple[str, ...]) -> None:
+    """From memory of one mount into that of another, in both directions, with --verify by slots."""
+    first, second = (mount(memory=LARGE + 128 * MIB).device for _ in range(2))
+    with open(first / "large", "wb") as file:
+        for seed in range(LARGE // SIZE):
+            file.write(noise(SIZE, seed))
+    for options, words in [
+        ((), (first / "large", f"node:{second}/large")),
+        ((), (f"node:{first}/large", second / "large")),
+        (("--verify",), (first / "large", f"node:{second}/large")),
+    ]:
+        (second / "large").unlink(missing_ok=True)
+        (copy,) = json.loads(gpufs("cp", *slow_pipe, *options, "--json", *words).stdout)["copies"]
+        print(f"{LARGE / MIB / copy['seconds']:.0f} MiB/s, {copy['paths']}")
+        assert copy["paths"].get("nixl", 0) + copy["paths"].get("direct", 0) == LARGE
+        assert ("direct" in copy["paths"]) == (not options)
+        with open(second / "large", "rb") as file:
+            for seed in range(LARGE // SIZE):
+                assert_same(file.read(SIZE), noise(SIZE, seed))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "b.Bounce.registered = fail",
+        "o = b.Bounce._move; b.Bounce._move = lambda s, *a: (fail if a[0] == 'WRITE' else o)(s, *a)",
+    ],
+    ids=["register", "write"],
+)
+@pytest.mark.slow
+def test_memory_that_nixl_does_not_take(mount: Mounter, slow_pipe: tuple[str, ...], tmp_path: Path, code: str) -> None:
+    """The slots take its place, wherever it fails, and nothing is said."""
+    first, second = (mount(memory=LARGE + 128 * MIB).device for _ in range(2))
+    with open(first / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, LARGE)
+    fail = "def fail(*_): raise b.ConnectionEnded(5, 'refused')"
+    program = script(
+        tmp_path / "gpufs",
+        f"#!{sys.executable}\nimport gpufs.nodes.bounce as b\n{fail}\n{code}\nfrom gpufs.cli import main\nmain()\n",
+    )
+    words = ("-e", slow_pipe[1], "--remote-gpufs", program, "--json")
+    for names in [(first / "large", f"node:{second}/large"), (f"node:{first}/large", second / "large")]:
+        done = gpufs("cp", *words, *names)
+        assert done.stderr == ""
+        (copy,) = json.loads(done.stdout)["copies"]
+        if "registered" in code or "node" in str(names[0]):  # else this side writes
+            assert copy["paths"] == {"nixl": LARGE}
+        (second / "large").unlink()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to", "from"])
+@pytest.mark.slow
+def test_the_peer_is_killed_during_a_copy_in_place(
+    session: Session, mount: Mounter, slow_pipe: tuple[str, ...], there: bool
+) -> None:
+    first, second = (mount(memory=LARGE + 128 * MIB).device for _ in range(2))
+    with open(first / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, LARGE)
+    names = (str(first / "large"), f"node:{second}") if there else (f"node:{first}/large", str(second))
+    chance = random.Random(7 + there)
+    for _ in range(4):
+        with subprocess.Popen([*GPUFS, "cp", *slow_pipe, *names], stderr=subprocess.PIPE, text=True) as child:
+            await_copy(session, child, second)
+            time.sleep(chance.uniform(0, 1))
+            signal_servers(session, signal.SIGKILL)
+            killed = time.monotonic()
+            _, errors = child.communicate(timeout=PATIENCE)
+            if child.returncode:
+                assert time.monotonic() - killed < 12
+                assert errors.splitlines()[-1].startswith("gpufs cp: node: the connection ended")
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the other side")
+        assert left(second) == ([] if child.returncode else ["large"])
+        (second / "large").unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+def test_a_chain_by_nixl(mount: Mounter, slow_pipe: tuple[str, ...], large: Path) -> None:
+    first, second = (mount(memory=128 * MIB).device for _ in range(2))
+    done = json.loads(gpufs("cp", *slow_pipe, "--json", large, "-t", f"a:{first}", "-t", f"b:{second}").stdout)
+    assert (done["errors"], done["paths"]) == ([], {"nixl": 2 * DATA, "hole": 2 * (LARGE - DATA)})
+    for directory in (first, second):
+        with open(directory / "large", "rb") as file:
+            assert_same(file.read(DATA), noise(DATA))
+
+
 @pytest.mark.parametrize("there", [True, False], ids=["to", "from"])
 @pytest.mark.slow
 def test_the_peer_is_killed_during_nixl(
@@ -262,7 +564,7 @@ def test_the_peer_is_killed_during_nixl(
     chance = random.Random(3 + there)
     command = [*GPUFS, "cp", *slow_pipe, "-rL", *names]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-        wait_until(lambda: any(writes(pid, root) for pid in [child.pid, *servers(session)]), PATIENCE, "the copy")
+        await_copy(session, child, root)
         time.sleep(chance.uniform(0, 0.1))
         signal_servers(session, signal.SIGKILL)
         killed = time.monotonic()
@@ -370,7 +672,7 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
         os.posix_fallocate(file.fileno(), 0, 4 * SIZE)
     command = [*GPUFS, "cp", *remote, "--verify", str(host / "large"), f"node:{root}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-        wait_until(lambda: any(writes(pid, root) for pid in servers(session)), PATIENCE, "the copy")
+        await_copy(session, child, root)
         signal_servers(session, signal.SIGSTOP)
         _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 1
@@ -459,6 +761,19 @@ channel.receive()
         assert left(root) == []
 
 
+def test_results_that_are_missing(root: Path, tmp_path: Path) -> None:
+    """A machine that stores nothing and says nothing is not a success."""
+    (root / "file").write_bytes(b"x")
+    after = "\n".join(
+        ["while not isinstance(channel.receive(), Done): pass", "channel.send(Finished())", "channel.receive()"]
+    )
+    program = FAKE.format(before="", after="").replace("channel.send(Plan(3, 3))", after)
+    shell = script(
+        tmp_path / "rsh", f"#!/bin/sh\nexec {sys.executable} {script(tmp_path / 'f.py', program)} 2>/dev/null\n"
+    )
+    assert "no result of" in refused("-e", shell, root / "file", "node:x")
+
+
 def test_versions(root: Path, tmp_path: Path) -> None:
     """One in common is enough. Without any, the line says what each side has."""
     assert "versions 7 to 9" in refused(*fake(tmp_path, before="hello.oldest, hello.newest = 7, 9"), "node:/file", root)
@@ -515,13 +830,13 @@ def test_names_that_are_not_hosts(root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("a:x", "b:y"), "only one of the two can be on another machine"),
         (("a:x", "b:y", "z"), "several machines"),
         (("a:x", "y", "z"), "use two"),
         (("-", "a:x"), "must be on this machine"),
         (("--partial", "a:x", "z"), "--partial cannot be used"),
         (("--fastpath", "require", "a:x", "z"), "--fastpath require cannot be used"),
-        (("x", "-t", "a:y", "-t", "b:z"), "one destination"),
+        (("x", "-t", "a:y", "-t", "z"), "on this machine and on others"),
+        (("a:x", "-t", "y", "-t", "z"), "one destination here"),
         (("a:x", ""), "an empty name"),
         (("-e", "ssh", "x", "y"), "need a name like HOST:PATH"),
         (("--remote-gpufs", "gpufs", "x", "y"), "need a name like HOST:PATH"),
@@ -580,4 +895,10 @@ def test_by_ssh(sshd: str, root: Path, host: Path) -> None:
     gpufs("cp", *remote, "--verify", host / "file", f"root@localhost:{root}/copy")
     gpufs("cp", *remote, "--verify", f"root@localhost:{root}/copy", host / "back")
     assert_same((host / "back").read_bytes(), noise(9 * MIB))
+    for name in ("first", "second"):
+        (root / name).mkdir()
+    chain = [word for name in ("first", "second") for word in ("-t", f"root@localhost:{root}/{name}")]
+    gpufs("cp", *remote, f"root@localhost:{root}/copy", *chain)
+    for name in ("first", "second"):
+        assert_same((root / name / "copy").read_bytes(), noise(9 * MIB))
     assert f"root@localhost:{root}/none: No such file" in refused(*remote, f"root@localhost:{root}/none", host)

@@ -147,24 +147,36 @@ def test_a_file_of_the_host_is_not_stored(host: Path, s3: S3) -> None:
     assert "neither of them is on a gpufs mount" in refused(host / "file", "s3://models/file")
 
 
+def store_in_parts(s3: S3, *sizes: int) -> str:
+    """Store an object in such parts. Returns its ETag."""
+    upload = s3.client.create_multipart_upload(Bucket="models", Key="file")["UploadId"]
+    for number, size in enumerate(sizes, 1):
+        body = noise(size, number)
+        s3.client.upload_part(Bucket="models", Key="file", UploadId=upload, PartNumber=number, Body=body)
+    listed = s3.client.list_parts(Bucket="models", Key="file", UploadId=upload)["Parts"]
+    named: Any = {"Parts": [{"ETag": one["ETag"], "PartNumber": one["PartNumber"]} for one in listed]}
+    s3.client.complete_multipart_upload(Bucket="models", Key="file", UploadId=upload, MultipartUpload=named)
+    etag: str = s3.client.head_object(Bucket="models", Key="file")["ETag"]
+    return etag
+
+
 def test_a_copy_that_differs(root: Path, s3: S3) -> None:
     """The ETag of an object in parts of 5 MiB matches its content and no other."""
-    part = s3.client.create_multipart_upload(Bucket="models", Key="file")["UploadId"]
-    for number in (1, 2):
-        body = noise(5 * MIB, number)
-        answer = s3.client.upload_part(Bucket="models", Key="file", UploadId=part, PartNumber=number, Body=body)
-        assert answer["ETag"]
-    listed = s3.client.list_parts(Bucket="models", Key="file", UploadId=part)["Parts"]
-    named: Any = {"Parts": [{"ETag": one["ETag"], "PartNumber": one["PartNumber"]} for one in listed]}
-    s3.client.complete_multipart_upload(Bucket="models", Key="file", UploadId=part, MultipartUpload=named)
-    etag = s3.client.head_object(Bucket="models", Key="file")["ETag"]
-    expected = of_etag(etag, 10 * MIB)
+    expected = of_etag(store_in_parts(s3, 5 * MIB, 5 * MIB), 10 * MIB)
     assert expected is not None
     for data, same in [(noise(5 * MIB, 1) + noise(5 * MIB, 2), True), (noise(10 * MIB), False)]:
         verification = Verification(expected, len(data))
         verification.update(memoryview(data))
         assert verification.matches() == same
-    gpufs("cp", "--verify", "s3://models/file", root)
+    assert gpufs("cp", "--verify", "s3://models/file", root).stderr == ""
+
+
+def test_an_etag_that_is_not_a_checksum(root: Path, s3: S3) -> None:
+    """The object is read again and compared."""
+    store_in_parts(s3, 7 * MIB, 6 * MIB)
+    done = gpufs("cp", "--verify", "s3://models/file", root)
+    assert "s3://models/file: its ETag is not its checksum, so it was read again and compared" in done.stderr
+    assert_same((root / "file").read_bytes(), noise(7 * MIB, 1) + noise(6 * MIB, 2))
 
 
 def test_an_upload_that_ends_early_stores_nothing(root: Path, s3: S3) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from gpufs.client._copy_types import Fastpath
+from gpufs.client._copy_types import CopyOptions, Fastpath
 
 
 class CpOptions(NamedTuple):
@@ -14,18 +13,23 @@ class CpOptions(NamedTuple):
     ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs.
     """
 
-    recursive: bool = False
-    dereference: bool = False
-    preserve: bool = False
-    archive: bool = False
-    no_clobber: bool = False
-    partial: bool = False
-    verify: bool = False
-    fsync: bool = False
-    jobs: int = 4
-    fastpath: Fastpath = "auto"
-    verbose: bool = False
-    json: bool = False
-    progress: bool | None = None
+    recursive: bool
+    dereference: bool
+    preserve: bool
+    archive: bool
+    no_clobber: bool
+    partial: bool
+    verify: bool
+    fsync: bool
+    jobs: int
+    fastpath: Fastpath
+    verbose: bool
+    json: bool
+    progress: bool | None
     shell: str | None = None
     remote_gpufs: str | None = None
+
+    @property
+    def of_each_copy(self) -> CopyOptions:
+        """Those that concern single files."""
+        return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)

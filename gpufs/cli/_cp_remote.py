@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._cp_walk import targets
-from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier, CopyError, CopyResult
-from gpufs.client._copy import STREAM
+from gpufs.client._copy_types import STREAM
 from gpufs.client._ends import Entry
 from gpufs.client._remote_copy import check_upload
 from gpufs.exceptions import text_of
@@ -47,7 +46,7 @@ def has_url(names: Sequence[str]) -> bool:
 class RemoteNames:
     """The names and options of one command that has URLs.
 
-    ``directories``: where all names are copied to; without any, the last name is the destination. Raises Failure for
+    ``directories``: where all names are copied to; without any, the last name is the destination. OSError EINVAL for
     what is not possible.
     """
 
@@ -56,25 +55,16 @@ class RemoteNames:
         self._in_directory = bool(directories)
         self.sources, self.ends = (names, directories) if directories else (names[:-1], names[-1:])
         if STREAM in names:
-            raise Failure("cp: - is standard input or output, and the other name must be a file, not a URL", 2)
-        for option in ("preserve", "archive"):
-            if getattr(options, option):
-                text = f"--{option} cannot be used with a URL: stores keep no modes, owners and times"
-                raise Failure(f"cp: {text}", 2)
-        if options.fastpath == "require":
-            raise Failure("cp: --fastpath require cannot be used with a URL, whose bytes pass through this process", 2)
+            raise OSError(errno.EINVAL, "- is standard input or output, and the other name must be a file, not a URL")
         remote = [name for name in self.sources if urls.is_url(name)]
         if remote and len(remote) < len(self.sources):
-            raise Failure("cp: files and URLs cannot be copied by one command: use one for each", 2)
-        try:
-            self._urls = [urls.parse(name) for name in remote]
-            uploads = [urls.parse(name) for name in self.ends if urls.is_url(name)]
-            for url in uploads:
-                check_upload(self.sources[0], url)
-        except OSError as error:
-            raise Failure(f"cp: {error.filename}: {error.strerror}", 2) from None
+            raise OSError(errno.EINVAL, "files and URLs cannot be copied by one command: use one for each")
+        self._urls = [urls.parse(name) for name in remote]
+        uploads = [urls.parse(name) for name in self.ends if urls.is_url(name)]
+        for url in uploads:
+            check_upload(self.sources[0], url)
         if uploads and len(self.ends) > 1:
-            raise Failure("cp: a URL is the only destination: repeat the command for others", 2)
+            raise OSError(errno.EINVAL, "a URL is the only destination: repeat the command for others")
         self._upload = uploads[0] if uploads else None
 
     @property

@@ -21,7 +21,7 @@ from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._cp_walk import Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
-from gpufs.client._copy import STREAM
+from gpufs.client._copy_types import STREAM, check_options
 from gpufs.client._ends import Entry
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
@@ -29,7 +29,7 @@ from gpufs.units import bytes_text, rate_text
 if TYPE_CHECKING:
     from gpufs.cli._cp_nodes import NodeNames
     from gpufs.cli._cp_remote import RemoteNames, Task
-    from gpufs.client._node_receive import Sink
+    from gpufs.client._node_reports import Sink
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -43,23 +43,30 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
     ``directories``: where all names are copied to; without any, the last name is the destination.
     """
     remote = nodes = None
-    if any("://" in name for name in (*names, *directories)):
-        from gpufs.cli import _cp_remote  # other copies need none of it
-
-        if _cp_remote.has_url([*names, *directories]):
-            remote = _cp_remote.RemoteNames(names, directories, options)
+    given = [*names, *directories]
     if options.archive:
         options = options._replace(recursive=True, preserve=True)
-    if remote is None and any(":" in name for name in (*names, *directories)):
+    if any("://" in name for name in given):
+        from gpufs.cli import _cp_remote  # other copies need none of it
+
+        if _cp_remote.has_url(given):
+            with _misuse("--"):
+                check_options(options.of_each_copy, "a URL")
+            with _misuse():
+                remote = _cp_remote.RemoteNames(names, directories, options)
+    if remote is None and any(":" in name for name in given):
         from gpufs.cli import _cp_nodes
 
-        if _cp_nodes.has_node([*names, *directories]):
-            nodes = _cp_nodes.NodeNames(names, directories, options)
+        if _cp_nodes.has_node(given):
+            with _misuse("--"):
+                check_options(options.of_each_copy, "HOST:PATH")
+            with _misuse():
+                nodes = _cp_nodes.NodeNames(names, directories, options)
     if nodes is None and (options.shell is not None or options.remote_gpufs is not None):
         raise Failure("cp: -e and --remote-gpufs need a name like HOST:PATH", 2)
     if STREAM in names:
         _check_stream(names, directories, options)
-    if len(directories) > 1:
+    if len(directories) > 1 and nodes is None:
         _check_several(directories, options)
     with Copier(
         fastpath=options.fastpath,
@@ -105,6 +112,16 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
     if run.output_error is not None:
         raise run.output_error
     return 1 if run.errors else 0
+
+
+@contextmanager
+def _misuse(prefix: str = "") -> Iterator[None]:
+    """Raise Failure for names and options that cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        raise Failure(f"cp: {named}{prefix}{error.strerror}", 2) from None
 
 
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
@@ -315,17 +332,23 @@ class Run:
         """Of a copy between machines: a line for the user."""
         self._print(f"gpufs cp: {text}", sys.stderr)
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
+    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
         """Of a copy between machines: what became of a file. None if it was skipped."""
         with self._lock:
-            self._moved.pop(source, None)
-            self._done += outcome.bytes if isinstance(outcome, CopyResult) else 0
+            if hop == 0:  # the others are not counted
+                self._moved.pop(source, None)
+                self._done += outcome.bytes if isinstance(outcome, CopyResult) else 0
         if outcome is None:
             self._walk.skip()
         elif isinstance(outcome, CopyResult):
             self._copied(outcome)
         else:
             self._failed(str(outcome.filename), outcome.filename2, outcome)
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        """Of a copy between machines: one of a chain has failed."""
+        if not self.cancel.cancelled:
+            self._failed(str(error.filename), None, error)
 
     def copy_stream(self, source: str, destination: str) -> None:
         """Copy standard input to a file, or a file to standard output, on this thread."""
@@ -478,7 +501,7 @@ class Run:
             text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
             self._print(text, self._lines)
 
-    def _failed(self, source: str, destination: str, error: CopyError) -> None:
+    def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
         if error.errno == errno.EPIPE and destination == STREAM:
             self.report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
         elif error.errno == errno.ECANCELED and self.cancel.cancelled:

@@ -8,12 +8,13 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 from gpufs._naming import named_in
 from gpufs.client import _ends
 from gpufs.client._copy_job import CopyJob, Mounts, Settings
 from gpufs.client._copy_types import (
+    STREAM,
     Cancellation,
     CopyError,
     CopyOptions,
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from gpufs.client._remote_copy import RemoteCopies
     from gpufs.remote.stores import RemoteFile
     from gpufs.remote.urls import Url
-
-# The name of a pipe, in messages.
-STREAM: Final = "-"
 
 
 @named_in("gpufs.client")
@@ -116,7 +114,10 @@ class Copier:
         if _is_on_node(source) or _is_on_node(destination):
             from gpufs.client import _node_copy
 
-            return _node_copy.copy_file(self, source, destination, self._settings.options, progress, cancel)
+            (outcome,) = _node_copy.copy_to_each(self, source, [destination], progress, cancel)
+            if isinstance(outcome, CopyError):
+                raise outcome
+            return outcome
         return self.copy_entry(Entry.of(source), Entry.of(destination), progress=progress, cancel=cancel)
 
     def copy_entry(
@@ -304,7 +305,7 @@ def copy(
         Both files are read again and compared. A copy from or to a URL is compared with the store's checksum, if it has
         one.
     preserve : bool
-        Mode, times and, where allowed, owner are copied, too.
+        Mode, times and, where allowed, owner are copied, too. Not with URLs.
     partial : bool
         A copy that fails keeps a new destination, with the bytes that were copied, instead of removing it. A copy from
         a URL goes on where an earlier one ended.
@@ -349,15 +350,16 @@ def copy_to_each(
     progress: Callable[[CopyProgress], None] | None = None,
     cancel: Cancellation | None = None,
 ) -> list[CopyResult]:
-    """Copy one file to several GPUs and read it once.
+    """Copy one file to several GPUs, or to several machines, and read it once.
 
-    The first copy on a mount is read from the source. The others are copied from it, between the GPUs.
+    The first copy on a mount is read from the source. The others are copied from it, between the GPUs. Of several
+    machines the first one gets the file and passes it on to the next one, while it still receives it.
 
     Parameters
     ----------
-    source : path or URL
+    source : path, URL or HOST:PATH
         The file to copy.
-    destinations : sequence of paths
+    destinations : sequence of paths, or of HOST:PATH
         Names of files, or directories, which get a file of the source's name.
     fastpath, fsync, verify, preserve, partial, cancel
         As for :func:`copy`.
@@ -393,6 +395,10 @@ def copy_to_each(
             from gpufs.client import _remote_copy
 
             outcomes = _remote_copy.copy_to_each(copier, source, entries, progress, cancel)
+        elif any(map(_is_on_node, (source, *names))):
+            from gpufs.client import _node_copy
+
+            outcomes = _node_copy.copy_to_each(copier, source, names, progress, cancel)
         else:
             outcomes = copier.copy_to_each(Entry.of(source), entries, progress=progress, cancel=cancel)
     return _results(outcomes, f"copies of {source}")

@@ -14,6 +14,9 @@ from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
 
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
+# The name of a pipe, in messages.
+STREAM: Final = "-"
+
 
 @named_in("gpufs.client")
 class Cancellation:
@@ -67,6 +70,30 @@ class CopyOptions(NamedTuple):
         """Raise ValueError for an option that is not allowed."""
         if self.fastpath not in get_args(Fastpath):
             raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
+
+
+_UNFIT: Final = {
+    "a URL": {
+        "preserve": "stores keep no modes, owners and times",
+        "fastpath require": "its bytes pass through this process",
+    },
+    "HOST:PATH": {
+        "partial": "a file comes whole or not at all",
+        "fastpath require": "its bytes come from a network",
+    },
+}
+
+
+def check_options(options: CopyOptions, where: Literal["a URL", "HOST:PATH"]) -> None:
+    """Raise OSError EINVAL for options that a copy from or to such a name does not have."""
+    given = {
+        "preserve": options.preserve,
+        "partial": options.partial,
+        "fastpath require": options.fastpath == "require",
+    }
+    for name, reason in _UNFIT[where].items():
+        if given[name]:
+            raise OSError(errno.EINVAL, f"{name} cannot be used with {where}: {reason}")
 
 
 @named_in("gpufs")
@@ -186,8 +213,8 @@ class CopyResult(NamedTuple):
         "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount), "mount" (read and written
         through the mount) or "node" (from or to another machine).
     paths : dict of str to int
-        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe" and "nixl"; "hole" counts holes, which stay holes and
-        are not moved.
+        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe", "nixl", and "direct" (NIXL without buffers); "hole"
+        counts holes, which stay holes and are not moved.
     refusals : tuple of str
         Why the fastpath did not move all bytes.
     sha256 : str or None

@@ -14,99 +14,45 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from gpufs.client import _ends
-from gpufs.client._copy_types import Cancellation, CopyError, CopyOptions, CopyProgress, CopyResult, error_class
+from gpufs.client._copy_types import (
+    STREAM,
+    Cancellation,
+    CopyError,
+    CopyProgress,
+    CopyResult,
+    check_options,
+    error_class,
+)
 from gpufs.client._ends import Entry
-from gpufs.client._node_receive import Receiver, Sink
+from gpufs.client._node_receive import Receiver
+from gpufs.client._node_reports import Noted, Outcomes, Reports, Shown, Silent, Sink, show
 from gpufs.client._node_send import Sender, Sent
 from gpufs.exceptions import text_of
 from gpufs.nodes import names
-from gpufs.nodes.channel import Channel, ChannelError, ConnectionEnded, ProtocolError
-from gpufs.nodes.messages import Failed, Hello, Refused, Request, Result, plain
+from gpufs.nodes.channel import Channel, ChannelError, ProtocolError
+from gpufs.nodes.messages import (
+    Failed,
+    Finished,
+    Hello,
+    Lost,
+    Moved,
+    Notice,
+    Outcome,
+    Plan,
+    Refused,
+    Request,
+    Result,
+    plain,
+)
 from gpufs.nodes.names import NodeName
-from gpufs.nodes.peer import GREETING, Peer, our_hello
+from gpufs.nodes.peer import GREETING, Peer, connected, our_hello
+from gpufs.nodes.relay import Relay, both
 
 if TYPE_CHECKING:
     from gpufs.client._copy import Copier
 
-SHELL: Final = "ssh"
-PROGRAM: Final = "gpufs"
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
-_PROGRESS_SECONDS: Final = 0.1
-_END_SECONDS: Final = 2.0
-BOTH_REMOTE: Final = "only one of the two can be on another machine: copy to this machine first"
-
-
-class _Silent:
-    """Reports nothing: the other side has the results."""
-
-    def planned(self, size: int) -> None:
-        pass
-
-    def moved(self, source: str, count: int) -> None:
-        pass
-
-    def noticed(self, text: str) -> None:
-        pass
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
-        pass
-
-
-class _Noted:
-    """Passes on what a sender here reports, with the host in lines for the user."""
-
-    def __init__(self, sink: Sink, host: str) -> None:
-        self._sink = sink
-        self._host = host
-        self.planned, self.moved, self.ended = sink.planned, sink.moved, sink.ended
-
-    def noticed(self, text: str) -> None:
-        self._sink.noticed(f"{self._host}: {text}")
-
-
-class _Shown:
-    """Passes on what a receiver here reports, with the sources named HOST:PATH."""
-
-    def __init__(self, sink: Sink, host: str) -> None:
-        self._sink = sink
-        self._host = host
-        self.planned = sink.planned
-
-    def moved(self, source: str, count: int) -> None:
-        self._sink.moved(f"{self._host}:{source}", count)
-
-    def noticed(self, text: str) -> None:
-        self._sink.noticed(f"{self._host}: {text}")
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
-        shown = f"{self._host}:{source}"
-        if isinstance(outcome, CopyResult):
-            outcome = outcome._replace(source=shown)
-        elif outcome is not None:
-            outcome.filename = shown if source else outcome.filename2
-            outcome.filename2 = outcome.filename2 if source else None
-        self._sink.ended(shown, outcome)
-
-
-@contextmanager
-def connected(
-    host: str,
-    *,
-    shell: str = SHELL,
-    program: str = PROGRAM,
-    cancel: Cancellation | None = None,
-    notice: Callable[[str], None] | None = None,
-) -> Iterator[Peer]:
-    """Start gpufs on another machine. Errors of the connection become errors for the user. OSError."""
-    peer = Peer(host, shell, program, cancel)
-    try:
-        peer.greet()
-        yield peer
-    except ChannelError as error:
-        raise peer.explain(error) from None
-    finally:
-        peer.close(notice)
 
 
 def download(
@@ -123,19 +69,27 @@ def download(
     request.sources = [os.fsencode(path) for path in paths]
     with _bases(paths, destination, request) as bases:
         peer.channel.send(request)
-        shown, settings, mounts = _Shown(sink, peer.host), copier.settings, copier.mounts()
+        shown, settings, mounts = Shown(sink, peer.host), copier.settings, copier.mounts()
         Receiver(settings, mounts, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
 
-def upload(copier: Copier, peer: Peer, sources: Sequence[str], to: NodeName, request: Request, sink: Sink) -> None:
-    """Copy files to the other machine. ``request`` has the options. OSError for what ends all copies."""
+def upload(
+    copier: Copier,
+    peer: Peer,
+    sources: Sequence[str],
+    targets: Sequence[NodeName],
+    request: Request,
+    sink: Sink,
+) -> None:
+    """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
     request.sends = False
     request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
-    request.destination = os.fsencode(to.path)
-    peer.channel.send(request)
+    request.destination = os.fsencode(targets[0].path)
+    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
+    peer.request(request)
 
     def take(sent: Sent, result: Result) -> None:
-        destination = str(NodeName(to.host, os.fsdecode(result.path)))
+        destination = str(NodeName(targets[result.hop].host, os.fsdecode(result.path)))
         outcome: CopyResult | CopyError | None = None
         if result.error:
             outcome = error_class(result.error)(result.error, result.text, sent.path, destination)
@@ -144,16 +98,43 @@ def upload(copier: Copier, peer: Peer, sources: Sequence[str], to: NodeName, req
             digest = result.checksum or None
             outcome = CopyResult(sent.path, destination, result.size, seconds, "node", result.paths, sha256=digest)
         if result.error != errno.ECANCELED:  # its directory is reported
-            sink.ended(sent.path, outcome)
+            sink.ended(sent.path, outcome, result.hop)
 
     def fail(failed: Failed) -> None:
-        shown = str(NodeName(to.host, os.fsdecode(failed.path)))
-        sink.ended(shown, error_class(failed.error)(failed.error, failed.text, shown))
+        shown = str(NodeName(targets[failed.hop].host, os.fsdecode(failed.path)))
+        sink.ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
 
     def fail_here(path: str, error: OSError) -> None:
         sink.ended(path, CopyError(error.errno or errno.EIO, text_of(error), path))
 
-    _send(copier, peer.channel, sources, request, _Noted(sink, peer.host), take, fail, fail_here, peer.has_nixl)
+    def lose(lost: Lost) -> None:
+        sink.lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
+
+    noted = Noted(sink, peer.host)
+    _send(copier, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
+
+
+def lead(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName], request: Request, sink: Sink) -> None:
+    """Let another machine copy its files to a chain of machines. OSError for what ends all copies."""
+    request.sends = True
+    request.sources = [os.fsencode(path) for path in paths]
+    request.forward = [os.fsencode(str(target)) for target in targets]
+    peer.request(request)
+    shown = Shown(sink, peer.host)
+    while not isinstance(message := peer.channel.receive(), Finished):
+        match message:
+            case Plan():
+                sink.planned(message.size)
+            case Moved():
+                shown.moved(os.fsdecode(message.source), message.size)
+            case Notice():
+                shown.noticed(message.text)
+            case Outcome() if message.hop < len(targets):
+                show(message, shown)
+            case Lost() if message.hop < len(targets):
+                sink.lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
+            case _:
+                raise ProtocolError("no outcome")
 
 
 def serve(incoming: int, outgoing: int) -> bool:
@@ -191,18 +172,56 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
     def fail(path: str, error: OSError) -> None:
         channel.send(Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
 
+    def ignore(*_: object) -> None:  # the receiver reports them
+        pass
+
     paths = [os.fsdecode(path) for path in request.sources]
-    if request.sends:
+    if request.sends and request.forward:
+        _lead(copier, channel, [_expanded(path) for path in paths], request)
+    elif request.sends:
         sources = [_expanded(path) for path in paths]
-
-        def ignore(*_: object) -> None:  # the receiver reports them
-            pass
-
-        _send(copier, channel, sources, request, _Silent(), ignore, ignore, fail, has_nixl)
+        _send(copier, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
     else:
+        cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
-            settings, mounts, cancel = copier.settings, copier.mounts(), Cancellation()
-            Receiver(settings, mounts, channel, bases, request, _Silent(), cancel, peer_has_nixl=has_nixl).run()
+            relay = Relay(channel, request, cancel) if request.forward else None
+            settings, mounts = copier.settings, copier.mounts()
+            receiver = Receiver(
+                settings, mounts, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, relay=relay
+            )
+            try:
+                receiver.run()
+            finally:
+                cancel.cancel()
+                if relay is not None:
+                    relay.finish()
+
+
+def _lead(copier: Copier, channel: Channel, sources: Sequence[str], request: Request) -> None:
+    """Copy files of this machine to a chain of others, for the machine that asks."""
+    cancel, reports = Cancellation(), Reports(channel)
+    targets = [names.parse(os.fsdecode(name)) for name in request.forward]
+
+    def watch() -> None:
+        try:
+            channel.receive()
+        except OSError:
+            pass
+        cancel.cancel()  # the other side has ended
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        with connected(
+            [target.host for target in targets],
+            shell=request.shell,
+            program=request.program,
+            cancel=cancel,
+            notice=reports.noticed,
+        ) as peer:
+            upload(copier, peer, sources, targets, request, reports)
+    except OSError as error:
+        reports.lost(0, CopyError(error.errno or errno.EIO, text_of(error), str(error.filename)))
+    channel.send(Finished())
 
 
 def _expanded(path: str) -> str:
@@ -232,6 +251,7 @@ def _send(
     take: Callable[[Sent, Result], None],
     fail: Callable[[Failed], None],
     fail_here: Callable[[str, OSError], None],
+    lose: Callable[[Lost], None],
     peer_has_nixl: bool,
 ) -> None:
     """Send files, and read the results on a thread of its own."""
@@ -240,103 +260,96 @@ def _send(
     sender = Sender(
         channel, copier.mounts(), entries, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl
     )
-    failures: list[Exception] = []
 
-    def read() -> None:
-        try:
-            sender.read_results(take, fail)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-            channel.stop()
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    ended: ChannelError | None = None
-    try:
+    def write() -> None:
         plan = sender.plan()
         sink.planned(plan.size)
         sender.run(plan)
-        thread.join()
-    except ConnectionEnded as error:
-        ended = error
-        thread.join(_END_SECONDS)  # the results end as well, and may say why
-    except ChannelError as error:
-        ended = error
-    finally:
-        channel.stop()
-        thread.join()
-    for failure in failures:
-        if ended is None or type(failure) is not ChannelError:
-            raise failure
-    if ended is not None:
-        raise ended
+
+    both(channel, lambda: sender.read_results(take, fail, lose, sink.noticed), write)
 
 
-# ---- one copy, of names that a program has given ----
+class Route:
+    """The machines of one command. OSError EINVAL if its names are not possible.
+
+    Parameters
+    ----------
+    sources : sequence of str
+        Files of this machine, or HOST:PATH of another one.
+    ends : sequence of str
+        The destination, or several, HOST:PATH each, that are filled one from the other.
+    shell, program : str
+        What reaches another machine, and gpufs there; "" for ssh and gpufs.
+    """
+
+    def __init__(self, sources: Sequence[str], ends: Sequence[str], *, shell: str = "", program: str = "") -> None:
+        self._from = [names.parse(name) for name in sources if names.is_node_name(name)]
+        self._to = [names.parse(name) for name in ends if names.is_node_name(name)]
+        self._sources = sources
+        self._end = ends[0]
+        self._shell = shell
+        self._program = program
+        text = ""
+        if STREAM in sources or STREAM in ends:
+            text = "- is standard input or output, and the other name must be on this machine"
+        elif not all(sources) or not all(ends):
+            text = "an empty name is given where a file belongs"
+        elif self._from and len(self._from) < len(sources):
+            text = "files of this machine and of another cannot be sources of one command: use two"
+        elif len({name.host for name in self._from}) > 1:
+            text = "the sources are on several machines: use one command for each"
+        elif self._to and len(self._to) < len(ends):
+            text = "destinations on this machine and on others need a command each"
+        elif not self._to and len(ends) > 1:
+            text = "files of another machine have one destination here: copy to the others from there"
+        if text:
+            raise OSError(errno.EINVAL, text)
+
+    @contextmanager
+    def connected(
+        self, cancel: Cancellation, notice: Callable[[str], None] | None
+    ) -> Iterator[Callable[[Copier, Request, Sink], None]]:
+        """Connect, which may ask for a password, and return what copies, with the options of the request."""
+        hosts = [target.host for target in self._to]
+        if self._from:
+            hosts.insert(0, self._from[0].host)
+        with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
+
+            def copy(copier: Copier, request: Request, sink: Sink) -> None:
+                request.shell, request.program = self._shell, self._program
+                paths = [name.path for name in self._from]
+                if not self._from:
+                    upload(copier, peer, self._sources, self._to, request, sink)
+                elif self._to:
+                    lead(peer, paths, self._to, request, sink)
+                else:
+                    download(copier, peer, paths, self._end, request, sink, cancel)
+
+            yield copy
 
 
-class _One:
-    """Takes what becomes of one file."""
-
-    def __init__(self, progress: Callable[[CopyProgress], None] | None, notice: Callable[[str], None] | None) -> None:
-        self._progress = progress
-        self._notice = notice
-        self._size = 0
-        self._reported = 0.0
-        self.outcome: CopyResult | CopyError | None = None
-
-    def planned(self, size: int) -> None:
-        self._size = size
-
-    def moved(self, source: str, count: int) -> None:
-        now = time.monotonic()
-        if self._progress is not None and now - self._reported >= _PROGRESS_SECONDS:
-            self._reported = now
-            self._progress(CopyProgress(count, max(count, self._size), {"pipe": count}))
-
-    def noticed(self, text: str) -> None:
-        if self._notice is not None:
-            self._notice(text)
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
-        self.outcome = outcome
+# ---- names that a program has given ----
 
 
-def copy_file(
+def copy_to_each(
     copier: Copier,
     source: str,
-    destination: str,
-    options: CopyOptions,
+    destinations: Sequence[str],
     progress: Callable[[CopyProgress], None] | None,
     cancel: Cancellation | None,
-) -> CopyResult:
-    """Copy from or to another machine by ssh. Raises CopyError."""
-    cancel, sink = cancel or Cancellation(), _One(progress, copier.settings.notice)
+) -> list[CopyResult | CopyError]:
+    """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""
+    cancel, options = cancel or Cancellation(), copier.settings.options
+    sink = Outcomes(len(destinations), progress, copier.settings.notice)
     request = Request(False, [], preserve=options.preserve, verify=options.verify, fsync=options.fsync)
     try:
-        check_options(options)
-        ends = [names.parse(name) if names.is_node_name(name) else None for name in (source, destination)]
-        node = ends[0] or ends[1]
-        assert node is not None
-        if all(ends):
-            raise OSError(errno.EINVAL, BOTH_REMOTE, destination)
-        with connected(node.host, cancel=cancel, notice=copier.settings.notice) as peer:
-            if ends[0] is not None:
-                download(copier, peer, [node.path], destination, request, sink, cancel)
-            else:
-                upload(copier, peer, [source], node, request, sink)
-    except CopyError:
-        raise
+        check_options(options, "HOST:PATH")
+        with Route([source], destinations).connected(cancel, copier.settings.notice) as copy:
+            copy(copier, request, sink)
     except OSError as error:
-        raise CopyError(error.errno or errno.EIO, text_of(error), str(error.filename or source)) from None
-    if isinstance(sink.outcome, CopyResult):
-        return sink.outcome
-    raise sink.outcome or CopyError(errno.EIO, "nothing was copied", source, destination)
-
-
-def check_options(options: CopyOptions) -> None:
-    """Raise OSError EINVAL for options that copies between machines do not have."""
-    if options.partial:
-        raise OSError(errno.EINVAL, "partial cannot be used with HOST:PATH, where a file comes whole or not at all")
-    if options.fastpath == "require":
-        raise OSError(errno.EINVAL, "fastpath require cannot be used with HOST:PATH: the bytes come from the network")
+        failed = CopyError(error.errno or errno.EIO, text_of(error), str(error.filename or source))
+        sink.lost(0, error if isinstance(error, CopyError) else failed)
+    # An error of the source is reported once.
+    errors = [outcome for outcome in sink.outcomes if isinstance(outcome, CopyError)]
+    other = errors[0] if errors else CopyError(errno.EIO, "nothing was copied", source)
+    return [outcome or other for outcome in sink.outcomes]

@@ -11,18 +11,20 @@ import secrets
 import stat
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from gpufs.client import _ends
 from gpufs.client._copy_job import Mounts, Settings
 from gpufs.client._copy_types import Cancellation, CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.client._ends import Entry
-from gpufs.client._node_send import Checksum
+from gpufs.client._node_memory import attached_in_place
+from gpufs.client._node_reports import Sink
 from gpufs.exceptions import text_of
 from gpufs.nodes.bounce import LEAST_BYTES, SLOTS, Bounce, is_installed
 from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.nodes.checksum import Checksum
 from gpufs.nodes.messages import (
     Abandon,
     Attributes,
@@ -35,6 +37,7 @@ from gpufs.nodes.messages import (
     Finished,
     Free,
     Hole,
+    InPlace,
     Leave,
     Link,
     Measure,
@@ -44,28 +47,15 @@ from gpufs.nodes.messages import (
     Request,
     Result,
     Slot,
+    Window,
+    Written,
     plain,
 )
+from gpufs.nodes.relay import Relay
 from gpufs.syscalls import close_all
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
-
-
-class Sink(Protocol):
-    """What a copy reports to, from any thread."""
-
-    def planned(self, size: int) -> None:
-        """``size`` bytes are to be copied."""
-
-    def moved(self, source: str, count: int) -> None:
-        """``count`` bytes of a source have been copied."""
-
-    def noticed(self, text: str) -> None:
-        """A line for the user."""
-
-    def ended(self, source: str, outcome: CopyResult | CopyError | None) -> None:
-        """What became of a source; None if it was skipped."""
 
 
 class NewFile:
@@ -138,6 +128,8 @@ class Receiver:
         Ends waits for memory.
     peer_has_nixl : bool
         Whether NIXL is installed there.
+    relay : Relay, optional
+        Gets what this side receives.
     """
 
     def __init__(
@@ -151,7 +143,9 @@ class Receiver:
         cancel: Cancellation,
         *,
         peer_has_nixl: bool,
+        relay: Relay | None = None,
     ) -> None:
+        self._relay = relay
         self._peer_has_nixl = peer_has_nixl
         self._settings = settings
         self._mounts = mounts
@@ -172,6 +166,8 @@ class Receiver:
         try:
             while True:
                 message = self._channel.receive()
+                if self._relay is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
+                    self._relay.pass_on(message)
                 match message:
                     case Plan():
                         self._check_space(message)
@@ -196,6 +192,8 @@ class Receiver:
                         path = os.fsdecode(message.path)
                         self._sink.ended(path, error_class(message.error)(message.error, message.text, path))
                     case Done():
+                        if self._relay is not None:
+                            self._relay.finish()
                         self._channel.send(Finished())
                         return
                     case _:
@@ -259,7 +257,8 @@ class Receiver:
                 rate = self._bounce.measure(self._channel.check)
         except ConnectionEnded as error:  # of NIXL alone
             self._failure = error.strerror or str(error)
-        self._channel.send(Measured(rate, plain(self._failure)))
+        # What is written in place cannot be passed on.
+        self._channel.send(Measured(rate, plain(self._failure), in_place=self._relay is None))
 
     def _choose(self, chosen: Chosen) -> None:
         if not chosen.nixl:
@@ -377,20 +376,23 @@ class Receiver:
                 self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, stored.paths, checksum))
                 self._sink.ended(source, stored)
         while self._in_file:  # of a file that is not stored
-            self._next()
+            if isinstance(self._next(), InPlace):
+                self._channel.send(Window())
 
-    def _next(self) -> memoryview | Hole | End | Abandon:
+    def _next(self) -> memoryview | Hole | InPlace | End | Abandon:
         """Return what comes next of the current file."""
         if self._used is not None:
             self._channel.send(Free(self._used))
             self._used = None
         message = self._channel.receive()
         if isinstance(message, Slot):
-            return self._take_slot(message)
+            message = self._take_slot(message)
         if isinstance(message, (End, Abandon)):
             self._in_file = False
-        elif not isinstance(message, (memoryview, Hole)):
+        elif not isinstance(message, (memoryview, Hole, InPlace)):
             raise ProtocolError("no bytes of a file")
+        if self._relay is not None and not isinstance(message, InPlace):
+            self._relay.pass_on(message)
         return message
 
     def _take_slot(self, slot: Slot) -> memoryview:
@@ -407,9 +409,13 @@ class Receiver:
         new = self._create(file, entry)
         try:
             checksum = Checksum(verify=self._request.verify)
-            done = holes = 0
+            done = holes = in_place = 0
             while not isinstance(message := self._next(), (End, Abandon)):
-                if isinstance(message, Hole):
+                if isinstance(message, InPlace):
+                    written = self._receive_in_place(new.fd, file.size, source, done) - done
+                    in_place += written
+                    done += written
+                elif isinstance(message, Hole):
                     checksum.skip(message.size)
                     holes += message.size
                     done += message.size
@@ -427,9 +433,31 @@ class Receiver:
         finally:
             new.close()
         moved_by = "pipe" if self._bounce is None else "nixl"
-        paths = {path: count for path, count in ((moved_by, done - holes), ("hole", holes)) if count}
+        counts = {moved_by: done - holes - in_place, "direct": in_place, "hole": holes}
+        paths = {path: count for path, count in counts.items() if count}
         digest = checksum.text if self._request.verify else None
         return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=digest)
+
+    def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
+        """Let the sender write into the memory of the new file. Returns the offset that is reached."""
+        if self._bounce is None or self._relay is not None:
+            raise ProtocolError("NIXL without an offer")
+        with attached_in_place(fd, size, "r+") as region, ExitStack() as registered:
+            try:
+                if region is not None:
+                    registered.enter_context(self._bounce.registered(region))
+            except ConnectionEnded:  # of NIXL alone
+                region = None
+            if region is None:
+                self._channel.send(Window())
+                return offset
+            self._channel.send(self._bounce.window(region))
+            with self._bounce.written_to():
+                while isinstance(message := self._channel.receive(), Written) and offset <= message.offset <= size:
+                    self._sink.moved(source, message.offset)
+                    if message.last:
+                        return message.offset
+        raise ProtocolError("not what was written")
 
     def _create(self, file: File, entry: Entry) -> NewFile:
         """Create the file, with its memory, but without its name."""

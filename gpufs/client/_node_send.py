@@ -6,28 +6,24 @@ Below the names that are given nothing is looked up by path, and symbolic links 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from queue import Empty, SimpleQueue
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from gpufs.client import _ends
 from gpufs.client._copy_job import Mounts
 from gpufs.client._ends import Entry, OpenFile
+from gpufs.client._node_memory import attached_in_place
 from gpufs.client._space import data_bytes
 from gpufs.exceptions import text_of
-from gpufs.nodes import bounce
-from gpufs.nodes.bounce import Bounce
-from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.nodes.channel import Channel, ChannelError, ProtocolError
+from gpufs.nodes.checksum import Checksum
 from gpufs.nodes.messages import (
     Abandon,
     Attributes,
-    Chosen,
     Done,
     End,
     Enter,
@@ -38,48 +34,17 @@ from gpufs.nodes.messages import (
     Hole,
     Leave,
     Link,
-    Measure,
+    Lost,
     Measured,
+    Notice,
     Plan,
     Request,
     Result,
-    Slot,
+    Window,
     plain,
 )
+from gpufs.nodes.outlet import Outlet
 from gpufs.syscalls import close_all
-from gpufs.units import rate_text
-
-_ZEROS: Final = bytes(1 << 20)
-_PROGRESS_SECONDS: Final = 0.0005
-
-T = TypeVar("T")
-
-
-class Checksum:
-    """The checksum of a file that is sent: SHA-256 of all bytes, or CRC-32 of the bytes outside holes."""
-
-    def __init__(self, *, verify: bool) -> None:
-        self._sha256 = hashlib.sha256() if verify else None
-        self._crc32 = 0
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes."""
-        if self._sha256 is not None:
-            self._sha256.update(data)
-        else:
-            self._crc32 = zlib.crc32(data, self._crc32)
-
-    def skip(self, count: int) -> None:
-        """Add a hole."""
-        while self._sha256 is not None and count:
-            step = min(count, len(_ZEROS))
-            self._sha256.update(_ZEROS[:step])
-            count -= step
-
-    @property
-    def text(self) -> str:
-        """The checksum."""
-        return f"{self._crc32:08x}" if self._sha256 is None else self._sha256.hexdigest()
 
 
 class Step(NamedTuple):
@@ -158,11 +123,12 @@ def _open(step: Step, above: Sequence[_Folder], fail: Callable[[str, OSError], N
 
 
 class Sent(NamedTuple):
-    """A file whose Result has not come."""
+    """A file that not all machines have answered. ``waiting``: those of the chain whose Result has not come."""
 
     path: str
     size: int
     began: float
+    waiting: set[int]
 
 
 class Sender:
@@ -200,21 +166,17 @@ class Sender:
         *,
         peer_has_nixl: bool,
     ) -> None:
-        self._peer_has_nixl = peer_has_nixl
         self._channel = channel
         self._mounts = mounts
         self._sources = sources
         self._request = request
         self._fail = fail
         self._moved = moved
-        self._notice = notice
         self._number = 0
         self._refused = -1  # the last file that the receiver does not want
         self._pending: dict[int, Sent] = {}
-        self._buffer = memoryview(bytearray(BLOCK_BYTES))
-        self._bounce: Bounce | None = None  # once NIXL is chosen
-        self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: the results have ended
-        self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
+        self._hops = 1 + len(request.forward)  # machines of the chain that are alive
+        self._outlet = Outlet(channel, notice, peer_has_nixl=peer_has_nixl)
 
     def plan(self) -> Plan:
         """Add up what is to be sent."""
@@ -229,14 +191,12 @@ class Sender:
     def run(self, plan: Plan) -> None:
         """Send everything. Errors of the connection are raised, others go to ``fail``."""
         self._channel.send(plan)
-        if plan.size >= bounce.LEAST_BYTES:
-            self._choose()
         try:
+            self._outlet.choose(plan.size)
             for number, source in enumerate(self._sources):
                 self._send_tree(number, source)
         finally:
-            if self._bounce is not None:
-                self._bounce.close()
+            self._outlet.close()
         self._channel.send(Done())
 
     def _send_tree(self, number: int, source: Entry) -> None:
@@ -249,93 +209,55 @@ class Sender:
                         raise
                     self._fail(step.entry.path, error)
 
-    def read_results(self, take: Callable[[Sent, Result], None], fail: Callable[[Failed], None]) -> None:
+    def read_results(
+        self,
+        take: Callable[[Sent, Result], None],
+        fail: Callable[[Failed], None],
+        lose: Callable[[Lost], None],
+        notice: Callable[[str], None],
+    ) -> None:
         """Receive what becomes of the files, until the receiver has finished."""
         try:
-            self._read_results(take, fail)
+            while not isinstance(message := self._channel.receive(), Finished):
+                match message:
+                    case Result():
+                        take(self._answered(message), message)
+                    case Failed() if message.hop < self._hops:
+                        fail(message)
+                    case Lost() if 0 < message.hop < self._hops:
+                        self._lose(message.hop)
+                        lose(message)
+                    case Notice():
+                        notice(message.text)
+                    case Free() | Measured() | Window():
+                        self._outlet.take(message)
+                    case _:
+                        raise ProtocolError("no result")
+            for sent in self._pending.values():
+                if not sent.waiting.isdisjoint(range(self._hops)):
+                    raise ProtocolError(f"no result of {sent.path}")
         finally:
-            self._answers.put(None)
-            self._free.put(None)
+            self._outlet.end()
 
-    def _read_results(self, take: Callable[[Sent, Result], None], fail: Callable[[Failed], None]) -> None:
-        while True:
-            message = self._channel.receive()
-            match message:
-                case Result():
-                    sent = self._pending.pop(message.number, None)
-                    if sent is None:
-                        raise ProtocolError("the result of a file that was not sent")
-                    if message.error or message.skipped:
-                        self._refused = message.number
-                    take(sent, message)
-                case Failed():
-                    fail(message)
-                case Free():
-                    self._free.put(message.number)
-                case Measured():
-                    self._answers.put(message)
-                case Finished():
-                    return
-                case _:
-                    raise ProtocolError("no result")
+    def _answered(self, result: Result) -> Sent:
+        """Return the file of a result."""
+        sent = self._pending.get(result.number)
+        if sent is None or result.hop not in sent.waiting:
+            raise ProtocolError("the result of a file that was not sent")
+        sent.waiting.discard(result.hop)
+        self._forget_if_answered(result.number, sent)
+        return sent
 
-    # ---- NIXL or the pipe ----
+    def _lose(self, hop: int) -> None:
+        self._hops = hop
+        for number, sent in list(self._pending.items()):
+            sent.waiting.intersection_update(range(hop))
+            self._forget_if_answered(number, sent)
 
-    def _choose(self) -> None:
-        """Find out whether NIXL is faster than the pipe, and let the receiver know."""
-        if not (bounce.is_installed() and self._peer_has_nixl):
-            self._choose_pipe("NIXL is not installed on both machines (pip install 'gpufs[nodes]')")
-            return
-        try:
-            slots = Bounce()
-        except OSError as error:
-            self._choose_pipe(error.strerror or "")
-            return
-        self._channel.send(slots.offer)
-        answer = self._wait(self._answers, slots)
-        began = time.monotonic()
-        for _ in range(bounce.SLOTS):
-            self._channel.send_data(self._buffer)
-        self._channel.send(Measure())
-        self._wait(self._answers, slots)
-        rate = bounce.SLOTS * BLOCK_BYTES / (time.monotonic() - began)
-        if answer.rate <= rate:
-            slots.close()
-            self._choose_pipe(answer.failure or f"NIXL moves {rate_text(answer.rate)}, the pipe {rate_text(rate)}")
-            return
-        self._bounce = slots
-        for number in range(bounce.SLOTS):
-            self._free.put(number)
-        self._channel.send(Chosen(True))
-
-    def _choose_pipe(self, reason: str) -> None:
-        text = f"the bytes go through the pipe of the shell: {plain(reason)}"
-        self._notice(text)
-        self._channel.send(Chosen(False, text))
-
-    def _wait(self, queue: SimpleQueue[T | None], slots: Bounce) -> T:
-        """Return what the other thread receives next, and let the receiver read at the same time."""
-        while True:
-            try:
-                answer = queue.get(timeout=_PROGRESS_SECONDS)
-            except Empty:
-                slots.progress()
-                continue
-            if answer is None:
-                raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
-            return answer
-
-    def _send_bytes(self, slot: int, data: memoryview) -> None:
-        if self._bounce is None:
-            self._channel.send_data(data)
-        else:
-            self._channel.send(Slot(slot, len(data)))
-
-    def _await_reads(self) -> None:
-        """Wait until the receiver has read all slots."""
-        if self._bounce is not None:
-            for number in [self._wait(self._free, self._bounce) for _ in range(bounce.SLOTS)]:
-                self._free.put(number)
+    def _forget_if_answered(self, number: int, sent: Sent) -> None:
+        if not sent.waiting:
+            del self._pending[number]
+            self._refused = number  # if it has not been sent to its end, nobody wants the rest
 
     # ---- files ----
 
@@ -360,25 +282,27 @@ class Sender:
         number, self._number = self._number, self._number + 1
         path, status = opened.entry.path, opened.status
         size = _ends.size_of(opened)
-        self._pending[number] = Sent(path, size, time.monotonic())
+        self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
         data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
         named = os.fsencode(path)
         self._channel.send(File(number, source, name, named, size, data, on_mount, Attributes.of(status)))
         holes = stat.S_ISREG(status.st_mode) and data < size
-        end = self._send_content(number, opened, holes=holes)
-        self._await_reads()
+        end = self._send_content(number, opened, size, holes=holes)
+        self._outlet.await_reads()
         self._channel.send(end)
 
-    def _send_content(self, number: int, opened: OpenFile, *, holes: bool) -> End | Abandon:
+    def _send_content(self, number: int, opened: OpenFile, size: int, *, holes: bool) -> End | Abandon:
         """Send the bytes of a file, and return what follows them."""
         checksum = Checksum(verify=self._request.verify)
         done = data_end = 0
+        # With --verify all bytes pass through this process.
+        in_place = opened.status.st_dev in self._mounts and not holes and not self._request.verify
+        self._outlet.begin()
         while self._refused != number:
-            slot, buffer = 0, self._buffer
-            if self._bounce is not None:
-                slot = self._wait(self._free, self._bounce)
-                buffer = self._bounce.slot(slot)
-            count = 0
+            if in_place and self._outlet.should_write(done):
+                in_place = False
+                done = self._write_in_place(opened, size, done)
+            buffer = self._outlet.buffer()
             try:
                 if holes and done == data_end:
                     start, data_end = _ends.next_data(opened.fd, done)
@@ -392,13 +316,17 @@ class Sender:
                 raise
             except OSError as error:
                 return Abandon(error.errno or errno.EIO, plain(text_of(error)))
-            finally:
-                if not count and self._bounce is not None:
-                    self._free.put(slot)
             if not count:
                 return End(checksum.text)
             checksum.update(buffer[:count])
-            self._send_bytes(slot, buffer[:count])
+            self._outlet.send(count)
             done += count
             self._moved(opened.entry.path, done)
         return Abandon(errno.ECANCELED, "")
+
+    def _write_in_place(self, opened: OpenFile, size: int, offset: int) -> int:
+        """Write a file's memory into that of the receiver's file, and return the offset that is reached."""
+        with attached_in_place(opened.fd, size, "r") as region:
+            if region is None:
+                return offset
+            return self._outlet.write(region, offset, lambda reached: self._moved(opened.entry.path, reached))

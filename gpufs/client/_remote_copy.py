@@ -9,10 +9,12 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from gpufs.client import _ends
@@ -23,15 +25,17 @@ from gpufs.client._copy_types import (
     CopyProgress,
     CopyResult,
     NotOnMountCopyError,
+    check_options,
     error_class,
 )
 from gpufs.client._ends import Entry, OpenFile
 from gpufs.exceptions import text_of
-from gpufs.remote import checksums, stores, urls
+from gpufs.remote import checksums, stores, urls, waiting
 from gpufs.remote.checksums import Checksum
-from gpufs.remote.download import PARTS_IN_FLIGHT, Download, Parts
+from gpufs.remote.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
 from gpufs.remote.stores import RemoteFile
 from gpufs.remote.upload import upload
+from gpufs.remote.waiting import Workers
 from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
@@ -130,11 +134,11 @@ class RemoteCopies:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         # Its threads start when they are needed, and are shared by all files.
-        self._pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, "gpufs-download")
+        self._pool = Workers(PARTS_IN_FLIGHT)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     def download(
         self, mounts: Mounts, file: RemoteFile, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation
@@ -208,7 +212,8 @@ class RemoteCopies:
             if error is not None:
                 raise error
             if self._settings.options.verify:
-                digest = self._verify(file.checksum, file.size, end.read_back(cancel), source, name, progress)
+                blocks, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
+                digest = self._verify(file.checksum, file.size, blocks, again, source, name, progress)
             end.complete()
         except OSError as failed:
             # What differs from the store's checksum is not continued.
@@ -226,11 +231,15 @@ class RemoteCopies:
         expected: Checksum | None,
         size: int,
         blocks: Iterator[memoryview],
+        again: Callable[[], str],
         source: str,
         destination: str,
         progress: Progress,
     ) -> str:
-        """The SHA-256 of a copy. CopyError if the store's checksum is another."""
+        """The SHA-256 of a copy. CopyError if the store's checksum is another.
+
+        ``again`` reads the store's file and returns its SHA-256: an ETag may be something else.
+        """
 
         def report(offset: int) -> None:
             if progress is not None:
@@ -239,11 +248,16 @@ class RemoteCopies:
         verification = checksums.verify(blocks, expected, size, report)
         if expected is None and self._settings.notice is not None:
             self._settings.notice(f"{source}: the store has no checksum, so only the size was verified")
-        if not verification.matches():
-            assert expected is not None
+        if verification.matches():
+            return verification.sha256
+        assert expected is not None
+        stored = again() if expected.kind in ("md5", "parts") else ""
+        if stored != verification.sha256:
             kind = "SHA-256" if expected.kind == "sha256" else "ETag" if expected.kind != "git" else "Git object"
             text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
             raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
+        if self._settings.notice is not None:
+            self._settings.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
         return verification.sha256
 
     def upload(
@@ -268,15 +282,36 @@ class RemoteCopies:
         if opened.status.st_dev not in mounts:
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, source, url.shown)
 
-        def report(done: int) -> None:
+        stopped = threading.Event()
+        done = 0
+
+        def read(count: int) -> None:
+            nonlocal done
+            done = count
+            if stopped.is_set() or cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+        def report() -> None:
             if progress is not None:
                 progress(CopyProgress(done, size, {"remote": done}))
 
-        checksum = upload(opened.fd, size, url, report=report, cancelled=lambda: cancel.cancelled)
+        sending = waiting.start(upload, os.dup(opened.fd), size, url, read)
+        try:
+            checksum = waiting.result(sending, lambda: cancel.cancelled, report)
+        finally:
+            stopped.set()
+            wait([sending], waiting.END_SECONDS)  # an upload that ends early is removed from the store
         digest = None
         if self._settings.options.verify:
             blocks = _blocks(opened.fd, cancel)
-            digest = self._verify(checksum, size, blocks, url.shown, source, progress)
+
+            def again() -> str:
+                (stored,) = waiting.result(
+                    waiting.start(partial(stores.find, url, recursive=False)), lambda: cancel.cancelled
+                )
+                return sha256_of(stored, lambda: cancel.cancelled)
+
+            digest = self._verify(checksum, size, blocks, again, url.shown, source, progress)
         paths = {"remote": size} if size else {}
         return CopyResult(source, url.shown, size, time.monotonic() - began, "remote", paths, sha256=digest)
 
@@ -324,6 +359,7 @@ def copy_file(
             raise outcome
         return outcome
     try:
+        check_options(copier.settings.options, "a URL")
         url = urls.parse(destination)
         check_upload(source, url)
     except OSError as error:
@@ -343,8 +379,11 @@ def copy_to_each(
     copier: Copier, source: str, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation | None
 ) -> list[Outcome]:
     """Copy a URL to several names."""
+    cancel = cancel or Cancellation()
     try:
-        (file,) = stores.find(urls.parse(source), recursive=False)
+        check_options(copier.settings.options, "a URL")
+        finding = waiting.start(lambda: stores.find(urls.parse(source), recursive=False))
+        (file,) = waiting.result(finding, lambda: cancel.cancelled)
     except ValueError:
         error = CopyError(errno.EINVAL, "names several files", source)
         return [error] * len(destinations)

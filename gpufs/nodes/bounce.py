@@ -1,7 +1,8 @@
-"""Bytes of files by NIXL: from a buffer of one machine straight into a buffer of the other, by RDMA where there is any.
+"""Bytes of files by NIXL: from memory of one machine straight into memory of the other, by RDMA where there is any.
 
-Both sides register as many slots. The receiver reads a slot of the sender into its own slot of the same number. NIXL's
-own thread, which keeps a core busy, is not used: the sender calls progress() while it waits.
+Both sides register as many slots. The receiver reads a slot of the sender into its own slot of the same number. Or the
+sender writes the memory of a file into that of the receiver's new file; so only the new file can be reached from
+outside. NIXL's own thread, which keeps a core busy, is not used: a side calls progress() while it waits.
 """
 
 from __future__ import annotations
@@ -12,24 +13,41 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpufs.nodes.channel import BLOCK_BYTES, ConnectionEnded
-from gpufs.nodes.messages import Offer
+from gpufs.nodes.messages import Offer, Window
 
 SLOTS: Final = 4
 # Copies of fewer bytes are over before NIXL is ready, which takes one to three seconds.
 LEAST_BYTES: Final = 1 << 30
 _MOST_SECONDS: Final = 10.0  # for one block
 _POLL_SECONDS: Final = 50e-6
+_PROGRESS_SECONDS: Final = 0.0005
+_STEP_BYTES: Final = 32 << 20  # of a file in place
 
 
 def is_installed() -> bool:
     """Return whether this machine has NIXL."""
     return find_spec("nixl") is not None
+
+
+class Region(NamedTuple):
+    """Memory of a file. ``device``: the GPU's number in this process, None for host memory."""
+
+    address: int
+    size: int
+    device: int | None
+
+    @property
+    def kind(self) -> str:
+        """NIXL's name."""
+        return "DRAM" if self.device is None else "VRAM"
 
 
 class Bounce:
@@ -59,8 +77,11 @@ class Bounce:
 
     def close(self) -> None:
         """Withdraw the slots. The other side must have used them."""
+        self._forget(self._agent.deregister_memory, self._registered)
+
+    def _forget(self, call: Callable[[Any], None], what: object) -> None:
         try:
-            self._agent.deregister_memory(self._registered)
+            call(what)
         except Exception:  # noqa: BLE001 - the end of the process does it, too
             pass
 
@@ -85,12 +106,18 @@ class Bounce:
 
     def read(self, slot: int, size: int, check: Callable[[], None]) -> None:
         """Read the first bytes of a slot there. Raises ConnectionEnded, and what ``check`` raises during the wait."""
-        deadline = time.monotonic() + _MOST_SECONDS
         offset = slot * BLOCK_BYTES
+        here = Region(self._address + offset, size, None)
+        self._move("READ", here, Region(self._there + offset, size, None), self._peer, check)
+
+    def _move(self, operation: str, here: Region, there: Region, peer: str, check: Callable[[], None]) -> None:
+        deadline = time.monotonic() + _MOST_SECONDS
         try:
-            here = self._agent.get_xfer_descs([(self._address + offset, size, 0)], "DRAM")
-            there = self._agent.get_xfer_descs([(self._there + offset, size, 0)], "DRAM")
-            handle = self._agent.initialize_xfer("READ", here, there, self._peer)
+            ends = [
+                self._agent.get_xfer_descs([(region.address, region.size, region.device or 0)], region.kind)
+                for region in (here, there)
+            ]
+            handle = self._agent.initialize_xfer(operation, *ends, peer)
             state = self._agent.transfer(handle)
             while state == "PROC" and time.monotonic() < deadline:
                 check()
@@ -105,6 +132,86 @@ class Bounce:
         if state != "DONE":
             text = f"the connection ended: NIXL has not moved a block in {_MOST_SECONDS:.0f} seconds"
             raise ConnectionEnded(errno.ETIMEDOUT, text)
+
+    # ---- files in place ----
+
+    @contextmanager
+    def registered(self, region: Region) -> Iterator[None]:
+        """Let NIXL reach memory of a file. ConnectionEnded if it cannot."""
+        try:
+            registered = self._agent.register_memory(
+                [(region.address, region.size, region.device or 0, "")], region.kind
+            )
+        except Exception as error:  # noqa: BLE001 - as above
+            raise _failure(error) from None
+        try:
+            yield
+        finally:
+            self._forget(self._agent.deregister_memory, registered)
+
+    def window(self, region: Region) -> Window:
+        """Return what the other side needs to write to registered memory."""
+        device = -1 if region.device is None else region.device
+        return Window(self._agent.get_agent_metadata(), region.address, device)
+
+    @contextmanager
+    def written_to(self) -> Iterator[None]:
+        """Let the other side write, on a thread, while this one waits for its message."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                while not done.wait(_PROGRESS_SECONDS):
+                    self.progress()
+            except OSError:
+                pass  # the other side sees it, too
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def write(
+        self,
+        here: Region,
+        window: Window,
+        offset: int,
+        least: float,
+        check: Callable[[], None],
+        report: Callable[[int], None],
+    ) -> int:
+        """Write registered memory of a file from ``offset`` on, while that is not slower than ``least`` bytes a second.
+
+        Nothing is written if NIXL cannot write such memory. ``report`` is called with the offset that is reached, which
+        is returned. Raises as read().
+        """
+        device = None if window.device < 0 else window.device
+        try:
+            peer = self._agent.add_remote_agent(window.metadata)
+        except Exception as error:  # noqa: BLE001 - as above
+            raise _failure(error, "the connection ended: ") from None
+        connected = False
+        try:
+            while offset < here.size:
+                began, size = time.monotonic(), min(_STEP_BYTES, here.size - offset)
+                source = Region(here.address + offset, size, here.device)
+                try:
+                    self._move("WRITE", source, Region(window.address + offset, size, device), peer, check)
+                except ConnectionEnded:
+                    if connected:
+                        raise
+                    break  # NIXL has registered this memory, and cannot move it
+                offset += size
+                report(offset)
+                if connected and size / (time.monotonic() - began) < least:
+                    break
+                connected = True
+        finally:
+            self._forget(self._agent.remove_remote_agent, peer)  # the next file may have the same addresses
+        return offset
 
     def measure(self, check: Callable[[], None]) -> float:
         """Return how many bytes a second are read, after a first round that connects and allocates."""

@@ -8,7 +8,13 @@ time.
 
 If both sides have NIXL and the copy is large, an Offer follows the Plan. The receiver answers how fast it reads, and
 then, after some blocks of bytes, a Measure, which shows how fast the pipe is. The sender then sends what it has Chosen.
-By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free.
+By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free. Within a large file the
+sender can ask for a Window, the memory of the receiver's file. It writes there, and says what is Written.
+
+In a chain each receiver sends what it receives to the next machine, as the sender of that connection, and passes the
+answers back with ``hop`` increased: 0 is the machine that sends the message, 1 the next one. Lost is the end of the
+chain behind a machine. If the side that runs the command has no files itself, it asks the first machine to Request
+the others, and is sent a Plan, Moved, and an Outcome for each file.
 
 A side ignores fields that it does not know, so a new field needs no new version. Names are bytes, as in the kernel.
 """
@@ -40,6 +46,7 @@ class Hello(msgspec.Struct, tag=True):
     newest: int
     program: Text  # the version of gpufs, for messages
     nixl: bool = False  # whether NIXL is installed
+    chains: bool = False  # whether it knows Request.forward
 
     def check(self, host: str) -> None:
         """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
@@ -72,7 +79,10 @@ class Attributes(msgspec.Struct):
 
 
 class Request(msgspec.Struct, tag=True):
-    """What the other side shall do: send ``sources``, or receive them as ``destination``."""
+    """What the other side shall do: send ``sources``, or receive them as ``destination``.
+
+    ``forward``: HOST:PATH of the machines that get the files from the other side, each from the one before it.
+    """
 
     sends: bool
     sources: list[Path]
@@ -84,6 +94,9 @@ class Request(msgspec.Struct, tag=True):
     no_clobber: bool = False
     verify: bool = False
     fsync: bool = False
+    forward: list[Path] = []
+    shell: Text = ""  # the command that reaches them
+    program: Text = ""  # their gpufs
 
 
 class Plan(msgspec.Struct, tag=True):
@@ -109,6 +122,7 @@ class Measured(msgspec.Struct, tag=True):
 
     rate: float = 0.0
     failure: Text = ""
+    in_place: bool = False  # whether the receiver answers InPlace
 
 
 class Chosen(msgspec.Struct, tag=True):
@@ -129,6 +143,25 @@ class Free(msgspec.Struct, tag=True):
     """The receiver has used the bytes of a slot."""
 
     number: Count
+
+
+class InPlace(msgspec.Struct, tag=True):
+    """Asks for a Window, to write what follows the bytes of the current file that have been sent."""
+
+
+class Window(msgspec.Struct, tag=True):
+    """The memory of the current file; ``metadata`` is empty if it cannot be written. ``device``: -1 for host memory."""
+
+    metadata: Annotated[bytes, Meta(max_length=1 << 19)] = b""
+    address: Count = 0
+    device: int = -1
+
+
+class Written(msgspec.Struct, tag=True):
+    """The offset up to which the sender has written. ``last``: it writes nothing more."""
+
+    offset: Count
+    last: bool
 
 
 class Enter(msgspec.Struct, tag=True):
@@ -198,6 +231,7 @@ class Result(msgspec.Struct, tag=True):
     size: Count = 0
     paths: dict[Text, Count] = {}  # bytes by "pipe" and "nixl", and in holes
     checksum: Text = ""  # SHA-256, if verified
+    hop: Count = 0
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -206,6 +240,44 @@ class Failed(msgspec.Struct, tag=True):
     error: Errno
     text: Text
     path: Path
+    hop: Count = 0
+
+
+class Lost(msgspec.Struct, tag=True):
+    """The machine ``hop`` of a chain gets nothing more, nor do those after it. ``name``: for messages."""
+
+    hop: Count
+    error: Errno
+    text: Text
+    name: Path
+
+
+class Notice(msgspec.Struct, tag=True):
+    """A line for the user."""
+
+    text: Text
+
+
+class Moved(msgspec.Struct, tag=True):
+    """How many bytes of a source have been sent to the chain."""
+
+    source: Path
+    size: Count
+
+
+class Outcome(msgspec.Struct, tag=True):
+    """What became of a file on one machine of the chain. ``error``: 0, or why it has not been stored."""
+
+    hop: Count
+    source: Path
+    destination: Path
+    error: Errno = 0
+    text: Text = ""
+    skipped: bool = False
+    size: Count = 0
+    seconds: float = 0.0
+    paths: dict[Text, Count] = {}
+    checksum: Text = ""
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -230,8 +302,9 @@ class Alive(msgspec.Struct, tag=True):
 
 _OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
 _OfReceiver: TypeAlias = Result | Finished
-_OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free
-Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | _OfNixl | Failed | Refused | Alive
+_OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
+_OfChain: TypeAlias = Lost | Notice | Moved | Outcome
+Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
 
 
 def plain(text: str) -> str:

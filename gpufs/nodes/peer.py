@@ -8,15 +8,18 @@ import shlex
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from gpufs._version import __version__
 from gpufs.nodes import bounce
 from gpufs.nodes.channel import Cancel, Channel, ChannelError, ConnectionEnded, ProtocolError, RefusedError
-from gpufs.nodes.messages import NEWEST_VERSION, OLDEST_VERSION, Hello
+from gpufs.nodes.messages import NEWEST_VERSION, OLDEST_VERSION, Hello, Request
 from gpufs.nodes.names import NodeName, ssh_argument
 
+SHELL: Final = "ssh"
+PROGRAM: Final = "gpufs"
 COMMAND: Final = "serve-copy"
 # The first line of the other side: what comes before it is not gpufs.
 GREETING: Final = b"gpufs copy"
@@ -28,7 +31,7 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 def our_hello() -> Hello:
     """Return the first message of this side."""
-    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, bounce.is_installed())
+    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, bounce.is_installed(), chains=True)
 
 
 class Peer:
@@ -48,7 +51,7 @@ class Peer:
 
     def __init__(self, host: str, shell: str, program: str, cancel: Cancel | None = None) -> None:
         self.host = host
-        self.has_nixl = False
+        self.has_nixl = self._passes_on = False
         try:
             words = shlex.split(shell)
         except ValueError as error:
@@ -83,7 +86,15 @@ class Peer:
             raise ProtocolError("no hello")
         hello.check(self.host)
         self.has_nixl = hello.nixl
+        self._passes_on = hello.chains
         self.channel.start_alive()
+
+    def request(self, request: Request) -> None:
+        """Send what the other side shall do."""
+        if request.forward and not self._passes_on:
+            text = "gpufs there is older and passes nothing on to other machines: install the same gpufs on all"
+            raise OSError(errno.EPROTONOSUPPORT, text, self.host)
+        self.channel.send(request)
 
     def explain(self, error: ChannelError) -> OSError:
         """Return an error of the channel for the user: the host, and why its connection has ended."""
@@ -138,3 +149,28 @@ class Peer:
             self._lines.extend(line.decode(errors="backslashreplace") for line in lines if line.strip())
         if rest.strip():
             self._lines.append(rest.decode(errors="backslashreplace"))
+
+
+@contextmanager
+def connected(
+    hosts: Sequence[str],
+    *,
+    shell: str = "",
+    program: str = "",
+    cancel: Cancel | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Iterator[Peer]:
+    """Start gpufs on the first of a chain of machines. Errors of the connection become errors for the user. OSError."""
+    host, *behind = hosts
+    peer = Peer(host, shell or SHELL, program or PROGRAM, cancel)
+    try:
+        peer.greet()
+        yield peer
+    except ChannelError as error:
+        failure = peer.explain(error)
+        if behind:
+            verb = "get" if len(behind) > 1 else "gets"
+            failure.strerror = f"{failure.strerror} ({', '.join(behind)} {verb} the files from there)"
+        raise failure from None
+    finally:
+        peer.close(notice)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from typing import Final
 
-from gpufs.remote import errors
+from gpufs.remote import errors, waiting
 from gpufs.remote.errors import StoreError
 from gpufs.remote.stores import RemoteFile
+from gpufs.remote.waiting import END_SECONDS, Workers
 
 PART_BYTES: Final = 16 << 20
 # Each has a connection, and a chunk of about 1 MiB in memory.
 PARTS_IN_FLIGHT: Final = 8
 _REPORT_SECONDS: Final = 0.1
-# Time for the parts in flight after a cancellation. One whose server is silent keeps its thread for longer.
-_END_SECONDS: Final = 1.0
 # The attribute of an incomplete file that lists its finished parts. The mount has user.gpufs.* for itself.
 _ATTRIBUTE: Final = "user.gpufs-parts"
 
@@ -94,11 +95,11 @@ class Download:
         The source.
     destinations : sequence of Parts
         Files of its size. One that cannot be written gets its ``error``, and the others go on.
-    pool : ThreadPoolExecutor
+    pool : Workers
         Runs the parts of all files that are loaded at once, which bounds their memory.
     """
 
-    def __init__(self, file: RemoteFile, destinations: Sequence[Parts], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, file: RemoteFile, destinations: Sequence[Parts], pool: Workers) -> None:
         self._file = file
         self._destinations = destinations
         self._pool = pool
@@ -145,7 +146,7 @@ class Download:
             self._stopped.set()
             for future in pending:
                 future.cancel()
-            self.is_running = bool(wait(pending, _END_SECONDS).not_done)
+            self.is_running = bool(wait(pending, END_SECONDS).not_done)
 
     def _load(self, part: int, count: int, *, ranges: bool) -> None:
         """Load ``count`` parts from the first, ``part``, on, in one request; in more if it ends early."""
@@ -203,3 +204,19 @@ class Download:
                 destination.error = error
         if not left:
             raise OSError(errno.ECANCELED, "all destinations have failed")
+
+
+def sha256_of(file: RemoteFile, cancelled: Callable[[], bool]) -> str:
+    """Read a file of a store and return its SHA-256, hexadecimal. OSError ECANCELED once ``cancelled``."""
+    whole = hashlib.sha256()
+    for start in range(0, file.size, PART_BYTES):
+        end = min(start + PART_BYTES, file.size)
+        whole.update(waiting.result(waiting.start(errors.retried, partial(_part, file, start, end)), cancelled))
+    return whole.hexdigest()
+
+
+def _part(file: RemoteFile, start: int, end: int) -> bytes:
+    part = b"".join(file.read(start, end))
+    if len(part) != end - start:
+        raise StoreError(errno.EIO, "the store sent too few bytes", file.url.shown, transient=True)
+    return part

@@ -15,12 +15,10 @@ _PART_BYTES: Final = 16 << 20
 _MOST_PARTS: Final = 10_000  # of S3
 
 
-def upload(
-    fd: int, size: int, url: Url, *, report: Callable[[int], None], cancelled: Callable[[], bool]
-) -> Checksum | None:
-    """Store an open file and return the checksum that the store has for it, None if it has none.
+def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksum | None:
+    """Store a file and return the checksum that the store has for it, None if it has none. Closes its descriptor.
 
-    ``report`` is called with the bytes read so far. OSError ECANCELED once ``cancelled``.
+    ``read`` is called with the bytes read so far. An exception that it raises ends the upload.
     """
     part_bytes = _PART_BYTES
     while part_bytes * _MOST_PARTS < size:
@@ -32,16 +30,18 @@ def upload(
             part = bytearray(end - start)
             done = 0
             while done < len(part):
-                if cancelled():
-                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                read(start + done)
                 count = os.preadv(fd, [memoryview(part)[done : done + (4 << 20)]], start + done)
                 if not count:
                     raise OSError(errno.EIO, "the file became smaller during the copy")
                 done += count
-            report(end)
+            read(end)
             yield bytes(part)
 
-    etag = stores.write(url, size, parts(), part_bytes)
+    try:
+        etag = stores.write(url, size, parts(), part_bytes)
+    finally:
+        os.close(fd)
     if url.scheme != "s3":
         return None
     checksum = of_etag(etag, size)

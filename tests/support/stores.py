@@ -52,7 +52,8 @@ class WebServer:
     """A web server whose files, faults and log a test reads and changes.
 
     ``faults``: for each path what the next GETs end with: "503", "short" (half of the range, as if it were all),
-    "reset" (after half of it), "gone" (404), "more" (a byte too many). ``held``: GETs at or behind this offset wait
+    "reset" (after half of it), "gone" (404), "more" (a byte too many),
+    "reversed" (other bytes). ``held``: GETs at or behind this offset wait
     until ``released``. ``ranges``: whether it knows ranges.
     """
 
@@ -168,7 +169,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(404)
             return
         size, read = content
-        etag = f'"{hashlib.sha1(path.encode() + read(0, min(size, 64))).hexdigest()}"'
+        # It looks like the MD5 of the content and is none, as that of an object encrypted by KMS.
+        etag = f'"{hashlib.md5(path.encode() + read(0, min(size, 64))).hexdigest()}"'
         headers = {"ETag": etag} if store.etags else {}
         if self.headers.get("If-Match") not in (None, etag):
             self._send(412)
@@ -205,7 +207,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             for at in range(start, sent, MIB):
                 to = min(at + MIB, sent)
-                self.wfile.write(read(at, to).ljust(to - at, b"\0"))
+                data = read(at, to).ljust(to - at, b"\0")
+                self.wfile.write(data[::-1] if fault == "reversed" else data)
             if fault == "reset":
                 self._reset()
         except OSError:

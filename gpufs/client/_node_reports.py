@@ -1,0 +1,173 @@
+"""What a copy between machines reports, and where it goes: to the user, to a program, or to another machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from gpufs.client._copy_types import CopyError, CopyProgress, CopyResult, error_class
+from gpufs.exceptions import text_of
+from gpufs.nodes.channel import Channel
+from gpufs.nodes.messages import Lost, Moved, Notice, Outcome, Plan, plain
+
+_PROGRESS_SECONDS: Final = 0.1
+
+
+class Sink(Protocol):
+    """What a copy reports to, from any thread."""
+
+    def planned(self, size: int) -> None:
+        """``size`` bytes are to be copied."""
+
+    def moved(self, source: str, count: int) -> None:
+        """``count`` bytes of a source have been copied."""
+
+    def noticed(self, text: str) -> None:
+        """A line for the user."""
+
+    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+        """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
+
+
+class Silent:
+    """Reports nothing: the other side has the results."""
+
+    def planned(self, size: int) -> None:
+        pass
+
+    def moved(self, source: str, count: int) -> None:
+        pass
+
+    def noticed(self, text: str) -> None:
+        pass
+
+    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+        pass
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        pass
+
+
+class Noted:
+    """Passes on what a sender here reports, with the host in lines for the user."""
+
+    def __init__(self, sink: Sink, host: str) -> None:
+        self._sink = sink
+        self._host = host
+        self.planned, self.moved, self.ended, self.lost = sink.planned, sink.moved, sink.ended, sink.lost
+
+    def noticed(self, text: str) -> None:
+        self._sink.noticed(f"{self._host}: {text}")
+
+
+class Shown:
+    """Passes on what a receiver here, or a machine that leads a copy, reports, with the sources named HOST:PATH."""
+
+    def __init__(self, sink: Sink, host: str) -> None:
+        self._sink = sink
+        self._host = host
+        self.planned, self.lost = sink.planned, sink.lost
+
+    def moved(self, source: str, count: int) -> None:
+        self._sink.moved(f"{self._host}:{source}", count)
+
+    def noticed(self, text: str) -> None:
+        self._sink.noticed(f"{self._host}: {text}")
+
+    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+        shown = f"{self._host}:{source}"
+        if isinstance(outcome, CopyResult):
+            outcome = outcome._replace(source=shown)
+        elif outcome is not None:
+            outcome.filename = shown if source else outcome.filename2
+            outcome.filename2 = outcome.filename2 if source else None
+        self._sink.ended(shown, outcome, hop)
+
+
+class Reports:
+    """Reports to the machine that has asked this one to lead a copy."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._moved = 0.0
+
+    def planned(self, size: int) -> None:
+        self._channel.send(Plan(size, size))
+
+    def moved(self, source: str, count: int) -> None:
+        now = time.monotonic()
+        if now - self._moved >= _PROGRESS_SECONDS:
+            self._moved = now
+            self._channel.send(Moved(os.fsencode(source), count))
+
+    def noticed(self, text: str) -> None:
+        self._channel.send(Notice(plain(text)))
+
+    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+        message = Outcome(hop, os.fsencode(source), b"", skipped=outcome is None)
+        if isinstance(outcome, CopyError):
+            destination = outcome.filename2 if source else outcome.filename
+            message.destination = os.fsencode(str(destination or ""))
+            message.error, message.text = outcome.errno or errno.EIO, plain(text_of(outcome))
+        elif outcome is not None:
+            message.destination = os.fsencode(outcome.destination)
+            message.size, message.seconds, message.paths = outcome.bytes, outcome.seconds, outcome.paths
+            message.checksum = outcome.sha256 or ""
+        self._channel.send(message)
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        number, text = error.errno or errno.EIO, plain(text_of(error))
+        self._channel.send(Lost(hop, number, text, os.fsencode(str(error.filename))))
+
+
+def show(message: Outcome, sink: Sink) -> None:
+    """Report what another machine has sent by Reports."""
+    source, destination = os.fsdecode(message.source), os.fsdecode(message.destination)
+    outcome: CopyResult | CopyError | None = None
+    if message.error:
+        outcome = error_class(message.error)(message.error, message.text, source, destination or None)
+    elif not message.skipped:
+        digest = message.checksum or None
+        outcome = CopyResult(source, destination, message.size, message.seconds, "node", message.paths, sha256=digest)
+    sink.ended(source, outcome, message.hop)
+
+
+class Outcomes:
+    """Takes what becomes of one file on each machine."""
+
+    def __init__(
+        self, count: int, progress: Callable[[CopyProgress], None] | None, notice: Callable[[str], None] | None
+    ) -> None:
+        self._progress = progress
+        self._notice = notice
+        self._size = 0
+        self._reported = 0.0
+        self.outcomes: list[CopyResult | CopyError | None] = [None] * count
+
+    def planned(self, size: int) -> None:
+        self._size = size
+
+    def moved(self, source: str, count: int) -> None:
+        now = time.monotonic()
+        if self._progress is not None and now - self._reported >= _PROGRESS_SECONDS:
+            self._reported = now
+            machines = len(self.outcomes)
+            moved, total = count * machines, max(count, self._size) * machines
+            self._progress(CopyProgress(moved, total, {"pipe": moved}))
+
+    def noticed(self, text: str) -> None:
+        if self._notice is not None:
+            self._notice(text)
+
+    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+        self.outcomes[hop] = outcome
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        for place in range(hop, len(self.outcomes)):
+            self.outcomes[place] = self.outcomes[place] or error

@@ -1,0 +1,75 @@
+"""Threads that wait for stores. Neither a copy that is cancelled nor the end of the program waits for them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
+
+# Time for calls that are in progress when a copy is cancelled. One whose server is silent keeps its thread for longer.
+END_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.1
+
+T = TypeVar("T")
+
+
+def start(call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Call a function on a thread of its own."""
+    future: Future[T] = Future()
+    threading.Thread(target=_run, args=(future, call, arguments), daemon=True).start()
+    return future
+
+
+def result(future: Future[T], cancelled: Callable[[], bool], tick: Callable[[], None] | None = None) -> T:
+    """Return what a call returns. Calls ``tick`` about ten times a second. OSError ECANCELED once ``cancelled``."""
+    while not wait([future], _POLL_SECONDS).done:
+        if cancelled():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        if tick is not None:
+            tick()
+    return future.result()
+
+
+class Workers:
+    """A few threads that run many calls, as concurrent.futures has them. They start when they are needed."""
+
+    def __init__(self, count: int) -> None:
+        self._unstarted = count
+        self._lock = threading.Lock()  # guards the above
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._closed = False
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function on one of the threads."""
+        future: Future[T] = Future()
+        self._calls.put((future, call, arguments))
+        with self._lock:
+            if self._unstarted:
+                self._unstarted -= 1
+                threading.Thread(target=self._work, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """End the threads once their calls have returned."""
+        self._closed = True
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while not self._closed and (call := self._calls.get()) is not None:
+            _run(*call)
+        self._calls.put(None)  # for the next thread
+
+
+def _run(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        value = call(*arguments)
+    except BaseException as error:  # noqa: BLE001 - raised by result()
+        future.set_exception(error)
+    else:
+        future.set_result(value)
