@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -551,9 +551,9 @@ def test_servers_share_processed_weights(gpu: GpufsMount) -> None:
         (file,) = (gpu.device / "server").iterdir()
         assert int(nothing) == 0
         assert weights <= int(published) <= weights + 64 * MIB
-        with program(SERVER, gpu.device) as second, program(SERVER, gpu.device) as third:
-            for other in (second, third):
-                preloaded, taken, found = answer(other).split()
+        with ExitStack() as running:
+            for _ in range(2):  # one after the other: each measures the free memory of the whole GPU
+                preloaded, taken, found = answer(running.enter_context(program(SERVER, gpu.device))).split()
                 assert int(preloaded) == file.stat().st_size >= weights
                 assert int(taken) <= 32 * MIB
                 assert found == expected

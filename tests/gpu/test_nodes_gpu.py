@@ -75,7 +75,7 @@ def test_rates(session: Session, mount: Mounter, tmp_path: Path, monkeypatch: py
         print(f"\ncopy_file_range, gpu0 to {last.name}: {gibibytes(time.monotonic() - began)}")
     (last / "copy").unlink()
     print_copy_of_torch()
-    (other,) = mount("--devices", last.name.removeprefix("gpu")).path.glob("gpu*")
+    (other,) = mount("--devices", last.name.removeprefix("gpu") + ",").path.glob("gpu*")
     words = ("-e", str(throttled_shell(session)), "--remote-gpufs", GPUFS[0], "--json")
     for options in [(), ("--verify",)]:
         done = gpufs("cp", *words, *options, both.device / "m", f"node:{other}/m")
