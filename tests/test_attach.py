@@ -271,6 +271,20 @@ def test_holes_are_allocated_for_writers_and_refused_for_readers(file: Path) -> 
     assert file.stat().st_blocks == 0
 
 
+def test_attributes_are_right_as_soon_as_a_call_has_returned(file: Path, tmp_path: Path) -> None:
+    """The kernel caches attributes for a second, and has to be told before the client is."""
+    source = tmp_path / "source"
+    source.write_bytes(bytes(2 * MIB))
+    for _ in range(50):
+        os.truncate(file, 0)
+        os.truncate(file, 20 * MIB)
+        gpufs.attach(file, "r+").close()
+        assert file.stat().st_blocks * 512 >= 20 * MIB
+        os.truncate(file, 0)
+        gpufs.copy(source, file)
+        assert file.stat().st_size == 2 * MIB
+
+
 def test_a_small_file_is_attached(file: Path) -> None:
     neighbour = file.with_name("neighbour")
     neighbour.write_bytes(b"next to it")

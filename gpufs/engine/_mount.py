@@ -335,7 +335,7 @@ class Mount(Handle):
     def inode_written(self, ino: int) -> None:
         """Set the times and clear set-id bits after a change by other means, for example by a transfer.
 
-        Queues a notification of the kernel. EngineError ENOENT if unknown.
+        Returns when the kernel has forgotten what it had cached of the file. EngineError ENOENT if unknown.
         """
         check(lib.gpufs_inode_written(self._handle, ino))
 

@@ -230,7 +230,7 @@ gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
     // report.
     if (found.started()) {
       if (Status status = invalidate(found.names().names_of(inode)); !status.ok()) return status;
-      found.notifier().invalidate_inode_now(ino);
+      (void)found.notifier().invalidate_inode(ino);
     }
     // And again, since it may have looked them up meanwhile.
     return invalidate(found.names().remove_names(inode));
@@ -345,7 +345,7 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
     // Until the mount is started, the kernel knows the file as it was before the takeover.
     const bool again = !found.started();
     Status status = found.table().replace_buffer(ino, mapped.take(), again);
-    if (status.ok() && !again) found.notifier().invalidate_inode_now(ino);
+    if (status.ok() && !again) (void)found.notifier().invalidate_inode(ino);
     return status;
   });
 }
@@ -355,7 +355,7 @@ gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t timeo
     auto* const registered = dynamic_cast<RegisteredBuffer*>(inode.buffer().get());
     if (registered == nullptr) return Status(EINVAL, "inode " + std::to_string(ino) + " is not a registered file");
     const bool unused = registered->revoke(std::chrono::milliseconds(timeout_ms));
-    found.notifier().invalidate_inode_now(ino);
+    (void)found.notifier().invalidate_inode(ino);
     return unused ? Status() : Status(ETIMEDOUT, "the memory is still in use");
   });
 }

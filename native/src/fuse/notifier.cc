@@ -28,15 +28,12 @@ fuse_notify_inval_inode_out whole_inode(std::uint64_t ino) {
 
 }  // namespace
 
-Status Notifier::invalidate_inode(std::uint64_t ino) {
-  return queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [](int) {});
-}
-
 // On the executor as well: only there is the transport sure to be open.
-void Notifier::invalidate_inode_now(std::uint64_t ino) {
+Status Notifier::invalidate_inode(std::uint64_t ino) {
   const auto done = std::make_shared<std::promise<void>>();
-  (void)queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [done](int) { done->set_value(); });
+  Status queued = queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [done](int) { done->set_value(); });
   done->get_future().wait();
+  return queued;
 }
 
 void Notifier::if_forgotten(std::uint64_t ino, std::function<void()> then) {

@@ -23,10 +23,9 @@ class Notifier {
  public:
   Notifier(Transport& transport, Executor& executor) : transport_(transport), executor_(executor) {}
 
-  // Content and attributes. ESHUTDOWN once the executor has stopped.
+  // Content and attributes, before it returns: whoever is told of a change sees it. May wait for requests of the inode:
+  // not for threads that answer some. ESHUTDOWN once the executor has stopped.
   Status invalidate_inode(std::uint64_t ino);
-  // The same before it returns. May wait for requests of the inode: not for threads that answer some.
-  void invalidate_inode_now(std::uint64_t ino);
   // Calls then(), soon, if the kernel does not have the inode.
   void if_forgotten(std::uint64_t ino, std::function<void()> then);
   // EINVAL for a name that no entry can have.
