@@ -89,7 +89,7 @@ def program() -> None:
       gpufs umount /mnt/gpufs
 
     Exit codes: 0 success, 1 failure (one line on standard error gives the reason), 2 a wrong command line or
-    configuration.
+    configuration, 130 interrupted.
     """
 
 

@@ -8,7 +8,7 @@ MOUNTPOINT`` in place of a daemon that has died.
 
 It ends when the mount is unmounted, by anybody, or on SIGTERM or SIGINT. A signal cancels running copies and unmounts;
 a mount that is in use is detached, and calls on its open files fail from then on. If the daemon dies in another way,
-the keeper (gpufs/daemon/keeper.py) starts another one, or the guard (gpufs/daemon/guard.py), which unmounts.
+the keeper (native/keeper/keeper.cc) starts another one, or the guard (gpufs/daemon/guard.py), which unmounts.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
             mount,
             entry,
             keeper,
-            ends_with_daemon=obstacle,
+            first_obstacle=obstacle,
             socket_path=socket_path,
             early=early,
             owner=owner,

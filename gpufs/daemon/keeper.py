@@ -33,7 +33,7 @@ _END_SECONDS: Final = 5.0  # until a keeper that does not end is killed
 
 
 class Key(IntEnum):
-    """What the keeper holds. Numbers from 2**32 on are for memory."""
+    """What the keeper holds. Numbers from 2**20 on are those of service/_kept.py, from 2**32 on for memory."""
 
     CONNECTION = 1  # /dev/fuse
     JOURNAL = 2
@@ -50,7 +50,7 @@ class MessageKind(IntEnum):
     RESTART = 3
     GIVE_UP = 4
     HAND_OVER = 5
-    END = 6
+    END = 6  # 7 is SETTLE, which the engine sends
     HELD = 16
     READY = 17
 

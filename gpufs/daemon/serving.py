@@ -63,7 +63,7 @@ class Serving:
 
     Parameters
     ----------
-    ends_with_daemon
+    first_obstacle
         The reason why the knobs and devices rule out that the mount survives; None if they do not.
     early
         Signals that came before this object could wait for them.
@@ -83,7 +83,7 @@ class Serving:
     mount: engine.Mount
     entry: mounting.MountEntry
     keeper: Keeper | None
-    ends_with_daemon: str | None
+    first_obstacle: str | None
     socket_path: str
     early: list[int]
     owner: int
@@ -104,7 +104,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         self._flags = self.entry.flags
-        self._instructed = self.ends_with_daemon is None
+        self._instructed = self.first_obstacle is None
 
     async def run(self, connection: RequestLoop, operations: Operations) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
@@ -136,8 +136,8 @@ class Serving:
 
     def obstacle(self) -> str | None:
         """Return the reason why the mount does not survive this daemon; None if it does."""
-        if self.ends_with_daemon is not None:
-            return self.ends_with_daemon
+        if self.first_obstacle is not None:
+            return self.first_obstacle
         if self._ending:
             return "it is being unmounted"
         return "its keeper could not be started" if self.keeper is None else self.mount.obstacle()
@@ -227,7 +227,7 @@ class Serving:
                 device=self.entry.st_dev,
                 allow_other=bool(config["allow_other"]),
                 trust_readers=bool(config["trust_readers"]),
-                keeper=self.keeper if self.ends_with_daemon is None else None,
+                keeper=self.keeper if self.first_obstacle is None else None,
                 kept=self.kept,
                 task_status=self,
             )
@@ -308,7 +308,7 @@ class Serving:
     async def _replace_keeper(self) -> None:
         assert self.keeper is not None
         await self.keeper.replace()
-        if self.ends_with_daemon is None:
+        if self.first_obstacle is None:
             await threads.run(self.mount.hold_again)
 
     async def _publish_statistics(self) -> None:

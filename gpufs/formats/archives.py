@@ -219,13 +219,9 @@ def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
     )
 
 
-def _size(values: Any) -> tuple[int, ...]:
-    return _sizes(values)
-
-
 _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): _size,
+    ("torch", "Size"): _sizes,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,

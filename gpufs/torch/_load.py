@@ -79,7 +79,7 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     ------
     FormatError
         The file is damaged, or cannot be used in place: compressed members, a pickle that needs more than tensors and
-        containers, an old file of ``torch.save()`` that is not a zip archives. The text says what to use instead.
+        containers, an old file of ``torch.save()`` that is not a zip archive. The text says what to use instead.
     OSError
         As of :func:`gpufs.attach`.
 

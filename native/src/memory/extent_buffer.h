@@ -13,8 +13,8 @@
 //    path, which waits for mutation_mutex_.
 //  - Where the driver must unmap a piece to release a part of it, readers and writers of that piece wait at a gate.
 //
-// One ledger, ahead_, has the memory that was taken before the contents needed it. Growth adds to it, and fallocate(2)
-// removes from it what it asked for. release_unused() releases all of it that no contents, no pin for writing and no
+// One list, ahead_, has the memory that was taken before the contents needed it. Growth adds to it, and fallocate(2)
+// removes from it what it asked for. trim() releases all of it that no contents, no pin for writing and no
 // claim have reached.
 //
 // Invariant: where no write is in progress, the bytes above size() in memory that exists are zeros.
