@@ -135,7 +135,8 @@ class ClientLeases:
                         await self._end(message.id, client_lease)
                     error = failure.errno or errno.EIO
                     text = failure.strerror or os.strerror(error)
-                    self._channel.log(logging.INFO, "%s refused: %s %s", type(message).__name__.lower(), errno.errorcode.get(error, error), text)
+                    request, code = type(message).__name__.lower(), errno.errorcode.get(error, error)
+                    self._channel.log(logging.INFO, "%s refused: %s %s", request, code, text)
                     await self._channel.answer(Attached(message.id, error, protocol.shorten(text)))
         finally:
             # Work ends with the last message of its answer, and without a checkpoint after it.
