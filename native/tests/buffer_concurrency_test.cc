@@ -288,12 +288,12 @@ TEST_F(SharedMemoryTest, SmallFilesMoveWhileTheyAreUsed) {
       }
     });
   }
-  std::thread gathering([&] {
-    while (!end) slabs.gather(std::chrono::steady_clock::now() + std::chrono::seconds(1));
+  std::thread compacting([&] {
+    while (!end) slabs.compact(std::chrono::steady_clock::now() + std::chrono::seconds(1));
   });
   for (std::thread& thread : threads) thread.join();
   end = true;
-  gathering.join();
+  compacting.join();
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, BufferConcurrencyTest,

@@ -325,10 +325,10 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
     return must(vendor().open(options));
   }
 
-  void gather() {
+  void compact() {
     for (const auto& context : contexts_) {
       if (context->slabs() != nullptr) {
-        context->slabs()->gather(std::chrono::steady_clock::now() + std::chrono::seconds(1));
+        context->slabs()->compact(std::chrono::steady_clock::now() + std::chrono::seconds(1));
       }
     }
   }
@@ -346,7 +346,7 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
     for (int number = 0; number < kSteps && !HasFailure(); ++number) {
       SCOPED_TRACE("step " + std::to_string(number));
       step();
-      if (number % 4 == 0) gather();
+      if (number % 4 == 0) compact();
       check_accounts();
       if (number % 16 != 0) continue;
       check(files_[static_cast<std::size_t>(number) / 16 % files_.size()], 0, kLargest);

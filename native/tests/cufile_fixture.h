@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "cuda_test_support.h"
-#include "direct_path_fixture.h"
 #include "fake_cufile/fake_cufile.h"
+#include "fastpath_fixture.h"
 #include "io/cufile.h"
 
 namespace gpufs::cuda_test {
@@ -28,30 +28,30 @@ inline const FakeCufileControl& cufile() {
   return control;
 }
 
-class CufileFiles : public DirectPathFixture {
+class CufileFiles : public FastpathFixture {
  protected:
   static constexpr const char* kHostCopy = "cuMemcpyHtoDAsync_v2";
   static constexpr Refusal kNotReady = Refusal::kNoGpuDirect;
   static constexpr const char* kNotReadyName = "no_gpudirect";
   static constexpr bool kFailuresMove = false;  // a call that fails has moved nothing
 
-  CufileFiles() : DirectPathFixture(fake(), open_fake) {}
+  CufileFiles() : FastpathFixture(fake(), open_fake) {}
   void SetUp() override {
-    DirectPathFixture::SetUp();
+    FastpathFixture::SetUp();
     storage_.has_context = [] { return fake().current() == 0; };
     ASSERT_EQ(cufile().reset(&storage_), 0);
   }
   void TearDown() override {
-    DirectPathFixture::TearDown();
+    FastpathFixture::TearDown();
     EXPECT_EQ(cufile().reset(&storage_), 0) << "a file is still registered";
   }
   // A transfer's two ends, and nothing of earlier ones.
   bool start(const std::vector<std::byte>& contents, bool kernel_ready = true) {
     rig_.reset();
     EXPECT_EQ(cufile().reset(&storage_), 0);
-    return DirectPathFixture::start(contents, kernel_ready);
+    return FastpathFixture::start(contents, kernel_ready);
   }
-  std::shared_ptr<DirectPath> open_path(bool kernel_ready) override {
+  std::shared_ptr<Fastpath> open_path(bool kernel_ready) override {
     return open_cufile_path({}, kernel_ready, GPUFS_FAKE_CUFILE);
   }
   void plan(int error, std::uint64_t bytes) override {

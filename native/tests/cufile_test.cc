@@ -1,5 +1,5 @@
 // What only cuFile has: when it is used at all, for which files, and what is made of its answers. What it shares with
-// other vendors: direct_path_test.cc.
+// other vendors: fastpath_test.cc.
 
 #include "io/cufile.h"
 
@@ -122,7 +122,7 @@ TEST_F(CufileFiles, AFileThatItDoesNotAccept) {
   ASSERT_TRUE(done.status.ok());
   EXPECT_EQ(done.path_bytes[1], data.size());
   EXPECT_EQ(rig_->refused(Direction::kLoad, Refusal::kNotAccepted), 1U);
-  EXPECT_EQ(rig_->file->direct_file(*rig_->path).status().device_code(), kCufileInternalError);
+  EXPECT_EQ(rig_->file->fastpath_file(*rig_->path).status().device_code(), kCufileInternalError);
   EXPECT_TRUE(calls().empty());
 }
 

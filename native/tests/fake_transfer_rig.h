@@ -13,7 +13,7 @@
 
 #include "bytes.h"
 #include "faulty_driver.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "transfer_rig.h"
 
 namespace gpufs::testing {

@@ -9,24 +9,24 @@
 #include <memory>
 #include <vector>
 
-#include "direct_path_fixture.h"
+#include "fastpath_fixture.h"
 #include "hip_test_support.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 
 namespace gpufs::hip_test {
 
-class HipFiles : public DirectPathFixture {
+class HipFiles : public FastpathFixture {
  protected:
   static constexpr const char* kHostCopy = "hipMemcpyHtoDAsync";
   static constexpr Refusal kNotReady = Refusal::kNoKernelSupport;
   static constexpr const char* kNotReadyName = "no_kernel_support";
   static constexpr bool kFailuresMove = true;
 
-  HipFiles() : DirectPathFixture(fake(), open_fake) {
+  HipFiles() : FastpathFixture(fake(), open_fake) {
     setup_.devices = 2;
     options_.hip_memory = HipMemory::kPlain;  // the calls reach no other
   }
-  std::shared_ptr<DirectPath> open_path(bool kernel_ready) override {
+  std::shared_ptr<Fastpath> open_path(bool kernel_ready) override {
     return open_hip_file_path({GPUFS_FAKE_HIP}, kernel_ready);
   }
   void plan(int error, std::uint64_t bytes) override {

@@ -1,7 +1,7 @@
 // What only hipAmdFileRead and hipAmdFileWrite have: what of the runtime and the kernel they need, and what is made of
-// their answers. What they share with other vendors' calls: direct_path_test.cc.
+// their answers. What they share with other vendors' calls: fastpath_test.cc.
 
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -115,7 +115,7 @@ TEST_F(HipFiles, AnErrnoFromBeforeTheCallMeansNothing) {
   failure.error_number = -1;
   fake().plan_file_call(&failure);
   errno = ENOTTY;
-  EXPECT_EQ(rig_->direct_file().move(Direction::kLoad, address, 4096, 0).status.error(), EIO);
+  EXPECT_EQ(rig_->fastpath_file().move(Direction::kLoad, address, 4096, 0).status.error(), EIO);
   EXPECT_EQ(rig_->path->refusals(), 0U);
 }
 

@@ -20,7 +20,7 @@
 #include "cuda_test_support.h"
 #include "drivers/cuda/cuda_api.h"
 #include "faulty_driver.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "io/transfer_engine.h"
 #include "transfer_rig.h"
 

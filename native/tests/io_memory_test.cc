@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "buffer_fixture.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "io/transfer_engine.h"
 #include "io_fakes.h"
 

@@ -23,7 +23,7 @@
 #include "bytes.h"
 #include "device/device_context.h"
 #include "fake_vendors.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "memory/buffer.h"
 #include "memory/registered_buffer.h"
 #include "transfer_rig.h"

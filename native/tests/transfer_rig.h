@@ -46,7 +46,7 @@ class TransferRig {
     return options;
   }
 
-  TransferRig(std::shared_ptr<Driver> driver, std::shared_ptr<DirectPath> direct, const IoOptions& options,
+  TransferRig(std::shared_ptr<Driver> driver, std::shared_ptr<Fastpath> direct, const IoOptions& options,
               const std::string& directory, std::size_t index = 0)
       : device(gpu_test::must(DeviceContext::create(std::move(driver), index))),
         engine(gpu_test::must(TransferEngine::create(options, std::move(direct)))),

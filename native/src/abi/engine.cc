@@ -15,7 +15,7 @@
 #include "device/device_context.h"
 #include "fuse/mount.h"
 #include "gpufs.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
 #include "observe/trace.h"

@@ -19,7 +19,7 @@
 #include "async/operation.h"
 #include "gpufs.h"
 #include "io/backing_file.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "io/transfer_engine.h"
 
 namespace gpufs {

@@ -41,7 +41,7 @@ struct DeviceInfo {
   // reserve() of a larger range copies populated memory, because there is no virtual memory management: the caller must
   // keep writers out while it runs.
   bool reserve_copies = false;
-  // The vendor's calls for files (io/direct_path.h) reach the memory of create_memory().
+  // The vendor's calls for files (io/fastpath.h) reach the memory of create_memory().
   bool files_reach_memory = true;
 };
 

@@ -217,18 +217,18 @@ std::shared_ptr<BackingFile> BackingFile::adopt(UniqueFd buffered, UniqueFd dire
       new BackingFile(std::move(buffered), std::move(direct), std::move(facts), operations));
 }
 
-Result<DirectFile*> BackingFile::direct_file(DirectPath& path) {
-  const std::lock_guard lock(direct_mutex_);
-  if (!direct_status_.ok()) return direct_status_;
-  if (direct_file_ == nullptr) {
-    Result<std::unique_ptr<DirectFile>> attached = path.attach(*this);
+Result<FastpathFile*> BackingFile::fastpath_file(Fastpath& path) {
+  const std::lock_guard lock(fastpath_mutex_);
+  if (!fastpath_status_.ok()) return fastpath_status_;
+  if (fastpath_file_ == nullptr) {
+    Result<std::unique_ptr<FastpathFile>> attached = path.attach(*this);
     if (!attached.ok()) {
-      direct_status_ = attached.status();
-      return direct_status_;
+      fastpath_status_ = attached.status();
+      return fastpath_status_;
     }
-    direct_file_ = attached.take();
+    fastpath_file_ = attached.take();
   }
-  return direct_file_.get();
+  return fastpath_file_.get();
 }
 
 }  // namespace gpufs

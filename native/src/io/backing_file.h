@@ -9,7 +9,7 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 
 namespace gpufs {
 
@@ -52,7 +52,7 @@ class BackingFile {
   [[nodiscard]] int direct_fd() const { return direct_.get(); }  // -1 where there is none
 
   // The vendor's handle of this file, registered by the first call.
-  Result<DirectFile*> direct_file(DirectPath& path);
+  Result<FastpathFile*> fastpath_file(Fastpath& path);
 
  private:
   BackingFile(UniqueFd buffered, UniqueFd direct, BackingFacts facts, FileOps& operations)
@@ -64,9 +64,9 @@ class BackingFile {
   const UniqueFd direct_;
 
   // Guards the two below. The file is registered with the vendor's library under it, once.
-  std::mutex direct_mutex_;
-  std::unique_ptr<DirectFile> direct_file_;
-  Status direct_status_;
+  std::mutex fastpath_mutex_;
+  std::unique_ptr<FastpathFile> fastpath_file_;
+  Status fastpath_status_;
 };
 
 // A part of open(), for tests: the facts that follow from a file system's type and options.

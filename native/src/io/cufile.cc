@@ -49,7 +49,7 @@ Status failure(const char* what, const CufileError& error) {
                 error.driver != 0 ? error.driver : error.library);
 }
 
-class CufileFile final : public DirectFile {
+class CufileFile final : public FastpathFile {
  public:
   CufileFile(const CufileCalls& calls, void* handle, std::uint64_t unit)
       : calls_(calls), handle_(handle), unit_(unit) {}
@@ -98,14 +98,14 @@ std::string place_of(int fd) {
   return length < 0 ? std::string() : std::string(place.data(), static_cast<std::size_t>(length));
 }
 
-class CufilePath final : public DirectPath {
+class CufilePath final : public Fastpath {
  public:
   CufilePath(const CufileCalls& calls, RefusalMask refusals, unsigned storage)
       : calls_(calls), refusals_(refusals), storage_(storage) {}
 
   [[nodiscard]] RefusalMask refusals() const override { return refusals_; }
 
-  Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
+  Result<std::unique_ptr<FastpathFile>> attach(BackingFile& file) override {
     if (refusals_ != 0) return Status(EOPNOTSUPP, "cuFile: " + describe_refusals(refusals_));
     const unsigned kinds = cufile_file_system(file.facts().file_system) | cufile_storage(place_of(file.direct_fd()));
     if (storage_ != 0 && (kinds & storage_) == 0) {
@@ -119,7 +119,7 @@ class CufilePath final : public DirectPath {
     void* handle = nullptr;
     const CufileError error = calls_.handle_register(&handle, &descriptor);
     if (error.library != 0) return failure("cuFileHandleRegister", error);
-    return std::unique_ptr<DirectFile>(std::make_unique<CufileFile>(calls_, handle, file.facts().unit));
+    return std::unique_ptr<FastpathFile>(std::make_unique<CufileFile>(calls_, handle, file.facts().unit));
   }
 
  private:
@@ -129,7 +129,7 @@ class CufilePath final : public DirectPath {
       storage_;  // kinds of storage that files must be on; 0: any, since the library does not copy through the host
 };
 
-std::shared_ptr<DirectPath> refusing(Refusal reason) {
+std::shared_ptr<Fastpath> refusing(Refusal reason) {
   return std::make_shared<CufilePath>(CufileCalls{}, mask_of(reason), 0);
 }
 
@@ -156,8 +156,8 @@ bool cufile_module_present() {
   return ::access(kModuleVersion, F_OK) == 0 && ::access(kModuleDevice, R_OK | W_OK) == 0;
 }
 
-std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems, bool module_present,
-                                             const std::string& library) {
+std::shared_ptr<Fastpath> open_cufile_path(const FileSystems& file_systems, bool module_present,
+                                           const std::string& library) {
   if (!module_present) return refusing(Refusal::kNoGpuDirect);
   std::string why;
   void* const handle = gpu::open_library(library, &why);

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 
 namespace gpufs {
 
@@ -58,9 +58,9 @@ bool cufile_module_present();
 // Opens the library if the kernel module is loaded. Always returns a path: one that refuses everything, with the
 // reason, if it cannot work. If the library may copy through the host, the path takes only files on storage that the
 // kernel module serves. file_systems: those it may use in addition to local storage.
-std::shared_ptr<DirectPath> open_cufile_path(const FileSystems& file_systems,
-                                             bool module_present = cufile_module_present(),
-                                             const std::string& library = kCufileLibrary);
+std::shared_ptr<Fastpath> open_cufile_path(const FileSystems& file_systems,
+                                           bool module_present = cufile_module_present(),
+                                           const std::string& library = kCufileLibrary);
 
 // The bit of CufileProperties::module.supported for the way a block device is attached, by its path in sysfs
 // ("../../devices/pci0000:00/.../nvme/nvme0/nvme0n1/nvme0n1p1"); 0: none, or unknown.

@@ -11,7 +11,7 @@
 #include "drivers/gpu/vendor_library.h"
 #include "drivers/hip/hip_library.h"
 #include "io/backing_file.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 
 namespace gpufs {
 namespace {
@@ -27,7 +27,7 @@ struct HipFileCalls {
   std::atomic<bool> worked{false};  // a call has moved bytes
 };
 
-class HipFile final : public DirectFile {
+class HipFile final : public FastpathFile {
  public:
   HipFile(std::shared_ptr<HipFileCalls> calls, BackingFile& file)
       : calls_(std::move(calls)), fd_(file.direct_fd()), unit_(file.facts().unit) {}
@@ -100,16 +100,16 @@ class HipFile final : public DirectFile {
   const std::uint64_t unit_;
 };
 
-class HipFilePath final : public DirectPath {
+class HipFilePath final : public Fastpath {
  public:
   explicit HipFilePath(std::shared_ptr<HipFileCalls> calls) : calls_(std::move(calls)) {}
 
   [[nodiscard]] RefusalMask refusals() const override { return calls_->refusals; }
 
-  Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
+  Result<std::unique_ptr<FastpathFile>> attach(BackingFile& file) override {
     const RefusalMask refused = calls_->refusals;
     if (refused != 0) return Status(EOPNOTSUPP, "hipAmdFile: " + describe_refusals(refused));
-    return std::unique_ptr<DirectFile>(std::make_unique<HipFile>(calls_, file));
+    return std::unique_ptr<FastpathFile>(std::make_unique<HipFile>(calls_, file));
   }
 
  private:
@@ -118,7 +118,7 @@ class HipFilePath final : public DirectPath {
 
 }  // namespace
 
-std::shared_ptr<DirectPath> open_hip_file_path(const std::vector<std::string>& candidates, bool kernel_driver) {
+std::shared_ptr<Fastpath> open_hip_file_path(const std::vector<std::string>& candidates, bool kernel_driver) {
   auto calls = std::make_shared<HipFileCalls>();
   if (!kernel_driver) calls->refusals |= mask_of(Refusal::kNoKernelSupport);
   Result<std::shared_ptr<const hip::Library>> library = hip::Library::load(candidates);

@@ -259,7 +259,7 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
 
 Moved Pipeline::call_vendor(const Work& work, const TransferTarget::Piece& piece) {
   observe::Span span(observe::TraceKind::kFastpath, device_index_, file_offset(work), piece.bytes, facts_.trace_id);
-  Moved moved = facts_.direct_file->move(facts_.request.direction, piece.address, piece.bytes, file_offset(work));
+  Moved moved = facts_.fastpath_file->move(facts_.request.direction, piece.address, piece.bytes, file_offset(work));
   span.set_bytes(moved.bytes);
   span.set_error(moved.status.error());
   return moved;

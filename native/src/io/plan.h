@@ -11,7 +11,7 @@
 
 #include "base/extents.h"
 #include "base/status.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "io/io_options.h"
 #include "observe/counters.h"
 

@@ -271,7 +271,7 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   wanted.file_offset = request().file_offset;
   wanted.bytes = total;
   wanted.memory_phase = address % known.memory_align;
-  wanted.vendor_refusals = engine_->direct_path().refusals();
+  wanted.vendor_refusals = engine_->fastpath().refusals();
   if (options().file_systems.allow(known.file_system)) wanted.waived = mask_of(Refusal::kFileSystem);
   wanted.fastpath = fastpath_mode();
   wanted.fastpath_min_bytes = options().fastpath_min_bytes;
@@ -283,9 +283,9 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   RefusalMask refusals = 0;
   Result<Plan> plan = Plan::make(wanted, &refusals);
   if (plan.ok() && plan.value().uses_fastpath()) {
-    Result<DirectFile*> attached = file().direct_file(engine_->direct_path());
+    Result<FastpathFile*> attached = file().fastpath_file(engine_->fastpath());
     if (attached.ok()) {
-      facts_.direct_file = attached.value();
+      facts_.fastpath_file = attached.value();
     } else {
       log_info("fastpath does not take a file: ", attached.status().message());
       wanted.vendor_refusals |= mask_of(Refusal::kNotAccepted);

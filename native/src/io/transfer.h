@@ -99,8 +99,8 @@ struct TransferFacts {
   const observe::Flow flow;
   const std::uint64_t trace_id;
   const std::uint32_t trace_name;
-  std::uint64_t total = 0;            // bytes to move
-  DirectFile* direct_file = nullptr;  // if the plan uses the fastpath
+  std::uint64_t total = 0;                // bytes to move
+  FastpathFile* fastpath_file = nullptr;  // if the plan uses the fastpath
 
   [[nodiscard]] bool load() const { return request.direction == Direction::kLoad; }
   [[nodiscard]] BackingFile& file() const { return *request.file; }

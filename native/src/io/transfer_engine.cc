@@ -78,16 +78,16 @@ Status TransferEngine::check(const TransferRequest& request) {
   return {};
 }
 
-TransferEngine::TransferEngine(const IoOptions& options, std::shared_ptr<DirectPath> direct_path)
+TransferEngine::TransferEngine(const IoOptions& options, std::shared_ptr<Fastpath> fastpath)
     : options_(options),
-      direct_path_(std::move(direct_path)),
+      fastpath_(std::move(fastpath)),
       bounce_pool_(BouncePool::create(options.chunk_bytes, options.pinned_bytes)) {}
 
 Result<std::shared_ptr<TransferEngine>> TransferEngine::create(const IoOptions& options,
-                                                               std::shared_ptr<DirectPath> direct_path) {
+                                                               std::shared_ptr<Fastpath> fastpath) {
   const Status checked = check_options(options);
   if (!checked.ok()) return checked;
-  std::shared_ptr<TransferEngine> inner(new TransferEngine(options, std::move(direct_path)));
+  std::shared_ptr<TransferEngine> inner(new TransferEngine(options, std::move(fastpath)));
   // The threads hold the engine themselves. So the pointers that callers hold are counted apart: with the last of them
   // the threads end, and never on one of their own.
   TransferEngine* const raw = inner.get();

@@ -13,7 +13,7 @@
 #include "base/status.h"
 #include "device/device_context.h"
 #include "io/bounce_pool.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "io/io_options.h"
 #include "io/scheduler.h"
 #include "io/transfer.h"
@@ -24,8 +24,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
  public:
   // EINVAL names the option that is out of range. Starts no thread. When the last copy of the pointer is destroyed,
   // shutdown() runs on that thread.
-  static Result<std::shared_ptr<TransferEngine>> create(const IoOptions& options,
-                                                        std::shared_ptr<DirectPath> direct_path);
+  static Result<std::shared_ptr<TransferEngine>> create(const IoOptions& options, std::shared_ptr<Fastpath> fastpath);
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
@@ -42,7 +41,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
 
   [[nodiscard]] const IoOptions& options() const { return options_; }
   [[nodiscard]] const std::shared_ptr<BouncePool>& bounce_pool() const { return bounce_pool_; }
-  [[nodiscard]] DirectPath& direct_path() const { return *direct_path_; }
+  [[nodiscard]] Fastpath& fastpath() const { return *fastpath_; }
   [[nodiscard]] std::size_t active() const;
   // Transfers that shutdown() gave up on while a device or a file may still use their memory. They keep the engine's
   // memory alive themselves; the program must keep its own.
@@ -56,12 +55,12 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   void count_left_in_use() { ++left_in_use_; }
 
  private:
-  TransferEngine(const IoOptions& options, std::shared_ptr<DirectPath> direct_path);
+  TransferEngine(const IoOptions& options, std::shared_ptr<Fastpath> fastpath);
   std::shared_ptr<Scheduler> scheduler_for(int node);
   void watch_main();
 
   const IoOptions options_;
-  const std::shared_ptr<DirectPath> direct_path_;
+  const std::shared_ptr<Fastpath> fastpath_;
   const std::shared_ptr<BouncePool> bounce_pool_;
   std::atomic<std::size_t> left_in_use_{0};
 

@@ -117,7 +117,7 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
       if (std::chrono::steady_clock::now() >= deadline) break;
     }
     if (context_->reclaim().release_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
-      context_->slabs()->gather(std::chrono::steady_clock::now() + kReclaimTimeout);
+      context_->slabs()->compact(std::chrono::steady_clock::now() + kReclaimTimeout);
     }
     if (context_->reclaim().release_count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;

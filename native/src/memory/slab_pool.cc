@@ -225,8 +225,8 @@ void SlabPool::reopen(std::uint64_t offset) {
   count_free(slab.size_class, static_cast<std::ptrdiff_t>(free_slots(slab)));
 }
 
-void SlabPool::gather(std::chrono::steady_clock::time_point deadline) {
-  const std::lock_guard one_at_a_time(gather_mutex_);
+void SlabPool::compact(std::chrono::steady_clock::time_point deadline) {
+  const std::lock_guard one_at_a_time(compact_mutex_);
   std::vector<std::uint64_t> slabs;
   DeviceAddress base = 0;
   {

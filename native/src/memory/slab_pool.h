@@ -46,7 +46,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
 
   [[nodiscard]] std::uint64_t largest() const { return largest_; }
 
-  // The smallest slot for `bytes` (1..largest()). owner: moves out of it when gather() asks. ENOSPC when a new slab is
+  // The smallest slot for `bytes` (1..largest()). owner: moves out of it when compact() asks. ENOSPC when a new slab is
   // needed and the device is full, or none may be added.
   Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner = {},
                                            bool may_add_slab = true, Wait wait = Wait::kAllowed);
@@ -58,7 +58,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
 
   // Moves files out of slabs with few of them, until no slab can be freed or the deadline has passed. Waits for no file
   // that is in use. The caller holds no lock of a buffer.
-  void gather(std::chrono::steady_clock::time_point deadline);
+  void compact(std::chrono::steady_clock::time_point deadline);
 
  private:
   // A granule cut into slots of one size.
@@ -67,7 +67,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
     std::size_t fresh = 0;              // the first slot that was never used: it and all after it are free, and zero
     std::vector<std::size_t> returned;  // other free slots, which are zeroed when they are used again
     std::vector<std::weak_ptr<ExtentBuffer>> owners;  // by slot, up to `fresh`
-    bool emptying = false;                            // gather() moves its files: no slot is taken here
+    bool emptying = false;                            // compact() moves its files: no slot is taken here
   };
 
   SlabPool(DeviceContext& context, std::uint64_t largest);
@@ -80,7 +80,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // The rest needs mutex_, too.
   [[nodiscard]] std::size_t slots(const Slab& slab) const;
   [[nodiscard]] std::size_t free_slots(const Slab& slab) const;
-  // So many slots more, or fewer, are free in slabs that are not being emptied. Reports to the context what gather()
+  // So many slots more, or fewer, are free in slabs that are not being emptied. Reports to the context what compact()
   // can free.
   void count_free(std::size_t size_class, std::ptrdiff_t change);
   // The slabs with free slots: those with the fewest files first.
@@ -101,7 +101,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   std::vector<std::set<std::uint64_t>> free_slabs_;  // by size class: slabs with a free slot, filled from the lowest
   std::vector<std::size_t> free_slots_;              // by size class, in these slabs
 
-  std::mutex gather_mutex_;  // one gather() at a time; taken before the mutexes of buffers
+  std::mutex compact_mutex_;  // one compact() at a time; taken before the mutexes of buffers
 };
 
 }  // namespace gpufs

@@ -14,7 +14,7 @@
 
 #include "fake_gpu_fixture.h"
 #include "gpu_test_support.h"
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 #include "memory/buffer.h"
 #include "transfer_rig.h"
 
@@ -22,17 +22,17 @@ namespace gpufs::gpu_test {
 
 using testing::kChunk;
 
-class DirectRig : public testing::TransferRig {
+class FastpathRig : public testing::TransferRig {
  public:
-  DirectRig(std::shared_ptr<Driver> driver, const std::shared_ptr<DirectPath>& direct, IoOptions options,
-            std::size_t index)
+  FastpathRig(std::shared_ptr<Driver> driver, const std::shared_ptr<Fastpath>& direct, IoOptions options,
+              std::size_t index)
       : TransferRig(std::move(driver), direct, std::move(options), "/var/tmp", index), path(direct) {
     make_buffer();
   }
   // The vendor's view of the file, for calls without a transfer around them.
-  DirectFile& direct_file() { return *must(file->direct_file(*path)); }
+  FastpathFile& fastpath_file() { return *must(file->fastpath_file(*path)); }
 
-  const std::shared_ptr<DirectPath> path;
+  const std::shared_ptr<Fastpath> path;
 };
 
 // What a fake has recorded of a call for a file.
@@ -55,12 +55,12 @@ struct Answer {
   int code;
 };
 
-class DirectPathFixture : public FakeGpu {
+class FastpathFixture : public FakeGpu {
  protected:
   using FakeGpu::FakeGpu;
 
   // Over the vendor's fake; `kernel_ready` as if its part of the kernel were there.
-  virtual std::shared_ptr<DirectPath> open_path(bool kernel_ready) = 0;
+  virtual std::shared_ptr<Fastpath> open_path(bool kernel_ready) = 0;
   // The next call that has no plan yet ends so, after moving at most so many bytes: well, or with this errno.
   virtual void plan(int error, std::uint64_t bytes) = 0;
   [[nodiscard]] virtual std::vector<FileCall> recorded() const = 0;
@@ -69,8 +69,8 @@ class DirectPathFixture : public FakeGpu {
   bool start(const std::vector<std::byte>& contents, bool kernel_ready = true) {
     rig_.reset();
     open(setup_, options_);
-    rig_ = std::make_unique<DirectRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready),
-                                       io_options_, device_);
+    rig_ = std::make_unique<FastpathRig>(std::shared_ptr<Driver>(std::move(driver_)), open_path(kernel_ready),
+                                         io_options_, device_);
     rig_->make_file(contents);
     return rig_->file->facts().fastpath_refusals == 0;
   }
@@ -98,7 +98,7 @@ class DirectPathFixture : public FakeGpu {
   void expect_answers(const std::vector<Answer<Plan>>& answers, void (*plan_call)(const Plan*)) {
     const std::vector<std::byte> data = rig_->file_contents();
     const DeviceAddress address = memory(data.size());
-    DirectFile& file = rig_->direct_file();
+    FastpathFile& file = rig_->fastpath_file();
     for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
       for (const Answer<Plan>& one : answers) {
         plan_call(&one.plan);
@@ -116,7 +116,7 @@ class DirectPathFixture : public FakeGpu {
   IoOptions io_options_ = testing::TransferRig::small_options();
   std::size_t device_ = 0;  // the one that a rig is for
   Buffer::Pin pinned_;
-  std::unique_ptr<DirectRig> rig_;
+  std::unique_ptr<FastpathRig> rig_;
 };
 
 #define START_OR_SKIP(...) \

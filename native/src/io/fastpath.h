@@ -1,6 +1,6 @@
 // A vendor's way of moving bytes between a file and device memory without passing them through the host.
-// Thread-safe; move() needs the device bound on the calling thread. A DirectPath belongs to the
-// TransferEngine, a DirectFile to its BackingFile; either may be destroyed first.
+// Thread-safe; move() needs the device bound on the calling thread. A Fastpath belongs to the
+// TransferEngine, a FastpathFile to its BackingFile; either may be destroyed first.
 #pragma once
 
 #include <array>
@@ -64,29 +64,29 @@ struct Moved {
 };
 
 // Ranges are aligned as the file's facts require.
-class DirectFile {
+class FastpathFile {
  public:
-  virtual ~DirectFile() = default;
+  virtual ~FastpathFile() = default;
   virtual Moved move(Direction direction, DeviceAddress memory, std::uint64_t bytes, std::uint64_t file_offset) = 0;
 };
 
-class DirectPath {
+class Fastpath {
  public:
-  virtual ~DirectPath() = default;
+  virtual ~Fastpath() = default;
   // Why no request of this driver can use it; 0 if it works, as far as is known.
   [[nodiscard]] virtual RefusalMask refusals() const = 0;
-  virtual Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) = 0;
+  virtual Result<std::unique_ptr<FastpathFile>> attach(BackingFile& file) = 0;
 };
 
 // By the driver's name: host uses O_DIRECT, cuda cuFile, hip hipAmdFile. Loads the vendor's library.
 // file_systems: IoOptions::file_systems.
-std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems = {});
+std::shared_ptr<Fastpath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems = {});
 
 // The last of them, for tests: candidates: the first of these libraries that works is used. kernel_driver: /dev/kfd can
 // be used. Always returns a path: one that refuses everything, with the reasons, if the runtime lacks one of the calls
 // or the kernel's GPU driver cannot be opened. Whether the kernel supports the calls shows only at the first one: if it
 // does not, the path refuses from then on. (cuFile: io/cufile.h.)
-std::shared_ptr<DirectPath> open_hip_file_path(const std::vector<std::string>& candidates, bool kernel_driver);
+std::shared_ptr<Fastpath> open_hip_file_path(const std::vector<std::string>& candidates, bool kernel_driver);
 
 // Moves a range by a vendor's calls, none of more than the kernel moves at a time: call(done, part) moves one part,
 // with EINTR if it is to be continued. unit: of the file's facts.

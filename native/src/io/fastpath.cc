@@ -1,4 +1,4 @@
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 
 #include <unistd.h>
 
@@ -16,9 +16,9 @@ namespace gpufs {
 namespace {
 
 // Device memory that the CPU addresses: the disk writes to it by DMA.
-class HostDirectFile final : public DirectFile {
+class HostFastpathFile final : public FastpathFile {
  public:
-  explicit HostDirectFile(BackingFile& file) : file_(file) {}
+  explicit HostFastpathFile(BackingFile& file) : file_(file) {}
 
   Moved move(Direction direction, DeviceAddress memory, std::uint64_t bytes, std::uint64_t file_offset) override {
     auto* const data = reinterpret_cast<std::byte*>(memory);
@@ -31,13 +31,13 @@ class HostDirectFile final : public DirectFile {
 };
 
 // A path without a vendor's library.
-class PlainDirectPath final : public DirectPath {
+class PlainDirectPath final : public Fastpath {
  public:
   explicit PlainDirectPath(RefusalMask refusals) : refusals_(refusals) {}
   [[nodiscard]] RefusalMask refusals() const override { return refusals_; }
-  Result<std::unique_ptr<DirectFile>> attach(BackingFile& file) override {
+  Result<std::unique_ptr<FastpathFile>> attach(BackingFile& file) override {
     if (refusals_ != 0) return Status(EOPNOTSUPP, "this driver moves no files");
-    return std::unique_ptr<DirectFile>(std::make_unique<HostDirectFile>(file));
+    return std::unique_ptr<FastpathFile>(std::make_unique<HostFastpathFile>(file));
   }
 
  private:
@@ -56,7 +56,7 @@ std::string describe_refusals(RefusalMask mask) {
   return text.empty() ? "none" : text;
 }
 
-std::shared_ptr<DirectPath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
+std::shared_ptr<Fastpath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
   if (driver_name == "host") return std::make_shared<PlainDirectPath>(0);
   if (driver_name == "cuda") return open_cufile_path(file_systems);
   if (driver_name == "hip") {

@@ -1,7 +1,7 @@
 // Transfers by the vendors' direct paths, over the fakes of their libraries: which calls are made, with what, and what
 // becomes of a transfer when they fail. What only one vendor has: cufile_test.cc, hip_file_test.cc.
 
-#include "io/direct_path.h"
+#include "io/fastpath.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ TYPED_TEST(VendorFiles, TransfersDoNotEndTheProgramsCaptures) {
   const auto data = pattern(4 * kMiB, 1);
   this->setup_.program_captures = true;
   START_OR_SKIP(data);
-  DirectRig& rig = *this->rig_;
+  FastpathRig& rig = *this->rig_;
   for (const FastpathMode mode : {FastpathMode::kAuto, FastpathMode::kOff}) {
     TransferRequest request = rig.load();
     request.fastpath = mode;
@@ -53,7 +53,7 @@ TYPED_TEST(VendorFiles, RequestsBelowTheBoundDoNotTakeIt) {
   const auto data = pattern(4 * kMiB, 1);
   this->io_options_.fastpath_min_bytes = 2 * kMiB;
   START_OR_SKIP(data);
-  DirectRig& rig = *this->rig_;
+  FastpathRig& rig = *this->rig_;
   TransferRequest request = rig.load();
   request.bytes = kMiB;
   const TransferProgress small = rig.finish(request);
@@ -69,7 +69,7 @@ TYPED_TEST(VendorFiles, RequestsBelowTheBoundDoNotTakeIt) {
 TYPED_TEST(VendorFiles, AlignedRequestsTakeIt) {
   const auto data = pattern(4 * kMiB, 1);
   START_OR_SKIP(data);
-  DirectRig& rig = *this->rig_;
+  FastpathRig& rig = *this->rig_;
   TransferProgress done = rig.finish(rig.load());
   ASSERT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(done.path_bytes[0], data.size());
@@ -105,7 +105,7 @@ TYPED_TEST(VendorFiles, NoCallIsLargerThanTheKernelsLimit) {
   START_OR_SKIP(pattern(4096, 4));
   this->plan(EIO, 0);
   // Not memory of the device: what counts is what is asked for.
-  (void)this->rig_->direct_file().move(Direction::kLoad, 4096, std::uint64_t{5} << 30, 0);
+  (void)this->rig_->fastpath_file().move(Direction::kLoad, 4096, std::uint64_t{5} << 30, 0);
   ASSERT_EQ(this->calls().size(), 1U);
   EXPECT_EQ(this->calls()[0].bytes, 0x7ffff000U);
 }
@@ -114,7 +114,7 @@ TYPED_TEST(VendorFiles, InterruptionsAreResumedAndShortCopiesContinued) {
   constexpr std::uint64_t kBytes = 8 * 4096;
   START_OR_SKIP(pattern(kBytes, 6));
   const DeviceAddress address = this->memory(kBytes);
-  DirectFile& file = this->rig_->direct_file();
+  FastpathFile& file = this->rig_->fastpath_file();
   this->plan(EINTR, 0);
   this->plan(this->kFailuresMove ? EINTR : 0, 4096);
   this->plan(0, 8192);
@@ -144,7 +144,7 @@ TYPED_TEST(VendorFiles, InterruptionsAreResumedAndShortCopiesContinued) {
 TYPED_TEST(VendorFiles, AFileThatBecomesShorterEndsThere) {
   const auto data = pattern(2 * kMiB, 8);
   START_OR_SKIP(data);
-  DirectRig& rig = *this->rig_;
+  FastpathRig& rig = *this->rig_;
   std::atomic<int> asked{0};
   rig.operations.on_size = [&](std::uint64_t* bytes) {  // at first as large as it once was
     *bytes = asked++ == 0 ? 4 * kMiB : data.size();
@@ -161,7 +161,7 @@ TYPED_TEST(VendorFiles, AFileThatBecomesShorterEndsThere) {
 
 TYPED_TEST(VendorFiles, HolesOfTheBufferGoByFallback) {
   START_OR_SKIP(std::vector<std::byte>(1));
-  DirectRig& rig = *this->rig_;
+  FastpathRig& rig = *this->rig_;
   auto data = pattern(3 * kGranule, 14);
   rig.fill_buffer(data);
   ASSERT_OK(rig.buffer->punch(kGranule, kGranule));
@@ -177,7 +177,7 @@ TYPED_TEST(VendorFiles, HolesOfTheBufferGoByFallback) {
 TYPED_TEST(VendorFiles, WhereItAloneIsAllowedTheRestStaysUnmoved) {
   for (const bool required : {true, false}) {
     START_OR_SKIP(pattern(4 * kMiB, 10));
-    DirectRig& rig = *this->rig_;
+    FastpathRig& rig = *this->rig_;
     TransferRequest wanted = rig.load();
     if (required) {
       wanted.fastpath = FastpathMode::kRequire;
@@ -202,8 +202,8 @@ TYPED_TEST(VendorFiles, WhereItAloneIsAllowedTheRestStaysUnmoved) {
 
 TYPED_TEST(VendorFiles, WithoutTheVendorsPartOfTheKernelItIsRefused) {
   START_OR_SKIP(pattern(kMiB, 12), false);
-  DirectRig& rig = *this->rig_;
-  const Result<DirectFile*> attached = rig.file->direct_file(*rig.path);
+  FastpathRig& rig = *this->rig_;
+  const Result<FastpathFile*> attached = rig.file->fastpath_file(*rig.path);
   ASSERT_FALSE(attached.ok());
   EXPECT_EQ(attached.error(), EOPNOTSUPP);
 
@@ -220,7 +220,7 @@ TYPED_TEST(VendorFiles, WithoutTheVendorsPartOfTheKernelItIsRefused) {
 TYPED_TEST(VendorFiles, MemoryOfAProgramMustBeTheDevices) {
   const auto data = pattern(kMiB, 13);
   START_OR_SKIP(data);
-  DirectRig& rig = *this->rig_;
+  FastpathRig& rig = *this->rig_;
   TransferRequest wanted = rig.load();
   wanted.fastpath = FastpathMode::kRequire;
   const DeviceAddress address = this->memory(2 * kMiB);
@@ -246,7 +246,7 @@ TYPED_TEST(VendorFiles, MemoryOfAProgramMustBeTheDevices) {
   EXPECT_EQ(this->calls().size(), before);
 }
 
-TEST(DirectPaths, OtherDriversHaveNone) {
+TEST(Fastpaths, OtherDriversHaveNone) {
   EXPECT_EQ(make_direct_path("none of these")->refusals(), mask_of(Refusal::kNoVendorCall));
 }
 
