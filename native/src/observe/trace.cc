@@ -150,6 +150,7 @@ std::size_t read(std::span<std::byte> destination) {
     for (ThreadRecords* const thread : all.threads) collect(all, *thread);
   }
   const std::size_t count = std::min(most, all.unread.size() - all.next_unread);
+  if (count == 0) return 0;
   std::memcpy(destination.data(), all.unread.data() + all.next_unread, count * sizeof(TraceRecord));
   all.next_unread += count;
   return count * sizeof(TraceRecord);
