@@ -371,6 +371,36 @@ def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path)
             assert [left(directory) for directory in directories] == [[], [], []]
 
 
+@pytest.mark.parametrize("size", [5, SIZE], ids=["small", "large"])
+def test_a_chain_is_interrupted_while_a_node_does_not_answer(
+    session: Session, nodes: Nodes, host: Path, tmp_path: Path, size: int
+) -> None:
+    """As with ssh, a signal ends the shell and not what it runs. That ends all the same, and leaves nothing."""
+    asked = tmp_path / "asked"
+    text = f'#!/bin/sh\ncase $1 in silent) touch {asked}; exec sleep 600;; esac\nshift\n"$@"\nexit\n'
+    shell = script(tmp_path / "rsh", text)
+    (_, program), (first, second, _) = nodes[0][2:], nodes[1]
+    (host / "m").write_bytes(noise(size))
+    command = [*GPUFS, "cp", "-e", str(shell), "--remote-gpufs", program, str(host / "m")]
+    command += ["-t", f"n0:{first}", "-t", f"silent:{second}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        await_copy(session, child, first) if size == SIZE else wait_until(lambda: left(first), PATIENCE, "the copy")
+        wait_until(asked.exists, PATIENCE, "the second node")
+        child.send_signal(signal.SIGINT)
+        assert child.wait(PATIENCE) == -signal.SIGINT
+    wait_until(lambda: not servers(session), 10, "the end of the first node")
+    assert (left(first), left(second)) == ([] if size == SIZE else ["m"], [])
+
+
+def test_as_many_names_as_a_command_can_have(nodes: Nodes, host: Path) -> None:
+    remote, directories = nodes
+    (host / "m").write_bytes(b"x")
+    missing = [str(host / f"{number:0250}") for number in range(4500)]
+    done = gpufs("cp", *remote, *missing, host / "m", *ends(directories[:2]), check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 4500)
+    assert [left(directory) for directory in directories[:2]] == [["m"], ["m"]]
+
+
 def test_a_chain_takes_the_time_of_one_copy(session: Session, nodes: Nodes, host: Path) -> None:
     """Where the links are the bottleneck: each pipe moves 30 MB/s."""
     (_, program), directories = nodes[0][2:], nodes[1]
@@ -837,6 +867,7 @@ def test_names_that_are_not_hosts(root: Path) -> None:
         (("--fastpath", "require", "a:x", "z"), "--fastpath require cannot be used"),
         (("x", "-t", "a:y", "-t", "z"), "on this machine and on others"),
         (("a:x", "-t", "y", "-t", "z"), "one destination here"),
+        (("x", "-t", "a:y", "-t", "b:y", "-t", "a:y/"), "a:y: is given more than once"),
         (("a:x", ""), "an empty name"),
         (("-e", "ssh", "x", "y"), "need a name like HOST:PATH"),
         (("--remote-gpufs", "gpufs", "x", "y"), "need a name like HOST:PATH"),

@@ -268,6 +268,32 @@ def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
     assert left(root) == []
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_limit_of_threads(root: Path, web: WebServer, tmp_path: Path, threads: int) -> None:
+    """One is enough for a copy. Without any it fails, and leaves nothing."""
+    web.files["/file"] = FOUR_PARTS
+    code = f"""#!{sys.executable}
+import threading
+from gpufs.cli import main
+from gpufs.remote.waiting import Workers
+left, start = {threads}, threading.Thread.start
+def limited(thread):
+    global left
+    if getattr(thread, "_target", None) and thread._target.__qualname__ == "Workers._work":
+        left -= 1
+        if left < 0:
+            raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = limited
+main()
+"""
+    program = tmp_path / "gpufs"
+    program.write_text(code)
+    done = run(sys.executable, program, "cp", f"{web.url}/file", root, check=False)
+    assert (done.returncode, "can't start new thread" in done.stderr) == ((0, False) if threads else (1, True))
+    assert left(root) == (["file"] if threads else [])
+
+
 @contextmanager
 def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """A server that answers so many requests, and is silent then: its URL, and what waits for the silence."""

@@ -289,6 +289,8 @@ class Route:
         self._end = ends[0]
         self._shell = shell
         self._program = program
+        named = [str(target).rstrip("/") for target in self._to]
+        twice = [name for place, name in enumerate(named) if name in named[:place]]
         text = ""
         if STREAM in sources or STREAM in ends:
             text = "- is standard input or output, and the other name must be on this machine"
@@ -302,6 +304,8 @@ class Route:
             text = "destinations on this machine and on others need a command each"
         elif not self._to and len(ends) > 1:
             text = "files of another machine have one destination here: copy to the others from there"
+        elif twice:
+            text = f"{twice[0]}: is given more than once"
         if text:
             raise OSError(errno.EINVAL, text)
 

@@ -15,7 +15,7 @@ import msgspec
 from gpufs.nodes.messages import Alive, Message, Refused
 
 BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
-_MESSAGE_BYTES: Final = 1 << 20
+_MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have
 _PIPE_BYTES: Final = 1 << 20
 _ALIVE_SECONDS: Final = 2.0
 _HEADER: Final = struct.Struct(">?I")  # whether it is a message, and its length
@@ -28,6 +28,9 @@ class Cancel(Protocol):
     """What ends all calls of a channel."""
 
     cancelled: bool
+
+    def cancel(self) -> None:
+        """End them."""
 
     def fileno(self) -> int:
         """A descriptor that is readable once cancelled."""
@@ -78,6 +81,7 @@ class Channel:
         self._block = memoryview(bytearray(BLOCK_BYTES))
         self._patient = True  # no message has come: ssh may ask for a password
         self._closed = threading.Event()
+        self.has_ended = False  # the other side takes no signs of life
         for fd in (incoming, outgoing):
             os.set_blocking(fd, False)
             try:
@@ -167,7 +171,7 @@ class Channel:
             while not self._closed.wait(_ALIVE_SECONDS):
                 self.send(Alive())
         except OSError:
-            pass  # the others see it, too
+            self.has_ended = True  # a thread that sends or receives sees it, too
 
     def _send(self, is_message: bool, content: bytes | memoryview) -> None:
         with self._send_lock:

@@ -77,10 +77,18 @@ class Relay:
             with suppress(Full):
                 self._queue.put(item, timeout=_POLL_SECONDS)
                 return
+            self._end_with_upstream()
 
     def finish(self) -> None:
         """Wait until the next machine has finished, or failed."""
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_POLL_SECONDS)
+            self._end_with_upstream()
+
+    def _end_with_upstream(self) -> None:
+        """End if nobody waits for results: the thread that receives from upstream waits for the next machine."""
+        if self._upstream.has_ended:
+            self._cancel.cancel()
 
     def _run(self) -> None:
         shell, program = self._request.shell, self._request.program

@@ -133,8 +133,9 @@ class Download:
         report: Callable[[int], None],
         cancelled: Callable[[], bool],
     ) -> None:
-        pending: set[Future[None]] = {self._pool.submit(load, part) for part in parts}
+        pending: set[Future[None]] = set()
         try:
+            pending.update(self._pool.submit(load, part) for part in parts)
             while pending:
                 done, pending = wait(pending, _REPORT_SECONDS, FIRST_EXCEPTION)
                 for future in done:

@@ -38,19 +38,23 @@ class Workers:
     """A few threads that run many calls, as concurrent.futures has them. They start when they are needed."""
 
     def __init__(self, count: int) -> None:
-        self._unstarted = count
-        self._lock = threading.Lock()  # guards the above
+        self._unstarted = self._count = count
+        self._lock = threading.Lock()  # guards _unstarted
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._closed = False
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Call a function on one of the threads."""
-        future: Future[T] = Future()
-        self._calls.put((future, call, arguments))
+        """Call a function on one of the threads. RuntimeError if none can be started; a few are enough."""
         with self._lock:
             if self._unstarted:
-                self._unstarted -= 1
-                threading.Thread(target=self._work, daemon=True).start()
+                try:
+                    threading.Thread(target=self._work, daemon=True).start()
+                    self._unstarted -= 1
+                except RuntimeError:
+                    if self._unstarted == self._count:
+                        raise
+        future: Future[T] = Future()
+        self._calls.put((future, call, arguments))
         return future
 
     def close(self) -> None:
