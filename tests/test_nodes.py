@@ -868,6 +868,7 @@ def test_names_that_are_not_hosts(root: Path) -> None:
         (("x", "-t", "a:y", "-t", "z"), "on this machine and on others"),
         (("a:x", "-t", "y", "-t", "z"), "one destination here"),
         (("x", "-t", "a:y", "-t", "b:y", "-t", "a:y/"), "a:y: is given more than once"),
+        (("-e", "s\udcffh", "x", "-t", "a:y", "-t", "b:y"), "must be UTF-8"),
         (("a:x", ""), "an empty name"),
         (("-e", "ssh", "x", "y"), "need a name like HOST:PATH"),
         (("--remote-gpufs", "gpufs", "x", "y"), "need a name like HOST:PATH"),

@@ -269,6 +269,10 @@ def _send(
     both(channel, lambda: sender.read_results(take, fail, lose, sink.noticed), write)
 
 
+def _is_text(words: str) -> bool:
+    return plain(words) == words
+
+
 class Route:
     """The machines of one command. OSError EINVAL if its names are not possible.
 
@@ -302,6 +306,8 @@ class Route:
             text = "the sources are on several machines: use one command for each"
         elif self._to and len(self._to) < len(ends):
             text = "destinations on this machine and on others need a command each"
+        elif not (_is_text(shell) and _is_text(program)):
+            text = "the commands that reach other machines must be UTF-8"
         elif not self._to and len(ends) > 1:
             text = "files of another machine have one destination here: copy to the others from there"
         elif twice:
