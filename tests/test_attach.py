@@ -275,7 +275,7 @@ def test_attributes_are_right_as_soon_as_a_call_has_returned(file: Path, tmp_pat
     """The kernel caches attributes for a second, and has to be told before the client is."""
     source = tmp_path / "source"
     source.write_bytes(bytes(2 * MIB))
-    for _ in range(50):
+    for _ in range(10):
         os.truncate(file, 0)
         os.truncate(file, 20 * MIB)
         gpufs.attach(file, "r+").close()

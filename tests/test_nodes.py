@@ -302,7 +302,7 @@ def test_a_node_that_cannot_be_reached(nodes: Nodes, host: Path) -> None:
     assert (left(first), left(third)) == (["file", "large"], ["large"])
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("position", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_node_of_a_chain_is_killed(session: Session, nodes: Nodes, host: Path, position: int) -> None:
     """At random points: no partial name is left anywhere, and one line names the node."""
     remote, directories = nodes
@@ -359,19 +359,17 @@ def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path)
     """By a signal here, or the end of this side: all nodes end, and leave no name."""
     remote, directories = nodes
     (host / "m").write_bytes(noise(4 * SIZE))
-    for there in (False, True):
-        for number in (signal.SIGINT, signal.SIGKILL):
-            source = f"source:{host}/m" if there else str(host / "m")
-            command = [*GPUFS, "cp", *remote, source, *ends(directories)]
-            with subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True) as child:
-                await_copy(session, child, directories[-1])
-                child.send_signal(number)
-                assert child.wait(PATIENCE) == -number
-            wait_until(lambda: not servers(session), PATIENCE, "the end of the nodes")
-            assert [left(directory) for directory in directories] == [[], [], []]
+    for source, number in ((str(host / "m"), signal.SIGINT), (f"source:{host}/m", signal.SIGKILL)):
+        command = [*GPUFS, "cp", *remote, source, *ends(directories)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True) as child:
+            await_copy(session, child, directories[-1])
+            child.send_signal(number)
+            assert child.wait(PATIENCE) == -number
+        wait_until(lambda: not servers(session), PATIENCE, "the end of the nodes")
+        assert [left(directory) for directory in directories] == [[], [], []]
 
 
-@pytest.mark.parametrize("size", [5, SIZE], ids=["small", "large"])
+@pytest.mark.parametrize("size", [5, pytest.param(SIZE, marks=pytest.mark.slow)], ids=["small", "large"])
 def test_a_chain_is_interrupted_while_a_node_does_not_answer(
     session: Session, nodes: Nodes, host: Path, tmp_path: Path, size: int
 ) -> None:
@@ -401,6 +399,7 @@ def test_as_many_names_as_a_command_can_have(nodes: Nodes, host: Path) -> None:
     assert [left(directory) for directory in directories[:2]] == [["m"], ["m"]]
 
 
+@pytest.mark.slow
 def test_a_chain_takes_the_time_of_one_copy(session: Session, nodes: Nodes, host: Path) -> None:
     """Where the links are the bottleneck: each pipe moves 30 MB/s."""
     (_, program), directories = nodes[0][2:], nodes[1]

@@ -318,13 +318,13 @@ def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
     ("how", "answers"),
     [
         ("cp", 0),
-        ("cp", 1),
-        ("copy", 0),
         ("copy", 1),
         ("copy_files", 0),
-        ("copy_files", 1),
         ("cp up", 0),
-        ("copy up", 0),
+        *(
+            pytest.param(how, answers, marks=pytest.mark.slow)
+            for how, answers in [("cp", 1), ("copy", 0), ("copy_files", 1), ("copy up", 0)]
+        ),
     ],
 )
 def test_a_signal_ends_a_copy_whose_server_is_silent(root: Path, how: str, answers: int) -> None:

@@ -35,7 +35,7 @@ Medians = dict[str, float]  # seconds by operation
 FACTOR = 3  # an operation may take that many times its quiet median during the attack,
 SLACK = 0.05  # and so many seconds more: the attack needs the CPU, too
 ATTEMPTS = 3  # other programs may make the machine slower; what an attack makes slower is so each time
-ROUNDS, COPIES = 9, 3  # `gpufs cp` starts a process, so it is slow and even
+ROUNDS, COPIES = 7, 3  # `gpufs cp` starts a process, so it is slow and even
 BUDGET = 10.0  # seconds for the rounds of one user; the first ones are always measured
 CONTENT = noise(300 * KIB)  # memory of its own
 
