@@ -21,6 +21,7 @@ PYTHON_MAY_USE = {
     # All but the first: lazily.
     "gpufs": {"_version", "client", "config", "engine", "exceptions", "owned_mount", "reports", "statistics", "torch"},
     "gpufs.__main__": {"cli"},
+    "gpufs._lazy": set(),
     "gpufs._naming": set(),
     "gpufs._printable": set(),
     "gpufs.drivers": set(),
@@ -30,7 +31,7 @@ PYTHON_MAY_USE = {
     "gpufs._version": set(),
     "gpufs.units": set(),
     "gpufs.statistics": set(),
-    "gpufs.config": {"drivers", "units"},
+    "gpufs.config": {"_lazy", "drivers", "units"},
     "gpufs.mounting": {"syscalls"},
     "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
@@ -38,6 +39,7 @@ PYTHON_MAY_USE = {
     "gpufs.nodes": {"_version", "exceptions", "units"},
     # engine: lazily, to map memory; remote, nodes: lazily, for URLs and HOST:PATH
     "gpufs.client": {
+        "_lazy",
         "_naming",
         "_version",
         "drivers",
@@ -57,6 +59,7 @@ PYTHON_MAY_USE = {
     # torch: lazily, when the program opens a file on a mount
     "gpufs.in_place": {"_naming", "modes", "mounting", "torch"},
     "gpufs.torch": {
+        "_lazy",
         "_naming",
         "gpufs",
         "client._attach",

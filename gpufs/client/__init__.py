@@ -6,8 +6,9 @@ several GPUs. :mod:`gpufs` has the functions that map the memory behind a file, 
 cp` does not load them. Importing this starts nothing and loads no driver.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from gpufs._lazy import lazy
 
 if TYPE_CHECKING:
     from gpufs.client._copy import Copier, copy, copy_files, copy_to_each
@@ -17,14 +18,7 @@ _TYPES = ("Cancellation", "CopyError", "CopyProgress", "CopyResult")
 
 __all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy", "copy_files", "copy_to_each"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"gpufs.client.{'_copy_types' if name in _TYPES else '_copy'}")
-    value: object = getattr(module, name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(globals(), {name: "_copy_types" if name in _TYPES else "_copy" for name in __all__})
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,9 @@
 """The settings of a mount: the table of knobs, where their values come from, and what they mean to the engine."""
 
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpufs._lazy import lazy
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 
 if TYPE_CHECKING:
@@ -49,10 +49,4 @@ def hip_memory(values: Mapping[str, Any]) -> Any:
     return wanted if values["hip_memory"] == "auto" else values["hip_memory"]
 
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"gpufs.config.{'loading' if name in _OF_LOADING else 'memory'}")
-    value: object = getattr(module, name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(globals(), {name: "loading" if name in _OF_LOADING else "memory" for name in __all__})

@@ -9,9 +9,9 @@ a read-only view ends the program (SIGSEGV in host memory, a fatal error of the 
 from tensors that are in device memory already.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
+from gpufs._lazy import lazy
 from gpufs.formats import FormatError
 from gpufs.in_place import use_in_place
 from gpufs.torch._file import load_file, safe_open
@@ -45,13 +45,7 @@ __all__ = [
     "use_in_place",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"gpufs.torch.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(globals(), _MODULES)
 
 
 def __dir__() -> list[str]:

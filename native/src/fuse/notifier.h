@@ -23,8 +23,9 @@ class Notifier {
  public:
   Notifier(Transport& transport, Executor& executor) : transport_(transport), executor_(executor) {}
 
-  // Content and attributes, before it returns: whoever is told of a change sees it. May wait for requests of the inode:
-  // not for threads that answer some. ESHUTDOWN once the executor has stopped.
+  // Drops content and attributes before it returns, so whoever is told of a change afterwards sees it. The kernel may
+  // wait for requests for the inode meanwhile: a thread that answers requests must not call this. ESHUTDOWN once the
+  // executor has stopped.
   Status invalidate_inode(std::uint64_t ino);
   // Calls then(), soon, if the kernel does not have the inode.
   void if_forgotten(std::uint64_t ino, std::function<void()> then);

@@ -1,0 +1,27 @@
+"""Names of a package whose modules are loaded when they are first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+
+
+def lazy(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a ``__getattr__`` for a package.
+
+    Parameters
+    ----------
+    package
+        The package's ``globals()``, which keep what has been loaded.
+    modules
+        The module of the package that has each name.
+    """
+
+    def load(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(f"{package['__name__']}.{modules[name]}"), name)
+        package[name] = value
+        return value
+
+    return load
