@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -344,6 +345,31 @@ def test_a_signal_ends_a_copy_whose_server_is_silent(root: Path, how: str, answe
             assert child.wait(PATIENCE) == -signal.SIGINT
             assert time.monotonic() - began < 3
     assert left(root) == (["up"] if "up" in how else [])
+
+
+def test_a_program_that_cancels_a_silent_copy(root: Path) -> None:
+    """Its memory is free at once, and its descriptor is closed when the server has ended."""
+    cancel = Cancellation()
+
+    def ours() -> list[str]:
+        return [name for name in os.listdir("/proc/self/fd") if str(root) in link_of(name)]
+
+    def link_of(name: str) -> str:
+        try:
+            return os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            return ""
+
+    with silent_server(1) as (url, wait_for_silence):
+        copy = ThreadPoolExecutor(1).submit(package.copy, f"{url}/file", root, cancel=cancel)
+        wait_for_silence()
+        cancel.cancel()
+        with pytest.raises(package.CopyError) as caught:
+            copy.result(PATIENCE)
+        assert caught.value.errno == errno.ECANCELED
+        assert left(root) == []
+        assert all(os.fstat(int(name)).st_blocks == 0 for name in ours())
+    wait_until(lambda: not ours(), PATIENCE, "the descriptor to be closed")
 
 
 def test_what_a_kill_has_left_is_replaced(root: Path, web: WebServer) -> None:

@@ -12,8 +12,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import ExitStack
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -51,6 +51,12 @@ _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of th
 def part_name(name: str) -> str:
     """The name of a file until it is complete."""
     return f".{name}.gpufs-part"
+
+
+def _close_after(parts: Sequence[Future[None]], descriptors: Sequence[int]) -> None:
+    """Close files after their last write, so that a late one does not find another file behind the descriptor."""
+    wait(parts)
+    close_all(descriptors)
 
 
 def failure(error: OSError, source: str, destination: str | None = None) -> CopyError:
@@ -125,6 +131,8 @@ class _Destination:
         if keep and done:
             return f"{done} bytes are kept in {self._part.name}: --partial goes on from there"
         _ends.remove(self._part, self.fd)
+        with suppress(OSError):
+            os.ftruncate(self.fd, 0)  # its memory is free at once, also where a silent server keeps it open
         return ""
 
 
@@ -166,10 +174,11 @@ class RemoteCopies:
                     end.discard(keep=self._settings.options.partial)
                 raise
             finally:
-                # A thread that waits for a silent server may still write, and must not find another file behind the
-                # descriptor.
-                if not loading.is_running:
-                    close_all([end.fd for end in ends.values()])
+                descriptors = [end.fd for end in ends.values()]
+                if loading.running:
+                    waiting.start(_close_after, loading.running, descriptors)
+                else:
+                    close_all(descriptors)
         return [outcomes[place] for place in range(len(destinations))]
 
     def _load(

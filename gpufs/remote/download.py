@@ -106,7 +106,7 @@ class Download:
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # guards moved
         self.moved = 0  # bytes that have arrived
-        self.is_running = False  # parts may still be written, although run() has ended
+        self.running: list[Future[None]] = []  # parts that may still be written, although run() has ended
 
     def run(self, report: Callable[[int], None], cancelled: Callable[[], bool]) -> None:
         """Load the missing parts.
@@ -145,9 +145,7 @@ class Download:
                 report(self.moved)
         finally:
             self._stopped.set()
-            for future in pending:
-                future.cancel()
-            self.is_running = bool(wait(pending, END_SECONDS).not_done)
+            self.running += wait([part for part in pending if not part.cancel()], END_SECONDS).not_done
 
     def _load(self, part: int, count: int, *, ranges: bool) -> None:
         """Load ``count`` parts from the first, ``part``, on, in one request; in more if it ends early."""
