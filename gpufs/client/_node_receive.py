@@ -372,8 +372,8 @@ class Receiver:
                 self._channel.send(Result(file.number, path, number, plain(text)))
                 self._sink.ended(source, error_class(number)(number, text, source, entry.path))
             else:
-                checksum = stored.sha256 or ""
-                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, stored.paths, checksum))
+                sha256 = stored.sha256 or ""
+                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256))
                 self._sink.ended(source, stored)
         while self._in_file:  # of a file that is not stored
             if isinstance(self._next(), InPlace):
@@ -435,8 +435,8 @@ class Receiver:
         moved_by = "pipe" if self._bounce is None else "nixl"
         counts = {moved_by: done - holes - in_place, "direct": in_place, "hole": holes}
         paths = {path: count for path, count in counts.items() if count}
-        digest = checksum.text if self._request.verify else None
-        return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=digest)
+        sha256 = checksum.text or None
+        return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=sha256)
 
     def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
         """Let the sender write into the memory of the new file. Returns the offset that is reached."""

@@ -30,8 +30,8 @@ import msgspec
 from msgspec import Meta
 
 # The versions of this protocol that this program speaks. Both sides use the newest that both speak.
-OLDEST_VERSION: Final = 1
-NEWEST_VERSION: Final = 1
+OLDEST_VERSION: Final = 2  # 1 had a CRC-32 of all bytes
+NEWEST_VERSION: Final = 2
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Errno: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
@@ -208,9 +208,9 @@ class Hole(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """The end of a file, with the checksum of its bytes: CRC-32, or SHA-256 with ``verify``."""
+    """The end of a file, and, with ``verify``, the SHA-256 of its bytes."""
 
-    checksum: Text
+    checksum: Text = ""
 
 
 class Abandon(msgspec.Struct, tag=True):
