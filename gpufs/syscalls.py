@@ -43,7 +43,7 @@ def _check(result: int) -> int:
 class Identity(NamedTuple):
     """What a descriptor names: the device number of its file system, the inode's number, type and permission bits."""
 
-    device: int
+    st_dev: int
     ino: int
     mode: int
 

@@ -126,7 +126,7 @@ def revoke(path: str) -> None:
 def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     try:
-        device = identity(fd).device
+        device = identity(fd).st_dev
         mounts = mounting.by_device().get(device)
         if mounts is None:
             raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)

@@ -78,10 +78,10 @@ def _check_mode(fd: int, *, write: bool, what: str) -> None:
         raise OSError(EBADF, f"{what} is open for appending")
 
 
-def _device_file(fd: int, what: str, device: int) -> Identity:
-    """The identity of a regular file of our mount, whose st_dev is ``device``. OSError for anything else."""
+def _device_file(fd: int, what: str, st_dev: int) -> Identity:
+    """The identity of a regular file of our mount, whose device number is ``st_dev``. OSError for anything else."""
     file = identity(fd)
-    if file.device != device:
+    if file.st_dev != st_dev:
         raise OSError(EXDEV, f"{what} is not on this mount")
     if stat.S_ISDIR(file.mode):
         raise OSError(EISDIR, os.strerror(EISDIR))
@@ -90,8 +90,8 @@ def _device_file(fd: int, what: str, device: int) -> Identity:
     return file
 
 
-def check_copy(direction: str, host_fd: int, mount_fd: int, device: int) -> tuple[Identity, Identity]:
-    """The identities of both ends of a copy; ``device`` is the st_dev of our mount. Asks no file system anything.
+def check_copy(direction: str, host_fd: int, mount_fd: int, st_dev: int) -> tuple[Identity, Identity]:
+    """The identities of both ends of a copy; ``st_dev`` is that of our mount. Asks no file system anything.
 
     OSError EBADF unless both descriptors may be used for the direction, EDEADLK when the host's file is on our mount,
     EXDEV when the other is not, EINVAL or EISDIR for what is neither a regular file nor, on the host's side, a block
@@ -101,9 +101,9 @@ def check_copy(direction: str, host_fd: int, mount_fd: int, device: int) -> tupl
     _check_mode(host_fd, write=not load, what="the host's file")
     _check_mode(mount_fd, write=load, what="the file on the mount")
     host = identity(host_fd)
-    if host.device == device:
+    if host.st_dev == st_dev:
         raise OSError(EDEADLK, "both files are on this mount: copy_file_range copies between them")
-    mount = _device_file(mount_fd, "the file on the mount", device)
+    mount = _device_file(mount_fd, "the file on the mount", st_dev)
     if stat.S_ISDIR(host.mode):
         raise OSError(EISDIR, os.strerror(EISDIR))
     if not stat.S_ISREG(host.mode) and not stat.S_ISBLK(host.mode):
@@ -111,7 +111,7 @@ def check_copy(direction: str, host_fd: int, mount_fd: int, device: int) -> tupl
     return host, mount
 
 
-def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
+def check_attachable(fd: int, mode: str, st_dev: int) -> tuple[int, bool]:
     """Check the descriptor of a file whose memory a client asks for. Asks no file system anything.
 
     Parameters
@@ -120,7 +120,7 @@ def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
         The client's descriptor.
     mode
         READ, READ_WRITE or COPY_ON_WRITE.
-    device
+    st_dev
         The st_dev of our mount.
 
     Returns
@@ -138,17 +138,17 @@ def check_attachable(fd: int, mode: str, device: int) -> tuple[int, bool]:
     _check_mode(fd, write=False, what=what)
     if mode == READ_WRITE:
         _check_mode(fd, write=True, what=what)
-    ino = _device_file(fd, what, device).ino
+    ino = _device_file(fd, what, st_dev).ino
     return ino, open_flags(fd) & (os.O_ACCMODE | os.O_APPEND) == os.O_RDWR
 
 
-def check_registrable(fd: int, device: int) -> int:
+def check_registrable(fd: int, st_dev: int) -> int:
     """The inode of a file that a client has created for its memory. Asks no file system anything.
 
     OSError EBADF unless its descriptor is open for writing, and as of :func:`check_attachable`.
     """
     _check_mode(fd, write=True, what="the file on the mount")
-    return _device_file(fd, "the file on the mount", device).ino
+    return _device_file(fd, "the file on the mount", st_dev).ino
 
 
 def check_shareable(fd: int) -> None:
@@ -163,10 +163,10 @@ def check_shareable(fd: int) -> None:
             raise OSError(EINVAL, "the descriptor is not that of memory") from None
 
 
-def check_limitable(descriptors: Sequence[Descriptor], uid: int, device: int) -> int:
+def check_limitable(descriptors: Sequence[Descriptor], uid: int, st_dev: int) -> int:
     """The inode of the directory whose limits a client wants to change. Asks no file system anything.
 
-    ``uid``: the client's user; ``device``: the st_dev of our mount. OSError EPERM unless it is root or the mount's
+    ``uid``: the client's user; ``st_dev``: that of our mount. OSError EPERM unless it is root or the mount's
     owner, EINVAL without one descriptor, EXDEV and ENOTDIR for what is not a directory of the mount.
     """
     if not trusted(uid):
@@ -174,21 +174,21 @@ def check_limitable(descriptors: Sequence[Descriptor], uid: int, device: int) ->
     if len(descriptors) != 1:
         raise OSError(EINVAL, "a limit takes the descriptor of one directory")
     directory = identity(descriptors[0].fd)
-    if directory.device != device:
+    if directory.st_dev != st_dev:
         raise OSError(EXDEV, "the directory is not on this mount")
     if not stat.S_ISDIR(directory.mode):
         raise OSError(ENOTDIR, os.strerror(ENOTDIR))
     return directory.ino
 
 
-def check_revocable(descriptors: Sequence[Descriptor], device: int) -> int:
+def check_revocable(descriptors: Sequence[Descriptor], st_dev: int) -> int:
     """The inode of the file whose leases a client wants to end, by any descriptor of it. Asks no file system anything.
 
     OSError EINVAL without one descriptor, and as of :func:`check_attachable`.
     """
     if len(descriptors) != 1:
         raise OSError(EINVAL, "a revocation takes the descriptor of one file")
-    return _device_file(descriptors[0].fd, "the file", device).ino
+    return _device_file(descriptors[0].fd, "the file", st_dev).ino
 
 
 def check_file_system(fd: int) -> bool:

@@ -222,6 +222,6 @@ class ClientConnection:
         self._record.end(number)
 
     async def _set_quota(self, message: SetQuota, descriptors: list[Descriptor]) -> None:
-        ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.device)
+        ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.st_dev)
         self._served.set_limit(ino, message.uid, message.limit)
         self._channel.log(logging.INFO, "%s", message)

@@ -221,7 +221,7 @@ class ClientCopies:
     def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""
         copy, served = task.copy, self._served
-        on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.device)
+        on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.st_dev)
         buffer = task.resources.hold(served.open_buffer(on_mount.ino))
         task.paths = (path_behind(host.fd), path_behind(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
@@ -230,7 +230,7 @@ class ClientCopies:
         # all of them count as one client, with one share.
         client = self._share
         if _checks.check_file_system(host.fd):
-            client = _SERVER_BIT | on_host.device
+            client = _SERVER_BIT | on_host.st_dev
         size = None
         status = os.fstat(host.fd)
         if copy.direction == LOAD:

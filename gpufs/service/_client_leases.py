@@ -169,7 +169,7 @@ class ClientLeases:
     async def revoke(self, descriptors: list[Descriptor]) -> None:
         """End all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
         served, peer, user = self._served, self._channel.peer, self._channel.user
-        ino = _checks.check_revocable(descriptors, served.device)
+        ino = _checks.check_revocable(descriptors, served.st_dev)
         if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
             raise OSError(errno.EPERM, "only the file's owner, root and the user who mounted may end its leases")
         for holder, resources in served.holders.leases_on(ino):
@@ -179,7 +179,7 @@ class ClientLeases:
 
     def _check(self, message: Attach, descriptor: Descriptor) -> tuple[int, bool]:
         """The inode of the file to attach, and whether the client may only read it. OSError if a rule forbids it."""
-        ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._served.device)
+        ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._served.st_dev)
         return ino, not may_write
 
     async def _attach(self, message: Attach, client_lease: _ClientLease, descriptor: Descriptor) -> None:

@@ -60,7 +60,7 @@ class ClientRegistrations:
         peer, served = self._channel.peer, self._served
         if message.kind == "ipc" and not trusted(peer.uid):
             raise OSError(EPERM, _FOREIGN_IPC)
-        ino = _checks.check_registrable(descriptors[0].fd, served.device)
+        ino = _checks.check_registrable(descriptors[0].fd, served.st_dev)
         for memory in descriptors[1:]:
             _checks.check_shareable(memory.fd)
         holder = Holder(peer, REGISTERED, path_behind(descriptors[0].fd), ino, bytes=message.size)

@@ -118,8 +118,8 @@ class ServedMount:
 
     Attributes
     ----------
-    device
-        The st_dev of the mount.
+    st_dev
+        The device number of the mount.
     trust_readers
         Whether clients that may only read get the memory itself on GPUs, too, whose descriptors always give write
         access.
@@ -133,7 +133,7 @@ class ServedMount:
 
     mount: Mount
     set_limit: Callable[[int, int | None, int], None]
-    device: int
+    st_dev: int
     trust_readers: bool
     limits: Limits
     holders: HolderTable
