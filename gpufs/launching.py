@@ -104,7 +104,7 @@ def launch(
     answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
     passed = {"--answer-fd": daemon_end}
     if is_journal(2):  # mount(8) run by systemd, for a line of /etc/fstab
-        passed["--journal-fd"] = os.dup(2)
+        passed["--log-fd"] = os.dup(2)
     try:
         with tempfile.TemporaryFile() as errors:
             try:

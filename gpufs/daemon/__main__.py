@@ -1,8 +1,8 @@
 """The process that serves one mount: it builds the parts in order and takes them apart again whatever happens.
 
-``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--journal-fd N] MOUNTPOINT`` in a session of its
+``gpufs mount`` starts it as ``python -m gpufs.daemon [--answer-fd N] [--log-fd N] MOUNTPOINT`` in a session of its
 own, with a :class:`~gpufs.daemon.startup.MountRequest` on standard input. With ``--answer-fd`` it writes one JSON line
-there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}. ``--journal-fd`` is a
+there: {"ok": true, ...} once the mount answers requests, or {"error": errno, "message": text}. ``--log-fd`` is a
 descriptor of systemd's journal, for the log. The keeper starts it as ``python -m gpufs.daemon --takeover-fd N
 MOUNTPOINT`` in place of a daemon that has died.
 
@@ -227,14 +227,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve the mount of the command line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="gpufs.daemon")
     parser.add_argument("--answer-fd", type=int)
-    parser.add_argument("--journal-fd", type=int, default=-1)
+    parser.add_argument("--log-fd", type=int, default=-1)
     parser.add_argument("--takeover-fd", type=int)
     parser.add_argument("mountpoint")
     chosen = parser.parse_args(arguments)
     if chosen.answer_fd is not None:
         os.set_inheritable(chosen.answer_fd, False)
-    if chosen.journal_fd >= 0:
-        os.set_inheritable(chosen.journal_fd, False)
+    if chosen.log_fd >= 0:
+        os.set_inheritable(chosen.log_fd, False)
     answer = LauncherAnswer(chosen.answer_fd)
     logs = None
     try:
@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
             request.config["log_file"],
             request.config["log_level"],
             foreground=request.foreground and taken is None,
-            journal=chosen.journal_fd if taken is None else taken.held.get(Key.LOG, -1),
+            fd=chosen.log_fd if taken is None else taken.held.get(Key.LOG, -1),
         )
         environment.spare_from_oom_killer()
         os.umask(0)

@@ -157,10 +157,10 @@ def _journal_line(line: bytes) -> bytes:
 class Log:
     """The destination of both planes' log lines: a file, standard error, the journal, or nothing.
 
-    ``journal`` is a descriptor of the journal that the launcher has passed, or -1. The log then owns it.
+    ``fd`` is a descriptor for the lines, as of systemd's journal, that the launcher has passed, or -1. The log owns it.
     """
 
-    def __init__(self, path: str | None, level: str, *, foreground: bool, journal: int = -1) -> None:
+    def __init__(self, path: str | None, level: str, *, foreground: bool, fd: int = -1) -> None:
         self._path = path
         self._level = int(getattr(logging, level.upper()))
         self._fd = -1
@@ -174,7 +174,7 @@ class Log:
         elif foreground:
             self._fd = os.dup(2)
         else:
-            self._fd = journal
+            self._fd = fd
         root = logging.getLogger()
         for old in list(root.handlers):
             root.removeHandler(old)
