@@ -14,7 +14,7 @@ from support.data import GIB, MIB, assert_same, noise
 from support.mounting import GPUFS, Mounter, Session
 from test_nodes import throttled_shell
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
 
 SIZE = 4 * GIB
 BLOCK = 64 * MIB

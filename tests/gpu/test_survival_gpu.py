@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 import pytest
 from support.cli import gpufs
@@ -96,6 +98,41 @@ class _Reader(threading.Thread):
                 self.longest = max(self.longest, time.monotonic() - began)
 
 
+class _Bus(threading.Thread):
+    """Estimates the bytes that cross PCIe, in both directions of the first GPU, from NVML's samples of 20 ms.
+
+    https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html, nvmlDeviceGetPcieThroughput (KB a second).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._ended = 0.0, threading.Event()
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self._gpu = ctypes.c_void_p()
+        assert self._nvml.nvmlInit_v2() == 0
+        assert self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._gpu)) == 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        latest = time.monotonic()
+        while not self._ended.is_set():
+            rate = 0
+            for counter in (0, 1):  # sent, received
+                value = ctypes.c_uint()
+                assert self._nvml.nvmlDeviceGetPcieThroughput(self._gpu, counter, ctypes.byref(value)) == 0
+                rate += value.value * 1000
+            now = time.monotonic()
+            self.bytes += rate * (now - latest)
+            latest = now
+
+
 def _taken() -> dict[str, int]:
     """MiB of each GPU as nvidia-smi shows them."""
     words = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
@@ -162,6 +199,17 @@ def _kill_under(program: subprocess.Popen[str], mount: Survivor, file: Path) -> 
         pauses.append(reader.longest)
         begin()
         assert json.loads(stdout.readline()) == expected
+    with _Bus() as death:
+        begin()
+        mount.kill()
+        assert json.loads(stdout.readline()) == expected
+    with _Bus() as load, open(file, "rb", buffering=0) as content:
+        while content.read(MIB):
+            pass
+    print(
+        f"over PCIe: {death.bytes / MIB:.0f} MiB at a death, {load.bytes / MIB:.0f} MiB at a read of {PART / MIB:.0f}"
+    )
+    assert death.bytes < PART / 8 < load.bytes
     after = _taken()
     print(f"nvidia-smi: {before} MiB before, {after} after")
     assert all(abs(after[gpu] - before[gpu]) <= 64 for gpu in before)
