@@ -23,7 +23,7 @@ Make = Callable[..., GpufsMount]
 REFUSED = (errno.EDQUOT, errno.ENOSPC)
 
 
-@pytest.fixture(params=["host", "cuda"])
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.slow)])
 def own(request: pytest.FixtureRequest, mount: Mounter, tmp_path: Path) -> Make:
     """own(memory, user_memory): a mount with a directory for nobody, over host memory and over a fake of CUDA."""
 

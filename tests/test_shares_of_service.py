@@ -33,7 +33,7 @@ Make = Callable[..., GpufsMount]
 Ready = Callable[[], None]
 
 
-@pytest.fixture(params=["host", "cuda"])
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.slow)])
 def own(request: pytest.FixtureRequest, mount: Mounter, tmp_path: Path) -> Make:
     """own("--option", memory=...): a mount with a directory for nobody, over host memory and over a fake of CUDA."""
 
