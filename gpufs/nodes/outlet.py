@@ -16,9 +16,10 @@ from gpufs.nodes.messages import Chosen, Free, InPlace, Measure, Measured, Slot,
 from gpufs.units import rate_text
 
 _PROGRESS_SECONDS: Final = 0.0005
-# The part of each large file that shows how fast slots are, which includes reading, summing up and writing its bytes.
-_TIMED_FROM: Final = 32 << 20
-_TIMED_BYTES: Final = 64 << 20
+# The part of each large file that shows how fast slots are, which includes reading and writing its bytes. The first copies
+# of a daemon are slower: its bounce buffers are pinned then.
+_TIMED_FROM: Final = 256 << 20
+_TIMED_BYTES: Final = 128 << 20
 
 T = TypeVar("T")
 
