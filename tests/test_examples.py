@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.data import MIB
 from support.mounting import REPOSITORY, Mounter
 from support.processes import run
@@ -46,6 +47,7 @@ def test_two_programs(mount: Mounter) -> None:
     assert "both programs gave the same answer" in run_example("two_programs.py", mount(memory=256 * MIB).device)
 
 
+@pytest.mark.slow
 def test_without_arguments_they_say_how_to_use_them() -> None:
     for name in ("restart.py", "serve.py", "two_programs.py", "transformers_model.py"):
         if name != "transformers_model.py" or find_spec("transformers"):
@@ -62,6 +64,7 @@ def bench(module: str, words: str, output: Path) -> tuple[dict[str, Any], str, s
     return json.loads(output.read_text()), done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_short_run_of_everything(tmp_path: Path) -> None:
     kinds = ["read", "rewrite", "fresh", "open", "map", "create", "unlink", "numpy.memmap"]
     words = "--trace-rounds 1 --rounds 1 --seconds 0.02 --blocks 1M --streams 1 --file-bytes 4M --load-bytes 4M"
@@ -89,6 +92,7 @@ def test_a_short_run_of_everything(tmp_path: Path) -> None:
     assert Path("/proc/self/mountinfo").read_text(errors="replace").count("gpufs-bench-") <= mounts
 
 
+@pytest.mark.slow
 def test_a_short_run_of_submissions(tmp_path: Path) -> None:
     words = "--rounds 1 --operations 128 --threads 1"
     document, _, _ = bench("bench.submissions", words, tmp_path / "out.json")

@@ -292,6 +292,7 @@ def test_more_files_than_descriptors(short: tuple[Path, Path], tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_more_directories_than_descriptors(short: tuple[Path, Path], tmp_path: Path) -> None:
     shown, _ = short
     names = [f"d{n // 20}/e{n}/f" for n in range(600)]
