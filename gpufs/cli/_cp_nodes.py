@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -10,18 +10,12 @@ from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._output import complain
 from gpufs.client import Cancellation, Copier
 from gpufs.client._node_copy import Route
-from gpufs.nodes import names
 from gpufs.nodes.messages import Request
 
 if TYPE_CHECKING:
     from gpufs.client._node_reports import Sink
 
 Copy: TypeAlias = "Callable[[Sink], None]"
-
-
-def has_node(given: Sequence[str]) -> bool:
-    """Return whether any of the names is HOST:PATH."""
-    return any(map(names.is_node_name, given))
 
 
 class NodeNames:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._cp_walk import targets
-from gpufs.client import Cancellation, Copier, CopyError, CopyResult
-from gpufs.client._copy_types import STREAM
+from gpufs.client import Cancellation, Copier, CopyError
+from gpufs.client._copy_types import STREAM, Outcome
 from gpufs.client._ends import Entry
 from gpufs.client._remote_copy import check_upload
 from gpufs.exceptions import text_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-Outcomes: TypeAlias = list[CopyResult | CopyError]
+Outcomes: TypeAlias = list[Outcome]
 
 
 class Task(NamedTuple):

@@ -21,7 +21,7 @@ from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._cp_walk import Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
-from gpufs.client._copy_types import STREAM, check_options
+from gpufs.client._copy_types import STREAM, Outcome, check_options
 from gpufs.client._ends import Entry
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
@@ -55,9 +55,11 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
             with _misuse():
                 remote = _cp_remote.RemoteNames(names, directories, options)
     if remote is None and any(":" in name for name in given):
-        from gpufs.cli import _cp_nodes
+        from gpufs.nodes.names import is_node_name
 
-        if _cp_nodes.has_node(given):
+        if any(map(is_node_name, given)):
+            from gpufs.cli import _cp_nodes
+
             with _misuse("--"):
                 check_options(options.of_each_copy, "HOST:PATH")
             with _misuse():
@@ -190,10 +192,10 @@ def _is_mount_root(path: str) -> bool:
     return any(entry.mountpoint == path for entries in mounting.by_device().values() for entry in entries)
 
 
-def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[CopyResult | CopyError]]:
+def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[Outcome]]:
     """Return a copy whose outcome is a list, as that of a copy to several destinations."""
 
-    def work(**options: Any) -> list[CopyResult | CopyError]:
+    def work(**options: Any) -> list[Outcome]:
         try:
             return [copy(**options)]
         except CopyError as error:
@@ -332,7 +334,7 @@ class Run:
         """Of a copy between machines: a line for the user."""
         self._print(f"gpufs cp: {text}", sys.stderr)
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """Of a copy between machines: what became of a file. None if it was skipped."""
         with self._lock:
             if hop == 0:  # the others are not counted
@@ -456,7 +458,7 @@ class Run:
             for item in items:
                 self._walk.release(item.folder)
 
-    def _copy(self, source: str, destinations: list[str], copy: Callable[..., list[CopyResult | CopyError]]) -> None:
+    def _copy(self, source: str, destinations: list[str], copy: Callable[..., list[Outcome]]) -> None:
         done = 0
         if self.cancel.cancelled:
             return

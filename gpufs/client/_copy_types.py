@@ -229,3 +229,7 @@ class CopyResult(NamedTuple):
     paths: dict[str, int]
     refusals: tuple[str, ...] = ()
     sha256: str | None = None
+
+
+# What became of one copy of several.
+Outcome: TypeAlias = CopyResult | CopyError

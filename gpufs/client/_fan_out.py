@@ -10,15 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TypeAlias
 
 from gpufs.client import _ends
 from gpufs.client._copy_job import CopyJob, Mounts, Settings
-from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
+from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, Outcome
 from gpufs.client._ends import Entry, OpenFile
 from gpufs.syscalls import close_all
-
-Outcome: TypeAlias = CopyResult | CopyError
 
 
 class FanOut:

@@ -20,6 +20,7 @@ from gpufs.client._copy_types import (
     CopyError,
     CopyProgress,
     CopyResult,
+    Outcome,
     check_options,
     error_class,
 )
@@ -37,7 +38,6 @@ from gpufs.nodes.messages import (
     Lost,
     Moved,
     Notice,
-    Outcome,
     Plan,
     Refused,
     Request,
@@ -90,7 +90,7 @@ def upload(
 
     def take(sent: Sent, result: Result) -> None:
         destination = str(NodeName(targets[result.hop].host, os.fsdecode(result.path)))
-        outcome: CopyResult | CopyError | None = None
+        outcome: Outcome | None = None
         if result.error:
             outcome = error_class(result.error)(result.error, result.text, sent.path, destination)
         elif not result.skipped:
@@ -114,7 +114,7 @@ def upload(
     _send(copier, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
 
 
-def lead(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName], request: Request, sink: Sink) -> None:
+def ask_for_upload(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName], request: Request, sink: Sink) -> None:
     """Let another machine copy its files to a chain of machines. OSError for what ends all copies."""
     request.sends = True
     request.sources = [os.fsencode(path) for path in paths]
@@ -129,12 +129,12 @@ def lead(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName], request:
                 shown.moved(os.fsdecode(message.source), message.size)
             case Notice():
                 shown.noticed(message.text)
-            case Outcome() if message.hop < len(targets):
+            case Result() if message.hop < len(targets):
                 show(message, shown)
             case Lost() if message.hop < len(targets):
                 sink.lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
             case _:
-                raise ProtocolError("no outcome")
+                raise ProtocolError("no result")
 
 
 def serve(incoming: int, outgoing: int) -> bool:
@@ -177,7 +177,7 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
 
     paths = [os.fsdecode(path) for path in request.sources]
     if request.sends and request.forward:
-        _lead(copier, channel, [_expanded(path) for path in paths], request)
+        _upload_as_asked(copier, channel, [_expanded(path) for path in paths], request)
     elif request.sends:
         sources = [_expanded(path) for path in paths]
         _send(copier, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
@@ -197,7 +197,7 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
                     relay.finish()
 
 
-def _lead(copier: Copier, channel: Channel, sources: Sequence[str], request: Request) -> None:
+def _upload_as_asked(copier: Copier, channel: Channel, sources: Sequence[str], request: Request) -> None:
     """Copy files of this machine to a chain of others, for the machine that asks."""
     cancel, reports = Cancellation(), Reports(channel)
     targets = [names.parse(os.fsdecode(name)) for name in request.forward]
@@ -331,7 +331,7 @@ class Route:
                 if not self._from:
                     upload(copier, peer, self._sources, self._to, request, sink)
                 elif self._to:
-                    lead(peer, paths, self._to, request, sink)
+                    ask_for_upload(peer, paths, self._to, request, sink)
                 else:
                     download(copier, peer, paths, self._end, request, sink, cancel)
 
@@ -347,7 +347,7 @@ def copy_to_each(
     destinations: Sequence[str],
     progress: Callable[[CopyProgress], None] | None,
     cancel: Cancellation | None,
-) -> list[CopyResult | CopyError]:
+) -> list[Outcome]:
     """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""
     cancel, options = cancel or Cancellation(), copier.settings.options
     sink = Outcomes(len(destinations), progress, copier.settings.notice)

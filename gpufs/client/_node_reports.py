@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from gpufs.client._copy_types import CopyError, CopyProgress, CopyResult, error_class
+from gpufs.client._copy_types import CopyError, CopyProgress, CopyResult, Outcome, error_class
 from gpufs.exceptions import text_of
 from gpufs.nodes.channel import Channel
-from gpufs.nodes.messages import Lost, Moved, Notice, Outcome, Plan, plain
+from gpufs.nodes.messages import Lost, Moved, Notice, Plan, Result, plain
 
 _PROGRESS_SECONDS: Final = 0.1
 
@@ -28,7 +28,7 @@ class Sink(Protocol):
     def noticed(self, text: str) -> None:
         """A line for the user."""
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
 
     def lost(self, hop: int, error: CopyError) -> None:
@@ -47,7 +47,7 @@ class Silent:
     def noticed(self, text: str) -> None:
         pass
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         pass
 
     def lost(self, hop: int, error: CopyError) -> None:
@@ -67,7 +67,7 @@ class Noted:
 
 
 class Shown:
-    """Passes on what a receiver here, or a machine that leads a copy, reports, with the sources named HOST:PATH."""
+    """Passes on what a receiver here, or a machine that uploads for this one, reports: with sources named HOST:PATH."""
 
     def __init__(self, sink: Sink, host: str) -> None:
         self._sink = sink
@@ -80,7 +80,7 @@ class Shown:
     def noticed(self, text: str) -> None:
         self._sink.noticed(f"{self._host}: {text}")
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         shown = f"{self._host}:{source}"
         if isinstance(outcome, CopyResult):
             outcome = outcome._replace(source=shown)
@@ -91,7 +91,7 @@ class Shown:
 
 
 class Reports:
-    """Reports to the machine that has asked this one to lead a copy."""
+    """Reports to the machine that has asked this one to upload."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -109,14 +109,14 @@ class Reports:
     def noticed(self, text: str) -> None:
         self._channel.send(Notice(plain(text)))
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
-        message = Outcome(hop, os.fsencode(source), b"", skipped=outcome is None)
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        message = Result(0, b"", skipped=outcome is None, hop=hop, source=os.fsencode(source))
         if isinstance(outcome, CopyError):
             destination = outcome.filename2 if source else outcome.filename
-            message.destination = os.fsencode(str(destination or ""))
+            message.path = os.fsencode(str(destination or ""))
             message.error, message.text = outcome.errno or errno.EIO, plain(text_of(outcome))
         elif outcome is not None:
-            message.destination = os.fsencode(outcome.destination)
+            message.path = os.fsencode(outcome.destination)
             message.size, message.seconds, message.paths = outcome.bytes, outcome.seconds, outcome.paths
             message.checksum = outcome.sha256 or ""
         self._channel.send(message)
@@ -126,10 +126,10 @@ class Reports:
         self._channel.send(Lost(hop, number, text, os.fsencode(str(error.filename))))
 
 
-def show(message: Outcome, sink: Sink) -> None:
+def show(message: Result, sink: Sink) -> None:
     """Report what another machine has sent by Reports."""
-    source, destination = os.fsdecode(message.source), os.fsdecode(message.destination)
-    outcome: CopyResult | CopyError | None = None
+    source, destination = os.fsdecode(message.source), os.fsdecode(message.path)
+    outcome: Outcome | None = None
     if message.error:
         outcome = error_class(message.error)(message.error, message.text, source, destination or None)
     elif not message.skipped:
@@ -148,7 +148,7 @@ class Outcomes:
         self._notice = notice
         self._size = 0
         self._reported = 0.0
-        self.outcomes: list[CopyResult | CopyError | None] = [None] * count
+        self.outcomes: list[Outcome | None] = [None] * count
 
     def planned(self, size: int) -> None:
         self._size = size
@@ -165,7 +165,7 @@ class Outcomes:
         if self._notice is not None:
             self._notice(text)
 
-    def ended(self, source: str, outcome: CopyResult | CopyError | None, hop: int = 0) -> None:
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         self.outcomes[hop] = outcome
 
     def lost(self, hop: int, error: CopyError) -> None:

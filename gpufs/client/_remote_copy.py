@@ -25,6 +25,7 @@ from gpufs.client._copy_types import (
     CopyProgress,
     CopyResult,
     NotOnMountCopyError,
+    Outcome,
     check_options,
     error_class,
 )
@@ -41,7 +42,6 @@ from gpufs.syscalls import close_all
 if TYPE_CHECKING:
     from gpufs.client._copy import Copier
 
-Outcome: TypeAlias = CopyResult | CopyError
 Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
 _BLOCK_BYTES: Final = 4 << 20

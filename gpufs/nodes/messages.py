@@ -14,7 +14,7 @@ sender can ask for a Window, the memory of the receiver's file. It writes there,
 In a chain each receiver sends what it receives to the next machine, as the sender of that connection, and passes the
 answers back with ``hop`` increased: 0 is the machine that sends the message, 1 the next one. Lost is the end of the
 chain behind a machine. If the side that runs the command has no files itself, it asks the first machine to Request
-the others, and is sent a Plan, Moved, and an Outcome for each file.
+the others, and is sent a Plan, Moved, and a Result for each file.
 
 A side ignores fields that it does not know, so a new field needs no new version. Names are bytes, as in the kernel.
 """
@@ -221,7 +221,10 @@ class Abandon(msgspec.Struct, tag=True):
 
 
 class Result(msgspec.Struct, tag=True):
-    """What became of a file. ``error``: 0, or why it has not been stored. ``path``: for messages."""
+    """What became of a file. ``error``: 0, or why it has not been stored. ``path``: of the copy.
+
+    A machine that was asked to send its files to others names the ``source`` in place of the number, and the seconds.
+    """
 
     number: Count
     path: Path
@@ -232,6 +235,8 @@ class Result(msgspec.Struct, tag=True):
     paths: dict[Text, Count] = {}  # bytes by "pipe" and "nixl", and in holes
     checksum: Text = ""  # SHA-256, if verified
     hop: Count = 0
+    source: Path = b""
+    seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -265,21 +270,6 @@ class Moved(msgspec.Struct, tag=True):
     size: Count
 
 
-class Outcome(msgspec.Struct, tag=True):
-    """What became of a file on one machine of the chain. ``error``: 0, or why it has not been stored."""
-
-    hop: Count
-    source: Path
-    destination: Path
-    error: Errno = 0
-    text: Text = ""
-    skipped: bool = False
-    size: Count = 0
-    seconds: float = 0.0
-    paths: dict[Text, Count] = {}
-    checksum: Text = ""
-
-
 class Refused(msgspec.Struct, tag=True):
     """Why nothing, or nothing more, is copied. No message follows."""
 
@@ -303,7 +293,7 @@ class Alive(msgspec.Struct, tag=True):
 _OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
 _OfReceiver: TypeAlias = Result | Finished
 _OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
-_OfChain: TypeAlias = Lost | Notice | Moved | Outcome
+_OfChain: TypeAlias = Lost | Notice | Moved
 Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
 
 

@@ -16,8 +16,8 @@ from gpufs.nodes.messages import Chosen, Free, InPlace, Measure, Measured, Slot,
 from gpufs.units import rate_text
 
 _PROGRESS_SECONDS: Final = 0.0005
-# The part of each large file that shows how fast slots are, which includes reading and writing its bytes. The first copies
-# of a daemon are slower: its bounce buffers are pinned then.
+# The part of each large file that shows how fast slots are, with what it takes to read and write its bytes. The first
+# copies of a daemon are slower: its bounce buffers are pinned then.
 _TIMED_FROM: Final = 256 << 20
 _TIMED_BYTES: Final = 128 << 20
 
