@@ -519,30 +519,38 @@ def test_files_in_place_by_nixl(mount: Mounter, host: Path, slow_pipe: tuple[str
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        "b.Bounce.registered = fail",
-        "o = b.Bounce._move; b.Bounce._move = lambda s, *a: (fail if a[0] == 'WRITE' else o)(s, *a)",
-    ],
+    ("call", "when"),
+    [("register_memory", f"first[0][1] >= {LARGE}"), ("initialize_xfer", "first == 'WRITE'")],
     ids=["register", "write"],
 )
 @pytest.mark.slow
-def test_memory_that_nixl_does_not_take(mount: Mounter, slow_pipe: tuple[str, ...], tmp_path: Path, code: str) -> None:
+def test_memory_that_nixl_does_not_take(
+    mount: Mounter, slow_pipe: tuple[str, ...], tmp_path: Path, call: str, when: str
+) -> None:
     """The slots take its place, wherever it fails, and nothing is said."""
     first, second = (mount(memory=LARGE + 128 * MIB).device for _ in range(2))
     with open(first / "large", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, LARGE)
-    fail = "def fail(*_): raise b.ConnectionEnded(5, 'refused')"
     program = script(
         tmp_path / "gpufs",
-        f"#!{sys.executable}\nimport gpufs.nodes.bounce as b\n{fail}\n{code}\nfrom gpufs.cli import main\nmain()\n",
+        f"""#!{sys.executable}
+from gpufs.cli import main
+from nixl._api import nixl_agent
+original = nixl_agent.{call}
+def refuse(agent, first, *others):
+    if {when}:
+        raise RuntimeError("refused")
+    return original(agent, first, *others)
+nixl_agent.{call} = refuse
+main()
+""",
     )
     words = ("-e", slow_pipe[1], "--remote-gpufs", program, "--json")
     for names in [(first / "large", f"node:{second}/large"), (f"node:{first}/large", second / "large")]:
         done = gpufs("cp", *words, *names)
         assert done.stderr == ""
         (copy,) = json.loads(done.stdout)["copies"]
-        if "registered" in code or "node" in str(names[0]):  # else this side writes
+        if call == "register_memory" or "node" in str(names[0]):  # else this side writes
             assert copy["paths"] == {"nixl": LARGE}
         (second / "large").unlink()
 

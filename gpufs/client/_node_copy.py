@@ -30,7 +30,7 @@ from gpufs.client._node_reports import Noted, Outcomes, Reports, Shown, Silent, 
 from gpufs.client._node_send import Sender, Sent
 from gpufs.exceptions import text_of
 from gpufs.nodes import names
-from gpufs.nodes.channel import Channel, ChannelError, ProtocolError
+from gpufs.nodes.channel import Channel, ChannelError, ProtocolError, exchange
 from gpufs.nodes.messages import (
     Failed,
     Finished,
@@ -45,8 +45,8 @@ from gpufs.nodes.messages import (
     plain,
 )
 from gpufs.nodes.names import NodeName
+from gpufs.nodes.next_node import NextNode
 from gpufs.nodes.peer import GREETING, Peer, connected, our_hello
-from gpufs.nodes.relay import Relay, both
 
 if TYPE_CHECKING:
     from gpufs.client._copy import Copier
@@ -184,17 +184,17 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
     else:
         cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
-            relay = Relay(channel, request, cancel) if request.forward else None
+            next_node = NextNode(channel, request, cancel) if request.forward else None
             settings, mounts = copier.settings, copier.mounts()
             receiver = Receiver(
-                settings, mounts, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, relay=relay
+                settings, mounts, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, next_node=next_node
             )
             try:
                 receiver.run()
             finally:
                 cancel.cancel()
-                if relay is not None:
-                    relay.finish()
+                if next_node is not None:
+                    next_node.finish()
 
 
 def _upload_as_asked(copier: Copier, channel: Channel, sources: Sequence[str], request: Request) -> None:
@@ -266,7 +266,7 @@ def _send(
         sink.planned(plan.size)
         sender.run(plan)
 
-    both(channel, lambda: sender.read_results(take, fail, lose, sink.noticed), write)
+    exchange(channel, lambda: sender.read_results(take, fail, lose, sink.noticed), write)
 
 
 def _is_text(words: str) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from gpufs.client import _ends
 from gpufs.client._attach import attach
 from gpufs.modes import Mode
-from gpufs.nodes.bounce import Region
+from gpufs.nodes.nixl import Region
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from gpufs.client._ends import Entry
 from gpufs.client._node_memory import attached_in_place
 from gpufs.client._node_reports import Sink
 from gpufs.exceptions import text_of
-from gpufs.nodes.bounce import LEAST_BYTES, SLOTS, Bounce, is_installed
 from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
 from gpufs.nodes.checksum import Checksum
 from gpufs.nodes.messages import (
@@ -51,7 +50,8 @@ from gpufs.nodes.messages import (
     Written,
     plain,
 )
-from gpufs.nodes.relay import Relay
+from gpufs.nodes.next_node import NextNode
+from gpufs.nodes.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
 from gpufs.syscalls import close_all
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
@@ -128,7 +128,7 @@ class Receiver:
         Ends waits for memory.
     peer_has_nixl : bool
         Whether NIXL is installed there.
-    relay : Relay, optional
+    next_node : NextNode, optional
         Gets what this side receives.
     """
 
@@ -143,9 +143,9 @@ class Receiver:
         cancel: Cancellation,
         *,
         peer_has_nixl: bool,
-        relay: Relay | None = None,
+        next_node: NextNode | None = None,
     ) -> None:
-        self._relay = relay
+        self._next_node = next_node
         self._peer_has_nixl = peer_has_nixl
         self._settings = settings
         self._mounts = mounts
@@ -155,7 +155,7 @@ class Receiver:
         self._sink = sink
         self._cancel = cancel
         self._folders: list[_Folder] = []
-        self._bounce: Bounce | None = None
+        self._nixl: Nixl | None = None
         self._failure = ""  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
         self._in_file = False  # bytes of a file are to come
@@ -166,8 +166,8 @@ class Receiver:
         try:
             while True:
                 message = self._channel.receive()
-                if self._relay is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
-                    self._relay.pass_on(message)
+                if self._next_node is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
+                    self._next_node.pass_on(message)
                 match message:
                     case Plan():
                         self._check_space(message)
@@ -192,8 +192,8 @@ class Receiver:
                         path = os.fsdecode(message.path)
                         self._sink.ended(path, error_class(message.error)(message.error, message.text, path))
                     case Done():
-                        if self._relay is not None:
-                            self._relay.finish()
+                        if self._next_node is not None:
+                            self._next_node.finish()
                         self._channel.send(Finished())
                         return
                     case _:
@@ -245,32 +245,32 @@ class Receiver:
         """Open NIXL, as the sender does at the same time."""
         if plan.size >= LEAST_BYTES and self._peer_has_nixl and is_installed():
             try:
-                self._bounce = Bounce()
+                self._nixl = Nixl()
             except ConnectionEnded as error:
                 self._failure = error.strerror or str(error)
 
     def _measure(self, offer: Offer) -> None:
         rate = 0.0
         try:
-            if self._bounce is not None:
-                self._bounce.connect(offer)
-                rate = self._bounce.measure(self._channel.check)
+            if self._nixl is not None:
+                self._nixl.connect(offer)
+                rate = self._nixl.measure(self._channel.check)
         except ConnectionEnded as error:  # of NIXL alone
             self._failure = error.strerror or str(error)
         # What is written in place cannot be passed on.
-        self._channel.send(Measured(rate, plain(self._failure), in_place=self._relay is None))
+        self._channel.send(Measured(rate, plain(self._failure), in_place=self._next_node is None))
 
     def _choose(self, chosen: Chosen) -> None:
         if not chosen.nixl:
             self._close_bounce()
             self._sink.noticed(chosen.text)
-        elif self._bounce is None:
+        elif self._nixl is None:
             raise ProtocolError("NIXL without an offer")
 
     def _close_bounce(self) -> None:
-        if self._bounce is not None:
-            self._bounce.close()
-            self._bounce = None
+        if self._nixl is not None:
+            self._nixl.close()
+            self._nixl = None
 
     # ---- directories and links ----
 
@@ -391,17 +391,17 @@ class Receiver:
             self._in_file = False
         elif not isinstance(message, (memoryview, Hole, InPlace)):
             raise ProtocolError("no bytes of a file")
-        if self._relay is not None and not isinstance(message, InPlace):
-            self._relay.pass_on(message)
+        if self._next_node is not None and not isinstance(message, InPlace):
+            self._next_node.pass_on(message)
         return message
 
     def _take_slot(self, slot: Slot) -> memoryview:
         """Return the bytes in a slot, which are there until _next()."""
-        if self._bounce is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
+        if self._nixl is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
             raise ProtocolError("an unknown slot")
-        self._bounce.read(slot.number, slot.size, self._channel.check)
+        self._nixl.read(slot.number, slot.size, self._channel.check)
         self._used = slot.number
-        return self._bounce.slot(slot.number)[: slot.size]
+        return self._nixl.slot(slot.number)[: slot.size]
 
     def _store(self, file: File, source: str, entry: Entry) -> CopyResult:
         """Receive the bytes of a file, and give it its name."""
@@ -432,7 +432,7 @@ class Receiver:
             self._complete(new, entry, file, done, checksum.text)
         finally:
             new.close()
-        moved_by = "pipe" if self._bounce is None else "nixl"
+        moved_by = "pipe" if self._nixl is None else "nixl"
         counts = {moved_by: done - holes - in_place, "direct": in_place, "hole": holes}
         paths = {path: count for path, count in counts.items() if count}
         sha256 = checksum.text or None
@@ -440,19 +440,19 @@ class Receiver:
 
     def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
         """Let the sender write into the memory of the new file. Returns the offset that is reached."""
-        if self._bounce is None or self._relay is not None:
+        if self._nixl is None or self._next_node is not None:
             raise ProtocolError("NIXL without an offer")
         with attached_in_place(fd, size, "r+") as region, ExitStack() as registered:
             try:
                 if region is not None:
-                    registered.enter_context(self._bounce.registered(region))
+                    registered.enter_context(self._nixl.registered(region))
             except ConnectionEnded:  # of NIXL alone
                 region = None
             if region is None:
                 self._channel.send(Window())
                 return offset
-            self._channel.send(self._bounce.window(region))
-            with self._bounce.written_to():
+            self._channel.send(self._nixl.window(region))
+            with self._nixl.written_to():
                 while isinstance(message := self._channel.receive(), Written) and offset <= message.offset <= size:
                     self._sink.moved(source, message.offset)
                     if message.last:

@@ -8,6 +8,7 @@ import os
 import select
 import struct
 import threading
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
 _MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have
 _PIPE_BYTES: Final = 1 << 20
 _ALIVE_SECONDS: Final = 2.0
+_END_SECONDS: Final = 2.0  # for what the other side still says after its end
 _HEADER: Final = struct.Struct(">?I")  # whether it is a message, and its length
 
 _MESSAGES: Final = msgspec.msgpack.Decoder(Message)
@@ -218,3 +220,35 @@ class Channel:
                 poll.register(other, select.POLLIN)
         # If this process was stopped, time has passed although something has come.
         return bool(poll.poll(None if seconds is None else seconds * 1000) or poll.poll(0))
+
+
+def exchange(channel: Channel, read: Callable[[], None], write: Callable[[], None]) -> None:
+    """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
+    failures: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            read()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+            channel.stop()
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    ended: ChannelError | None = None
+    try:
+        write()
+        thread.join()
+    except ConnectionEnded as error:
+        ended = error
+        thread.join(_END_SECONDS)  # the results end as well, and may say why
+    except ChannelError as error:
+        ended = error
+    finally:
+        channel.stop()
+        thread.join()
+    for failure in failures:
+        if ended is None or type(failure) is not ChannelError:
+            raise failure
+    if ended is not None:
+        raise ended

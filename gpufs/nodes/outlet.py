@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from gpufs.nodes import bounce
-from gpufs.nodes.bounce import Bounce, Region
+from gpufs.nodes import nixl
 from gpufs.nodes.channel import BLOCK_BYTES, Channel, ConnectionEnded
 from gpufs.nodes.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
+from gpufs.nodes.nixl import Nixl, Region
 from gpufs.units import rate_text
 
 _PROGRESS_SECONDS: Final = 0.0005
@@ -42,7 +42,7 @@ class Outlet:
         self._notice = notice
         self._peer_has_nixl = peer_has_nixl
         self._block = memoryview(bytearray(BLOCK_BYTES))
-        self._bounce: Bounce | None = None  # once NIXL is chosen
+        self._nixl: Nixl | None = None  # once NIXL is chosen
         self._slot: int | None = None  # the one that buffer() has returned
         self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: nothing more is received
         self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
@@ -67,30 +67,30 @@ class Outlet:
 
     def choose(self, size: int) -> None:
         """Find out, if ``size`` bytes are worth it, whether NIXL is faster, and let the receiver know."""
-        if size < bounce.LEAST_BYTES:
+        if size < nixl.LEAST_BYTES:
             return
-        if not (bounce.is_installed() and self._peer_has_nixl):
+        if not (nixl.is_installed() and self._peer_has_nixl):
             self._choose_pipe("NIXL is not installed on both machines (pip install 'gpufs[nodes]')")
             return
         try:
-            slots = Bounce()
+            slots = Nixl()
         except OSError as error:
             self._choose_pipe(error.strerror or "")
             return
         self._channel.send(slots.offer)
         answer = self._wait(self._answers, slots)
         began = time.monotonic()
-        for _ in range(bounce.SLOTS):
+        for _ in range(nixl.SLOTS):
             self._channel.send_data(self._block)
         self._channel.send(Measure())
         self._wait(self._answers, slots)
-        rate = bounce.SLOTS * BLOCK_BYTES / (time.monotonic() - began)
+        rate = nixl.SLOTS * BLOCK_BYTES / (time.monotonic() - began)
         if answer.rate <= rate:
             slots.close()
             self._choose_pipe(answer.failure or f"NIXL moves {rate_text(answer.rate)}, the pipe {rate_text(rate)}")
             return
-        self._bounce, self._in_place = slots, answer.in_place
-        for number in range(bounce.SLOTS):
+        self._nixl, self._in_place = slots, answer.in_place
+        for number in range(nixl.SLOTS):
             self._free.put(number)
         self._channel.send(Chosen(True))
 
@@ -100,11 +100,11 @@ class Outlet:
 
     def buffer(self) -> memoryview:
         """Return BLOCK_BYTES of memory for the next bytes. The same until send()."""
-        if self._bounce is None:
+        if self._nixl is None:
             return self._block
         if self._slot is None:
-            self._slot = self._wait(self._free, self._bounce)
-        return self._bounce.slot(self._slot)
+            self._slot = self._wait(self._free, self._nixl)
+        return self._nixl.slot(self._slot)
 
     def send(self, count: int) -> None:
         """Send the first bytes of buffer()."""
@@ -116,7 +116,7 @@ class Outlet:
 
     def send_copy(self, data: bytes) -> None:
         """Send bytes that lie elsewhere."""
-        if self._bounce is None:
+        if self._nixl is None:
             self._channel.send_data(memoryview(data))
         else:
             self.buffer()[: len(data)] = data
@@ -138,18 +138,18 @@ class Outlet:
 
         Returns the offset that is reached.
         """
-        assert self._bounce is not None
+        assert self._nixl is not None
         assert self._timed is not None
         began, first = self._timed
         rate = (offset - first) / (time.monotonic() - began)
         self._in_place = False  # until it has proved to be faster
         with ExitStack() as registered:
             try:
-                registered.enter_context(self._bounce.registered(region))
+                registered.enter_context(self._nixl.registered(region))
             except ConnectionEnded:  # of NIXL alone
                 return offset
             self._channel.send(InPlace())
-            window = self._wait(self._windows, self._bounce)
+            window = self._wait(self._windows, self._nixl)
             if not window.metadata:
                 return offset
 
@@ -157,32 +157,32 @@ class Outlet:
                 self._channel.send(Written(reached, last=False))
                 moved(reached)
 
-            offset = self._bounce.write(region, window, offset, rate, self._channel.check, report)
+            offset = self._nixl.write(region, window, offset, rate, self._channel.check, report)
             self._channel.send(Written(offset, last=True))
         self._in_place = offset == region.size
         return offset
 
     def await_reads(self) -> None:
         """Wait until the receiver has read all slots."""
-        if self._bounce is not None:
+        if self._nixl is not None:
             slots = [] if self._slot is None else [self._slot]
             self._slot = None
-            while len(slots) < bounce.SLOTS:
-                slots.append(self._wait(self._free, self._bounce))
+            while len(slots) < nixl.SLOTS:
+                slots.append(self._wait(self._free, self._nixl))
             for number in slots:
                 self._free.put(number)
 
     def close(self) -> None:
         """Withdraw the memory that the receiver reads."""
-        if self._bounce is not None:
-            self._bounce.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _choose_pipe(self, reason: str) -> None:
         text = f"the bytes go through the pipe of the shell: {plain(reason)}"
         self._notice(text)
         self._channel.send(Chosen(False, text))
 
-    def _wait(self, queue: SimpleQueue[T | None], slots: Bounce) -> T:
+    def _wait(self, queue: SimpleQueue[T | None], slots: Nixl) -> T:
         """Return what the other thread receives next, and let the receiver read at the same time."""
         while True:
             try:

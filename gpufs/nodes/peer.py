@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from gpufs._version import __version__
-from gpufs.nodes import bounce
+from gpufs.nodes import nixl
 from gpufs.nodes.channel import Cancel, Channel, ChannelError, ConnectionEnded, ProtocolError, RefusedError
 from gpufs.nodes.messages import NEWEST_VERSION, OLDEST_VERSION, Hello, Request
 from gpufs.nodes.names import NodeName, ssh_argument
@@ -31,7 +31,7 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 def our_hello() -> Hello:
     """Return the first message of this side."""
-    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, bounce.is_installed(), chains=True)
+    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True)
 
 
 class Peer:

@@ -50,8 +50,8 @@ class Region(NamedTuple):
         return "DRAM" if self.device is None else "VRAM"
 
 
-class Bounce:
-    """The slots of this side. One thread uses it.
+class Nixl:
+    """NIXL on this side, and its slots. One thread uses it.
 
     Raises OSError if NIXL has no agent here.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import Final, TypeAlias
@@ -14,7 +13,7 @@ import msgspec
 
 from gpufs.exceptions import text_of
 from gpufs.nodes import names
-from gpufs.nodes.channel import Cancel, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.nodes.channel import Cancel, Channel, ChannelError, ProtocolError, exchange
 from gpufs.nodes.messages import (
     Abandon,
     Done,
@@ -41,12 +40,11 @@ from gpufs.nodes.peer import Peer, connected
 # Blocks of BLOCK_BYTES, or messages, that have been received and not sent yet.
 _QUEUED: Final = 4
 _POLL_SECONDS: Final = 0.1
-_END_SECONDS: Final = 2.0
 
 Passed: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
 
 
-class Relay:
+class NextNode:
     """The connection to the next machine. A failure there is reported upstream, and does not end the copy here.
 
     Parameters
@@ -97,7 +95,7 @@ class Relay:
                 peer.request(self._request)
                 outlet = Outlet(peer.channel, self._notice_of_peer, peer_has_nixl=peer.has_nixl)
                 try:
-                    both(peer.channel, lambda: self._read(peer, outlet), lambda: self._write(peer.channel, outlet))
+                    exchange(peer.channel, lambda: self._read(peer, outlet), lambda: self._write(peer.channel, outlet))
                 finally:
                     outlet.close()
         except OSError as error:
@@ -152,35 +150,3 @@ class Relay:
     def _tell(self, message: Result | Failed | Lost | Notice) -> None:
         with suppress(ChannelError):  # then this copy ends anyway
             self._upstream.send(message)
-
-
-def both(channel: Channel, read: Callable[[], None], write: Callable[[], None]) -> None:
-    """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
-    failures: list[Exception] = []
-
-    def receive() -> None:
-        try:
-            read()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-            channel.stop()
-
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
-    ended: ChannelError | None = None
-    try:
-        write()
-        thread.join()
-    except ConnectionEnded as error:
-        ended = error
-        thread.join(_END_SECONDS)  # the results end as well, and may say why
-    except ChannelError as error:
-        ended = error
-    finally:
-        channel.stop()
-        thread.join()
-    for failure in failures:
-        if ended is None or type(failure) is not ChannelError:
-            raise failure
-    if ended is not None:
-        raise ended
