@@ -200,9 +200,20 @@ def session_processes(session: str) -> dict[int, str]:
         with contextlib.suppress(OSError):
             if int(process.name) == os.getpid():
                 continue
-            if f"{SESSION_VARIABLE}={session}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environment, command = _program(process)
+            if f"{SESSION_VARIABLE}={session}".encode() in environment.split(b"\0"):
+                found[int(process.name)] = command.replace(b"\0", b" ").decode()
     return found
+
+
+def _program(process: Path) -> tuple[bytes, bytes]:
+    """The environment and the command line of a process, which are empty for a moment in execve(2)."""
+    for _ in range(20):
+        environment, command = ((process / name).read_bytes() for name in ("environ", "cmdline"))
+        if (environment and command) or not os.path.exists(process / "exe"):  # a zombie, or a thread of the kernel
+            break
+        time.sleep(0.001)
+    return environment, command
 
 
 def children_of(pid: int) -> list[int]:
