@@ -33,6 +33,7 @@ def test_restart(mount: Mounter) -> None:
     assert int(found[2]) == (device / "small-model.safetensors").stat().st_size > 10 * MIB
 
 
+@pytest.mark.slow
 def test_transformers(mount: Mounter) -> None:
     device = mount(memory=256 * MIB).device
     path = EXAMPLES / "transformers_model.py"

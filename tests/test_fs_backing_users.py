@@ -96,7 +96,9 @@ def use(file: int, operation: str) -> None:
             os.posix_fallocate(file, 1 << 20, 4096)
 
 
-@pytest.mark.parametrize("operation", ["read", "write", "fsync", "fallocate"])
+@pytest.mark.parametrize(
+    "operation", ["read", *(pytest.param(each, marks=pytest.mark.slow) for each in ("write", "fsync", "fallocate"))]
+)
 def test_a_killed_process_does_not_wait_for_a_server(mount: Mounter, host: Path, operation: str) -> None:
     """There are more of them than threads for one share, and their files are closed behind what hangs; the answers
     that come later are for nobody.

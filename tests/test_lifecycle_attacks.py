@@ -92,7 +92,8 @@ def empty(directory: Path) -> None:
             os.unlink(entry.path)
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 40])
 def test_killed_clients_leave_nothing_held(mount: Mounter, reference: Path, rounds: int) -> None:
     host, mounted = reference, mount(memory=512 * MIB)
     content = noise(8 * MIB)

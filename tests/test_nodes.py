@@ -303,7 +303,9 @@ def test_a_node_that_cannot_be_reached(nodes: Nodes, host: Path) -> None:
     assert (left(first), left(third)) == (["file", "large"], ["large"])
 
 
-@pytest.mark.parametrize("position", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "position", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_node_of_a_chain_is_killed(session: Session, nodes: Nodes, host: Path, position: int) -> None:
     """At random points: no partial name is left anywhere, and one line names the node."""
     remote, directories = nodes
@@ -356,6 +358,7 @@ def test_nodes_are_killed_at_50_random_points(session: Session, nodes: Nodes, ho
     assert failures > 10
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path) -> None:
     """By a signal here, or the end of this side: all nodes end, and leave no name."""
     remote, directories = nodes
@@ -370,7 +373,8 @@ def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path)
         assert [left(directory) for directory in directories] == [[], [], []]
 
 
-@pytest.mark.parametrize("size", [5, pytest.param(SIZE, marks=pytest.mark.slow)], ids=["small", "large"])
+@pytest.mark.parametrize("size", [5, SIZE], ids=["small", "large"])
+@pytest.mark.slow
 def test_a_chain_is_interrupted_while_a_node_does_not_answer(
     session: Session, nodes: Nodes, host: Path, tmp_path: Path, size: int
 ) -> None:
@@ -391,6 +395,7 @@ def test_a_chain_is_interrupted_while_a_node_does_not_answer(
     assert (left(first), left(second)) == ([] if size == SIZE else ["m"], [])
 
 
+@pytest.mark.slow
 def test_as_many_names_as_a_command_can_have(nodes: Nodes, host: Path) -> None:
     remote, directories = nodes
     (host / "m").write_bytes(b"x")

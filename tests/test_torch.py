@@ -534,6 +534,7 @@ KILLED_PUBLISHERS = """
 """
 
 
+@pytest.mark.slow
 def test_killed_publishers_leave_nothing(mount: Mounter) -> None:
     """What a program may leave is a complete file with a temporary name, which the next call removes."""
     mounted = mount(memory=256 * MIB)
