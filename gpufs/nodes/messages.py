@@ -30,8 +30,8 @@ import msgspec
 from msgspec import Meta
 
 # The versions of this protocol that this program speaks. Both sides use the newest that both speak.
-OLDEST_VERSION: Final = 2  # 1 had a CRC-32 of all bytes
-NEWEST_VERSION: Final = 2
+OLDEST_VERSION: Final = 1
+NEWEST_VERSION: Final = 1
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Errno: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
