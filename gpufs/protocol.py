@@ -3,8 +3,8 @@
 A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes, its kind under "type". Every field of
 a kind is there, and no other: both sides know the version they speak.
 
-A new message is a class here, which names its kind and the bounds of its fields, and a handler on the side that
-receives it: in service/_client.py, or in client/_connection.py.
+A new message is a class here, with the bounds of its fields; a case in service/_client.py, in `_handle` and, if it is a
+Request whose answer is not Done, in `_answer_lost`; a method in client/_connection.py; and a row in docs/protocol.md.
 """
 
 import errno

@@ -31,7 +31,7 @@ async def run(
 
 
 async def run_to_the_end(work: Callable[[], T], limiter: trio.CapacityLimiter | None = None) -> T:
-    """Run work that must not be abandoned: wait for a free thread, and ignore cancellation once it has begun."""
+    """Run work that must not be abandoned. It can be cancelled only between two attempts to start a thread."""
     while True:
         with trio.CancelScope(shield=True):
             try:

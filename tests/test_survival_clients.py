@@ -317,3 +317,27 @@ def test_failure_of_the_daemons_own_code(tmp_path: Path) -> None:
                 assert (path / "gpu0" / "registered").read_bytes() == bytes([7]) * (3 * MIB)
             program.run("registration.close(); del view; array.close()")
         assert "a failure" in (tmp_path / "log").read_text()
+
+
+def test_failure_of_what_accepts_clients(tmp_path: Path) -> None:
+    failing = tmp_path / "failing"
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, socket
+accept = socket.socket.accept
+def fail_once(self):
+    if os.path.exists({str(failing)!r}):
+        os.unlink({str(failing)!r})
+        raise OSError(5, "a failure")
+    return accept(self)
+socket.socket.accept = fail_once
+""")
+    with mounted(tmp_path / "mount", environment={"PYTHONPATH": os.fspath(tmp_path)}) as made:
+        file = made.device / "file"
+        file.write_bytes(bytes(4 * MIB))
+        with attached(file):
+            former, before = made.pid, leases(made.path)
+            failing.touch()
+            with attached(file):
+                assert made.pid != former
+            wait_until(lambda: leases(made.path) == before, PATIENCE, "the end of the second lease")
+            assert errno_of(os.truncate, file, 0) == EBUSY

@@ -46,7 +46,7 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "no_vendor_call": ("the vendor's library is missing or too old", "install libcufile (CUDA) or ROCm 7"),
     "no_gpudirect": ("the kernel lacks GPUDirect Storage", "install and load the module nvidia_fs"),
     "not_accepted": ("the vendor's library refused this file", "its own log says why"),
-    "failed_before": ("it failed on an earlier request", "the mount's log says why"),
+    "failed_before": ("it failed in the middle of a transfer", "the mount's log says why"),
     "memory_kind": (
         "the fastpath cannot reach this kind of memory: host memory, or ROCm's virtual memory",
         "AMD GPUs: mount with --hip-memory plain; programs: allocate the memory on the device",

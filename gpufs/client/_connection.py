@@ -98,7 +98,7 @@ class Connection:
         """Connect to the daemon whose socket is at ``path``; see gpufs.client._daemons.connect()."""
         self.driver = ""  # of the mount
         self.last: protocol.Result | None = None  # of the copy that was asked for last
-        self.lost = False  # whether the daemon or the socket has failed
+        self.lost = False  # whether it has ended, for any reason
         self._numbers = itertools.count(_GREETING + 1)  # of requests
         self._lock = threading.Lock()  # held from a request to the end of its answer; guards _pending and _silent
         self._pending: dict[int, _Pending] = {}  # by the request's number
@@ -154,6 +154,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; the daemon cancels and releases what is on it."""
+        self.lost = True
         self._sock.close()
 
     def forget(self) -> None:

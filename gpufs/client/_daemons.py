@@ -24,9 +24,9 @@ _STATUS_FILE: Final = ".gpufs/status"
 _NO_ROOT: Final = "the root of the mount is not visible here"
 _PATH_MAX: Final = 4096
 _SILENT_SECONDS: Final = 60.0
-# What a connection fails with whose daemon dies meanwhile. The next one answers the question for its socket's path; it
-# may then need a moment until it listens there.
-_DAEMON_DIED: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOENT, errno.EPIPE)
+# What a connection fails with while a daemon takes over: that one answers the question for its socket's path, and may
+# then need a moment until it listens there.
+_NOT_LISTENING_YET: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOENT, errno.EPIPE)
 _RECONNECT_PAUSES: Final = (0.02, 0.1, 0.5)
 _ATTEMPTS: Final = 3
 
@@ -59,7 +59,7 @@ def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) ->
         try:
             return Connection(path, trusting=trusting)
         except OSError as failure:
-            if failure.errno not in _DAEMON_DIED:
+            if failure.errno not in _NOT_LISTENING_YET:
                 raise
         time.sleep(pause)
     return Connection(_find_socket(device, mounts), trusting=trusting)
@@ -158,7 +158,8 @@ def repeat_if_it_dies(ask: Callable[[], T]) -> T:
 # ---- the connection that keeps leases and registrations ----
 
 _shared: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()  # by the mount's st_dev
-_shared_lock = threading.Lock()
+# By the same: connecting asks the mount, which may not answer, and other mounts must not wait for it.
+_shared_locks: dict[int, threading.Lock] = {}
 
 
 def shared_connection(device: int, mounts: list[MountEntry]) -> Connection:
@@ -166,7 +167,7 @@ def shared_connection(device: int, mounts: list[MountEntry]) -> Connection:
 
     If it has ended, another one is made, for new leases and registrations.
     """
-    with _shared_lock:
+    with _shared_locks.setdefault(device, threading.Lock()):
         connection = _shared.get(device)
         if connection is None or connection.ended:
             connection = _shared[device] = connect(device, mounts, trusting=True)
@@ -174,8 +175,7 @@ def shared_connection(device: int, mounts: list[MountEntry]) -> Connection:
 
 
 def _after_fork() -> None:
-    global _shared_lock
-    _shared_lock = threading.Lock()
+    _shared_locks.clear()
     _shared.clear()
 
 

@@ -61,8 +61,8 @@ class Registration:
         Raises
         ------
         OSError
-            ETIMEDOUT: a copy from or to the file does not end, for example because a disk hangs. ENOMEM: the daemon
-            has no thread for it. The memory must stay allocated; close() can be called again.
+            ETIMEDOUT: a copy from or to the file does not end, for example because a disk hangs. The memory must stay
+            allocated; close() can be called again.
         """
         if self._pid != os.getpid():
             return  # a forked child: the registration is its parent's
@@ -72,7 +72,7 @@ class Registration:
             try:
                 self._connection.unregister(self._number)
             except OSError as error:
-                if error.errno in (errno.ETIMEDOUT, errno.ENOMEM):
+                if error.errno == errno.ETIMEDOUT:
                     raise OSError(error.errno, error.strerror, self.path) from None
                 # Otherwise the daemon has ended, and with it its use of the memory.
             _registrations.discard(self)

@@ -229,6 +229,7 @@ class Serving:
                 trust_readers=bool(config["trust_readers"]),
                 keeper=self.keeper if self.first_obstacle is None else None,
                 kept=self.kept,
+                failed=self.leave_if_it_survives,
                 task_status=self,
             )
         finally:
@@ -246,10 +247,7 @@ class Serving:
             if mountpoint.present(self.entry) is None:
                 return  # it was unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
-        # After INIT, which sets it too.
-        read_ahead = self.request.config["read_ahead"]
-        with suppress(threads.NoThreadError):  # the mount is useful without it
-            await threads.run(functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
+        await self._set_read_ahead()  # after INIT, which sets it too
         if not self.request.foreground:
             # Before the answer: afterwards the launcher may rely on that none of its files is still open here.
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -298,9 +296,12 @@ class Serving:
         )
         if mountpoint.present(self.entry) is None:
             return  # another file system may be there now
-        await threads.run(
-            functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, self.request.config["read_ahead"])
-        )
+        await self._set_read_ahead()
+
+    async def _set_read_ahead(self) -> None:
+        read_ahead = self.request.config["read_ahead"]
+        with suppress(threads.NoThreadError):  # the mount is useful without it
+            await threads.run(functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
 
     async def _release_forgotten(self) -> None:
         self.mount.release_forgotten()

@@ -71,7 +71,7 @@ class Channel:
         log.log(level, "connection %d, %s: " + text, self.number, self.peer, *arguments, extra={"user": self.peer.uid})
 
     async def wait_for_message(self) -> None:
-        """Wait for a message, and until its user may have one more here."""
+        """Wait until the socket is readable, and this user may have one more message whose descriptors are open."""
         await trio.lowlevel.checkpoint()
         await trio.lowlevel.wait_readable(self._sock)
         if self._place is None:
@@ -94,7 +94,7 @@ class Channel:
         except BlockingIOError:
             return None
         descriptors = wrap(numbers)
-        self.close()
+        self.leave_place()
         if not data:
             return None, descriptors
         try:
@@ -103,8 +103,8 @@ class Channel:
             self.discard(descriptors)
             raise
 
-    def close(self) -> None:
-        """No more messages are received now. The socket is the caller's."""
+    def leave_place(self) -> None:
+        """Give back the place of the message that was received, or that will not be."""
         if self._place is not None:
             self._place.leave()
             self._place = None

@@ -24,6 +24,7 @@ from gpufs.protocol import (
     ProtocolError,
     Refresh,
     Register,
+    Request,
     Result,
     Revoke,
     SetQuota,
@@ -35,7 +36,7 @@ from gpufs.service._channel import Channel, Peer
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
-from gpufs.service._kept import KeptClient, Record
+from gpufs.service._kept import KeptClient, KeptRequest, Record
 from gpufs.service._resources import Descriptor
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import User, trusted
@@ -61,8 +62,7 @@ class ClientConnection:
         self._kept = kept
         self._record.resume(kept.held, kept.slots)
         for entry, lease in kept.leases:
-            if lease is not None or entry.private:
-                self._leases.adopt(entry, lease)
+            self._leases.adopt(entry, lease)
         for registration in kept.registrations:
             self._registrations.adopt(registration)
 
@@ -96,7 +96,7 @@ class ClientConnection:
         finally:
             self._record.close()
             self._sock.close()
-            channel.close()
+            channel.leave_place()
             ending = trio.current_effective_deadline() == -math.inf
             await self._registrations.close(limits.last_send if ending else limits.withdrawal)
             with trio.CancelScope(shield=True):
@@ -141,13 +141,13 @@ class ClientConnection:
                 answer = Done(request.id)
             elif request.kind == "Unregister":
                 if request.id in self._registrations:
-                    await self._change(request.id, [], self._registrations.remove(request.id))
+                    await self._change(request, [], self._registrations.remove(request.id))
                     continue
                 answer = Done(request.id)
             else:
                 answer = Done(request.id, errno.ECONNRESET, text)
             await self._channel.answer(answer)
-            self._record.end(request.id)
+            self._record.end(request)
 
     async def _serve(self) -> None:
         if self._kept is not None:
@@ -198,28 +198,32 @@ class ClientConnection:
                 self._channel.discard(descriptors)
                 self._copies.cancel(message.id)
             case Register():
-                await self._change(message.id, descriptors, self._registrations.add(message, descriptors))
+                await self._change(message, descriptors, self._registrations.add(message, descriptors))
             case Unregister():
-                await self._change(message.id, descriptors, self._registrations.remove(message.id))
+                await self._change(message, descriptors, self._registrations.remove(message.id))
             case Revoke():
-                await self._change(message.id, descriptors, self._leases.revoke(descriptors))
+                await self._change(message, descriptors, self._leases.revoke(descriptors))
             case SetQuota():
-                await self._change(message.id, descriptors, self._set_quota(message, descriptors))
-            case _:
+                await self._change(message, descriptors, self._set_quota(message, descriptors))
+            case Hello():
                 raise ProtocolError("a second hello")
+            case _:
+                raise AssertionError(f"nothing serves {type(message).__name__}")
 
-    async def _change(self, number: int, descriptors: list[Descriptor], work: Awaitable[None]) -> None:
+    async def _change(
+        self, request: Request | KeptRequest, descriptors: list[Descriptor], work: Awaitable[None]
+    ) -> None:
         """Do the work of a request and answer it with Done."""
-        answer = Done(number)
+        answer = Done(request.id)
         try:
             await work
         except OSError as failure:
             error = failure.errno or errno.EIO
-            answer = Done(number, error, protocol.shorten(failure.strerror or os.strerror(error)))
+            answer = Done(request.id, error, protocol.shorten(failure.strerror or os.strerror(error)))
         finally:
             self._channel.discard(descriptors)
         await self._channel.answer(answer)
-        self._record.end(number)
+        self._record.end(request)
 
     async def _set_quota(self, message: SetQuota, descriptors: list[Descriptor]) -> None:
         ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.st_dev)

@@ -105,7 +105,7 @@ def _paths(transfer: Transfer) -> dict[str, int]:
 
 
 def _drop_set_id(fd: int) -> None:
-    """Clear the set-id bits of the host's file behind a descriptor, as the client's own write would have.
+    """Clear the set-id bits of the host's file behind a descriptor, as a plain user's write does.
 
     Set-gid without group execution once meant mandatory locking and stays.
     """
@@ -216,7 +216,7 @@ class ClientCopies:
                         else "done",
                     )
                 await self._channel.answer(result, seconds=timeout)
-                self._record.end(task.copy.id)
+                self._record.end(task.copy)
 
     def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""

@@ -91,11 +91,8 @@ class ClientLeases:
         """
         limits = self._served.limits
         client_lease = self._leases.get(message.id)
-        if len(descriptors) != isinstance(message, Attach):
+        if len(descriptors) != (1 if isinstance(message, Attach) else 0):
             raise ProtocolError(f"a message {type(message).__name__} with {len(descriptors)} descriptors")
-        # An interrupted client may end what it has just asked for.
-        if client_lease is not None and client_lease.busy and not isinstance(message, Detach):
-            raise ProtocolError("a request for an attachment whose last request has not been answered")
         if self._working >= limits.requests:
             raise ProtocolError("too many requests at once")
         if isinstance(message, Attach):
@@ -114,6 +111,10 @@ class ClientLeases:
                 work = functools.partial(_refuse, failure)
             else:
                 client_lease.resources.hold(descriptors[0])  # of a file of ours, so closing it does not hang
+        elif isinstance(message, Refresh) and client_lease is not None and client_lease.busy:
+            # The client may have given up the answer to its last request, of which the end has not been sent.
+            work = functools.partial(_refuse, OSError(errno.EBUSY, "the last request for it is still being answered"))
+            client_lease = None
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, client_lease)
         else:
@@ -141,7 +142,7 @@ class ClientLeases:
         finally:
             # Work ends with the last message of its answer, and without a checkpoint after it.
             self._working -= 1
-            self._record.end(message.id)
+            self._record.end(message)
             if client_lease is not None:
                 client_lease.busy = False
 

@@ -110,8 +110,9 @@ class ClientRegistrations:
     def _release(self, registrations: "list[_Registration]") -> None:
         for registration in registrations:
             self._record.remove(KeptRegistration, registration.id)
-            if registration.number is not None:
-                self._served.registrations.drop(registration.number)
+            if registration.number is not None:  # which may wait for the keeper
+                drop = functools.partial(self._served.registrations.drop, registration.number)
+                self._channel.user.start(self._channel.user.ends, drop)
             self._served.mount.inode_release(registration.holder.ino)
             self._served.holders.leave(registration.holder)
 

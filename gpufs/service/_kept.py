@@ -113,11 +113,13 @@ class KeptRegistrations:
     def drop(self, number: int) -> None:
         """A registration has ended."""
         with self._lock:
-            copies = self._held.pop(number)
-            self._descriptors -= len(copies)
-            heapq.heappush(self._free, number)
+            copies = self._held[number]
         if self.keeper is not None:
             self.keeper.drop(range(_first_key(number), _first_key(number) + len(copies)))
+        with self._lock:  # only now may another registration have its number
+            del self._held[number]
+            self._descriptors -= len(copies)
+            heapq.heappush(self._free, number)
         close_all(copies)
 
     def restore(self, held: Mapping[int, int]) -> None:
@@ -169,6 +171,11 @@ class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
     id: int
     kind: str
 
+    @classmethod
+    def of(cls, request: Request) -> "KeptRequest":
+        """What is noted of a request."""
+        return cls(request.id, type(request).__name__)
+
 
 class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
     """A registration in a record; see Holder. ``number``: of its memory, in KeptRegistrations, or None."""
@@ -182,6 +189,12 @@ class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
 
 
 Entry = KeptLease | KeptRequest | KeptRegistration
+# The end of an attachment may be asked for while its beginning is in progress, by the same id.
+_Key = tuple[type[Entry], int, str]
+
+
+def _key(entry: Entry) -> _Key:
+    return type(entry), entry.id, entry.kind if isinstance(entry, KeptRequest) else ""
 
 
 class Record:
@@ -192,8 +205,8 @@ class Record:
         self._keys = (_CONNECTION_KEYS.start + 2 * number, _CONNECTION_KEYS.start + 2 * number + 1)
         self._sock = sock
         self._lock = threading.Lock()  # guards all below
-        self._entries: dict[tuple[type[Entry], int], Entry] = {}
-        self._slots: dict[tuple[type[Entry], int], int] = {}
+        self._entries: dict[_Key, Entry] = {}
+        self._slots: dict[_Key, int] = {}
         self._free: list[int] = []
         self._held: tuple[int, ...] = ()  # the descriptors that the keeper holds, too
 
@@ -201,8 +214,8 @@ class Record:
         """Go on with the record of the former daemon. Takes over the descriptors."""
         self._held = held
         for slot, entry in slots.items():
-            self._entries[type(entry), entry.id] = entry
-            self._slots[type(entry), entry.id] = slot
+            self._entries[_key(entry)] = entry
+            self._slots[_key(entry)] = slot
         self._free = [slot for slot in range(max(slots, default=0)) if slot not in slots]
 
     def expect(self) -> None:
@@ -213,11 +226,11 @@ class Record:
     def begin(self, message: ClientMessage | None) -> None:
         """Note a request in progress."""
         if isinstance(message, Request) and not isinstance(message, Cancel):
-            self._put(KeptRequest(message.id, type(message).__name__))
+            self._put(KeptRequest.of(message))
 
-    def end(self, number: int) -> None:
+    def end(self, request: "Request | KeptRequest") -> None:
         """The request is answered."""
-        self.remove(KeptRequest, number)
+        self._remove(_key(request if isinstance(request, KeptRequest) else KeptRequest.of(request)))
 
     def add(self, entry: KeptLease | KeptRegistration) -> None:
         """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
@@ -246,7 +259,7 @@ class Record:
             os.close(descriptor)
 
     def _put(self, entry: Entry) -> None:
-        key = type(entry), entry.id
+        key = _key(entry)
         with self._lock:
             if self._entries.get(key) == entry:
                 return  # expect() has noted it
@@ -254,17 +267,20 @@ class Record:
             if self._held:
                 self._write(key, entry)
 
-    def _write(self, key: tuple[type[Entry], int], entry: Entry) -> None:
+    def _write(self, key: _Key, entry: Entry) -> None:
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = self._free.pop() if self._free else len(self._slots)
         os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", slot * _SLOT_BYTES)
 
-    def remove(self, kind: type[Entry], number: int) -> None:
-        """The lease or registration has ended, or the request is answered."""
+    def remove(self, kind: type[KeptLease | KeptRegistration], number: int) -> None:
+        """The lease or registration has ended."""
+        self._remove((kind, number, ""))
+
+    def _remove(self, key: _Key) -> None:
         with self._lock:
-            self._entries.pop((kind, number), None)
-            slot = self._slots.pop((kind, number), None)
+            self._entries.pop(key, None)
+            slot = self._slots.pop(key, None)
             if slot is not None:
                 self._free.append(slot)
                 if self._held:
@@ -284,6 +300,7 @@ def next_message(sock: socket.socket) -> ClientMessage | None:
 class KeptClient:
     """A connection that the former daemon had, its leases on files, which are open again, and its registrations.
 
+    A private copy, which the client has for itself, has no lease here.
     ``lost``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
     """
 
@@ -342,25 +359,26 @@ def _restore_client(
                 slots[slot] = msgspec.json.decode(data.split(b"\0")[0], type=Entry)
             except msgspec.MsgspecError as failure:
                 log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
-    leases = [(entry, _open_again(mount, entry, peer)) for entry in slots.values() if isinstance(entry, KeptLease)]
     first = next_message(sock)
     # What is still in the queue is not lost.
-    queued = first.id if isinstance(first, Request) and not isinstance(first, Cancel) else None
-    lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry.id != queued]
+    queued = KeptRequest.of(first) if isinstance(first, Request) and not isinstance(first, Cancel) else None
+    lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
+    leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []
     for slot, entry in list(slots.items()):
-        if isinstance(entry, KeptRegistration):
-            if _register_again(mount, registrations, entry, peer):
-                registered.append(entry)
-            else:
-                del slots[slot]
-                os.pwrite(record, b"\0", slot * _SLOT_BYTES)
+        if isinstance(entry, KeptLease) and entry.private:
+            leases.append((entry, None))
+        elif isinstance(entry, KeptLease) and (lease := _open_again(mount, entry, peer)) is not None:
+            leases.append((entry, lease))
+        elif isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer):
+            registered.append(entry)
+        elif not isinstance(entry, KeptRequest):  # it is lost
+            del slots[slot]
+            os.pwrite(record, b"\0", slot * _SLOT_BYTES)
     return KeptClient(number, sock, peer, leases, registered, lost, (socket_fd, record), slots)
 
 
 def _open_again(mount: Mount, lease: KeptLease, peer: Peer) -> Lease | None:
-    if lease.private:
-        return None
     try:
         with mount.buffer(lease.ino) as buffer:
             return Lease(buffer, writable=lease.mode == READ_WRITE, label=str(peer))

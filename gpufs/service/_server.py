@@ -52,38 +52,46 @@ class Service:
         copies = [copy for client in self._clients for copy in client.copies(uid)]
         return sorted(copies, key=lambda copy: float(copy["since"]))
 
-    async def _run(self, listener: socket.socket, kept: list[KeptClient]) -> None:
-        number = max((client.number for client in kept), default=0)
+    async def _run(self, listener: socket.socket, kept: list[KeptClient], failed: Callable[[], None]) -> None:
         async with trio.open_nursery() as nursery:
-            while kept:
-                adopted = kept.pop()
-                peer = adopted.peer
-                client = ClientConnection(adopted.sock, peer, adopted.number, self._served, self._users.of(peer.uid))
-                client.adopt(adopted)
+            try:
+                await self._accept(listener, kept, nursery)
+            except Exception:
+                failed()  # before the clients' tasks are cancelled, which ends their leases
+                raise
+
+    async def _accept(self, listener: socket.socket, kept: list[KeptClient], nursery: trio.Nursery) -> None:
+        """Serve the clients of the former daemon, and those that connect."""
+        number = max((client.number for client in kept), default=0)
+        while kept:
+            adopted = kept.pop()
+            peer = adopted.peer
+            client = ClientConnection(adopted.sock, peer, adopted.number, self._served, self._users.of(peer.uid))
+            client.adopt(adopted)
+            self._clients.add(client)
+            nursery.start_soon(self._serve_client, client)
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(listener)
+                continue
+            except OSError as error:
+                if error.errno in _OUT_OF_RESOURCES:
+                    log.error("no client can be accepted: %s", error.strerror)
+                    await trio.sleep(1)
+                elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM):
+                    raise
+                continue
+            number += 1
+            peer = peer_of(sock)
+            if self._over_limit(peer.uid):
+                _reject(sock)
+            else:
+                client = ClientConnection(sock, peer, number, self._served, self._users.of(peer.uid))
                 self._clients.add(client)
                 nursery.start_soon(self._serve_client, client)
-            while True:
-                try:
-                    sock, _ = listener.accept()
-                except BlockingIOError:
-                    await trio.lowlevel.wait_readable(listener)
-                    continue
-                except OSError as error:
-                    if error.errno in _OUT_OF_RESOURCES:
-                        log.error("no client can be accepted: %s", error.strerror)
-                        await trio.sleep(1)
-                    elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM):
-                        raise
-                    continue
-                number += 1
-                peer = peer_of(sock)
-                if self._over_limit(peer.uid):
-                    _reject(sock)
-                else:
-                    client = ClientConnection(sock, peer, number, self._served, self._users.of(peer.uid))
-                    self._clients.add(client)
-                    nursery.start_soon(self._serve_client, client)
-                await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
 
     def _over_limit(self, uid: int) -> bool:
         """Whether a user may not connect now. Other users' connections limit neither root nor the owner."""
@@ -170,13 +178,15 @@ async def serve(
     kept: Kept,
     trust_readers: bool = False,
     keeper: Keeping | None = None,
+    failed: Callable[[], None],
     task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.
-    ``kept``: from restore(); the clients there are taken over. ``set_limit``, ``trust_readers``, ``keeper``:
+    ``kept``: from restore(); the clients there are taken over. ``failed``: called while an error of the service itself
+    is handled, before its clients' leases end. ``set_limit``, ``trust_readers``, ``keeper``:
     see :class:`ServedMount`. When this is cancelled, copies in progress are cancelled, their clients get results, and
     their files have the size that was really copied; that takes a few seconds at most. OSError if the socket cannot be
     created.
@@ -189,7 +199,7 @@ async def serve(
         created = os.lstat(path)
         try:
             task_status.started(service)
-            await service._run(listener, kept.clients)
+            await service._run(listener, kept.clients, failed)
         finally:
             # Another daemon may have taken the name by now.
             with contextlib.suppress(OSError):

@@ -25,11 +25,15 @@ _SHARE_OF_DESCRIPTORS: Final = 8  # a user may take one of so many parts
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much clients may use. Times in seconds. Root and the mount's owner have four times the shares of a user."""
+    """How much clients may use. Times in seconds.
+
+    Root and the mount's owner have four times ``turns``, ``threads_per_user`` and ``closers_per_user`` of a user, and
+    neither ``connections`` nor ``private_share`` binds them.
+    """
 
     connections: int = 1024  # of all users together except root and the mount's owner
     connections_per_user: int = 256  # a program that has files attached keeps one
-    requests: int = 16  # in progress on one connection
+    requests: int = 16  # copies in progress on one connection, and as many requests about leases
     attachments: int = 4096  # of one connection
     attachments_per_user: int = 16384
     private_share: float = 0.5  # of a device's memory, for private copies of one user except root and the mount's owner
@@ -37,7 +41,7 @@ class Limits:
     threads_per_user: int = 16
     closers_per_user: int = 4  # threads that close what came with a user's messages
     ends_per_user: int = 2  # threads that end the leases and registrations of a user's closed connections
-    turns: int = 4  # requests of a user that the loop works on at a time
+    turns: int = 4  # requests of a user that the loop works on at a time, and threads for them
     messages: int = 512  # of a user, whose descriptors are open here
     hello: float = 15.0  # until the first message
     prepare: float = 30.0  # for a file's server to answer before a copy starts

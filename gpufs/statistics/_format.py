@@ -49,7 +49,7 @@ ENGINE_COUNTERS: Final = {
     "interrupts": "Interrupts of requests.",
     "interrupts_cancelled": "Interrupts that ended or shortened a request that native code served.",
     "interrupts_early": "Interrupts that came before their request, or after its end.",
-    "memory_waits": "Writes that waited for the memory of removed files.",
+    "memory_waits": "Requests that waited for the memory of removed files.",
     "reader_spins": "Times that a thread polled for requests before it slept.",
     "replies_lost": "Replies to requests that the kernel had ended.",
     "replies_rejected": "Replies that the kernel refused. EIO replaced them.",

@@ -105,7 +105,7 @@ class Rig {
     }
     io.chunk_bytes = std::size_t{256} << 10;
     io.pinned_bytes = 4 * kMiB;
-    transfers = must(TransferEngine::create(io, make_direct_path("none")));
+    transfers = must(TransferEngine::create(io, make_fastpath("none")));
     engine = std::make_shared<AsyncEngine>(options, transfers, contexts);
     queue = engine->open_queue(0);
     EXPECT_TRUE(fd_.valid());

@@ -1,4 +1,4 @@
-// cuFile as a direct path, over fakes of libcufile and libcuda.
+// cuFile as a fastpath, over fakes of libcufile and libcuda.
 // Owned by the tests that include it.
 // The test's thread, except where a test starts more.
 #pragma once

@@ -56,7 +56,7 @@ TEST_F(CufileFiles, EveryFunctionIsNeeded) {
   EXPECT_EQ(cufile_of(GPUFS_FAKE_CUFILE_OLD).calls("cuFileDriverOpen"), 0);
   if (::access("/dev/nvidia-fs0", F_OK) != 0) {
     EXPECT_EQ(open_cufile_path({})->refusals(), mask_of(Refusal::kNoGpuDirect));
-    EXPECT_EQ(make_direct_path("cuda")->refusals(), mask_of(Refusal::kNoGpuDirect));
+    EXPECT_EQ(make_fastpath("cuda")->refusals(), mask_of(Refusal::kNoGpuDirect));
   }
 }
 

@@ -37,7 +37,7 @@ class RigPlan {
 class FakeRig : public RigPlan, public TransferRig {
  public:
   explicit FakeRig(bool cpu_addressable, const IoOptions& options = small_options(), const char* directory = "/tmp")
-      : TransferRig(make_driver(cpu_addressable), make_direct_path("host"), options, directory) {
+      : TransferRig(make_driver(cpu_addressable), make_fastpath("host"), options, directory) {
     make_buffer();
   }
 

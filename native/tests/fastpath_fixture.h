@@ -120,6 +120,6 @@ class FastpathFixture : public FakeGpu {
 };
 
 #define START_OR_SKIP(...) \
-  if (!this->start(__VA_ARGS__)) GTEST_SKIP() << "no file system for a direct path at /var/tmp"
+  if (!this->start(__VA_ARGS__)) GTEST_SKIP() << "no file system for a fastpath at /var/tmp"
 
 }  // namespace gpufs::gpu_test

@@ -1,4 +1,4 @@
-// Transfers by the vendors' direct paths, over the fakes of their libraries: which calls are made, with what, and what
+// Transfers by the vendors' fastpaths, over the fakes of their libraries: which calls are made, with what, and what
 // becomes of a transfer when they fail. What only one vendor has: cufile_test.cc, hip_file_test.cc.
 
 #include "io/fastpath.h"
@@ -159,17 +159,22 @@ TYPED_TEST(VendorFiles, AFileThatBecomesShorterEndsThere) {
   EXPECT_EQ(rig.buffer_contents(), data);
 }
 
-TYPED_TEST(VendorFiles, HolesOfTheBufferGoByFallback) {
+TYPED_TEST(VendorFiles, HolesOfTheBufferNeedNoFallback) {
   START_OR_SKIP(std::vector<std::byte>(1));
   FastpathRig& rig = *this->rig_;
   auto data = pattern(3 * kGranule, 14);
   rig.fill_buffer(data);
   ASSERT_OK(rig.buffer->punch(kGranule, kGranule));
   std::fill_n(data.begin() + kGranule, kGranule, std::byte{0});
-  const TransferProgress done = rig.finish(rig.store());
-  ASSERT_TRUE(done.status.ok()) << done.status.message();
-  EXPECT_GT(done.path_bytes[0], 0U);
-  EXPECT_TRUE(rig.file_contents() == data);
+  for (const FastpathMode mode : {FastpathMode::kAuto, FastpathMode::kRequire}) {
+    TransferRequest wanted = rig.store();
+    wanted.fastpath = mode;
+    const TransferProgress done = rig.finish(wanted);
+    ASSERT_TRUE(done.status.ok()) << done.status.message();
+    EXPECT_GT(done.path_bytes[0], 0U);
+    EXPECT_EQ(done.path_bytes[1], 0U);
+    EXPECT_TRUE(rig.file_contents() == data);
+  }
 }
 
 // ---- when it fails in the middle ----
@@ -247,7 +252,7 @@ TYPED_TEST(VendorFiles, MemoryOfAProgramMustBeTheDevices) {
 }
 
 TEST(Fastpaths, OtherDriversHaveNone) {
-  EXPECT_EQ(make_direct_path("none of these")->refusals(), mask_of(Refusal::kNoVendorCall));
+  EXPECT_EQ(make_fastpath("none of these")->refusals(), mask_of(Refusal::kNoVendorCall));
 }
 
 }  // namespace

@@ -41,8 +41,9 @@ namespace gpufs::fuse {
 
 using namespace std::chrono_literals;
 
-inline constexpr auto kPatience = 60s;  // for what must come, which only a hang exceeds
-inline constexpr auto kQuiet = 100ms;   // for what must not
+inline constexpr auto kPatience = 60s;      // for what must come, which only a hang exceeds
+inline constexpr auto kQuiet = 100ms;       // for what must not
+constexpr std::uint64_t kInterruptBit = 1;  // of the number of an INTERRUPT, which else is its request's
 
 using Bytes = std::vector<std::byte>;
 
@@ -203,9 +204,9 @@ class FakeKernel {
       Reply reply;
       EXPECT_TRUE(read_struct(std::span<const std::byte>(buffer), 0, &reply.header));
       EXPECT_EQ(reply.header.len, buffer.size());
-      if (reply.header.unique != 0 && (reply.header.unique & kUniqueInterruptBit) != 0) {
+      if (reply.header.unique != 0 && (reply.header.unique & kInterruptBit) != 0) {
         EXPECT_EQ(reply.error(), EAGAIN);
-        const std::uint64_t unique = reply.header.unique & ~kUniqueInterruptBit;
+        const std::uint64_t unique = reply.header.unique & ~kInterruptBit;
         if (interrupted_.contains(unique)) interrupt(unique);
         continue;
       }
@@ -235,7 +236,7 @@ class FakeKernel {
   Reply call(std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) { return wait(send(opcode, nodeid, body)); }
   void interrupt(std::uint64_t unique) {
     interrupted_.insert(unique);
-    send_raw(message(FUSE_INTERRUPT, unique | kUniqueInterruptBit, 0, bytes_of(fuse_interrupt_in{unique})));
+    send_raw(message(FUSE_INTERRUPT, unique | kInterruptBit, 0, bytes_of(fuse_interrupt_in{unique})));
   }
 
   Reply read(std::uint64_t nodeid, std::uint64_t fh, std::uint64_t offset, std::uint32_t size,

@@ -1,4 +1,4 @@
-// hipAmdFileRead and hipAmdFileWrite as a direct path, over the fake runtime.
+// hipAmdFileRead and hipAmdFileWrite as a fastpath, over the fake runtime.
 // Owned by the tests that include it.
 // The test's thread, except where a test starts more.
 #pragma once

@@ -54,7 +54,7 @@ TEST_F(HipFiles, BothCallsAndTheKernelsDriverAreNeeded) {
 TEST_F(HipFiles, TheDriversNameLeadsToIt) {
   // Holds with any runtime and without one: the unit tests run where there is no AMD GPU.
   if (::access("/dev/kfd", F_OK) == 0) GTEST_SKIP() << "there may be one";
-  EXPECT_NE(make_direct_path("hip")->refusals() & mask_of(Refusal::kNoKernelSupport), 0U);
+  EXPECT_NE(make_fastpath("hip")->refusals() & mask_of(Refusal::kNoKernelSupport), 0U);
 }
 
 // ---- what is called ----

@@ -136,7 +136,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
     options.fastpath = fastpath ? FastpathMode::kAuto : FastpathMode::kOff;
     options.direct = fault == Fault::kNoRoomAhead ? Switch::kAuto : Switch::kOff;
     rig_ = std::make_unique<TransferRig>(open_driver(fault == Fault::kDeviceIsFull ? 4 * kMiB : 64 * kMiB),
-                                         make_direct_path(fastpath ? "host" : "none"), options, "/var/tmp");
+                                         make_fastpath(fastpath ? "host" : "none"), options, "/var/tmp");
     rig_->make_buffer();
     restore_source();
     rig_->open_file();

@@ -115,7 +115,7 @@ TEST(Hanging, ShutdownLeavesThreadsBehind) {
   {
     const auto device =
         gpu_test::must(DeviceContext::create(make_faulty_driver(std::make_shared<FaultPlan>(), 64 * kMiB), 0));
-    const auto engine = gpu_test::must(TransferEngine::create(options, make_direct_path("none")));
+    const auto engine = gpu_test::must(TransferEngine::create(options, make_fastpath("none")));
     const UniqueFd fd = temporary_file();
     ASSERT_EQ(::posix_fallocate(fd.get(), 0, kMiB), 0);
     operations->on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {

@@ -34,7 +34,7 @@ class LoadMemoryTest : public BufferFixture {
     options.workers = 3;
     options.slots = 2;
     options.fastpath = FastpathMode::kOff;
-    Result<std::shared_ptr<TransferEngine>> made = TransferEngine::create(options, make_direct_path("none"));
+    Result<std::shared_ptr<TransferEngine>> made = TransferEngine::create(options, make_fastpath("none"));
     ASSERT_TRUE(made.ok()) << made.status().message();
     engine = made.take();
     // Sparse: a mark in each granule is enough to distinguish them.

@@ -332,7 +332,7 @@ TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
 TEST_F(RegisteredHostTest, AStoreOfMemoryThatIsCutOffFails) {
   const std::vector<std::byte> data = pattern(kBytes, 3);
   ASSERT_EQ(::write(fd_.get(), data.data(), kBytes), static_cast<ssize_t>(kBytes));
-  testing::TransferRig rig(driver_, make_direct_path("none"), testing::TransferRig::small_options(), "/tmp");
+  testing::TransferRig rig(driver_, make_fastpath("none"), testing::TransferRig::small_options(), "/tmp");
   rig.open_file();
   rig.operations.on_write = [&](int, const void* memory, std::size_t, std::uint64_t, ssize_t*) {
     EXPECT_EQ(::ftruncate(fd_.get(), 0), 0);

@@ -226,7 +226,7 @@ class OpenFiles:
             raise
 
     async def opened(self, node: BackingNode, uid: int, fd: int) -> int:
-        """Return the reply for a file that create() opened and its caller counted. Takes the descriptor over."""
+        """Give the engine a file that create() opened and its caller counted, descriptor and all. Return its handle."""
         try:
             handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(fd))
         except BaseException:

@@ -83,7 +83,7 @@ Result<std::shared_ptr<DeviceContext>> Engine::device(std::int32_t index) const 
 Result<std::shared_ptr<TransferEngine>> Engine::make_transfers_locked(const IoOptions& options) {
   if (closed_) return Status(ESHUTDOWN, "the engine is closed");
   Result<std::shared_ptr<TransferEngine>> made =
-      TransferEngine::create(options, make_direct_path(driver_->name(), options.file_systems));
+      TransferEngine::create(options, make_fastpath(driver_->name(), options.file_systems));
   if (made.ok()) transfers_ = made.value();
   return made;
 }

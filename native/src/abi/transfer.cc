@@ -226,7 +226,7 @@ gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* in
 
 gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals) {
   return catch_all([&]() -> Status {
-    *refusals = make_direct_path(driver)->refusals();
+    *refusals = make_fastpath(driver)->refusals();
     return {};
   });
 }

@@ -36,9 +36,6 @@ bool read_text(std::span<const std::byte> message, std::size_t at, std::string_v
   return true;
 }
 
-// Inodes of the mount itself cannot be changed.
-bool is_fixed(const Inode& inode) { return inode.device() < 0; }
-
 void touch_ctime(gpufs_attributes& attributes) { set_ctime(attributes, Timestamp::now()); }
 
 ExtendedAttributes& created(std::unique_ptr<ExtendedAttributes>& extended) {
@@ -112,7 +109,7 @@ void AttributeOperations::statx(const Target& inode, Request& /*request*/, Respo
 
 void AttributeOperations::setattr(const Target& inode, Request& request, Responder responder) {
   const auto in = request.arguments<fuse_setattr_in>();
-  if (is_fixed(*inode)) return responder.error(EPERM);
+  if (inode->is_fixed()) return responder.error(EPERM);
   const gpufs_attributes now = inode->attributes();
   const bool owner = (in.valid & (FATTR_UID | FATTR_GID)) != 0;
   const bool size = (in.valid & FATTR_SIZE) != 0;
@@ -254,7 +251,7 @@ void AttributeOperations::setxattr(const Target& inode, Request& request, Respon
   std::memcpy(static_cast<void*>(&in), request.message.data() + kBody, fixed);
   const std::span<const std::byte> value = request.message.subspan(kBody + fixed + name.size() + 1);
   if (value.size() != in.size) return responder.error(EINVAL);
-  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
+  if (inode->is_fixed() || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
   if (const int error = name_error(name); error != 0) return responder.error(error);
   if (is_acl(name)) {
     return finish(set_acl(*inode, name, value, (in.setxattr_flags & kSetxattrAclKillSgid) != 0), responder);
@@ -303,7 +300,7 @@ void AttributeOperations::listxattr(const Target& inode, Request& request, Respo
 void AttributeOperations::removexattr(const Target& inode, Request& request, Responder responder) {
   std::string_view name;
   if (!read_text(request.message, kBody, &name)) return responder.error(EINVAL);
-  if (is_fixed(*inode) || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
+  if (inode->is_fixed() || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
   if (const int error = name_error(name); error != 0) return responder.error(error);
   bool kill_set_gid = false;
   if (name == kAccessAcl) {

@@ -2,9 +2,10 @@
 // Ownership: the Mount's. The threads share its state, so one that hangs can be left behind.
 // Thread-safe, except start() and stop(), which the Mount calls.
 //
-// Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs on the same subject (a file)
-// have a smaller limit, so a file that makes no progress does not fill its lane. A job that finds the device full holds
-// no thread: it is parked until memory is released (device/reclaim.h) or its time is over.
+// Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs on the same subject (a
+// buffer) have a smaller limit, so one that makes no progress does not fill its lane. Files of the host have none: one
+// that hangs can fill the lane of its file system. A job that finds the device full holds no thread: it is parked until
+// memory is released (device/reclaim.h) or its time is over.
 #pragma once
 
 #include <atomic>
@@ -55,7 +56,7 @@ class Executor {
       kRelay,          // likewise
     };
     Kind kind = Kind::kBuffers;
-    std::int32_t device = -1;       // whose resume() parked jobs wait for, too; -1: none
+    std::int32_t device = -1;       // the GPU; its resume() runs the lane's parked jobs, too; -1: none
     std::uint64_t file_system = 0;  // st_dev
     friend auto operator<=>(const Lane&, const Lane&) = default;
   };

@@ -136,7 +136,7 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
 
 bool Inode::hold() {
   const std::lock_guard lock(mutex_);
-  if (removed_) return false;
+  if (forgotten_) return false;
   ++references_;
   record_locked();
   return true;
@@ -212,8 +212,8 @@ void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
   bool must_be_freed = false;
   {
     const std::lock_guard lock(inode->mutex_);
-    if (inode->removed_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
-    inode->removed_ = true;
+    if (inode->forgotten_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
+    inode->forgotten_ = true;
     records_.remove_inode(inode->ino_);
     metadata_.release(inode->charged_to_, std::exchange(inode->charged_, 0));
     must_be_freed = update_expected_locked(*inode);
@@ -250,7 +250,7 @@ std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
 }
 
 Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait) {
-  // The part that can fail comes first: the size, which takes the buffer's locks and none of ours.
+  // The size comes first, because it can fail, and without our mutex: the buffer takes that itself if contents move.
   if (changes.size) {
     if (Status status = inode.buffer()->resize(*changes.size, wait); !status.ok()) return status;
   }
@@ -391,35 +391,35 @@ bool InodeTable::update_expected_locked(Inode& inode) {
     inode.expected_ = std::make_unique<Reclaim::Expected>(
         inode.buffer_->device()->reclaim(), [buffer = inode.buffer_.get()] { return buffer->bytes_held(); });
   }
-  if (inode.removed_) inode.expected_->confirm();
-  return inode.removed_;
+  if (inode.forgotten_) inode.expected_->confirm();
+  return inode.forgotten_;
 }
 
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
   const std::int32_t device = inode->device_;
   {
-    const std::lock_guard lock(unlinked_mutex_);
-    UnlinkedFiles& files = to_be_freed_[device];
+    const std::lock_guard lock(forgotten_mutex_);
+    ForgottenFiles& files = to_be_freed_[device];
     files.inodes.push_back(std::move(inode));
     if (std::exchange(files.has_job, true)) return;
   }
   try {
     executor_.submit({Executor::Lane::Kind::kReclaim, device, 0}, nullptr, 0,
-                     [this, device](int, Cancellation&) { free_unlinked_files(device); });
+                     [this, device](int, Cancellation&) { free_forgotten_files(device); });
   } catch (const std::exception&) {
-    const std::lock_guard lock(unlinked_mutex_);
+    const std::lock_guard lock(forgotten_mutex_);
     to_be_freed_[device].has_job = false;  // the next one frees these as well
     throw;
   }
 }
 
-void InodeTable::free_unlinked_files(std::int32_t device) {
+void InodeTable::free_forgotten_files(std::int32_t device) {
   for (;;) {
     std::vector<std::shared_ptr<Inode>> inodes;
     {
-      const std::lock_guard lock(unlinked_mutex_);
-      UnlinkedFiles& files = to_be_freed_[device];
+      const std::lock_guard lock(forgotten_mutex_);
+      ForgottenFiles& files = to_be_freed_[device];
       inodes.swap(files.inodes);
       files.has_job = !inodes.empty();
     }
@@ -436,7 +436,7 @@ void InodeTable::free(std::shared_ptr<Inode> inode) {
     expected = std::move(inode->expected_);
   }
   if (expected) expected->begin_release();
-  inode.reset();  // frees the memory, unless a request or a view still uses it; `expected` reports that
+  inode.reset();  // frees the memory, unless a request or a lease still uses it; `expected` reports that
 }
 
 void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
@@ -455,7 +455,7 @@ void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
 // ---- another process's inodes ----
 
 void Inode::record_locked() const {
-  if (records_.journal() == nullptr || removed_) return;
+  if (records_.journal() == nullptr || forgotten_) return;
   InodeRecord record{.attributes = attributes_,
                      .birth_seconds = birth_.seconds,
                      .birth_nanoseconds = birth_.nanoseconds,
@@ -533,7 +533,7 @@ std::vector<std::uint64_t> InodeTable::doubtful() const {
   if (std::ranges::none_of(devices_, expects)) return found;
   for (const std::shared_ptr<Inode>& inode : all()) {
     const std::lock_guard lock(inode->mutex_);
-    if (inode->restored_ && inode->expected_ && !inode->removed_) found.push_back(inode->ino_);
+    if (inode->restored_ && inode->expected_ && !inode->forgotten_) found.push_back(inode->ino_);
   }
   return found;
 }

@@ -54,7 +54,7 @@ struct InodeNames {
   std::shared_ptr<Inode>
       parent;  // the directory of the latest name, kept when that is removed; null: root, or none yet
   bool may_get_first_name = false;  // created by O_TMPFILE, and not linked since
-  std::string target;               // of a symbolic link
+  std::string target;               // of a symbolic link; set before others see the inode, and constant from then on
 
   Entries entries;
   std::map<std::uint64_t, Entries::iterator> by_number;
@@ -92,12 +92,13 @@ class Inode : public std::enable_shared_from_this<Inode> {
   void was_read(AccessTimes policy);
   // Modification and change time, set-id bits, the capability.
   void was_written(SetIdLoss loss);
-  // What a change of contents takes away if its caller may not keep set-id bits, as the kernel has found.
+  // For a request with FUSE_WRITE_KILL_SUIDGID: the kernel says that the caller may not keep set-id bits.
   [[nodiscard]] SetIdLoss set_id_bits_to_clear(const Caller& caller) const;
-  // The same where the kernel handles all but set-gid without execution for the group, whoever the caller is.
+  // For other changes of contents: the kernel has cleared the rest, and set-gid without execution for the group is
+  // left.
   [[nodiscard]] SetIdLoss bare_set_gid_to_clear(const Caller& caller) const;
 
-  // Adds a reference; false if the inode has been removed.
+  // Adds a reference; false if the kernel has forgotten the inode, and the table no longer has it.
   [[nodiscard]] bool hold();
 
   [[nodiscard]] bool has_writers() const;
@@ -136,8 +137,9 @@ class Inode : public std::enable_shared_from_this<Inode> {
   std::atomic<bool> replaced_{false};
   std::atomic<bool> lost_stores_{false};
 
-  // Guards all below. The mutexes of a Reclaim, a Charge and of Metadata, and ExtentBuffer::state_mutex_ may be taken
-  // under it, nothing else.
+  // Guards all below. Under it may be taken: InodeTable::inodes_mutex_, ExtentBuffer::state_mutex_, the mutexes of a
+  // Charge, Metadata, the journal and a Reclaim, and, through the Reclaim's listener, the executor's. Never
+  // ExtentBuffer::mutation_mutex_: a buffer holds that when it reports that its contents have moved.
   mutable std::mutex mutex_;
   gpufs_attributes attributes_;
   std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
@@ -150,10 +152,10 @@ class Inode : public std::enable_shared_from_this<Inode> {
   std::uint32_t open_writers_ = 0;               // of them, those open for writing
   std::uint32_t writers_ever_ = 0;               // how often it was opened for writing
   bool created_open_ = false;                    // by O_CREAT | O_EXCL, which was the first time
-  bool removed_ = false;                         // from the table
+  bool forgotten_ = false;                       // by the kernel, and gone from the table
   std::unique_ptr<Reclaim::Expected> expected_;  // while it has neither names nor open files; its memory is coming back
 
-  InodeNames names_;  // guarded by Namespace::mutex_
+  InodeNames names_;  // guarded by Namespace::mutex_, but for the target
 };
 
 struct OpenFile {
@@ -226,7 +228,7 @@ class InodeTable {
     const int error = change(inode.attributes_, inode.extended_);
     if (error == 0) inode.record_locked();
     const std::uint64_t before = inode.charged_;
-    inode.charged_ = inode.removed_ ? 0 : inode.metadata_locked();
+    inode.charged_ = inode.forgotten_ ? 0 : inode.metadata_locked();
     metadata_.release(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
     return error;
   }
@@ -281,7 +283,7 @@ class InodeTable {
   [[nodiscard]] bool update_expected_locked(Inode& inode);
   // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all of a device at a time.
   void free_later(std::shared_ptr<Inode> inode);
-  void free_unlinked_files(std::int32_t device);
+  void free_forgotten_files(std::int32_t device);
   void free(std::shared_ptr<Inode> inode);
   void trim_later(const std::shared_ptr<Inode>& inode);
 
@@ -293,20 +295,20 @@ class InodeTable {
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 
-  // Guards the three below; an inode's mutex is never taken under it.
+  journal::Numbers ino_numbers_;
+  // Guards the two below; an inode's mutex is never taken under it.
   mutable std::shared_mutex inodes_mutex_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Inode>> inodes_;
   std::map<std::int32_t, std::size_t> file_counts_;  // by device
-  journal::Numbers ino_numbers_;
 
   OpenFiles<OpenFile, kBufferHandle> files_;
 
-  struct UnlinkedFiles {
+  struct ForgottenFiles {
     std::vector<std::shared_ptr<Inode>> inodes;
     bool has_job = false;  // that frees them
   };
-  std::mutex unlinked_mutex_;                          // guards what is below; nothing is freed under it
-  std::map<std::int32_t, UnlinkedFiles> to_be_freed_;  // by device
+  std::mutex forgotten_mutex_;                          // guards what is below; nothing is freed under it
+  std::map<std::int32_t, ForgottenFiles> to_be_freed_;  // by device
 };
 
 }  // namespace gpufs::fuse

@@ -94,8 +94,10 @@ class LongRequests {
           const bool expected_before = reclaim.expected_bytes() > 0;  // what is released during the attempt counts
           const int error = attempt(cancellation, reply);
           if (lacks_memory(error) && !cancellation.requested() && std::chrono::steady_clock::now() < deadline) {
-            if (!std::exchange(waited, true)) count(counters_.memory_waits);
-            if (expected_before || reclaim.expected_bytes() > 0) return deadline;
+            if (expected_before || reclaim.expected_bytes() > 0) {
+              if (!std::exchange(waited, true)) count(counters_.memory_waits);
+              return deadline;
+            }
           }
           if (error != 0) {
             failed(error);

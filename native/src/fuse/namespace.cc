@@ -37,8 +37,8 @@ Status check_new_name(const Inode& directory, const InodeNames& names, std::stri
   return {};
 }
 
-// Whether names can be removed from a directory.
-Status check_removal(const Inode& directory) {
+// Whether users may change the names in a directory.
+Status check_users_directory(const Inode& directory) {
   if (!is_directory(directory)) return Status(ENOTDIR, "not a directory");
   return directory.is_fixed() ? Status(EPERM, "the directory belongs to the mount") : Status();
 }
@@ -148,7 +148,7 @@ Result<Namespace::InodePointer> Namespace::create(Inode& directory, std::string_
 Result<Namespace::InodePointer> Namespace::create_unnamed(Inode& directory, const NewInode& wanted) {
   const std::unique_lock lock(mutex_);
   const Records::Change change(records_);
-  if (Status status = check_removal(directory); !status.ok()) return status;
+  if (Status status = check_users_directory(directory); !status.ok()) return status;
   Result<InodePointer> added = add(directory, wanted, 0, 1);
   if (!added.ok()) return added;
   added.value()->names_.parent = directory.shared_from_this();
@@ -181,7 +181,7 @@ Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_
 Status Namespace::unlink(Inode& directory, std::string_view name) {
   const std::unique_lock lock(mutex_);
   const Records::Change change(records_);
-  if (Status status = check_removal(directory); !status.ok()) return status;
+  if (Status status = check_users_directory(directory); !status.ok()) return status;
   const Result<InodeNames::Entries::iterator> entry = find_entry(directory.names_, name);
   if (!entry.ok()) return entry.status();
   InodePointer inode = entry.value()->second.inode;
@@ -217,7 +217,7 @@ std::vector<std::pair<std::uint64_t, std::string>> Namespace::names_of(const Ino
 Status Namespace::rmdir(Inode& directory, std::string_view name) {
   const std::unique_lock lock(mutex_);
   const Records::Change change(records_);
-  if (Status status = check_removal(directory); !status.ok()) return status;
+  if (Status status = check_users_directory(directory); !status.ok()) return status;
   if (name == ".") return Status(EINVAL, "a name that cannot be removed");
   if (name == "..") return Status(ENOTEMPTY, "the directory has entries");
   const Result<InodeNames::Entries::iterator> entry = find_entry(directory.names_, name);
@@ -239,7 +239,7 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   const std::unique_lock lock(mutex_);
   const Records::Change change(records_);
   for (const Inode* const directory : {&from, &to}) {
-    if (Status status = check_removal(*directory); !status.ok()) return status;
+    if (Status status = check_users_directory(*directory); !status.ok()) return status;
   }
   if (to.names_.closed) return Status(ENOENT, "the directory has been removed");
   if (Status status = check_name(new_name); !status.ok()) return status;

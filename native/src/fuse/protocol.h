@@ -115,8 +115,8 @@ struct StatxOut {
   Statx stat;
 };
 
-// The lowest bit of a unique number marks the INTERRUPT of the request that has it without this bit.
-inline constexpr std::uint64_t kUniqueInterruptBit = 1;
+// The bit of a request's number that says that the kernel has sent it before (FUSE_UNIQUE_RESEND).
+inline constexpr std::uint64_t kSentAgain = std::uint64_t{1} << 63;
 
 // The part of a WRITE before its payload.
 inline constexpr std::size_t kWriteHeaderBytes = sizeof(fuse_in_header) + sizeof(fuse_write_in);
@@ -125,10 +125,9 @@ static_assert(kWriteHeaderBytes == 80);
 // The kernel refuses larger error numbers in replies: the reply would be lost.
 inline constexpr int kMaximumErrno = 511;
 
-inline constexpr std::uint32_t kOpcodeNames = 54;  // opcodes below this have a name
 // "read"; "other" without a name.
 [[nodiscard]] inline const char* opcode_name(std::uint32_t opcode) {
-  static constexpr std::array<const char*, kOpcodeNames> kNames = {
+  static constexpr auto kNames = std::to_array<const char*>({
       nullptr,        "lookup",        "forget",      "getattr",  "setattr",  "readlink",
       "symlink",      nullptr,         "mknod",       "mkdir",    "unlink",   "rmdir",
       "rename",       "link",          "open",        "read",     "write",    "statfs",
@@ -138,7 +137,7 @@ inline constexpr std::uint32_t kOpcodeNames = 54;  // opcodes below this have a 
       "interrupt",    "bmap",          "destroy",     "ioctl",    "poll",     "notify_reply",
       "batch_forget", "fallocate",     "readdirplus", "rename2",  "lseek",    "copy_file_range",
       "setupmapping", "removemapping", "syncfs",      "tmpfile",  "statx",    "copy_file_range_64",
-  };
+  });
   const char* name = opcode < kNames.size() ? kNames[opcode] : nullptr;
   return name != nullptr ? name : "other";
 }

@@ -6,11 +6,10 @@
 #include <type_traits>
 #include <utility>
 
+#include "fuse/protocol.h"
+
 namespace gpufs::fuse {
 namespace {
-
-// The bit of a request's number that says that the kernel has sent it before (FUSE_UNIQUE_RESEND).
-constexpr std::uint64_t kSentAgain = std::uint64_t{1} << 63;
 
 class Writer {
  public:

@@ -108,7 +108,6 @@ std::span<std::byte> Relay::clip(Request& request) {
   const std::span<std::byte> whole = request.message;
   auto limit = static_cast<std::uint32_t>(payload_limit_);
   switch (request.header.opcode) {
-    case FUSE_READDIR:
     case FUSE_READDIRPLUS:
       limit = std::min<std::uint32_t>(limit, kDirectoryPart);
       [[fallthrough]];
@@ -217,15 +216,9 @@ void Relay::forward_forgotten() {
     write_struct(message, 0, header);
     write_struct(message, sizeof(header), fuse_batch_forget_in{static_cast<std::uint32_t>(count), 0});
     std::memcpy(message.data() + kFirst, forgotten.data() + done, count * sizeof(fuse_forget_one));
-    forward_one_way(message);
+    static_cast<void>(send(message));  // fails only when the control plane is gone, and then it is not needed
     done += count;
   }
-}
-
-void Relay::forward_one_way(std::span<const std::byte> message) {
-  fuse_in_header header{};
-  if (!read_struct(message, 0, &header)) return;
-  static_cast<void>(send(message));  // fails only when the control plane is gone, and then it is not needed
 }
 
 int Relay::send(std::span<const std::byte> message) {
@@ -323,16 +316,15 @@ void Relay::receive(std::span<std::byte> message, bool truncated) {
     const KernelReferences granted = references_in(opcode, message);
     forget(granted.references);
     if (!granted.release.empty()) {
-      unread_replies_.fetch_add(1);
-      forward_one_way(granted.release);
+      {
+        const std::lock_guard lock(pending_mutex_);
+        pending_.try_emplace(header.unique);  // nobody waits for its reply either
+      }
+      static_cast<void>(send(granted.release));
     }
     return;
   }
   if (!responder.pending()) {
-    if (unread_replies_.load() > 0) {
-      unread_replies_.fetch_sub(1);
-      return;
-    }
     count(counters_.relay_bad_replies);
     log_warning("the control plane answered an unknown request");
     return;

@@ -71,7 +71,6 @@ class Relay {
   // Shortens the request in place; returns the part of the message to send.
   std::span<std::byte> clip(Request& request);
   void forward_forgotten();
-  void forward_one_way(std::span<const std::byte> message);
   // 0, or why it could be neither sent nor queued.
   int send(std::span<const std::byte> message);
   void send_waiting(std::span<const std::byte> message);
@@ -93,8 +92,6 @@ class Relay {
   observe::EngineCounters& counters_;
   std::thread receiver_;  // only start() and stop() touch it
   StatxOut statx_{};      // used by the receiver alone
-
-  std::atomic<std::uint64_t> unread_replies_{0};  // still to come, for messages of the relay's own
 
   // Guards the two below; no reply is written under it.
   mutable std::mutex pending_mutex_;

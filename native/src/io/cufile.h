@@ -1,4 +1,4 @@
-// NVIDIA's cuFile as a direct path. It is used only if GPUDirect Storage is really active, since cuFile's own way
+// NVIDIA's cuFile as a fastpath. It is used only if GPUDirect Storage is really active, since cuFile's own way
 // through the host is far slower than our fallback. Thread-safe. The library stays loaded: it has threads of its own.
 #pragma once
 

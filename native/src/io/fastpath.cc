@@ -31,9 +31,9 @@ class HostFastpathFile final : public FastpathFile {
 };
 
 // A path without a vendor's library.
-class PlainDirectPath final : public Fastpath {
+class PlainFastpath final : public Fastpath {
  public:
-  explicit PlainDirectPath(RefusalMask refusals) : refusals_(refusals) {}
+  explicit PlainFastpath(RefusalMask refusals) : refusals_(refusals) {}
   [[nodiscard]] RefusalMask refusals() const override { return refusals_; }
   Result<std::unique_ptr<FastpathFile>> attach(BackingFile& file) override {
     if (refusals_ != 0) return Status(EOPNOTSUPP, "this driver moves no files");
@@ -56,18 +56,17 @@ std::string describe_refusals(RefusalMask mask) {
   return text.empty() ? "none" : text;
 }
 
-std::shared_ptr<Fastpath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems) {
-  if (driver_name == "host") return std::make_shared<PlainDirectPath>(0);
+std::shared_ptr<Fastpath> make_fastpath(const std::string& driver_name, const FileSystems& file_systems) {
+  if (driver_name == "host") return std::make_shared<PlainFastpath>(0);
   if (driver_name == "cuda") return open_cufile_path(file_systems);
   if (driver_name == "hip") {
     return open_hip_file_path(hip::Library::names(), ::access(hip::kKernelDriver, R_OK | W_OK) == 0);
   }
-  return std::make_shared<PlainDirectPath>(mask_of(Refusal::kNoVendorCall));
+  return std::make_shared<PlainFastpath>(mask_of(Refusal::kNoVendorCall));
 }
 
 Moved move_in_parts(std::uint64_t bytes, std::uint64_t unit,
                     const std::function<Moved(std::uint64_t done, std::uint64_t part)>& call) {
-  constexpr std::uint64_t kKernelLimit = 0x7ffff000;
   Moved moved;
   while (moved.bytes < bytes) {
     if (gpu::process_is_ending()) {

@@ -37,7 +37,7 @@ enum class Refusal : std::uint32_t {
   kNoVendorCall = 1U << 10,       // the driver has no such call, or its library is missing
   kNoGpuDirect = 1U << 11,        // the library's kernel module is not active, so it would copy through the host
   kNotAccepted = 1U << 12,        // the vendor's library refused this file
-  kFailedBefore = 1U << 13,       // it failed on a chunk, and the rest went by fallback
+  kFailedBefore = 1U << 13,       // it failed in this transfer; the rest went by fallback, if that is allowed
   kMemoryKind = 1U << 14,         // the memory is not the device's own, or virtual
   kNoKernelSupport = 1U << 15,    // the kernel's GPU driver cannot be reached, or has no such interface
 };
@@ -80,7 +80,7 @@ class Fastpath {
 
 // By the driver's name: host uses O_DIRECT, cuda cuFile, hip hipAmdFile. Loads the vendor's library.
 // file_systems: IoOptions::file_systems.
-std::shared_ptr<Fastpath> make_direct_path(const std::string& driver_name, const FileSystems& file_systems = {});
+std::shared_ptr<Fastpath> make_fastpath(const std::string& driver_name, const FileSystems& file_systems = {});
 
 // The last of them, for tests: candidates: the first of these libraries that works is used. kernel_driver: /dev/kfd can
 // be used. Always returns a path: one that refuses everything, with the reasons, if the runtime lacks one of the calls

@@ -16,6 +16,9 @@
 
 namespace gpufs {
 
+// The most that the kernel moves in one call, read(2).
+inline constexpr std::uint64_t kKernelLimit = 0x7ffff000;
+
 // Virtual so that tests can make each of them fail. Like the system calls of these names: -1 and errno on failure;
 // EINTR and short counts occur.
 class FileOps {

@@ -1,4 +1,4 @@
-// AMD's hipAmdFileRead and hipAmdFileWrite as a direct path: the kernel's GPU driver moves bytes between storage and
+// AMD's hipAmdFileRead and hipAmdFileWrite as a fastpath: the kernel's GPU driver moves bytes between storage and
 // the device. Thread-safe. The runtime stays loaded.
 
 #include <algorithm>

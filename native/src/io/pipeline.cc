@@ -24,8 +24,6 @@ constexpr std::uint64_t kCachedDenominator = 4;
 constexpr std::uint64_t kSmallestDirectStore = std::uint64_t{1} << 20;
 constexpr std::chrono::microseconds kEventPoll{20};
 
-Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
-
 }  // namespace
 
 Pipeline::Pipeline(Transfer& transfer)
@@ -230,14 +228,18 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
   if (!pinned.ok()) return {pinned.status()};
   const BackingFacts& known = file_.facts();
   for (const TransferTarget::Piece& piece : pinned.value().pieces) {
-    const bool hole = piece.address == 0;
+    if (piece.address == 0) {
+      const Moved hole = store_hole(work, piece.bytes);
+      work.done += hole.bytes;
+      if (!hole.status.ok() || hole.bytes < piece.bytes) return {hole.status};
+      continue;
+    }
     // Memory need not lie as the start of the request made expect.
-    const bool unaligned =
-        piece.address % known.memory_align != 0 || file_offset(work) % known.unit != 0 || piece.bytes % known.unit != 0;
-    if (!hole && unaligned && !transfer_.may_change_path()) {
+    if (piece.address % known.memory_align != 0 || file_offset(work) % known.unit != 0 ||
+        piece.bytes % known.unit != 0) {
+      if (transfer_.may_change_path()) return {Status{}, true};
       return {Status(EOPNOTSUPP, "fastpath alone is allowed but refused: memory_unaligned")};
     }
-    if (hole || unaligned) return {Status{}, true};
     const Moved moved = call_vendor(work, piece);
     work.done += moved.bytes;
     work.count(Path::kFastpath, moved.bytes);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <limits>
 #include <utility>
 
 #include "base/math.h"
@@ -10,8 +9,6 @@
 
 namespace gpufs {
 namespace {
-
-constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 
 // Refusals that can be cured by cutting off head and tail.
 constexpr RefusalMask kEdges = mask_of(Refusal::kOffsetUnaligned) | mask_of(Refusal::kSizeUnaligned);

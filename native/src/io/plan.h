@@ -3,8 +3,10 @@
 // locks.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <set>
 #include <vector>
@@ -22,6 +24,8 @@ struct BackingFacts;  // io/backing_file.h
 enum class Path : int { kFastpath = 0, kFallback = 1 };
 inline constexpr int kPathCount = 2;
 const char* direction_name(Direction direction);
+inline constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+[[nodiscard]] inline Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
 [[nodiscard]] constexpr observe::Backend backend_of(Path path) {
   return path == Path::kFastpath ? observe::Backend::kFastpath : observe::Backend::kFallback;
 }
@@ -35,7 +39,7 @@ struct PlanRequest {
   std::uint64_t file_offset = 0;
   std::uint64_t bytes = 0;
   std::uint64_t memory_phase = 0;   // the device address modulo BackingFacts::memory_align
-  RefusalMask vendor_refusals = 0;  // of the device's direct path
+  RefusalMask vendor_refusals = 0;  // of the device's fastpath
   RefusalMask waived = 0;           // refusals of the file that the operator has overruled
   FastpathMode fastpath = FastpathMode::kAuto;
   std::uint64_t fastpath_min_bytes = 0;  // IoOptions::fastpath_min_bytes

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -23,7 +22,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 // From here on writing a file's pages side by side is faster than writing it: measured 0.6 of it with 2 CPUs, 1.4
 // with 16.
 constexpr int kCpusForPages = 4;
@@ -36,8 +34,6 @@ bool has_hole(TransferTarget& target, std::uint64_t offset, std::uint64_t bytes)
   Result<std::uint64_t> hole = target.seek_hole(offset);
   return hole.ok() && hole.value() < offset + bytes;
 }
-
-Status cancelled_status() { return Status(ECANCELED, "cancelled"); }
 
 std::uint64_t group_of(const BackingFacts& file) {
   return file.may_hang ? Scheduler::Job::kMayHang : file.always_hot ? Scheduler::Job::kNeverStalls : file.device;
@@ -180,9 +176,9 @@ bool Transfer::enter() {
     phase_ = Phase::kPreparing;
     ++serving_;
   }
-  bind_start_.store(observe::now_ns(), std::memory_order_relaxed);
+  prepare_start_.store(observe::now_ns(), std::memory_order_relaxed);
   Result<Plan> plan = prepare();
-  bind_end_.store(observe::now_ns(), std::memory_order_relaxed);
+  prepare_end_.store(observe::now_ns(), std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
     // Otherwise it was left behind in the meantime, and leave() finds it done.
@@ -481,26 +477,26 @@ void Transfer::trace_phases(std::uint64_t bytes, int error) const {
     observe::trace::record(record);
   };
   const std::uint64_t now = observe::now_ns();
-  const std::uint64_t bind_start = bind_start_.load(std::memory_order_relaxed);
-  const std::uint64_t bind_end = bind_end_.load(std::memory_order_relaxed);
+  const std::uint64_t bind_start = prepare_start_.load(std::memory_order_relaxed);
+  const std::uint64_t bind_end = prepare_end_.load(std::memory_order_relaxed);
   add(observe::TraceKind::kTransfer, queued_, now);
   add(observe::TraceKind::kQueued, queued_, bind_start == 0 ? now : bind_start);
   if (bind_end != 0) add(observe::TraceKind::kBind, bind_start, bind_end);
 }
 
-bool Transfer::abandon(bool force) {
+void Transfer::abandon(bool force) {
   std::uint64_t reached = 0;
   std::uint64_t touched = 0;
   {
     const std::lock_guard lock(mutex_);
-    if (phase_ == Phase::kDone || abandoned_) return true;
+    if (phase_ == Phase::kDone || abandoned_) return;
     const bool may_hang = file().facts().may_hang;
     const auto grace = options().cancel_grace * (load() != may_hang ? kPatience : 1);
     // A store to a disk returns, and its last write must not arrive after the end was reported. A load that is
     // finishing waits for no file.
     const bool harmless = load() ? phase_ != Phase::kFinishing : may_hang || syncing_;
-    if (!force && (!harmless || Clock::now() < cancel_time_ + grace)) return false;
-    if (!memory_.close(force)) return false;
+    if (!force && (!harmless || Clock::now() < cancel_time_ + grace)) return;
+    if (!memory_.close(force)) return;
     abandoned_ = true;
     phase_ = Phase::kFinishing;
     reached = cursor_.prefix();
@@ -521,7 +517,6 @@ bool Transfer::abandon(bool force) {
   }
   conclude(reached, cancelled_status(), false);
   scheduler_->update();
-  return true;
 }
 
 }  // namespace gpufs

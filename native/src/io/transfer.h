@@ -131,8 +131,8 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   // Ends a transfer that no thread will serve, without a call of request.done. False if it is over already.
   bool refuse(const Status& why);
   // Ends a cancelled transfer whose threads have not returned for a while, if their file is one that may be left.
-  // force: now, and whatever the file is. True if the transfer is done.
-  bool abandon(bool force);
+  // force: now, and whatever the file is.
+  void abandon(bool force);
   // Scheduler::release() of its scheduler.
   static void release(std::shared_ptr<Transfer> transfer);
 
@@ -190,8 +190,8 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   StoreFile store_file_;
 
   // When prepare() began and ended, for traces; 0: not yet.
-  std::atomic<std::uint64_t> bind_start_{0};
-  std::atomic<std::uint64_t> bind_end_{0};
+  std::atomic<std::uint64_t> prepare_start_{0};
+  std::atomic<std::uint64_t> prepare_end_{0};
 
   std::atomic<bool> cancelled_{false};
 

@@ -5,7 +5,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <thread>
 #include <utility>
@@ -27,7 +26,6 @@ constexpr int kMinAutomatic = 4;  // a disk needs several requests at a time, ho
 // Each copies some 6.5 GB/s out of the page cache (an H200's host): 8 do not fill a bus of 55 GB/s, 14 are slower
 // again.
 constexpr int kMaxAutomatic = 12;
-constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 // How often cancelled transfers that have not ended are checked.
 constexpr std::chrono::milliseconds kWatchInterval{20};
 
@@ -170,7 +168,7 @@ void TransferEngine::watch_main() {
     }
     lock.unlock();
     for (std::shared_ptr<Transfer>& transfer : cancelled) {
-      (void)transfer->abandon(/*force=*/false);
+      transfer->abandon(/*force=*/false);
       Transfer::release(std::move(transfer));
     }
     cancelled.clear();
@@ -198,7 +196,7 @@ void TransferEngine::shutdown() {
     ended = changed_.wait_until(lock, end, [&] { return transfers_.empty(); });
   }
   if (!ended) {
-    for (const std::shared_ptr<Transfer>& transfer : transfers) (void)transfer->abandon(/*force=*/true);
+    for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->abandon(/*force=*/true);
   }
   {
     const std::lock_guard lock(mutex_);
