@@ -33,13 +33,13 @@ _ATTEMPTS: Final = 3
 T = TypeVar("T")
 
 
-def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) -> Connection:
+def connect(st_dev: int, mounts: list[MountEntry], *, trusting: bool = False) -> Connection:
     """Connect to the daemon of a mount.
 
     Parameters
     ----------
-    device
-        The st_dev of its files.
+    st_dev
+        The device number of its files.
     mounts
         Where it is mounted.
     trusting
@@ -55,31 +55,31 @@ def connect(device: int, mounts: list[MountEntry], *, trusting: bool = False) ->
     from gpufs.client._connection import Connection
 
     for pause in _RECONNECT_PAUSES:
-        path = _find_socket(device, mounts)
+        path = _find_socket(st_dev, mounts)
         try:
             return Connection(path, trusting=trusting)
         except OSError as failure:
             if failure.errno not in _NOT_LISTENING_YET:
                 raise
         time.sleep(pause)
-    return Connection(_find_socket(device, mounts), trusting=trusting)
+    return Connection(_find_socket(st_dev, mounts), trusting=trusting)
 
 
-def _find_socket(device: int, mounts: list[MountEntry]) -> str:
+def _find_socket(st_dev: int, mounts: list[MountEntry]) -> str:
     """The path of the socket that a mount names. OSError ENOENT if its root is not visible at any of these places."""
     for entry in mounts:
         if entry.root == "/":
-            path = repeat_if_it_dies(functools.partial(_socket_path, entry, device))
+            path = repeat_if_it_dies(functools.partial(_socket_path, entry, st_dev))
             if path is not None:
                 return path
     raise OSError(errno.ENOENT, _NO_ROOT)
 
 
-def _socket_path(entry: MountEntry, device: int) -> str | None:
+def _socket_path(entry: MountEntry, st_dev: int) -> str | None:
     """The path that the mount names, None if something else is mounted over it."""
     fd = os.open(os.path.join(entry.mountpoint, _SOCKET_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if os.fstat(fd).st_dev != device:
+        if os.fstat(fd).st_dev != st_dev:
             return None
         return os.read(fd, _PATH_MAX).decode(errors="surrogateescape").strip()
     finally:
@@ -126,14 +126,14 @@ def revoke(path: str) -> None:
 def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     try:
-        device = identity(fd).st_dev
-        mounts = mounting.by_device().get(device)
+        st_dev = identity(fd).st_dev
+        mounts = mounting.by_device().get(st_dev)
         if mounts is None:
             raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
 
         def ask_once() -> None:
             # It gets the descriptor of its own file and nothing else.
-            with connect(device, mounts, trusting=True) as daemon:
+            with connect(st_dev, mounts, trusting=True) as daemon:
                 ask(daemon, fd)
 
         repeat_if_it_dies(ask_once)
@@ -162,15 +162,15 @@ _shared: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDiction
 _shared_locks: dict[int, threading.Lock] = {}
 
 
-def shared_connection(device: int, mounts: list[MountEntry]) -> Connection:
+def shared_connection(st_dev: int, mounts: list[MountEntry]) -> Connection:
     """The connection on which this process has its leases and registrations of a mount, as long as there are any.
 
     If it has ended, another one is made, for new leases and registrations.
     """
-    with _shared_locks.setdefault(device, threading.Lock()):
-        connection = _shared.get(device)
+    with _shared_locks.setdefault(st_dev, threading.Lock()):
+        connection = _shared.get(st_dev)
         if connection is None or connection.ended:
-            connection = _shared[device] = connect(device, mounts, trusting=True)
+            connection = _shared[st_dev] = connect(st_dev, mounts, trusting=True)
         return connection
 
 
@@ -207,16 +207,16 @@ class IdleConnections:
             for connection in connections:
                 connection.close()
 
-    def give_back(self, device: int, connection: Connection) -> None:
+    def give_back(self, st_dev: int, connection: Connection) -> None:
         """Keep a connection for the next copy."""
-        self._idle.setdefault(device, []).append(connection)
+        self._idle.setdefault(st_dev, []).append(connection)
 
-    def take(self, device: int, mounts: list[MountEntry]) -> Connection | None:
+    def take(self, st_dev: int, mounts: list[MountEntry]) -> Connection | None:
         """A connection to a mount's daemon; None if it cannot be reached now: the next copy tries again.
 
         After a daemon that did not answer, only copies after a minute do.
         """
-        idle = self._idle.setdefault(device, [])
+        idle = self._idle.setdefault(st_dev, [])
         while idle:
             try:
                 connection = idle.pop()
@@ -225,18 +225,18 @@ class IdleConnections:
             if not connection.ended:
                 return connection
             connection.close()
-        if time.monotonic() < self._silent_until.get(device, 0.0) and not self._required:
+        if time.monotonic() < self._silent_until.get(st_dev, 0.0) and not self._required:
             return None
         try:
-            return connect(device, mounts)
+            return connect(st_dev, mounts)
         except OSError as error:
             if error.errno == errno.ETIMEDOUT:
-                self._silent_until[device] = time.monotonic() + _SILENT_SECONDS
+                self._silent_until[st_dev] = time.monotonic() + _SILENT_SECONDS
             if self._required:
                 raise
             why = error.strerror or str(error)
         first = object()
-        if self._noticed.setdefault(device, first) is first and self._notice is not None:
+        if self._noticed.setdefault(st_dev, first) is first and self._notice is not None:
             self._notice(
                 f"{mounts[0].mountpoint}: its copy service cannot be reached ({why}): copying through the mount instead"
             )

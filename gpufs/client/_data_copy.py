@@ -81,13 +81,13 @@ class DataCopy:
         self._reported = 0.0
 
     def by_daemon(
-        self, connections: IdleConnections, device: int, mounts: list[MountEntry], *, load: bool, options: CopyOptions
+        self, connections: IdleConnections, st_dev: int, mounts: list[MountEntry], *, load: bool, options: CopyOptions
     ) -> bool:
         """Have the daemon of a mount copy. False if nothing was moved: it cannot be reached, or it has no buffer.
 
         ``load``: the destination is on the mount.
         """
-        connection = connections.take(device, mounts)
+        connection = connections.take(st_dev, mounts)
         if connection is None:
             return False
         fds = (self.source_fd, self.destination_fd) if load else (self.destination_fd, self.source_fd)
@@ -115,7 +115,7 @@ class DataCopy:
             if isinstance(error, OSError) and error.errno == errno.EMFILE and options.fastpath != "require":
                 return False
             raise
-        connections.give_back(device, connection)
+        connections.give_back(st_dev, connection)
         if result.error in _NOT_BY_DAEMON and not result.done and options.fastpath != "require":
             return False
         self.method = "transfer"

@@ -136,13 +136,13 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     kind = GivenType.of_array(array)
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
-    device = os.stat(directory).st_dev
-    mounts = mounting.by_device().get(device)
+    st_dev = os.stat(directory).st_dev
+    mounts = mounting.by_device().get(st_dev)
     if mounts is None:
         raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", directory)
 
     def ask() -> Registration:
-        connection = _daemons.shared_connection(device, mounts)
+        connection = _daemons.shared_connection(st_dev, mounts)
         share = _share(memory, connection.driver)
         try:
             return _create(connection, share, name, mode, memory, kind)

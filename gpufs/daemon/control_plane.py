@@ -78,7 +78,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
     shares = [Share(*fields) for fields in values["backing"]]
     ids = {"uid": os.geteuid(), "gid": os.getegid()}
     try:
-        backing = BackingHandler(mount, handles, replies, shares, device=entry.st_dev, **ids)
+        backing = BackingHandler(mount, handles, replies, shares, st_dev=entry.st_dev, **ids)
     except OSError as failure:
         path = os.fsdecode(failure.filename) if failure.filename else "backing"
         raise StartFailure.of(failure, f"backing: {path}: ") from None

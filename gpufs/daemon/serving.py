@@ -224,7 +224,7 @@ class Serving:
                 self.mount,
                 Quotas(self.mount).set,
                 path=self.socket_path,
-                device=self.entry.st_dev,
+                st_dev=self.entry.st_dev,
                 allow_other=bool(config["allow_other"]),
                 trust_readers=bool(config["trust_readers"]),
                 keeper=self.keeper if self.first_obstacle is None else None,

@@ -173,7 +173,7 @@ async def serve(
     set_limit: Callable[[int, int | None, int], None],
     *,
     path: str,
-    device: int,
+    st_dev: int,
     allow_other: bool = False,
     kept: Kept,
     trust_readers: bool = False,
@@ -184,7 +184,7 @@ async def serve(
     """Serve copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
-    alone or with ``allow_other`` for everybody. ``device``: the mount's st_dev, found without asking the mount.
+    alone or with ``allow_other`` for everybody. ``st_dev``: the mount's device number, found without asking the mount.
     ``kept``: from restore(); the clients there are taken over. ``failed``: called while an error of the service itself
     is handled, before its clients' leases end. ``set_limit``, ``trust_readers``, ``keeper``:
     see :class:`ServedMount`. When this is cancelled, copies in progress are cancelled, their clients get results, and
@@ -193,7 +193,7 @@ async def serve(
     """
     limits = Limits()
     holders = HolderTable(limits)
-    served = ServedMount(mount, set_limit, device, trust_readers, limits, holders, kept.registrations, keeper)
+    served = ServedMount(mount, set_limit, st_dev, trust_readers, limits, holders, kept.registrations, keeper)
     service = Service(served)
     with _listen(path, allow_other=allow_other) as listener:
         created = os.lstat(path)

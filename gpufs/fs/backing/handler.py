@@ -113,15 +113,15 @@ class BackingHandler:
         replies: Replies,
         shares: Sequence[Share],
         *,
-        device: int,
+        st_dev: int,
         uid: int,
         gid: int,
     ) -> None:
-        """``device``: the mount's st_dev. OSError, with the path, if a directory cannot be opened."""
+        """``st_dev``: the mount's device number. OSError, with the path, if a directory cannot be opened."""
         self._mount = mount
         self._handles = handles
         self.replies = replies
-        self._inodes = HostInodes(device)
+        self._inodes = HostInodes(st_dev)
         self._calls = HostCalls(self._inodes)
         self._files = OpenFiles(mount, handles, self._calls)
         directory = Attributes(ino=FIRST_INODE, mode=stat.S_IFDIR | 0o555, uid=uid, gid=gid)

@@ -85,12 +85,12 @@ def look_up(directory: int, path: bytes) -> Found:
 class HostInodes:
     """See above. Owns the descriptors; only the trio thread uses it.
 
-    ``device`` is the st_dev of this mount.
+    ``st_dev`` is the device number of this mount.
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, st_dev: int) -> None:
         self._nodes: dict[int, BackingNode] = {}
-        self._device = device
+        self._st_dev = st_dev
         self._next_ino = FIRST_INODE + 1  # FIRST_INODE is the directory backing/
         self._known: dict[_Key, BackingNode] = {}
         # Those with a descriptor, beginning with the one that was used longest ago.
@@ -113,7 +113,7 @@ class HostInodes:
     def meet(self, opened: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
         """Return the node that was found by a name; takes the descriptor over. EDEADLK for an inode of this mount."""
         fd, status = opened
-        if status.st_dev == self._device:
+        if status.st_dev == self._st_dev:
             os.close(fd)
             raise error(EDEADLK)
         key = share.name, status.st_dev, status.st_ino
