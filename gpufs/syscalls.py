@@ -129,6 +129,11 @@ def close_all(descriptors: Iterable[int]) -> None:
 # ---- the calling thread, and this process ----
 
 
+def trusted(uid: int) -> bool:
+    """Return whether a user is root or this process's own, in a daemon the mount's owner."""
+    return uid in (0, os.geteuid())
+
+
 def set_thread_groups(groups: Sequence[int]) -> None:
     """Set the groups of the calling thread; the C library's function would set those of the whole process.
 

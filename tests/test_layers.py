@@ -75,7 +75,7 @@ PYTHON_MAY_USE = {
     "gpufs.integrations": {"client", "torch", "formats", "mounting", "units"},
     "gpufs.threads": set(),
     "gpufs.fs": {"syscalls", "threads", "engine", "statistics", "_version"},
-    "gpufs.service": {"syscalls", "threads", "engine", "fs", "modes", "protocol", "mounting", "units", "_version"},
+    "gpufs.service": {"syscalls", "threads", "engine", "modes", "protocol", "units", "_version"},
     "gpufs.daemon.guard": {"mounting"},
     "gpufs.daemon": {
         "_printable",

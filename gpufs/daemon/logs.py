@@ -21,6 +21,7 @@ from gpufs import engine
 from gpufs._printable import printable
 from gpufs.daemon.log_file import open_log_file
 from gpufs.daemon.startup import StartFailure, is_journal
+from gpufs.syscalls import trusted
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -63,7 +64,6 @@ class _Lines(logging.Handler):
         super().__init__()
         self._queue = queue
         self._dropped = 0
-        self._trusted = (0, os.geteuid())
         self._window = 0.0  # when the current count began
         self._users: Counter[int] = Counter()
 
@@ -84,7 +84,7 @@ class _Lines(logging.Handler):
             for number, count in users.items():
                 if count > _USER_LINES:
                     self._put(self._note(f"{count - _USER_LINES} more lines about user {number} left out"))
-        if user is None or user in self._trusted:
+        if user is None or trusted(user):
             return False
         self._users[user] += 1
         return self._users[user] > _USER_LINES

@@ -15,8 +15,7 @@ from typing import Final
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import LOAD
 from gpufs.service._resources import Descriptor
-from gpufs.service._user import trusted
-from gpufs.syscalls import Identity, file_system_type, identity, open_flags
+from gpufs.syscalls import Identity, file_system_type, identity, open_flags, trusted
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
 _KERNEL_FILE_SYSTEMS: Final = frozenset(

@@ -39,7 +39,8 @@ from gpufs.service._client_registrations import ClientRegistrations
 from gpufs.service._kept import KeptClient, KeptRequest, Record
 from gpufs.service._resources import Descriptor
 from gpufs.service._served_mount import ServedMount
-from gpufs.service._user import User, trusted
+from gpufs.service._user import User
+from gpufs.syscalls import trusted
 
 
 class ClientConnection:

@@ -18,8 +18,7 @@ from gpufs.service._channel import Channel, path_behind
 from gpufs.service._kept import KeptLease, Record, kept_path
 from gpufs.service._resources import Descriptor, Resources
 from gpufs.service._served_mount import Holder, ServedMount
-from gpufs.service._user import trusted
-from gpufs.syscalls import close_all
+from gpufs.syscalls import close_all, trusted
 
 
 @dataclass(slots=True)

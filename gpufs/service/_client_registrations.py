@@ -17,7 +17,7 @@ from gpufs.service._channel import Channel, path_behind
 from gpufs.service._kept import KeptRegistration, Record, kept_path
 from gpufs.service._resources import Descriptor
 from gpufs.service._served_mount import REGISTERED, Holder, ServedMount
-from gpufs.service._user import trusted
+from gpufs.syscalls import trusted
 
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "

@@ -16,7 +16,8 @@ from gpufs.service import _checks
 from gpufs.service._channel import Peer
 from gpufs.service._kept import KeptRegistrations, RegisteredMemory
 from gpufs.service._resources import Keeping, Resources
-from gpufs.service._user import Limits, trusted
+from gpufs.service._user import Limits
+from gpufs.syscalls import trusted
 from gpufs.units import bytes_text
 
 # A write through the mount waits as long for the memory of files that have just been removed.

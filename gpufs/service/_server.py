@@ -20,7 +20,8 @@ from gpufs.service._client import ClientConnection
 from gpufs.service._kept import Kept, KeptClient
 from gpufs.service._resources import Keeping
 from gpufs.service._served_mount import HolderTable, ServedMount
-from gpufs.service._user import Limits, Users, trusted
+from gpufs.service._user import Limits, Users
+from gpufs.syscalls import trusted
 
 log = logging.getLogger(__name__)
 

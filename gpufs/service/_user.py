@@ -5,7 +5,6 @@ A user whose file server hangs, or who sends without an end, waits for a share o
 
 import contextlib
 import functools
-import os
 import resource
 import threading
 import weakref
@@ -16,7 +15,7 @@ from typing import Final, Protocol
 import trio
 
 from gpufs import threads
-from gpufs.syscalls import close_all
+from gpufs.syscalls import close_all, trusted
 
 _PRIVILEGED_SHARES: Final = 4  # of root and the mount's owner, where another user has one
 _DESCRIPTORS_OF_A_MESSAGE: Final = 4  # of this process, at most: the two that came with it, and the engine's own
@@ -57,11 +56,6 @@ class Limits:
         """``messages``, or fewer where this process may have few descriptors."""
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return max(min(self.messages, most // (_SHARE_OF_DESCRIPTORS * _DESCRIPTORS_OF_A_MESSAGE)), self.requests)
-
-
-def trusted(uid: int) -> bool:
-    """Whether a user is root or the mount's owner."""
-    return uid in (0, os.geteuid())
 
 
 class Both:

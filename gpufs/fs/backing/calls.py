@@ -16,7 +16,7 @@ import trio
 from gpufs import threads
 from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
 from gpufs.fs.requests import Caller, error
-from gpufs.syscalls import set_thread_groups, setfsgid, setfsuid
+from gpufs.syscalls import set_thread_groups, setfsgid, setfsuid, trusted
 
 T = TypeVar("T")
 
@@ -38,7 +38,6 @@ class HostCalls:
         self._inodes = inodes
         self._limiters: dict[tuple[int, int], trio.CapacityLimiter] = {}  # by user and st_dev
         self._waiting: Counter[int] = Counter()  # calls in progress by user
-        self._privileged = (0, os.geteuid())
 
     async def run(self, uid: int, node: BackingNode, work: Callable[[], T], *others: BackingNode) -> T:
         """Run work that calls the server of a node's file, with the daemon's rights. It may use ``others`` as well."""
@@ -98,7 +97,7 @@ class HostCalls:
     @contextlib.contextmanager
     def _counted(self, uid: int) -> Iterator[None]:
         """Count a call that may wait for the host. EBUSY if there are too many."""
-        most = _CALLS if uid in self._privileged else _CALLS_OF_A_USER
+        most = _CALLS if trusted(uid) else _CALLS_OF_A_USER
         if self._waiting[uid] >= most or self._waiting.total() >= _CALLS:
             raise error(EBUSY)
         self._waiting[uid] += 1

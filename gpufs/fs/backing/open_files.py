@@ -18,7 +18,7 @@ from typing import Any, Final
 from gpufs.fs.backing.calls import HostCalls, acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
 from gpufs.fs.requests import Caller, Handles, InodeReply, Listing, Opened, error
-from gpufs.syscalls import file_system_type
+from gpufs.syscalls import file_system_type, trusted
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,6 @@ class OpenCount:
     """How many files and directories of the host each user has open, until they are closed. Any thread may call."""
 
     def __init__(self) -> None:
-        self._privileged = (0, os.geteuid())
         self._lock = threading.Lock()
         self._open: Counter[int] = Counter()
 
@@ -138,7 +137,7 @@ class OpenCount:
     def _enter(self, uid: int) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
-            if uid not in self._privileged and self._open[uid] >= descriptors // _SHARE:
+            if not trusted(uid) and self._open[uid] >= descriptors // _SHARE:
                 raise error(EMFILE)
             self._open[uid] += 1
 
