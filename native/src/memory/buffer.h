@@ -142,6 +142,7 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   [[nodiscard]] virtual KeptContents kept() const { return {}; }
   // moved() is called whenever the contents have moved, and before memory where they were is used for anything else.
   // Once, before the buffer is shared.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it
   virtual void watch(std::function<void()> /*moved*/) {}
 
   // Who pays for bytes_held().
