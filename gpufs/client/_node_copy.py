@@ -19,14 +19,13 @@ from gpufs.client._copy_types import (
     Cancellation,
     CopyError,
     CopyProgress,
-    CopyResult,
     Outcome,
     check_options,
     error_class,
 )
 from gpufs.client._ends import Entry
 from gpufs.client._node_receive import Receiver
-from gpufs.client._node_reports import Noted, Outcomes, Reports, Shown, Silent, Sink, show
+from gpufs.client._node_reports import Noted, Outcomes, Reports, Shown, Silent, Sink, outcome_of, show
 from gpufs.client._node_send import Sender, Sent
 from gpufs.exceptions import text_of
 from gpufs.nodes import names
@@ -90,13 +89,7 @@ def upload(
 
     def take(sent: Sent, result: Result) -> None:
         destination = str(NodeName(targets[result.hop].host, os.fsdecode(result.path)))
-        outcome: Outcome | None = None
-        if result.error:
-            outcome = error_class(result.error)(result.error, result.text, sent.path, destination)
-        elif not result.skipped:
-            seconds = time.monotonic() - sent.began
-            digest = result.checksum or None
-            outcome = CopyResult(sent.path, destination, result.size, seconds, "node", result.paths, sha256=digest)
+        outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
         if result.error != errno.ECANCELED:  # its directory is reported
             sink.ended(sent.path, outcome, result.hop)
 

@@ -200,7 +200,7 @@ class Receiver:
                         raise ProtocolError("no file")
         finally:
             close_all([folder.fd for folder in self._folders if folder.fd >= 0])
-            self._close_bounce()
+            self._close_nixl()
 
     def _fail(self, source: str, destination: str, error: OSError) -> None:
         """Report what could not be created, other than a file."""
@@ -262,12 +262,12 @@ class Receiver:
 
     def _choose(self, chosen: Chosen) -> None:
         if not chosen.nixl:
-            self._close_bounce()
+            self._close_nixl()
             self._sink.noticed(chosen.text)
         elif self._nixl is None:
             raise ProtocolError("NIXL without an offer")
 
-    def _close_bounce(self) -> None:
+    def _close_nixl(self) -> None:
         if self._nixl is not None:
             self._nixl.close()
             self._nixl = None

@@ -126,16 +126,20 @@ class Reports:
         self._channel.send(Lost(hop, number, text, os.fsencode(str(error.filename))))
 
 
+def outcome_of(result: Result, source: str, destination: str | None, seconds: float) -> Outcome | None:
+    """Return what became of a file on another machine; None if it was skipped."""
+    if result.error:
+        return error_class(result.error)(result.error, result.text, source, destination)
+    if result.skipped:
+        return None
+    digest = result.checksum or None
+    return CopyResult(source, destination or "", result.size, seconds, "node", result.paths, sha256=digest)
+
+
 def show(message: Result, sink: Sink) -> None:
     """Report what another machine has sent by Reports."""
     source, destination = os.fsdecode(message.source), os.fsdecode(message.path)
-    outcome: Outcome | None = None
-    if message.error:
-        outcome = error_class(message.error)(message.error, message.text, source, destination or None)
-    elif not message.skipped:
-        digest = message.checksum or None
-        outcome = CopyResult(source, destination, message.size, message.seconds, "node", message.paths, sha256=digest)
-    sink.ended(source, outcome, message.hop)
+    sink.ended(source, outcome_of(message, source, destination or None, message.seconds), message.hop)
 
 
 class Outcomes:

@@ -104,7 +104,7 @@ class Channel:
             raise
 
     def leave_place(self) -> None:
-        """Give back the place of the message that was received, or that will not be."""
+        """Give back the place in the user's share that was taken for a message."""
         if self._place is not None:
             self._place.leave()
             self._place = None

@@ -197,6 +197,11 @@ def _key(entry: Entry) -> _Key:
     return type(entry), entry.id, entry.kind if isinstance(entry, KeptRequest) else ""
 
 
+def _noted(message: ClientMessage | None) -> KeptRequest | None:
+    """What is noted of a message; None unless it will be answered."""
+    return KeptRequest.of(message) if isinstance(message, Request) and not isinstance(message, Cancel) else None
+
+
 class Record:
     """The record of one connection. Any thread may call. Nothing is kept without a keeper."""
 
@@ -225,8 +230,8 @@ class Record:
 
     def begin(self, message: ClientMessage | None) -> None:
         """Note a request in progress."""
-        if isinstance(message, Request) and not isinstance(message, Cancel):
-            self._put(KeptRequest.of(message))
+        if (noted := _noted(message)) is not None:
+            self._put(noted)
 
     def end(self, request: "Request | KeptRequest") -> None:
         """The request is answered."""
@@ -361,7 +366,7 @@ def _restore_client(
                 log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
     first = next_message(sock)
     # What is still in the queue is not lost.
-    queued = KeptRequest.of(first) if isinstance(first, Request) and not isinstance(first, Cancel) else None
+    queued = _noted(first)
     lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
     leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []

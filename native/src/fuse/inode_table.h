@@ -155,7 +155,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   bool forgotten_ = false;                       // by the kernel, and gone from the table
   std::unique_ptr<Reclaim::Expected> expected_;  // while it has neither names nor open files; its memory is coming back
 
-  InodeNames names_;  // guarded by Namespace::mutex_, but for the target
+  InodeNames names_;  // guarded by Namespace::mutex_, except `target`
 };
 
 struct OpenFile {

@@ -66,8 +66,6 @@ int resident_by_mincore(int fd, std::uint64_t offset, std::uint64_t bytes, std::
   return 0;
 }
 
-// The most that the kernel moves by one call.
-
 constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
 alignas(4096) std::byte zeros[kZeroBytes];  // never written, so all its pages are the kernel's zero page
 

@@ -477,11 +477,11 @@ void Transfer::trace_phases(std::uint64_t bytes, int error) const {
     observe::trace::record(record);
   };
   const std::uint64_t now = observe::now_ns();
-  const std::uint64_t bind_start = prepare_start_.load(std::memory_order_relaxed);
-  const std::uint64_t bind_end = prepare_end_.load(std::memory_order_relaxed);
+  const std::uint64_t start = prepare_start_.load(std::memory_order_relaxed);
+  const std::uint64_t end = prepare_end_.load(std::memory_order_relaxed);
   add(observe::TraceKind::kTransfer, queued_, now);
-  add(observe::TraceKind::kQueued, queued_, bind_start == 0 ? now : bind_start);
-  if (bind_end != 0) add(observe::TraceKind::kBind, bind_start, bind_end);
+  add(observe::TraceKind::kQueued, queued_, start == 0 ? now : start);
+  if (end != 0) add(observe::TraceKind::kBind, start, end);
 }
 
 void Transfer::abandon(bool force) {
