@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 from support.cli import mountpoint, open_directory  # noqa: F401 - fixtures
-from support.data import directory
+from support.data import directory, remove_tree
 from support.mounting import GpufsMount, Mounter, Session, SharedMount, default_memory
 from support.processes import session_processes, wait_until
 from support.watchdog import mounted_at
@@ -174,7 +173,7 @@ def root(request: pytest.FixtureRequest, on_gpufs: bool) -> Iterator[Path]:
     path.mkdir()
     path.chmod(0o777)
     yield path
-    shutil.rmtree(path)
+    remove_tree(path)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GRANULE = 2 * MIB
@@ -51,6 +52,16 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
         view, offset = view[done:], offset + done
 
 
+def remove_tree(path: Path) -> None:
+    """rm -r; a file may vanish meanwhile, as a registration's does after the program that made it has ended."""
+
+    def failed(_function: object, _path: str, error: tuple[Any, BaseException, Any]) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    shutil.rmtree(path, onerror=failed)
+
+
 @contextlib.contextmanager
 def directory(parent: str) -> Iterator[Path]:
     """An empty directory of mode 777 below another one."""
@@ -59,7 +70,7 @@ def directory(parent: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path)
+        remove_tree(path)
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
