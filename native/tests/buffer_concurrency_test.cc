@@ -24,14 +24,14 @@ namespace {
 
 constexpr int kRounds = kSanitized ? 200 : 600;
 
-struct Setting {
+struct RaceSetting {
   const char* name;
   std::uint64_t slab_file_bytes;
   bool reserve_copies;
   std::uint64_t span;
 };
 
-class BufferConcurrencyTest : public BufferFixture, public ::testing::WithParamInterface<Setting> {
+class BufferConcurrencyTest : public BufferFixture, public ::testing::WithParamInterface<RaceSetting> {
  protected:
   void SetUp() override {
     plan->reserve_copies = GetParam().reserve_copies;
@@ -297,9 +297,9 @@ TEST_F(SharedMemoryTest, SmallFilesMoveWhileTheyAreUsed) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, BufferConcurrencyTest,
-                         ::testing::Values(Setting{"slabs", 65536, false, 0}, Setting{"copying", 0, true, 0},
-                                           Setting{"pieces", 0, false, 2 * kGranule}),
-                         [](const ::testing::TestParamInfo<Setting>& setting) {
+                         ::testing::Values(RaceSetting{"slabs", 65536, false, 0}, RaceSetting{"copying", 0, true, 0},
+                                           RaceSetting{"pieces", 0, false, 2 * kGranule}),
+                         [](const ::testing::TestParamInfo<RaceSetting>& setting) {
                            return std::string(setting.param.name);
                          });
 

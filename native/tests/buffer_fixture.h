@@ -19,13 +19,6 @@
 
 namespace gpufs::testing {
 
-inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
-inline constexpr std::uint64_t kGranule = 2 * kMiB;
-
-inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) {
-  return pattern_bytes(bytes, seed, 1);  // never zero
-}
-
 inline std::vector<std::byte> contents(Buffer& buffer, std::uint64_t offset, std::size_t bytes) {
   std::vector<std::byte> data(bytes, std::byte{0xee});
   const Result<std::size_t> count = buffer.read(offset, data);

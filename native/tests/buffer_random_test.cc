@@ -32,21 +32,21 @@ constexpr int kSteps = 150;
 constexpr std::uint64_t kLargest = 12 * kMiB;  // of a file whose bytes are compared
 constexpr std::uint64_t kMemory = 20 * kMiB;
 constexpr std::uint64_t kAddresses = 1024 * kMiB;
-constexpr std::chrono::milliseconds kNoPatience{0};
+constexpr std::chrono::milliseconds kAtOnce{0};
 
 int number_in_environment(const char* name, int otherwise) {
   const char* const text = std::getenv(name);
   return text == nullptr ? otherwise : std::atoi(text);
 }
 
-struct Setting {
+struct RandomSetting {
   const char* name;
   int vendor = -1;              // index in kVendors; -1: the host driver, with the two below
   bool reserve_copies = false;  // as a device without virtual memory
   std::uint64_t span = 0;       // releasing memory moves pieces of this size
 };
 
-class BufferRandomTest : public ::testing::TestWithParam<Setting> {
+class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
  protected:
   struct File {
     std::shared_ptr<Buffer> buffer;
@@ -278,12 +278,12 @@ class BufferRandomTest : public ::testing::TestWithParam<Setting> {
         std::shared_ptr<const Buffer::Claim> loading = keep ? buffer.claim({offset, bytes}) : nullptr;
         (void)allowed(buffer.pin_for_write(offset, bytes).status(), file);
         loading.reset();
-        ASSERT_TRUE(buffer.trim(kNoPatience));
+        ASSERT_TRUE(buffer.trim(kAtOnce));
         break;
       }
       case 14:
         if (below(4) != 0) {
-          ASSERT_TRUE(buffer.trim(kNoPatience));
+          ASSERT_TRUE(buffer.trim(kAtOnce));
         } else if (Result<std::shared_ptr<Buffer::Lease>> lease = buffer.lease(true, false, "");
                    allowed(lease.status(), file)) {
           file.lease = lease.take();
@@ -387,9 +387,9 @@ TEST_P(BufferRandomTest, MatchesAPlainModel) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, BufferRandomTest,
-                         ::testing::Values(Setting{"Host"}, Setting{"HostCopying", -1, true},
-                                           Setting{"HostPieces", -1, false, 2 * kGranule}, Setting{"Cuda", 0},
-                                           Setting{"Hip", 1}),
+                         ::testing::Values(RandomSetting{"Host"}, RandomSetting{"HostCopying", -1, true},
+                                           RandomSetting{"HostPieces", -1, false, 2 * kGranule},
+                                           RandomSetting{"Cuda", 0}, RandomSetting{"Hip", 1}),
                          [](const auto& setting) { return std::string(setting.param.name); });
 
 }  // namespace

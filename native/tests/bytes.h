@@ -12,6 +12,9 @@
 
 namespace gpufs::testing {
 
+inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+inline constexpr std::uint64_t kGranule = 2 * kMiB;
+
 // Whether this is a build under a sanitizer, where the longest tests take fewer steps.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kSanitized = true;
@@ -19,14 +22,14 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-// Bytes that differ between offsets and between seeds, with these bits set in each: a shorter pattern is the beginning
-// of a longer one.
-inline std::vector<std::byte> pattern_bytes(std::size_t bytes, unsigned seed, std::uint8_t set = 0) {
+// Bytes that differ between offsets and between seeds, none of them zero. A shorter pattern is the beginning of a
+// longer one.
+inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed = 1) {
   std::vector<std::byte> data(bytes);
   std::uint64_t state = seed * std::uint64_t{2654435761} + 1;
   for (std::size_t at = 0; at < bytes; at += sizeof state) {
     state = state * 6364136223846793005U + 1442695040888963407U;
-    const std::uint64_t word = (state ^ (state >> 33)) | set * std::uint64_t{0x0101010101010101};
+    const std::uint64_t word = (state ^ (state >> 33)) | std::uint64_t{0x0101010101010101};
     std::memcpy(data.data() + at, &word, std::min(sizeof word, bytes - at));
   }
   return data;

@@ -18,11 +18,6 @@
 
 namespace gpufs::testing {
 
-using gpu_test::kGranule;
-using gpu_test::kMiB;
-
-inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed = 1) { return pattern_bytes(bytes, seed); }
-
 // What exists before a rig, and is checked after it.
 class RigPlan {
  public:

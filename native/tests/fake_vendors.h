@@ -31,6 +31,7 @@ using Names = std::array<const char*, kVendors.size()>;
 
 inline constexpr Names kAddressReserve{"cuMemAddressReserve", "hipMemAddressReserve"};
 inline constexpr Names kMemoryCreate{"cuMemCreate", "hipMemCreate"};
+inline constexpr Names kMemoryExport{"cuMemExportToShareableHandle", "hipMemExportToShareableHandle"};
 inline constexpr Names kMemoryMap{"cuMemMap", "hipMemMap"};
 inline constexpr Names kMemoryUnmap{"cuMemUnmap", "hipMemUnmap"};
 inline constexpr Names kMemorySetAccess{"cuMemSetAccess", "hipMemSetAccess"};

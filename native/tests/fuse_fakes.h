@@ -65,7 +65,7 @@ Bytes bytes_of(const T& value) {
   return bytes;
 }
 
-inline Bytes pattern(std::size_t count, unsigned seed) { return testing::pattern_bytes(count, seed); }
+using testing::pattern;
 
 inline bool readable(int fd, std::chrono::milliseconds timeout) {
   pollfd waiting{fd, POLLIN, 0};

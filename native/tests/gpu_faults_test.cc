@@ -16,7 +16,6 @@ constexpr Names kCopyToHost{"cuMemcpyDtoHAsync_v2", "hipMemcpyDtoHAsync"};
 constexpr Names kCopyOnDevice{"cuMemcpyDtoDAsync_v2", "hipMemcpyDtoDAsync"};
 constexpr Names kFill{"cuMemsetD8Async", "hipMemsetD8Async"};
 constexpr Names kHostRegister{"cuMemHostRegister_v2", "hipHostRegister"};
-constexpr Names kMemoryExport{"cuMemExportToShareableHandle", "hipMemExportToShareableHandle"};
 constexpr Names kStreamCreate{"cuStreamCreate", "hipStreamCreateWithFlags"};
 constexpr Names kStreamSynchronize{"cuStreamSynchronize", "hipStreamSynchronize"};
 

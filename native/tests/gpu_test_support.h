@@ -21,11 +21,10 @@ namespace gpufs::gpu_test {
 
 namespace api = gpu::api;
 
-constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
-constexpr std::uint64_t kGranule = 2 * kMiB;
+using testing::kGranule;
+using testing::kMiB;
 
-// A pattern that differs between offsets, and between seeds.
-inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed) { return testing::pattern_bytes(bytes, seed); }
+using testing::pattern;
 
 template <typename T>
 T must(Result<T> result) {

@@ -18,13 +18,14 @@
 #include <thread>
 #include <vector>
 
+#include "bytes.h"
 #include "drivers/driver.h"
 #include "drivers/host/host_memory.h"
 
 namespace gpufs {
 namespace {
 
-constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+using testing::kMiB;
 constexpr std::uint64_t kGranule = 2 * kMiB;
 
 class HostDriverTest : public ::testing::Test {

@@ -2,6 +2,7 @@
 // that fails at random.
 
 #include "memory/host_locks.h"
+#include "base/pages.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -28,28 +29,27 @@
 namespace gpufs {
 namespace {
 
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kPages = 64;
 
 class HostLocksTest : public ::testing::Test {
  protected:
   HostLocksTest()
       : base_(static_cast<std::byte*>(
-            ::mmap(nullptr, kPages * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
+            ::mmap(nullptr, kPages * kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
     plan->cpu_addressable = false;
     driver_ = testing::make_faulty_driver(plan, std::uint64_t{8} << 20);
     locks_ = std::make_unique<HostLocks>(driver_, LockPolicy::kAuto);
   }
-  ~HostLocksTest() override { ::munmap(base_, kPages * kPage); }
+  ~HostLocksTest() override { ::munmap(base_, kPages * kPageBytes); }
 
   Status lock(std::size_t page, std::size_t pages, HostLocks::Access access = HostLocks::Access::kBoth) {
-    return locks_->lock(at(page), pages * kPage, access);
+    return locks_->lock(at(page), pages * kPageBytes, access);
   }
-  Status unlock(std::size_t page, std::size_t pages) { return locks_->unlock(at(page), pages * kPage); }
-  std::byte* at(std::size_t page) { return base_ + page * kPage; }
+  Status unlock(std::size_t page, std::size_t pages) { return locks_->unlock(at(page), pages * kPageBytes); }
+  std::byte* at(std::size_t page) { return base_ + page * kPageBytes; }
   std::string text(std::size_t page, std::size_t pages) {
     const auto start = reinterpret_cast<std::uintptr_t>(at(page));
-    return to_text({start, start + pages * kPage});
+    return to_text({start, start + pages * kPageBytes});
   }
   // Without the registry: as another library does it, and what is pinned by either.
   Device& device() { return *driver_->devices()[0]; }
@@ -71,11 +71,11 @@ bool names(const Status& status, const std::string& text) { return status.messag
 
 TEST_F(HostLocksTest, InvalidRanges) {
   EXPECT_EQ(locks_->lock(base_, 0).error(), EINVAL);
-  EXPECT_EQ(locks_->lock(nullptr, kPage).error(), EINVAL);
+  EXPECT_EQ(locks_->lock(nullptr, kPageBytes).error(), EINVAL);
   EXPECT_EQ(locks_->lock(base_, ~std::size_t{0}).error(), EINVAL);
   EXPECT_EQ(locks_->lock(reinterpret_cast<void*>(~std::uintptr_t{0} - 10), 10).error(), EINVAL);
   EXPECT_EQ(locks_->unlock(base_, ~std::size_t{0}).error(), EINVAL);
-  ASSERT_EQ(::munmap(at(60), kPage), 0);
+  ASSERT_EQ(::munmap(at(60), kPageBytes), 0);
   const Status unmapped = lock(58, 4);
   EXPECT_EQ(unmapped.error(), EFAULT);
   EXPECT_TRUE(names(unmapped, text(58, 4))) << unmapped.message();
@@ -88,24 +88,24 @@ TEST_F(HostLocksTest, DeviceAddresses) {
   ASSERT_TRUE(lock(0, 8).ok());
   ASSERT_TRUE(lock(2, 2).ok());
   const auto start = reinterpret_cast<DeviceAddress>(at(0));
-  EXPECT_EQ(locks_->info(at(0), 8 * kPage).value().device_address, start + (1 << 30));
-  EXPECT_EQ(locks_->info(at(2), kPage).value().device_address, start + 2 * kPage + (1 << 30));
+  EXPECT_EQ(locks_->info(at(0), 8 * kPageBytes).value().device_address, start + (1 << 30));
+  EXPECT_EQ(locks_->info(at(2), kPageBytes).value().device_address, start + 2 * kPageBytes + (1 << 30));
   // Also of memory that another library pinned.
-  ASSERT_TRUE(device().pin(at(16), 8 * kPage).ok());
+  ASSERT_TRUE(device().pin(at(16), 8 * kPageBytes).ok());
   ASSERT_TRUE(lock(18, 2).ok());
-  EXPECT_EQ(locks_->info(at(18), 2 * kPage).value().device_address, start + 18 * kPage + (1 << 30));
+  EXPECT_EQ(locks_->info(at(18), 2 * kPageBytes).value().device_address, start + 18 * kPageBytes + (1 << 30));
   // The driver has none.
   plan->seen_at = -1;
   ASSERT_TRUE(lock(10, 2).ok());
-  EXPECT_EQ(locks_->info(at(10), 2 * kPage).value().device_address, 0U);
+  EXPECT_EQ(locks_->info(at(10), 2 * kPageBytes).value().device_address, 0U);
 }
 
 TEST_F(HostLocksTest, ForeignMemoryIsRecordedWholeAndNeverUnlocked) {
-  ASSERT_TRUE(device().pin(at(8), 16 * kPage).ok());
+  ASSERT_TRUE(device().pin(at(8), 16 * kPageBytes).ok());
   ASSERT_TRUE(lock(10, 2).ok());
-  const HostLocks::Info info = locks_->info(at(8), 16 * kPage).value();
+  const HostLocks::Info info = locks_->info(at(8), 16 * kPageBytes).value();
   EXPECT_TRUE(info.foreign);
-  EXPECT_EQ(info.whole.bytes(), 16 * kPage);
+  EXPECT_EQ(info.whole.bytes(), 16 * kPageBytes);
   ASSERT_TRUE(lock(20, 4).ok());  // inside the whole
   EXPECT_EQ(locks_->statistics().ranges, 1U);
   EXPECT_TRUE(unlock(10, 2).ok());
@@ -122,7 +122,7 @@ TEST_F(HostLocksTest, ForeignMemoryIsRecordedWholeAndNeverUnlocked) {
   // If the driver does not report it, only the range itself is known.
   plan->reports_pinned_ranges = false;
   ASSERT_TRUE(lock(10, 2).ok());
-  EXPECT_EQ(locks_->info(at(10), 1).value().whole.bytes(), 2 * kPage);
+  EXPECT_EQ(locks_->info(at(10), 1).value().whole.bytes(), 2 * kPageBytes);
   EXPECT_TRUE(unlock(10, 2).ok());
   EXPECT_EQ(plan->unpin.calls(), 0);
   // Another library unlocks a range of this one's.
@@ -133,13 +133,13 @@ TEST_F(HostLocksTest, ForeignMemoryIsRecordedWholeAndNeverUnlocked) {
 }
 
 TEST_F(HostLocksTest, MemoryThatDevicesOnlyRead) {
-  ASSERT_EQ(::mprotect(at(0), 4 * kPage, PROT_READ), 0);
+  ASSERT_EQ(::mprotect(at(0), 4 * kPageBytes, PROT_READ), 0);
   ASSERT_TRUE(lock(0, 4, HostLocks::Access::kSource).ok());
   EXPECT_TRUE(locks_->info(at(0), 1).value().source_only);
   EXPECT_EQ(lock(1, 1).error(), EACCES);
   EXPECT_TRUE(lock(1, 1, HostLocks::Access::kSource).ok());
-  EXPECT_EQ(locks_->use(at(0), kPage, HostLocks::Access::kBoth).error(), EACCES);
-  EXPECT_TRUE(locks_->use(at(0), kPage, HostLocks::Access::kSource).value().parts().front().locked);
+  EXPECT_EQ(locks_->use(at(0), kPageBytes, HostLocks::Access::kBoth).error(), EACCES);
+  EXPECT_TRUE(locks_->use(at(0), kPageBytes, HostLocks::Access::kSource).value().parts().front().locked);
   EXPECT_TRUE(unlock(0, 4).ok());
   EXPECT_TRUE(unlock(1, 1).ok());
   // A device that has no such lock locks it as any other memory.
@@ -169,14 +169,14 @@ TEST_F(HostLocksTest, ADriverFailureChangesNothing) {
 TEST_F(HostLocksTest, ARangeInUseIsUnlockedWhenTheUseEnds) {
   ASSERT_TRUE(lock(2, 2).ok());
   ASSERT_TRUE(lock(6, 1).ok());
-  std::optional<HostLocks::LockUse> use(locks_->use(at(0), 8 * kPage, HostLocks::Access::kBoth).take());
+  std::optional<HostLocks::LockUse> use(locks_->use(at(0), 8 * kPageBytes, HostLocks::Access::kBoth).take());
   const std::vector<HostLocks::Part>& parts = use->parts();
   ASSERT_EQ(parts.size(), 5U);
   const std::array<std::size_t, 5> pages = {2, 2, 2, 1, 1};
   std::size_t offset = 0;
   for (std::size_t place = 0; place < parts.size(); ++place) {
     EXPECT_EQ(parts[place].offset, offset);
-    EXPECT_EQ(parts[place].bytes, pages[place] * kPage);
+    EXPECT_EQ(parts[place].bytes, pages[place] * kPageBytes);
     EXPECT_EQ(parts[place].locked, place % 2 == 1);
     offset += parts[place].bytes;
   }

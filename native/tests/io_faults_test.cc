@@ -42,7 +42,7 @@ constexpr std::uint64_t kShort = kMiB + 17;        // the size of a source that 
 constexpr int kAlways = 1 << 20;
 
 // kHostSlots: memory of the host that is treated like a GPU's, with bounce buffers and streams.
-enum class Library { kHost, kHostSlots, kFakeCuda };
+enum class DriverKind { kHost, kHostSlots, kFakeCuda };
 enum class Fault {
   kShortCounts,
   kFileFails,
@@ -60,7 +60,7 @@ enum class Fault {
   kWaitFails,
   kDeviceIsFull,
 };
-constexpr std::array<const char*, 3> kLibraryNames = {"Host", "HostSlots", "FakeCuda"};
+constexpr std::array<const char*, 3> kDriverNames = {"Host", "HostSlots", "FakeCuda"};
 constexpr std::array<const char*, 15> kFaultNames = {
     "ShortCounts", "FileFails",      "FullDisk",      "NoRoomAhead",     "SyncFails",
     "SourceIsCut", "FastpathIsGone", "FastpathFails", "NothingIsPinned", "OneIsPinned",
@@ -68,7 +68,7 @@ constexpr std::array<const char*, 15> kFaultNames = {
 };
 
 struct Case {
-  Library library;
+  DriverKind driver;
   Direction direction;
   Fault fault;
 };
@@ -85,15 +85,15 @@ bool exists(const Case& tested) {
       return load;
     case Fault::kFastpathIsGone:
     case Fault::kFastpathFails:
-      return tested.library == Library::kHost;
+      return tested.driver == DriverKind::kHost;
     case Fault::kNothingIsPinned:
     case Fault::kOneIsPinned:
     case Fault::kNoEvent:
     case Fault::kNoStream:
     case Fault::kCopyIsRefused:
-      return tested.library != Library::kHost;
+      return tested.driver != DriverKind::kHost;
     case Fault::kWaitFails:
-      return tested.library == Library::kFakeCuda;
+      return tested.driver == DriverKind::kFakeCuda;
     default:
       return true;
   }
@@ -101,10 +101,10 @@ bool exists(const Case& tested) {
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const Library library : {Library::kHost, Library::kHostSlots, Library::kFakeCuda}) {
+  for (const DriverKind driver : {DriverKind::kHost, DriverKind::kHostSlots, DriverKind::kFakeCuda}) {
     for (const Direction direction : {Direction::kLoad, Direction::kStore}) {
       for (std::size_t fault = 0; fault < kFaultNames.size(); ++fault) {
-        const Case tested{library, direction, static_cast<Fault>(fault)};
+        const Case tested{driver, direction, static_cast<Fault>(fault)};
         if (exists(tested)) all.push_back(tested);
       }
     }
@@ -113,7 +113,7 @@ std::vector<Case> cases() {
 }
 
 std::string name_of(const ::testing::TestParamInfo<Case>& tested) {
-  return std::string(kLibraryNames.at(static_cast<std::size_t>(tested.param.library))) +
+  return std::string(kDriverNames.at(static_cast<std::size_t>(tested.param.driver))) +
          (tested.param.direction == Direction::kLoad ? "Load" : "Store") +
          kFaultNames.at(static_cast<std::size_t>(tested.param.fault));
 }
@@ -150,7 +150,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
   }
 
   static bool load() { return GetParam().direction == Direction::kLoad; }
-  static bool of_cuda() { return GetParam().library == Library::kFakeCuda; }
+  static bool of_cuda() { return GetParam().driver == DriverKind::kFakeCuda; }
 
   std::shared_ptr<Driver> open_driver(std::uint64_t memory_bytes) {
     if (of_cuda()) {
@@ -159,7 +159,7 @@ class IoFaults : public ::testing::TestWithParam<Case> {
       options.memory_bytes = memory_bytes;
       return must(open_cuda_driver(options, GPUFS_FAKE_CUDA));
     }
-    plan_->cpu_addressable = GetParam().library == Library::kHost;
+    plan_->cpu_addressable = GetParam().driver == DriverKind::kHost;
     return testing::make_faulty_driver(plan_, memory_bytes);
   }
 

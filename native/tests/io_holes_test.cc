@@ -1,4 +1,5 @@
 // Loads of files with holes: what is left out, what is cleared, and what is counted.
+#include "base/pages.h"
 #include "io/file_io.h"
 
 #include <fcntl.h>
@@ -23,8 +24,7 @@ namespace {
 
 using namespace testing;
 
-constexpr std::uint64_t kPage = 4096;
-constexpr std::uint64_t kSmallGranule = 16 * kPage;
+constexpr std::uint64_t kSmallGranule = 16 * kPageBytes;
 
 // A file of runs of data; pages are what it has holes in.
 class SparseFile {
@@ -35,16 +35,16 @@ class SparseFile {
     EXPECT_TRUE(fd_.valid());
     ::unlink(path.c_str());
     EXPECT_EQ(::ftruncate(fd_.get(), static_cast<off_t>(size)), 0);
-    pages_.resize((size + kPage - 1) / kPage);
+    pages_.resize((size + kPageBytes - 1) / kPageBytes);
     size_ = size;
   }
   void write(std::uint64_t page) {
     const char byte = 1;
-    ASSERT_EQ(::pwrite(fd_.get(), &byte, 1, static_cast<off_t>(page * kPage)), 1);
+    ASSERT_EQ(::pwrite(fd_.get(), &byte, 1, static_cast<off_t>(page * kPageBytes)), 1);
     pages_[page] = true;
   }
   // Whether a byte of the file is in a page that was written.
-  [[nodiscard]] bool data(std::uint64_t offset) const { return pages_[offset / kPage]; }
+  [[nodiscard]] bool data(std::uint64_t offset) const { return pages_[offset / kPageBytes]; }
   [[nodiscard]] std::uint64_t size() const { return size_; }
   std::shared_ptr<BackingFile> open() {
     Result<std::shared_ptr<BackingFile>> opened = BackingFile::open(fd_.get(), operations);
@@ -72,7 +72,7 @@ TEST(FileHoles, AsTheRuleHasIt) {
   std::mt19937 random(7);
   for (int round = 0; round < 20; ++round) {
     SparseFile file(random() % (40 * kSmallGranule) + 1);
-    const std::uint64_t pages = (file.size() + kPage - 1) / kPage;
+    const std::uint64_t pages = (file.size() + kPageBytes - 1) / kPageBytes;
     for (auto count = random() % 12; count > 0; --count) file.write(random() % pages);
     HoleSearch wanted;
     wanted.granule = kSmallGranule;
@@ -89,7 +89,7 @@ TEST(FileHoles, AsTheRuleHasIt) {
       std::fill_n(left_out.begin() + static_cast<std::ptrdiff_t>(hole.offset), hole.bytes, true);
     }
     // Aligned alike: the granules that hold data are exactly those that are not left out.
-    const bool alike = wanted.target_offset % kPage == wanted.file_offset % kPage;
+    const bool alike = wanted.target_offset % kPageBytes == wanted.file_offset % kPageBytes;
     for (std::uint64_t start = 0; start < wanted.bytes;) {
       const std::uint64_t granule_end = std::min(
           wanted.bytes, round_down(wanted.target_offset + start, kSmallGranule) + kSmallGranule - wanted.target_offset);
@@ -110,7 +110,7 @@ TEST(FileHoles, AsTheRuleHasIt) {
 
 TEST(FileHoles, ADenseFileIsNotSearched) {
   SparseFile file(8 * kSmallGranule);
-  for (std::uint64_t page = 0; page < 8 * kSmallGranule / kPage; ++page) file.write(page);
+  for (std::uint64_t page = 0; page < 8 * kSmallGranule / kPageBytes; ++page) file.write(page);
   EXPECT_TRUE(search(file, {.bytes = 8 * kSmallGranule, .granule = kSmallGranule}).empty());
   EXPECT_EQ(file.operations.seeks, 0);
 }

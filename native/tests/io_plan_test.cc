@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "base/pages.h"
+#include "bytes.h"
 #include "io/backing_file.h"
 
 namespace gpufs {
@@ -23,8 +25,7 @@ void PrintTo(const Chunk& chunk, std::ostream* out) {
 
 namespace {
 
-constexpr std::uint64_t kMiB = 1 << 20;
-constexpr std::uint64_t kPage = 4096;
+using testing::kMiB;
 
 struct Planned {
   BackingFacts file;
@@ -52,11 +53,11 @@ std::vector<Chunk> chunks_of(const Plan& plan) {
 // ---- why the fastpath refuses ----
 
 TEST(Plans, EachRefusalHasItsBit) {
-  struct Case {
+  struct Reason {
     Refusal reason;
     std::function<void(Planned&)> change;
   };
-  const std::vector<Case> cases = {
+  const std::vector<Reason> cases = {
       {Refusal::kDisabled, [](Planned& p) { p.request.fastpath = FastpathMode::kOff; }},
       {Refusal::kNothingToMove, [](Planned& p) { p.request.bytes = 0; }},
       {Refusal::kOffsetUnaligned, [](Planned& p) { p.request.file_offset = 512; }},
@@ -67,7 +68,7 @@ TEST(Plans, EachRefusalHasItsBit) {
        [](Planned& p) { p.file.fastpath_refusals = mask_of(Refusal::kNoDirectDescriptor); }},
       {Refusal::kNoVendorCall, [](Planned& p) { p.request.vendor_refusals = mask_of(Refusal::kNoVendorCall); }},
   };
-  for (const Case& one : cases) {
+  for (const Reason& one : cases) {
     Planned planned(0, kMiB);
     one.change(planned);
     const RefusalMask refusals = fastpath_refusals(planned.request);
@@ -105,16 +106,16 @@ TEST(Plans, RequestsAndTheirChunks) {
   const std::vector<Row> rows = {
       {"aligned", 0, 2 * kMiB, nothing, {fast(0, kMiB), fast(kMiB, kMiB)}, 0},
       {"edges of chunks are multiples of their size in the file",
-       kMiB - kPage,
-       kMiB + kPage,
+       kMiB - kPageBytes,
+       kMiB + kPageBytes,
        nothing,
-       {fast(0, kPage), fast(kPage, kMiB)},
+       {fast(0, kPageBytes), fast(kPageBytes, kMiB)},
        0},
       {"head and tail go by fallback",
-       kPage - 100,
+       kPageBytes - 100,
        kMiB,
-       [](Planned& p) { p.request.memory_phase = kPage - 100; },
-       {slow(0, 100), fast(100, kMiB - kPage), slow(100 + kMiB - kPage, kPage - 100)},
+       [](Planned& p) { p.request.memory_phase = kPageBytes - 100; },
+       {slow(0, 100), fast(100, kMiB - kPageBytes), slow(100 + kMiB - kPageBytes, kPageBytes - 100)},
        edges},
       {"a body whose memory does not fit",
        100,
@@ -130,9 +131,9 @@ TEST(Plans, RequestsAndTheirChunks) {
        edges | mask_of(Refusal::kSizeUnaligned) | mask_of(Refusal::kTooSmall)},
       {"below the bound",
        0,
-       kMiB - kPage,
+       kMiB - kPageBytes,
        [](Planned& p) { p.request.fastpath_min_bytes = kMiB; },
-       {slow(0, kMiB - kPage)},
+       {slow(0, kMiB - kPageBytes)},
        mask_of(Refusal::kTooSmall)},
       {"a body below the bound",
        512,
@@ -146,30 +147,30 @@ TEST(Plans, RequestsAndTheirChunks) {
       {"at the bound", 0, kMiB, [](Planned& p) { p.request.fastpath_min_bytes = kMiB; }, {fast(0, kMiB)}, 0},
       {"required, it ignores the bound",
        0,
-       kPage,
+       kPageBytes,
        [](Planned& p) {
          p.request.fastpath_min_bytes = kMiB;
          p.request.fastpath = FastpathMode::kRequire;
        },
-       {fast(0, kPage)},
+       {fast(0, kPageBytes)},
        0},
       {"alone, it ignores the bound",
        0,
-       kPage,
+       kPageBytes,
        [](Planned& p) {
          p.request.fastpath_min_bytes = kMiB;
          p.request.fallback = false;
        },
-       {fast(0, kPage)},
+       {fast(0, kPageBytes)},
        0},
       {"required: the edges may go by fallback",
-       kPage - 100,
+       kPageBytes - 100,
        kMiB,
        [](Planned& p) {
-         p.request.memory_phase = kPage - 100;
+         p.request.memory_phase = kPageBytes - 100;
          p.request.fastpath = FastpathMode::kRequire;
        },
-       {slow(0, 100), fast(100, kMiB - kPage), slow(100 + kMiB - kPage, kPage - 100)},
+       {slow(0, 100), fast(100, kMiB - kPageBytes), slow(100 + kMiB - kPageBytes, kPageBytes - 100)},
        edges},
       {"required: the body may not",
        100,
@@ -203,26 +204,27 @@ TEST(Plans, RequestsAndTheirChunks) {
 }
 
 TEST(Plans, HolesAreChunksOfAnySize) {
-  Planned planned(kPage - 100, 4 * kMiB);
-  planned.request.memory_phase = kPage - 100;
+  Planned planned(kPageBytes - 100, 4 * kMiB);
+  planned.request.memory_phase = kPageBytes - 100;
   RefusalMask refusals = 0;
   const Plan whole = Plan::make(planned.request, &refusals).take();
-  const Plan plan = whole.without_holes({{0, 50}, {100 + kPage, 3 * kMiB}});
+  const Plan plan = whole.without_holes({{0, 50}, {100 + kPageBytes, 3 * kMiB}});
   EXPECT_EQ(plan.bytes(), whole.bytes());
   EXPECT_EQ(plan.hole_bytes(), 50 + 3 * kMiB);
-  const std::uint64_t data = 100 + kPage + 3 * kMiB;  // from here on
-  EXPECT_EQ(chunks_of(plan),
-            (std::vector<Chunk>{hole(0, 50), slow(50, 50), fast(100, kPage), hole(100 + kPage, 3 * kMiB),
-                                fast(data, kMiB - 2 * kPage), slow(4 * kMiB - kPage + 100, kPage - 100)}));
+  const std::uint64_t data = 100 + kPageBytes + 3 * kMiB;  // from here on
+  EXPECT_EQ(chunks_of(plan), (std::vector<Chunk>{hole(0, 50), slow(50, 50), fast(100, kPageBytes),
+                                                 hole(100 + kPageBytes, 3 * kMiB), fast(data, kMiB - 2 * kPageBytes),
+                                                 slow(4 * kMiB - kPageBytes + 100, kPageBytes - 100)}));
 }
 
 TEST(Plans, WithoutFastpathTheSameBytesGoByFallback) {
   RefusalMask refusals = 0;
-  const Plan plan = Plan::make(Planned(0, 2 * kMiB).request, &refusals).take().without_holes({{kMiB, kPage}});
+  const Plan plan = Plan::make(Planned(0, 2 * kMiB).request, &refusals).take().without_holes({{kMiB, kPageBytes}});
   EXPECT_TRUE(plan.uses_fastpath());
   const Plan rest = plan.without_fastpath();
   EXPECT_FALSE(rest.uses_fastpath());
-  EXPECT_EQ(chunks_of(rest), (std::vector<Chunk>{slow(0, kMiB), hole(kMiB, kPage), slow(kMiB + kPage, kMiB - kPage)}));
+  EXPECT_EQ(chunks_of(rest),
+            (std::vector<Chunk>{slow(0, kMiB), hole(kMiB, kPageBytes), slow(kMiB + kPageBytes, kMiB - kPageBytes)}));
 }
 
 // ---- what remains of a plan ----

@@ -18,7 +18,6 @@
 namespace gpufs::gpu_test {
 namespace {
 
-constexpr Names kMemoryExport{"cuMemExportToShareableHandle", "hipMemExportToShareableHandle"};
 constexpr Names kMemoryImport{"cuMemImportFromShareableHandle", "hipMemImportFromShareableHandle"};
 
 // Holds the descriptors for a process that can die between any two calls.

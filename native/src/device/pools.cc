@@ -8,12 +8,12 @@
 #include <string>
 
 #include "base/math.h"
+#include "base/pages.h"
 
 namespace gpufs {
 namespace {
 
 constexpr std::size_t kChunk = std::size_t{64} << 10;
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kLargest = std::size_t{1} << 40;
 
@@ -29,7 +29,7 @@ PinnedPool::~PinnedPool() {
 }
 
 Status PinnedPool::pin_chunk(std::size_t bytes) {
-  bytes = std::max(kChunk, round_up(bytes, kPage));
+  bytes = std::max(kChunk, round_up(bytes, kPageBytes));
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return Status::from_errno(errno, "memory to be pinned");
   const Status pinned = device_.pin(memory, bytes);

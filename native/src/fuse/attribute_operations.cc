@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/pages.h"
 #include "fuse/extended_attributes.h"
 #include "memory/account.h"
 
@@ -20,10 +21,8 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kBlock = 4096;  // of STATFS
 // How long STATFS waits for memory of removed files. Freeing 3.5 GiB of host memory takes 0.14 s.
 constexpr std::chrono::seconds kReturnTime{1};
-constexpr std::size_t kBody = sizeof(fuse_in_header);
 
 // The text at the end of a message, up to its NUL; false if there is none.
 bool read_text(std::span<const std::byte> message, std::size_t at, std::string_view* text) {
@@ -201,11 +200,11 @@ void AttributeOperations::reply_statfs(const Inode& inode, std::uint32_t uid, Re
     free = std::min(free, account->available());
   }
   fuse_statfs_out out{};
-  out.st.bsize = kBlock;
-  out.st.frsize = kBlock;
-  out.st.blocks = total / kBlock;
-  out.st.bfree = free / kBlock;
-  out.st.bavail = free / kBlock;
+  out.st.bsize = kPageBytes;
+  out.st.frsize = kPageBytes;
+  out.st.blocks = total / kPageBytes;
+  out.st.bfree = free / kPageBytes;
+  out.st.bavail = free / kPageBytes;
   // As many more files with one name as the limit for metadata allows the caller.
   const InodeTable::Counts counts = table_.counts();
   const std::uint64_t left = table_.metadata_available(uid);
@@ -225,7 +224,7 @@ int AttributeOperations::name_error(std::string_view name) const {
 void AttributeOperations::getxattr(const Target& inode, Request& request, Responder responder) {
   const auto in = request.arguments<fuse_getxattr_in>();
   std::string_view name;
-  if (!read_text(request.message, kBody + sizeof(in), &name)) return responder.error(EINVAL);
+  if (!read_text(request.message, kBodyOffset + sizeof(in), &name)) return responder.error(EINVAL);
   if (name.starts_with(kVirtualAttributes)) {
     const std::optional<std::string> text = activity_of(*inode, name);
     if (!text) return responder.error(ENODATA);
@@ -245,11 +244,11 @@ void AttributeOperations::setxattr(const Target& inode, Request& request, Respon
   const std::size_t fixed = init_.granted(kInitSetxattrExt) ? sizeof(SetxattrIn) : kSetxattrShort;
   SetxattrIn in{};
   std::string_view name;
-  if (request.message.size() < kBody + fixed || !read_text(request.message, kBody + fixed, &name)) {
+  if (request.message.size() < kBodyOffset + fixed || !read_text(request.message, kBodyOffset + fixed, &name)) {
     return responder.error(EINVAL);
   }
-  std::memcpy(static_cast<void*>(&in), request.message.data() + kBody, fixed);
-  const std::span<const std::byte> value = request.message.subspan(kBody + fixed + name.size() + 1);
+  std::memcpy(static_cast<void*>(&in), request.message.data() + kBodyOffset, fixed);
+  const std::span<const std::byte> value = request.message.subspan(kBodyOffset + fixed + name.size() + 1);
   if (value.size() != in.size) return responder.error(EINVAL);
   if (inode->is_fixed() || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
   if (const int error = name_error(name); error != 0) return responder.error(error);
@@ -299,7 +298,7 @@ void AttributeOperations::listxattr(const Target& inode, Request& request, Respo
 
 void AttributeOperations::removexattr(const Target& inode, Request& request, Responder responder) {
   std::string_view name;
-  if (!read_text(request.message, kBody, &name)) return responder.error(EINVAL);
+  if (!read_text(request.message, kBodyOffset, &name)) return responder.error(EINVAL);
   if (inode->is_fixed() || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
   if (const int error = name_error(name); error != 0) return responder.error(error);
   bool kill_set_gid = false;

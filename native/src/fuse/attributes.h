@@ -12,6 +12,8 @@
 
 namespace gpufs::fuse {
 
+inline constexpr std::uint32_t kPermissionBits = 07777;  // of a mode, with the set-id bits and the sticky bit
+
 struct Timestamp {
   std::int64_t seconds = 0;
   std::uint32_t nanoseconds = 0;

@@ -13,6 +13,7 @@
 
 #include "base/log.h"
 #include "base/math.h"
+#include "base/pages.h"
 #include "device/device_context.h"
 #include "memory/account.h"
 #include "observe/trace.h"
@@ -50,10 +51,9 @@ bool may_fill_ahead(Buffer& buffer) {
 // SIGKILL comes meanwhile, it fails the request with EIO, and the next daemon never sees it. That also concerns memory
 // that was filled before this process took over.
 void fault_in(std::span<const iovec> pieces) {
-  constexpr std::size_t kPage = 4096;
   for (const iovec& piece : pieces) {
     const auto* const bytes = static_cast<const volatile std::byte*>(piece.iov_base);
-    for (std::size_t at = 0; at < piece.iov_len; at += kPage) static_cast<void>(bytes[at]);
+    for (std::size_t at = 0; at < piece.iov_len; at += kPageBytes) static_cast<void>(bytes[at]);
     if (piece.iov_len != 0) static_cast<void>(bytes[piece.iov_len - 1]);
   }
 }

@@ -15,7 +15,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::size_t kIn = sizeof(fuse_in_header);
 constexpr std::size_t kOut = sizeof(fuse_out_header);
 
 // ---- requests ----
@@ -23,7 +22,7 @@ constexpr std::size_t kOut = sizeof(fuse_out_header);
 // A TMPFILE is a CREATE in every field but the name, which the kernel gives as "/": no file can have that name, and the
 // control plane recognizes it.
 int tmpfile_as_create(Request& request) {
-  constexpr std::size_t kName = kIn + sizeof(fuse_create_in);
+  constexpr std::size_t kName = kBodyOffset + sizeof(fuse_create_in);
   std::array<char, 2> name{};
   if (request.message.size() != kName + name.size() || !read_struct(request.message, kName, &name) ||
       name != std::array{'/', '\0'}) {
@@ -36,9 +35,9 @@ int tmpfile_as_create(Request& request) {
 
 // A STATX begins as a GETATTR. (ENOSYS would end STATX for all inodes.)
 int statx_as_getattr(Request& request) {
-  if (request.message.size() < kIn + sizeof(fuse_getattr_in)) return EINVAL;
+  if (request.message.size() < kBodyOffset + sizeof(fuse_getattr_in)) return EINVAL;
   request.header.opcode = FUSE_GETATTR;
-  request.header.len = kIn + sizeof(fuse_getattr_in);
+  request.header.len = kBodyOffset + sizeof(fuse_getattr_in);
   request.message = request.message.first(request.header.len);
   write_struct(request.message, 0, request.header);
   return 0;
@@ -48,10 +47,10 @@ int statx_as_getattr(Request& request) {
 int short_setxattr(Request& request, bool is_long) {
   if (!is_long) return 0;
   SetxattrIn in{};
-  if (!read_struct(request.message, kIn, &in)) return EINVAL;
+  if (!read_struct(request.message, kBodyOffset, &in)) return EINVAL;
   constexpr std::size_t kDropped = sizeof(SetxattrIn) - kSetxattrShort;
   // The header and the short form move up to the name.
-  std::memmove(request.message.data() + kDropped, request.message.data(), kIn + kSetxattrShort);
+  std::memmove(request.message.data() + kDropped, request.message.data(), kBodyOffset + kSetxattrShort);
   request.message = request.message.subspan(kDropped);
   request.header.len = static_cast<std::uint32_t>(request.message.size());
   write_struct(request.message, 0, request.header);
@@ -179,10 +178,10 @@ KernelReferences references_in(std::uint32_t opcode, std::span<const std::byte> 
   fuse_out_header answered{};
   fuse_open_out open{};
   if (read_struct(reply, 0, &answered) && layout.open_at != 0 && read_struct(reply, layout.open_at, &open)) {
-    found.release.resize(kIn + sizeof(fuse_release_in));
+    found.release.resize(kBodyOffset + sizeof(fuse_release_in));
     const auto length = static_cast<std::uint32_t>(found.release.size());
     write_struct(found.release, 0, fuse_in_header{length, layout.closed_by, answered.unique, 0, 0, 0, 0, 0, 0});
-    write_struct(found.release, kIn, fuse_release_in{open.fh, 0, 0, 0});
+    write_struct(found.release, kBodyOffset, fuse_release_in{open.fh, 0, 0, 0});
   }
   for_each_entry(layout, reply, [&](std::size_t at, std::string_view name) {
     fuse_entry_out entry{};

@@ -18,7 +18,7 @@ constexpr std::array<std::string_view, 3> kNamespaces{"user.", kTrusted, "securi
 static_assert(std::endian::native == std::endian::little, "the lists are little-endian");
 
 constexpr std::uint32_t kVersion = 2;
-constexpr std::size_t kHeaderBytes = 4;
+constexpr std::size_t kAclHeaderBytes = 4;
 
 constexpr std::uint16_t kOwner = 0x01;
 constexpr std::uint16_t kUser = 0x02;
@@ -37,11 +37,12 @@ struct AclEntry {
 };
 
 std::span<const AclEntry> entries_of(std::span<const std::byte> acl) {
-  return {reinterpret_cast<const AclEntry*>(acl.data() + kHeaderBytes), (acl.size() - kHeaderBytes) / sizeof(AclEntry)};
+  return {reinterpret_cast<const AclEntry*>(acl.data() + kAclHeaderBytes),
+          (acl.size() - kAclHeaderBytes) / sizeof(AclEntry)};
 }
 
 std::span<AclEntry> entries_of(std::span<std::byte> acl) {
-  return {reinterpret_cast<AclEntry*>(acl.data() + kHeaderBytes), (acl.size() - kHeaderBytes) / sizeof(AclEntry)};
+  return {reinterpret_cast<AclEntry*>(acl.data() + kAclHeaderBytes), (acl.size() - kAclHeaderBytes) / sizeof(AclEntry)};
 }
 
 std::uint16_t bits(std::uint32_t mode, int shift) { return static_cast<std::uint16_t>((mode >> shift) & kRwxMask); }
@@ -118,7 +119,7 @@ void ExtendedAttributes::drop_capability() {
 
 bool acl_is_valid(std::span<const std::byte> acl) {
   std::uint32_t version = 0;
-  if (acl.size() < kHeaderBytes || (acl.size() - kHeaderBytes) % sizeof(AclEntry) != 0) return false;
+  if (acl.size() < kAclHeaderBytes || (acl.size() - kAclHeaderBytes) % sizeof(AclEntry) != 0) return false;
   std::memcpy(&version, acl.data(), sizeof(version));
   if (version != kVersion) return false;
   std::uint32_t seen = 0;

@@ -4,13 +4,13 @@
 #include <cerrno>
 #include <cstddef>
 
+#include "base/pages.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint32_t kPage = 4096;
 constexpr std::uint16_t kBackground = 64;        // asynchronous requests at once
 constexpr std::uint32_t kPagesWithoutFlag = 32;  // a request's limit where MAX_PAGES is not offered
 
@@ -32,7 +32,7 @@ constexpr std::size_t kInitInShort = offsetof(fuse_init_in, flags2);  // what ke
 
 Result<fuse_init_out> InitNegotiation::answer(std::span<const std::byte> request) {
   fuse_init_in in{};
-  const std::span<const std::byte> body = request.subspan(std::min(request.size(), sizeof(fuse_in_header)));
+  const std::span<const std::byte> body = request.subspan(std::min(request.size(), kBodyOffset));
   if (body.size() < kInitInShort) return Status(EPROTO, "the INIT request is too short");
   std::memcpy(&in, body.data(), std::min(body.size(), sizeof(in)));
   if (in.major != FUSE_KERNEL_VERSION) return Status(EPROTO, "the kernel speaks another FUSE protocol");
@@ -49,14 +49,14 @@ Result<fuse_init_out> InitNegotiation::answer(std::span<const std::byte> request
   granted_ = granted;
 
   const bool many_pages = (granted & kInitMaxPages) != 0;
-  const std::uint32_t wanted = std::min<std::uint32_t>((options_.max_write + kPage - 1) / kPage, UINT16_MAX);
+  const std::uint32_t wanted = std::min<std::uint32_t>((options_.max_write + kPageBytes - 1) / kPageBytes, UINT16_MAX);
   const std::uint32_t pages = many_pages ? wanted : kPagesWithoutFlag;
   fuse_init_out out{};
   out.major = FUSE_KERNEL_VERSION;
   out.minor = FUSE_KERNEL_MINOR_VERSION;
   out.flags = static_cast<std::uint32_t>(granted);
   out.flags2 = static_cast<std::uint32_t>(granted >> 32);
-  out.max_write = std::min(options_.max_write, pages * kPage);
+  out.max_write = std::min(options_.max_write, pages * kPageBytes);
   out.max_pages = many_pages ? static_cast<std::uint16_t>(pages) : std::uint16_t{0};
   out.max_readahead = std::min(in.max_readahead, relay_bytes_);
   out.max_background = kBackground;

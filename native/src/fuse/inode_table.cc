@@ -19,8 +19,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint32_t kPermissions = 07777;
-
 std::uint64_t user_key(std::int32_t device, std::uint32_t uid) {
   return std::uint64_t{static_cast<std::uint32_t>(device)} << 32 | uid;
 }
@@ -122,7 +120,7 @@ void Inode::inherit(Inode& directory, std::uint32_t umask) {
   }
   if (S_ISLNK(kind())) return;
   if (list.empty()) {
-    mode &= ~(umask & kPermissions);
+    mode &= ~(umask & kPermissionBits);
     return;
   }
   ExtendedAttributes::Value access = list;
@@ -259,7 +257,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
   const std::lock_guard lock(inode.mutex_);
   gpufs_attributes& ours = inode.attributes_;
   if (changes.mode) {
-    ours.mode = (ours.mode & ~kPermissions) | (*changes.mode & kPermissions);
+    ours.mode = (ours.mode & ~kPermissionBits) | (*changes.mode & kPermissionBits);
     ExtendedAttributes::Value* const acl = inode.extended_ ? inode.extended_->find(kAccessAcl) : nullptr;
     if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
   }

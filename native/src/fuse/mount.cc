@@ -10,13 +10,13 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/pages.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint32_t kPage = 4096;
 constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kLargestWorkers = 256;
@@ -131,7 +131,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
                                              MountOptions options) {
-  if (const std::uint32_t bytes = max_write_of(options); bytes % kPage != 0 || bytes > kLargestMaxWrite) {
+  if (const std::uint32_t bytes = max_write_of(options); bytes % kPageBytes != 0 || bytes > kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
   }
   for (const double timeout : {options.entry_timeout, options.attribute_timeout}) {
@@ -255,7 +255,7 @@ void Mount::handle(Request& request) {
   }
   if (const InodeHandler* const handler = inode_handler(opcode); handler != nullptr) {
     if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid); inode) {
-      if (request.message.size() < sizeof(fuse_in_header) + handler->arguments) return responder.error(EINVAL);
+      if (request.message.size() < kBodyOffset + handler->arguments) return responder.error(EINVAL);
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
   }
@@ -277,7 +277,7 @@ void Mount::handle(Request& request) {
 }
 
 void Mount::serve_file(const FileHandler& handler, Request& request, Responder responder) {
-  const bool whole = request.message.size() >= sizeof(fuse_in_header) + handler.arguments;
+  const bool whole = request.message.size() >= kBodyOffset + handler.arguments;
   const auto fh = request.arguments<std::uint64_t>();
   if (whole && !is_buffer(fh) && !is_backing(fh) && handler.control == nullptr) {
     return relay_.forward(request, std::move(responder));
@@ -312,7 +312,7 @@ void Mount::lseek_control_file(Request& request, Responder responder) {
 void Mount::refuse_fallocate(Request& /*request*/, Responder responder) { responder.error(EOPNOTSUPP); }
 
 void Mount::copy_file_range(Request& request, Responder responder) {
-  if (request.message.size() < sizeof(fuse_in_header) + sizeof(fuse_copy_file_range_in)) {
+  if (request.message.size() < kBodyOffset + sizeof(fuse_copy_file_range_in)) {
     return responder.error(EINVAL);
   }
   const Result<CopyRequest> read = read_copy_request(request);
@@ -355,7 +355,7 @@ void Mount::release(Request& request, Responder responder) {
 void Mount::interrupt(const Request& request) {
   count(region_.counters().interrupts);
   fuse_interrupt_in in{};
-  if (!read_struct(request.message, sizeof(fuse_in_header), &in)) {
+  if (!read_struct(request.message, kBodyOffset, &in)) {
     count(region_.counters().bad_requests);
     return;
   }

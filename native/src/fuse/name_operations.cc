@@ -22,8 +22,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::size_t kBody = sizeof(fuse_in_header);
-constexpr std::uint32_t kPermissions = 07777;
 // In listings, "." and ".." come before the names.
 constexpr std::uint64_t kDots = 2;
 constexpr std::uint32_t kTypeShift = 12;  // from the type in a mode to the one in a listing
@@ -37,7 +35,7 @@ struct Created {
 // The texts behind the arguments, each with a zero at its end; nullopt if there are fewer or more.
 template <std::size_t kCount>
 std::optional<std::array<std::string_view, kCount>> texts(const Request& request, std::size_t arguments) {
-  const std::span<const std::byte> body = request.message.subspan(kBody + arguments);
+  const std::span<const std::byte> body = request.message.subspan(kBodyOffset + arguments);
   std::string_view rest(reinterpret_cast<const char*>(body.data()), body.size());
   std::array<std::string_view, kCount> found;
   for (std::string_view& text : found) {
@@ -51,7 +49,8 @@ std::optional<std::array<std::string_view, kCount>> texts(const Request& request
 }
 
 NewInode wanted_by(const Request& request, std::uint32_t kind, std::uint32_t mode, std::uint32_t umask) {
-  return {.mode = kind | (mode & kPermissions), .umask = umask, .uid = request.header.uid, .gid = request.header.gid};
+  return {
+      .mode = kind | (mode & kPermissionBits), .umask = umask, .uid = request.header.uid, .gid = request.header.gid};
 }
 
 void reply_status(const Status& status, Responder& responder) {
@@ -116,7 +115,7 @@ bool NameOperations::serve(Request& request, Responder& responder) {
     return true;
   }
   if (opcode == FUSE_OPEN) return open(inode, request, responder);
-  if (request.message.size() < kBody + handler->arguments) {
+  if (request.message.size() < kBodyOffset + handler->arguments) {
     responder.error(EINVAL);
   } else {
     (this->*handler->serve)(inode, request, std::move(responder));
@@ -265,7 +264,7 @@ void NameOperations::readlink(const InodePointer& inode, Request& /*request*/, R
 
 bool NameOperations::open(const InodePointer& inode, const Request& request, Responder& responder) {
   fuse_open_in in{};
-  if (!read_struct(request.message, kBody, &in) || !inode->buffer()) return false;
+  if (!read_struct(request.message, kBodyOffset, &in) || !inode->buffer()) return false;
   const Result<std::uint64_t> fh = table_.open(inode, static_cast<int>(in.flags));
   if (!fh.ok()) return false;
   fuse_open_out out = opened(fh.value());
@@ -341,7 +340,7 @@ bool NameOperations::serve_directory(Request& request, Responder& responder) {
 
 void NameOperations::list(OpenDirectory& directory, Request& request, Responder responder) {
   fuse_read_in in{};
-  if (!read_struct(request.message, kBody, &in)) return responder.error(EINVAL);
+  if (!read_struct(request.message, kBodyOffset, &in)) return responder.error(EINVAL);
   if (in.offset == 0) {  // also after rewinddir(3)
     directory.end = names_.next_number(*directory.inode);
     if ((in.flags & O_NOATIME) == 0) table_.was_read(*directory.inode);
@@ -383,11 +382,11 @@ void NameOperations::forget(const Request& request) {
   std::vector<fuse_forget_one> all;
   if (request.header.opcode == FUSE_FORGET) {
     fuse_forget_in in{};
-    if (read_struct(request.message, kBody, &in)) all.push_back({request.header.nodeid, in.nlookup});
+    if (read_struct(request.message, kBodyOffset, &in)) all.push_back({request.header.nodeid, in.nlookup});
   } else {
     fuse_batch_forget_in in{};
-    constexpr std::size_t kFirst = kBody + sizeof(in);
-    if (read_struct(request.message, kBody, &in) &&
+    constexpr std::size_t kFirst = kBodyOffset + sizeof(in);
+    if (read_struct(request.message, kBodyOffset, &in) &&
         (request.message.size() - kFirst) / sizeof(fuse_forget_one) >= in.count) {
       all.resize(in.count);
       if (in.count != 0) std::memcpy(all.data(), request.message.data() + kFirst, in.count * sizeof(fuse_forget_one));

@@ -8,14 +8,13 @@
 #include <climits>
 #include <mutex>
 
+#include "base/pages.h"
 #include "memory/account.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint32_t kPermissions = 07777;
-constexpr std::uint32_t kBlock = 4096;
 // What programs read at once: larger only makes small reads slow.
 constexpr std::uint32_t kBufferBlock = 1 << 20;
 
@@ -85,7 +84,7 @@ Result<Namespace::InodePointer> Namespace::place(std::uint64_t directory, std::s
   set_mtime(attributes, now);
   set_ctime(attributes, now);
   attributes.nlink = S_ISDIR(attributes.mode) ? 2 : 1;
-  attributes.blksize = kBlock;
+  attributes.blksize = kPageBytes;
   if (!target.empty()) attributes.size = target.size();
   if (!above) attributes.ino = InodeTable::kRootInode;
   InodePointer known = above ? nullptr : table_.find(InodeTable::kRootInode);
@@ -110,13 +109,13 @@ Result<Namespace::InodePointer> Namespace::add(Inode& directory, const NewInode&
                                                std::uint64_t references) {
   const std::uint32_t kind = wanted.mode & S_IFMT;
   gpufs_attributes attributes{};
-  attributes.mode = kind | (wanted.mode & kPermissions);
+  attributes.mode = kind | (wanted.mode & kPermissionBits);
   attributes.nlink = links;
   attributes.uid = wanted.uid;
   attributes.gid = wanted.gid;
   attributes.rdev = kind == S_IFCHR || kind == S_IFBLK ? wanted.rdev : 0;
   attributes.size = wanted.target.size();
-  attributes.blksize = kind == S_IFREG ? kBufferBlock : kBlock;
+  attributes.blksize = kind == S_IFREG ? kBufferBlock : kPageBytes;
   attributes.device = directory.device();
   const Timestamp now = Timestamp::now();
   set_atime(attributes, now);

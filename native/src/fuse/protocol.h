@@ -118,8 +118,10 @@ struct StatxOut {
 // The bit of a request's number that says that the kernel has sent it before (FUSE_UNIQUE_RESEND).
 inline constexpr std::uint64_t kSentAgain = std::uint64_t{1} << 63;
 
+// Where the arguments of a request begin.
+inline constexpr std::size_t kBodyOffset = sizeof(fuse_in_header);
 // The part of a WRITE before its payload.
-inline constexpr std::size_t kWriteHeaderBytes = sizeof(fuse_in_header) + sizeof(fuse_write_in);
+inline constexpr std::size_t kWriteHeaderBytes = kBodyOffset + sizeof(fuse_write_in);
 static_assert(kWriteHeaderBytes == 80);
 
 // The kernel refuses larger error numbers in replies: the reply would be lost.

@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "base/log.h"
+#include "base/pages.h"
 #include "base/thread.h"
 #include "fuse/protocol.h"
 
@@ -22,7 +23,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::uint64_t kPage = 4096;
 // So much in a row makes a scan. A fault at a random place reads up to 4 MiB around it.
 constexpr std::uint64_t kScanBytes = std::uint64_t{8} << 20;
 // The kernel sends several requests at once, and they may arrive in any order.
@@ -151,7 +151,7 @@ void ReadAhead::read_windows(std::unique_lock<std::mutex>& lock, int directory) 
   lock.lock();
   while (!stopping_ && !windows_.empty() && windows_.front().ino == ino) {
     Window& window = windows_.front();
-    if (window.next == window.probe) window.next += kPage;
+    if (window.next == window.probe) window.next += kPageBytes;
     const std::uint64_t start = window.next;
     const std::uint64_t limit = start < window.probe ? std::min(window.probe, window.end) : window.end;
     const std::uint64_t end = std::min(start + piece_, limit);

@@ -14,6 +14,7 @@
 
 #include "base/log.h"
 #include "base/math.h"
+#include "base/pages.h"
 #include "base/thread.h"
 #include "fuse/control_messages.h"
 #include "fuse/protocol.h"
@@ -22,7 +23,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-constexpr std::size_t kPage = 4096;
 // A message of a megabyte, and a few small ones behind it.
 constexpr int kWantedBuffer = 4 << 20;
 // The kernel's own part of a message, generously.
@@ -76,7 +76,7 @@ Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTa
              const InitNegotiation::Options& init, observe::EngineCounters& counters)
     : socket_(std::move(socket)),
       message_limit_(largest_message(socket_.get())),
-      payload_limit_(round_down(message_limit_ - kHeaderBytes, kPage)),
+      payload_limit_(round_down(message_limit_ - kHeaderBytes, kPageBytes)),
       transport_(transport),
       table_(table),
       backing_files_(backing_files),
@@ -86,8 +86,9 @@ Relay::Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTa
 
 Status Relay::start() {
   Result<std::thread> receiver = start_thread(
-      "gpufs-relay",
-      [this, buffer = std::make_shared<std::vector<std::byte>>(message_limit_ + kPage)] { receive_loop(*buffer); });
+      "gpufs-relay", [this, buffer = std::make_shared<std::vector<std::byte>>(message_limit_ + kPageBytes)] {
+        receive_loop(*buffer);
+      });
   if (receiver.ok()) receiver_ = receiver.take();
   return receiver.status();
 }
@@ -113,19 +114,19 @@ std::span<std::byte> Relay::clip(Request& request) {
       [[fallthrough]];
     case FUSE_READ: {
       fuse_read_in in{};
-      if (!read_struct(whole, sizeof(fuse_in_header), &in) || in.size <= limit) return whole;
+      if (!read_struct(whole, kBodyOffset, &in) || in.size <= limit) return whole;
       in.size = limit;
-      write_struct(whole, sizeof(fuse_in_header), in);
+      write_struct(whole, kBodyOffset, in);
       return whole;
     }
     case FUSE_WRITE: {
       fuse_write_in in{};
-      if (!read_struct(whole, sizeof(fuse_in_header), &in) || in.size <= limit || whole.size() <= message_limit_) {
+      if (!read_struct(whole, kBodyOffset, &in) || in.size <= limit || whole.size() <= message_limit_) {
         return whole;
       }
       // A short count is the answer; the kernel or the program writes the rest.
       in.size = limit;
-      write_struct(whole, sizeof(fuse_in_header), in);
+      write_struct(whole, kBodyOffset, in);
       fuse_in_header header = request.header;
       header.len = static_cast<std::uint32_t>(kWriteHeaderBytes + limit);
       write_struct(whole, 0, header);
@@ -205,7 +206,7 @@ void Relay::forward_forgotten() {
     const std::lock_guard lock(forget_mutex_);
     forgotten.swap(forgotten_);
   }
-  constexpr std::size_t kFirst = sizeof(fuse_in_header) + sizeof(fuse_batch_forget_in);
+  constexpr std::size_t kFirst = kBodyOffset + sizeof(fuse_batch_forget_in);
   std::vector<std::byte> message;
   for (std::size_t done = 0; done < forgotten.size();) {
     const std::size_t count = std::min(kForgetsTogether, forgotten.size() - done);

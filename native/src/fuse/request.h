@@ -28,7 +28,7 @@ struct Request {
   template <typename T>
   [[nodiscard]] T arguments() const {
     T value{};
-    static_cast<void>(read_struct(message, sizeof(fuse_in_header), &value));
+    static_cast<void>(read_struct(message, kBodyOffset, &value));
     return value;
   }
 };

@@ -66,8 +66,8 @@ void accept_kicks() {
   ::pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
 }
 
-constexpr std::size_t kPage = 65536;  // a multiple of the page size wherever Linux runs
-static_assert(kWriteHeaderBytes <= kPage);
+constexpr std::size_t kLargestPage = 65536;  // a multiple of the page size wherever Linux runs
+static_assert(kWriteHeaderBytes <= kLargestPage);
 
 }  // namespace
 
@@ -364,7 +364,7 @@ int Transport::write_message(std::uint64_t unique, std::int32_t error, std::span
 }
 
 Result<PayloadMemory> PayloadMemory::create(std::size_t payload_bytes, const std::shared_ptr<HostLocks>& locks) {
-  const std::size_t bytes = kPage + round_up(payload_bytes, kPage);
+  const std::size_t bytes = kLargestPage + round_up(payload_bytes, kLargestPage);
   void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (base == MAP_FAILED) return Status::from_errno(errno, "memory for requests");
   // A forked child must not share pages that a device reads: copy-on-write would replace them here.
@@ -401,9 +401,9 @@ PayloadMemory::~PayloadMemory() {
 }
 
 std::span<std::byte> PayloadMemory::message() const {
-  return {base_ + kPage - kWriteHeaderBytes, bytes_ - kPage + kWriteHeaderBytes};
+  return {base_ + kLargestPage - kWriteHeaderBytes, bytes_ - kLargestPage + kWriteHeaderBytes};
 }
 
-std::span<std::byte> PayloadMemory::payload() const { return {base_ + kPage, bytes_ - kPage}; }
+std::span<std::byte> PayloadMemory::payload() const { return {base_ + kLargestPage, bytes_ - kLargestPage}; }
 
 }  // namespace gpufs::fuse

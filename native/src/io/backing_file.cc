@@ -19,6 +19,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/pages.h"
 #include "io/file_io.h"
 #include "io/io_options.h"
 
@@ -26,7 +27,6 @@ namespace gpufs {
 namespace {
 
 constexpr std::string_view kOwnType = "fuse.gpufs";
-constexpr std::uint32_t kPage = 4096;
 
 // These files exist in the page cache alone.
 constexpr std::array<std::string_view, 4> kInMemory = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"};
@@ -185,19 +185,19 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
   bool direct_possible = !facts.always_hot;
   if ((status.stx_mask & STATX_DIOALIGN) != 0) {
     if (status.stx_dio_offset_align == 0) direct_possible = false;
-    facts.offset_align = valid_alignment(status.stx_dio_offset_align, kPage);
-    facts.memory_align = valid_alignment(status.stx_dio_mem_align, kPage);
+    facts.offset_align = valid_alignment(status.stx_dio_offset_align, kPageBytes);
+    facts.memory_align = valid_alignment(status.stx_dio_mem_align, kPageBytes);
   } else if (facts.block_device) {
     int sector = 0;
     if (::ioctl(held.get(), BLKSSZGET, &sector) == 0 && sector > 0) {
-      facts.offset_align = valid_alignment(static_cast<std::uint32_t>(sector), kPage);
+      facts.offset_align = valid_alignment(static_cast<std::uint32_t>(sector), kPageBytes);
     }
   }
   if (facts.offset_align > kSmallestChunk) {
     direct_possible = false;
-    facts.offset_align = kPage;
+    facts.offset_align = kPageBytes;
   }
-  facts.unit = std::max(facts.offset_align, kPage);
+  facts.unit = std::max(facts.offset_align, kPageBytes);
 
   UniqueFd buffered;
   UniqueFd direct;

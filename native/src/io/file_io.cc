@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/math.h"
+#include "base/pages.h"
 #include "base/scope_guard.h"
 
 namespace gpufs {
@@ -35,11 +36,6 @@ struct Cachestat {
   std::uint64_t evicted;
   std::uint64_t recently_evicted;
 };
-
-std::uint64_t page_bytes() {
-  static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  return bytes;
-}
 
 std::atomic<bool> has_cachestat{true};
 
@@ -65,9 +61,6 @@ int resident_by_mincore(int fd, std::uint64_t offset, std::uint64_t bytes, std::
   *cached = resident * page_bytes();
   return 0;
 }
-
-constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
-alignas(4096) std::byte zeros[kZeroBytes];  // never written, so all its pages are the kernel's zero page
 
 template <typename Call>
 Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call call) {
@@ -260,8 +253,8 @@ Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, 
   }
   Moved moved;
   while (moved.bytes < bytes && moved.status.ok()) {
-    const std::uint64_t want = std::min<std::uint64_t>(bytes - moved.bytes, kZeroBytes);
-    const Moved part = write_range(file, IoMode::kBuffered, zeros, want, offset + moved.bytes);
+    const std::uint64_t want = std::min<std::uint64_t>(bytes - moved.bytes, zeros().size());
+    const Moved part = write_range(file, IoMode::kBuffered, zeros().data(), want, offset + moved.bytes);
     moved.bytes += part.bytes;
     moved.status = part.status;
   }

@@ -28,14 +28,6 @@ constexpr std::uint64_t kMappedBytes = std::uint64_t{1} << 40;
 
 std::uint64_t bytes_of_class(std::size_t size_class) { return kSmallestBlock << size_class; }
 
-// What a block is. With a transaction's number, it depends on whether that is committed.
-enum class State : std::uint32_t {
-  kFree = 0,
-  kLive,
-  kNew,       // live if committed, else free
-  kReplaced,  // free if committed, else live
-};
-
 constexpr std::uint32_t kKind = 101;          // of the journal's values
 constexpr std::uint64_t kReservation = 4096;  // numbers for each record
 
@@ -49,8 +41,16 @@ struct Journal::Header {
   std::atomic<std::uint64_t> end;        // of the segments
 };
 
+// With a transaction's number, it depends on whether that is committed.
+enum class Journal::BlockState : std::uint32_t {
+  kFree = 0,
+  kLive,
+  kNew,       // live if committed, else free
+  kReplaced,  // free if committed, else live
+};
+
 struct Journal::Block {
-  std::atomic<State> state;
+  std::atomic<BlockState> state;
   std::uint32_t size_class;  // constant from the segment's creation on
   std::atomic<std::uint64_t> transaction;
   Key key;
@@ -127,13 +127,14 @@ Status Journal::read_blocks() {
     if (size_class >= kSizeClasses || bytes_of_class(size_class) > end - offset) {
       return Status(EPROTO, "the journal is damaged at " + std::to_string(offset));
     }
-    const State state = found.state.load();
+    const BlockState state = found.state.load();
     const bool done = found.transaction.load() == committed;
-    const bool live = state == State::kLive || (state == State::kNew && done) || (state == State::kReplaced && !done);
+    const bool live =
+        state == BlockState::kLive || (state == BlockState::kNew && done) || (state == BlockState::kReplaced && !done);
     if (live && found.value_bytes > bytes_of_class(size_class) - sizeof(Block)) {
       return Status(EPROTO, "the journal is damaged at " + std::to_string(offset));
     }
-    found.state.store(live ? State::kLive : State::kFree);
+    found.state.store(live ? BlockState::kLive : BlockState::kFree);
     if (!live) {
       free_[size_class].push_back(offset);
     } else {
@@ -173,7 +174,7 @@ Status Journal::add_segment(std::size_t size_class) {
   }
   for (std::uint64_t offset = end; offset > start; offset -= block_bytes) {
     Block& added = block(offset - block_bytes);
-    added.state.store(State::kFree, std::memory_order_relaxed);
+    added.state.store(BlockState::kFree, std::memory_order_relaxed);
     added.size_class = static_cast<std::uint32_t>(size_class);
     free_[size_class].push_back(offset - block_bytes);  // the lowest is used first
   }
@@ -217,7 +218,7 @@ std::uint64_t Journal::write(Key key, std::span<const std::byte> value) {
 
 void Journal::release(std::uint64_t offset) {
   const std::size_t size_class = block(offset).size_class;
-  block(offset).state.store(State::kFree, std::memory_order_release);
+  block(offset).state.store(BlockState::kFree, std::memory_order_release);
   free_[size_class].push_back(offset);
   used_bytes_ -= bytes_of_class(size_class);
 }
@@ -228,7 +229,7 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
   const std::uint64_t number = head.committed.load(std::memory_order_relaxed) + 1;
   std::vector<std::uint64_t> fresh;
   std::vector<std::uint64_t> obsolete;
-  const auto mark = [&](std::uint64_t offset, State state) {
+  const auto mark = [&](std::uint64_t offset, BlockState state) {
     // The number first: with the one of an earlier transaction it would seem to be committed.
     block(offset).transaction.store(number, std::memory_order_release);
     block(offset).state.store(state, std::memory_order_release);
@@ -255,10 +256,10 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
     release(offset);
     return true;
   });
-  for (const std::uint64_t offset : fresh) mark(offset, State::kNew);
-  for (const std::uint64_t offset : obsolete) mark(offset, State::kReplaced);
+  for (const std::uint64_t offset : fresh) mark(offset, BlockState::kNew);
+  for (const std::uint64_t offset : obsolete) mark(offset, BlockState::kReplaced);
   head.committed.store(number, std::memory_order_release);
-  for (const std::uint64_t offset : fresh) block(offset).state.store(State::kLive, std::memory_order_release);
+  for (const std::uint64_t offset : fresh) block(offset).state.store(BlockState::kLive, std::memory_order_release);
   for (const std::uint64_t offset : obsolete) release(offset);
 
   under_way_.erase(under_way_.find(began));

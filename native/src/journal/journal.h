@@ -67,6 +67,7 @@ class Journal {
  private:
   friend class Transaction;
   struct Header;
+  enum class BlockState : std::uint32_t;
   struct Block;
 
   // A value that is written and not committed. block 0: the key is to be removed.

@@ -37,6 +37,9 @@ struct KeptContents {
   Extents extents;           // of others: whole granules
 };
 
+inline constexpr std::uint64_t kCopyChunk =
+    std::uint64_t{64} << 20;  // of a copy between two buffers, between two checks of a cancellation
+
 class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer> {
  public:
   // The largest size of a buffer in bytes (sparse), a multiple of the page size; resize() beyond it is EFBIG.

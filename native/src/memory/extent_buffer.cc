@@ -2,10 +2,7 @@
 
 #include "memory/extent_buffer.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -13,28 +10,10 @@
 
 #include "base/log.h"
 #include "base/math.h"
+#include "base/pages.h"
 #include "base/thread.h"
 
 namespace gpufs {
-namespace {
-
-constexpr std::size_t kZeroBytes = std::size_t{1} << 20;
-
-// Zeros to show where a file has a hole: one mapping for the process, all of it the kernel's zero page. Null if it
-// cannot be mapped.
-void* zeros() {
-  static std::atomic<void*> area{nullptr};
-  void* known = area.load(std::memory_order_acquire);
-  if (known != nullptr) return known;
-  void* const mapped = ::mmap(nullptr, kZeroBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return nullptr;
-  if (area.compare_exchange_strong(known, mapped)) return mapped;
-  ::munmap(mapped, kZeroBytes);  // another thread was faster
-  return known;
-}
-
-}  // namespace
-
 // Where the CPU can address the memory, what costs is the memory and not the call.
 ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates)
     : context_(std::move(device)),
@@ -270,8 +249,6 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
 
 Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
-  void* const hole = zeros();
-  if (hole == nullptr) return Status(ENOMEM, "no address space for a page of zeros");
   ReadPin held;
   if (!acquire_read(offset, bytes, &held, wait)) return would_wait();
   Pin pinned = pin(std::move(held));
@@ -284,8 +261,8 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
       continue;
     }
     for (std::uint64_t left = piece.bytes; left > 0;) {
-      const std::size_t part = std::min<std::uint64_t>(left, kZeroBytes);
-      gathered.pieces.push_back({hole, part});
+      const std::size_t part = std::min<std::uint64_t>(left, zeros().size());
+      gathered.pieces.push_back({const_cast<std::byte*>(zeros().data()), part});  // an iovec's address is never const
       left -= part;
     }
   }

@@ -19,8 +19,6 @@
 namespace gpufs {
 namespace {
 
-constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two checks of a cancellation
-
 // Between two devices a chunk may be twice as long as the last one if that took less than this time. Taking 1 GiB of
 // memory takes a third as long as copying it over NVLink (two H200s), so it is ready in time from 256 MiB on. Chunks
 // end at 4 GiB there, which take 11 ms; a cancellation is seen between two of them.

@@ -11,8 +11,6 @@
 namespace gpufs {
 namespace {
 
-constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;  // between two checks of a cancellation
-
 Status stale() { return {ESTALE, "the program that registered this memory has withdrawn it"}; }
 
 }  // namespace

@@ -13,13 +13,13 @@
 #include <utility>
 
 #include "base/math.h"
+#include "base/pages.h"
 
 namespace gpufs::observe {
 namespace {
 
 constexpr std::size_t kMostStripes = 16;
 constexpr std::array<char, 8> kMagic = {'G', 'P', 'U', 'F', 'S', 'T', 'A', 'T'};
-constexpr std::size_t kPage = 4096;
 
 std::uint64_t wall_clock_ns() {
   return static_cast<std::uint64_t>(
@@ -68,7 +68,7 @@ Status Region::map(UniqueFd file) {
   const std::size_t device_gauges = place(devices_ * sizeof(DeviceGauges));
   const std::size_t details = place(devices_ * kFlowCount * sizeof(TransferDetails));
   const std::size_t blocks = place(stripes_ * devices_ * kBackendCount * kFlowCount * sizeof(Block), alignof(Block));
-  bytes_ = round_up(end, kPage);
+  bytes_ = round_up(end, kPageBytes);
 
   int flags = MAP_PRIVATE | MAP_ANONYMOUS;
   if (file.valid()) {

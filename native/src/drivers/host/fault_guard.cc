@@ -25,7 +25,7 @@ constexpr std::size_t kSlots = 8192;
 std::array<GuardSlot, kSlots> slots;
 std::atomic<std::size_t> used{0};  // no slot from here on was ever taken
 std::mutex change_mutex;           // one change of the table at a time
-std::uintptr_t page_bytes = 0;     // set before the handler is installed
+std::uintptr_t bytes_of_page = 0;  // set before the handler is installed
 struct sigaction before;           // the same
 
 void on_bus_error(int number, siginfo_t* info, void* context) {
@@ -40,7 +40,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
     if (start == 0 || address < start || address >= end) continue;
     slot.broken.store(true, std::memory_order_release);
     // Up to the end of the range: a file that was cut off has nothing there either.
-    const std::uintptr_t page = address & ~(page_bytes - 1);
+    const std::uintptr_t page = address & ~(bytes_of_page - 1);
     void* const zeros = ::mmap(reinterpret_cast<void*>(page), end - page, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     if (zeros == MAP_FAILED) break;
@@ -55,7 +55,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
 }
 
 Status install() {
-  page_bytes = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  bytes_of_page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   struct sigaction action = {};
   action.sa_sigaction = on_bus_error;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;

@@ -12,16 +12,12 @@
 #include <utility>
 
 #include "base/math.h"
+#include "base/pages.h"
 #include "base/unique_fd.h"
 #include "drivers/host/fault_guard.h"
 
 namespace gpufs {
 namespace {
-
-std::uint64_t page_bytes() {
-  static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  return bytes;
-}
 
 class HostImport final : public ImportedRange {
  public:

@@ -1,0 +1,20 @@
+// The sizes of memory pages, and memory of zeros.
+// Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace gpufs {
+
+// What FUSE counts in, and the alignment of files and memory where the kernel names none. No processor has less.
+inline constexpr std::uint32_t kPageBytes = 4096;
+
+// This machine's.
+[[nodiscard]] std::uint64_t page_bytes();
+
+// 1 MiB of zeros, all of it the kernel's one page of zeros.
+[[nodiscard]] std::span<const std::byte> zeros();
+
+}  // namespace gpufs
