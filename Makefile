@@ -22,7 +22,7 @@ build:
 demo: build
 	@scripts/demo
 
-test: setup
+test:
 	@scripts/test
 
 check: setup
