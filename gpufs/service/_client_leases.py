@@ -66,18 +66,29 @@ class ClientLeases:
     def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
         """Go on with a lease of the former daemon. None for a private copy, which the client has for itself."""
         holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.bytes, since=kept.since)
-        client_lease = _ClientLease(holder, lease=lease, device=kept.device, read_only=kept.read_only)
+        client_lease = _ClientLease(holder, device=kept.device, read_only=kept.read_only)
         holder.resources = client_lease.resources
-        self._served.holders.enter(holder)
-        client_lease.resources.on_close(functools.partial(self._served.holders.leave, holder))
-        client_lease.resources.on_close(functools.partial(self._record.remove, KeptLease, kept.id))
+        self._enter(kept.id, client_lease)
         if lease is not None:
-            holder.bytes = lease.bytes
-            client_lease.resources.hold(lease)
-            if kept.mode == READ_WRITE:
-                client_lease.resources.on_close(functools.partial(self._served.mount.inode_written, kept.ino))
-        client_lease.resources.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
+            self._hold(client_lease, lease)
         self._leases[kept.id] = client_lease
+
+    def _enter(self, number: int, client_lease: _ClientLease) -> None:
+        """Show a lease among the mount's holders until it ends."""
+        holder, resources = client_lease.holder, client_lease.resources
+        self._served.holders.enter(holder)
+        resources.on_close(functools.partial(self._served.holders.leave, holder))
+        resources.on_close(functools.partial(self._record.remove, KeptLease, number))
+
+    def _hold(self, client_lease: _ClientLease, lease: Lease) -> None:
+        """Take over a lease of the engine."""
+        holder, resources = client_lease.holder, client_lease.resources
+        client_lease.lease = resources.hold(lease)
+        holder.bytes = lease.bytes
+        if holder.mode == READ_WRITE:
+            # The kernel does not see what the program writes: the times change at both ends of the lease.
+            resources.on_close(functools.partial(self._served.mount.inode_written, holder.ino))
+        resources.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
 
     async def end(self, number: int) -> None:
         """End a lease, if there is one with this number."""
@@ -186,35 +197,30 @@ class ClientLeases:
         def prepare() -> Lease:
             return self._prepare(message, client_lease, descriptor)
 
-        client_lease.lease = await self._channel.in_thread(prepare, client_lease.resources)
+        lease = await self._channel.in_thread(prepare, client_lease.resources)
         holder = client_lease.holder
         copied = "a private copy of " if holder.private else ""
         self._channel.log(
             logging.INFO, "attached %s%d bytes of %s (%s)", copied, holder.bytes, holder.path, holder.mode
         )
-        await self._answer(message.id, client_lease, client_lease.lease, 0)
+        await self._answer(message.id, client_lease, lease, 0)
 
     def _prepare(self, message: Attach, client_lease: _ClientLease, descriptor: Descriptor) -> Lease:
         """On a thread: opens the lease. OSError if a limit forbids it, or memory is missing."""
-        holder, resources, served = client_lease.holder, client_lease.resources, self._served
+        holder, served = client_lease.holder, self._served
         ino = holder.ino
         holder.path = path_behind(descriptor.fd)
-        served.holders.enter(holder)
-        resources.on_close(functools.partial(served.holders.leave, holder))
+        self._enter(message.id, client_lease)
         with served.open_buffer(ino) as buffer:
             # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
             descriptor.close()
             client_lease.device = buffer.info.device
             holder.private = client_lease.read_only and served.gets_copy(buffer, message.mode)
             writable = message.mode == READ_WRITE
-            lease = resources.hold(served.lease(buffer, holder, writable=writable))
+            lease = served.lease(buffer, holder, writable=writable)
+            self._hold(client_lease, lease)
         if writable:
-            # The kernel does not see what the program writes: the times change at both ends of the lease.
             served.mount.inode_written(ino)
-            resources.on_close(functools.partial(served.mount.inode_written, ino))
-        resources.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
-        holder.bytes = lease.bytes
-        resources.on_close(functools.partial(self._record.remove, KeptLease, message.id))
         self._record.add(
             KeptLease(
                 message.id,

@@ -107,7 +107,11 @@ class KeptRegistrations:
             close_all(copies)
             log.warning("a registration ends with the daemon: %s", failure.strerror)
             return None
-        self.keeper.hold(dict(enumerate(copies, _first_key(number))))
+        try:
+            self.keeper.hold(dict(enumerate(copies, _first_key(number))))
+        except OSError:
+            self.drop(number)
+            raise
         return number
 
     def drop(self, number: int) -> None:
