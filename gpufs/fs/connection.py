@@ -381,7 +381,7 @@ class RequestLoop:
             if size == 0:
                 self._ended = True
                 break
-            if await _watched(self._answer(bytes(self._buffer[:size])), self._hand_over):
+            if await _watched(self._answer(bytes(self._buffer[:size])), self._read_in_another_task):
                 if self._is_read:
                     self._free_tasks += 1
                     return
@@ -391,7 +391,7 @@ class RequestLoop:
                 in_a_row = 0
                 await trio.lowlevel.checkpoint()
 
-    def _hand_over(self) -> None:
+    def _read_in_another_task(self) -> None:
         """The task that reads requests is about to wait for something else."""
         self._is_read = self._free_tasks > 0
         if self._is_read:

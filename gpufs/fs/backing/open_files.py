@@ -189,7 +189,7 @@ class OpenFiles:
             with acting_as(uid, gid, pid):
                 fd = open_as_caller()
             try:
-                return self._hand_over(fd)
+                return self._give_to_engine(fd)
             except BaseException:
                 close_quietly(fd)
                 raise
@@ -227,7 +227,7 @@ class OpenFiles:
     async def opened(self, node: BackingNode, uid: int, fd: int) -> int:
         """Give the engine a file that create() opened and its caller counted, descriptor and all. Return its handle."""
         try:
-            handle, kept = await self.calls.run(uid, node, lambda: self._hand_over(fd))
+            handle, kept = await self.calls.run(uid, node, lambda: self._give_to_engine(fd))
         except BaseException:
             close_quietly(fd)
             raise
@@ -238,7 +238,7 @@ class OpenFiles:
         self._handles.add(OpenHostFile(self, node, uid, handle, kept), handle)
         return handle
 
-    def _hand_over(self, fd: int) -> tuple[int, int | None]:
+    def _give_to_engine(self, fd: int) -> tuple[int, int | None]:
         """Give an open file to the engine, on a thread. Return the handle and the descriptor that is kept, if any.
 
         Takes the descriptor over unless it fails.
