@@ -7,6 +7,7 @@ or in FUSE, the test asks `on_gpufs` and says why.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -157,6 +158,13 @@ def shared_mount(request: pytest.FixtureRequest, _shared: SharedMount) -> Iterat
 def on_gpufs(request: pytest.FixtureRequest) -> bool:
     """False if the contract tests run on another file system."""
     return request.config.getoption("--gpufs-root") is None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_garbage() -> Iterator[None]:
+    """The tracebacks of failures that tests expected keep arrays, whose leases the next file's tests would see."""
+    yield
+    gc.collect()
 
 
 _numbers = itertools.count()
