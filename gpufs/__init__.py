@@ -8,6 +8,7 @@ first asked for, also the packages :mod:`gpufs.torch` and :mod:`gpufs.engine`. A
 import importlib
 from typing import TYPE_CHECKING
 
+from gpufs._lazy import lazy
 from gpufs._version import __version__
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ __all__ = [
     "status",
 ]
 
+_load = lazy(globals(), {name: _MODULES.get(name, "client") for name in __all__})
+
 
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
@@ -84,12 +87,7 @@ def __getattr__(name: str) -> object:
                 raise
             # hasattr() and inspect.getmembers() go on then.
             raise AttributeError(f"gpufs.{name} needs {name}, which is not installed") from error
-    if name in __all__:
-        module = importlib.import_module(f"gpufs.{_MODULES.get(name, 'client')}")
-        value: object = getattr(module, name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _load(name)
 
 
 def __dir__() -> list[str]:

@@ -18,8 +18,19 @@ NATIVE_ORDER = ["base", "observe", "journal", "drivers", "device", "memory", "io
 
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
-    # All but the first: lazily.
-    "gpufs": {"_version", "client", "config", "engine", "exceptions", "owned_mount", "reports", "statistics", "torch"},
+    # All but the first two: lazily.
+    "gpufs": {
+        "_lazy",
+        "_version",
+        "client",
+        "config",
+        "engine",
+        "exceptions",
+        "owned_mount",
+        "reports",
+        "statistics",
+        "torch",
+    },
     "gpufs.__main__": {"cli"},
     "gpufs._lazy": set(),
     "gpufs._naming": set(),
@@ -32,7 +43,7 @@ PYTHON_MAY_USE = {
     "gpufs.units": set(),
     "gpufs.statistics": set(),
     "gpufs.config": {"_lazy", "drivers", "units"},
-    "gpufs.mounting": {"syscalls"},
+    "gpufs.mounting": {"exceptions", "syscalls"},
     "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
     "gpufs.remote": set(),
