@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from gpufs._naming import named_in
 
-# What the kernel answers for a mount whose connection has ended.
-_DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
+DEAD = (errno.ENOTCONN, errno.ECONNABORTED)  # what the kernel answers for a mount whose daemon has died
+_CONNECTION_ENDED = (errno.ECONNRESET, errno.EPIPE)  # of a client to its daemon, and no other daemon has taken over
 
 
 @named_in("gpufs")
@@ -30,21 +31,23 @@ class DaemonDied(OSError):
     """The daemon of the mount has died (ENOTCONN); `gpufs umount` cleans up."""
 
 
-_CLASSES: dict[int, type[OSError]] = {
-    errno.ENOSPC: DeviceFull,
-    errno.EDQUOT: QuotaExceeded,
-    errno.ENOTCONN: DaemonDied,
-}
+def class_of(number: int) -> type[OSError]:
+    """The class of the error when a call about a file of a mount fails with this errno."""
+    if number in DEAD:
+        return DaemonDied
+    return {errno.ENOSPC: DeviceFull, errno.EDQUOT: QuotaExceeded}.get(number, OSError)
 
 
 def text_of(error: OSError) -> str:
     """A failure in words."""
-    if error.errno in _DEAD:
+    if error.errno in DEAD:
         return "the daemon of the gpufs mount has died (gpufs umount cleans up)"
     return error.strerror or str(error)
 
 
 def failure_of_mount(error: OSError, path: str) -> OSError:
-    """The error for the user when a call about a file of a mount fails."""
+    """The error for the user when a call about a file of a mount, or a request to its daemon, fails."""
     number = error.errno or errno.EIO
-    return _CLASSES.get(number, OSError)(number, text_of(error), path)
+    if number in (*DEAD, *_CONNECTION_ENDED):
+        error = OSError(number := errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+    return class_of(number)(number, text_of(error), path)

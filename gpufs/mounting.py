@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
 
 from gpufs import syscalls
+from gpufs.exceptions import DEAD
 
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
@@ -40,8 +41,6 @@ _MS_REMOUNT: Final = 32
 _MNT_FORCE: Final = 1
 _MNT_DETACH: Final = 2
 _UMOUNT_NOFOLLOW: Final = 8
-# The errors of a mount whose daemon is dead.
-_DEAD: Final = (errno.ENOTCONN, errno.ECONNABORTED)
 _REMEDY: Final = "; gpufs doctor says what to do"
 _CONNECTIONS: Final = "/sys/fs/fuse/connections"
 _FUSERMOUNT_TIMEOUT: Final = 30.0
@@ -401,7 +400,7 @@ def unmount_dead(entry: MountEntry) -> bool:
                 os.fstatvfs(fd)
                 return False
             except OSError as failure:
-                if failure.errno not in _DEAD:
+                if failure.errno not in DEAD:
                     return False
             if os.geteuid() != 0:
                 unmount(entry.mountpoint, lazy=True)

@@ -81,6 +81,8 @@ def test_a_daemon_that_has_died(mount: Mounter, host: Path) -> None:
     dead.signal(signal.SIGKILL)
     dead.daemon.wait()
     caught(gpufs.DaemonDied, errno.ENOTCONN, gpufs.attach, dead.device / "file")
+    array = numpy.zeros(MIB, "u1")
+    caught(gpufs.DaemonDied, errno.ENOTCONN, gpufs.register, array, dead.device / "registered")
     for source, destination in ((host / "file", dead.device / "copy"), (dead.device / "file", host / "copy")):
         failure = caught(gpufs.DaemonDied, errno.ENOTCONN, gpufs.copy, source, destination)
         assert isinstance(failure, gpufs.CopyError)

@@ -33,7 +33,6 @@ _WHY_A_COPY: Final[dict[Mode, str]] = {
 }
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
-_DEAD_DAEMON: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED)
 
 
 class Attachment:
@@ -61,7 +60,7 @@ class Attachment:
             try:
                 answer, pieces = _daemons.repeat_if_it_dies(ask)
             except OSError as error:
-                raise _failure(error, self.path) from None
+                raise failure_of_mount(error, self.path) from None
             _add(self.mapping, pieces, answer.size, self.path)
             self.size = answer.size
 
@@ -74,12 +73,6 @@ def _end(process: int, mapping: Mapping, connection: Connection, number: int) ->
             connection.detach(number)
 
 
-def _failure(error: OSError, path: str) -> OSError:
-    if error.errno in _DEAD_DAEMON:
-        error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-    return failure_of_mount(error, path)
-
-
 def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
     """Map pieces, whose descriptors the mapping takes over. They complete the memory of a file of ``size`` bytes."""
     try:
@@ -89,7 +82,7 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> N
         if error.errno == errno.EFBIG:
             text = "the file has outgrown the addresses that are reserved for it: attach it again"
             raise OSError(errno.EFBIG, text, path) from None
-        raise _failure(error, path) from None
+        raise failure_of_mount(error, path) from None
     # The daemon may be another user's. Beyond the mapping this process has other memory.
     if size > mapping.bytes:
         text = f"the daemon gave {mapping.bytes} bytes of memory for a file of {size} bytes"
@@ -179,7 +172,7 @@ def attach(
     except NotOnMount:
         raise
     except OSError as error:
-        raise _failure(error, name) from None
+        raise failure_of_mount(error, name) from None
 
     def ask() -> tuple[Connection, Memory]:
         connection = _daemons.shared_connection(os.fstat(fd).st_dev, mounts)
@@ -191,7 +184,7 @@ def attach(
         # With these modes only a copy takes memory.
         if copy is False and mode in _WHY_A_COPY and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _copy_ruled_out(name, mode) from None
-        raise _failure(error, name) from None
+        raise failure_of_mount(error, name) from None
     finally:
         os.close(fd)
     if answer.private and copy is False:
@@ -226,7 +219,7 @@ def _map(
                 writable, private = mode == READ_WRITE, mode == COPY_ON_WRITE
                 mapping = Mapping(answer.driver, answer.pci_address, writable=writable, private=private, reserve=wanted)
             except OSError as error:
-                raise _failure(error, path) from None
+                raise failure_of_mount(error, path) from None
         except BaseException:
             close_all([piece.fd for piece in pieces])
             raise

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from gpufs._naming import named_in
-from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
+from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, class_of
 
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
@@ -165,16 +165,16 @@ class DaemonDiedCopyError(CopyError, DaemonDied):
     """A copy whose mount is dead."""
 
 
-_CLASSES: Final = {
-    errno.ENOSPC: DeviceFullCopyError,
-    errno.EDQUOT: QuotaExceededCopyError,
-    errno.ENOTCONN: DaemonDiedCopyError,
+_CLASSES: Final[dict[type[OSError], type[CopyError]]] = {
+    DeviceFull: DeviceFullCopyError,
+    QuotaExceeded: QuotaExceededCopyError,
+    DaemonDied: DaemonDiedCopyError,
 }
 
 
 def error_class(number: int) -> type[CopyError]:
     """The class of the error when a mount has failed a copy with this errno."""
-    return _CLASSES.get(number, CopyError)
+    return _CLASSES.get(class_of(number), CopyError)
 
 
 @named_in("gpufs")

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from gpufs import syscalls
 from gpufs.client._copy_types import CopyError, DaemonDiedCopyError
-from gpufs.exceptions import text_of
+from gpufs.exceptions import DEAD, text_of
 
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
@@ -103,9 +103,8 @@ def path_of(fd: int) -> str:
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
-    return (DaemonDiedCopyError if error.errno == errno.ENOTCONN else CopyError)(
-        error.errno or errno.EIO, text_of(error), path
-    )
+    cls = DaemonDiedCopyError if error.errno in DEAD else CopyError
+    return cls(error.errno or errno.EIO, text_of(error), path)
 
 
 def open_path(entry: Entry) -> int:

@@ -120,6 +120,10 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     ------
     NotOnMount
         ``path`` is not on a gpufs mount.
+    DeviceFull, QuotaExceeded
+        The memory would exceed a limit, or the device has none for the file's metadata.
+    DaemonDied
+        The mount's daemon has died.
     OSError
         EEXIST: the file exists. EXDEV: ``path`` is below the directory of another GPU than the memory's. EINVAL: the
         memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
@@ -136,7 +140,10 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     kind = GivenType.of_array(array)
     name = os.fspath(path)
     directory = os.path.dirname(name) or "."
-    st_dev = os.stat(directory).st_dev
+    try:
+        st_dev = os.stat(directory).st_dev
+    except OSError as error:
+        raise failure_of_mount(error, directory) from None
     mounts = mounting.by_device().get(st_dev)
     if mounts is None:
         raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", directory)
@@ -152,9 +159,7 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
     try:
         return _daemons.repeat_if_it_dies(ask)
     except OSError as error:
-        if error.filename is None:
-            raise failure_of_mount(error, name) from None
-        raise
+        raise failure_of_mount(error, os.fsdecode(error.filename or name)) from None
 
 
 def _memory_of(array: Any, size: int | None) -> ArrayMemory:

@@ -91,7 +91,7 @@ class NewFile:
         try:
             return gpufs.attach(self._descriptor_path(), mode="r+")
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+            raise failure_of_mount(error, str(self._path)) from None
 
     def map(self) -> torch.Tensor:
         """Return the file's bytes as a tensor."""
