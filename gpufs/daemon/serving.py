@@ -91,7 +91,7 @@ class Serving:
     died: int | None
     kept: Kept
     service: Service | None = field(default=None, init=False)
-    answers: bool = field(default=False, init=False)  # the launcher knows that the mount works
+    answered: bool = field(default=False, init=False)  # the launcher has been told that the mount works
     _manager: environment.ServiceManager = field(default_factory=environment.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
@@ -155,14 +155,14 @@ class Serving:
 
         The clients' tasks must not be cancelled before, which would end their leases.
         """
-        if self.answers and self.obstacle() is None:
+        if self.answered and self.obstacle() is None:
             log.critical("the daemon has failed: another one takes over", exc_info=True)
             takeover.leave_to_the_keeper(1, self.log)
 
     async def _provide_for_next(self) -> None:
         """Have the keeper start another daemon only while the mount survives this one. Hand over if a context fails."""
         assert self.keeper is not None
-        if not self.answers:
+        if not self.answered:
             return
         survives = self.obstacle() is None
         if survives != self._instructed:
@@ -278,7 +278,7 @@ class Serving:
             log.error("the launcher has gone: the mount ends")
             await mountpoint.unmount(self.entry)
             return
-        self.answers = True
+        self.answered = True
         # A service whose mount survives has no main process: systemd would end it with that.
         main = f"MAINPID={os.getpid()}\n" if self.request.foreground or self.obstacle() is not None else ""
         await self._manager.notify(f"READY=1\n{main}STATUS=serves {printable(self.request.mountpoint)}")
@@ -288,7 +288,7 @@ class Serving:
     async def _resume(self) -> None:
         """Reports that this daemon serves the mount of another one."""
         assert self.died is not None
-        self.answers = True
+        self.answered = True
         log.warning(
             "this daemon has taken over %s, %.2f s after the end of the one before",
             self.request.mountpoint,

@@ -30,9 +30,9 @@ constexpr std::uint64_t kUserBit = std::uint64_t{1} << 61;
 constexpr std::uint64_t kServerBit = std::uint64_t{1} << 62;
 
 std::uint64_t client_of(const BackingFacts& facts, std::uint32_t uid) {
-  if (facts.may_hang) return kServerBit | facts.device;
-  constexpr std::uint64_t kDeviceMask = (std::uint64_t{1} << 29) - 1;
-  return kUserBit | (facts.device & kDeviceMask) << 32 | uid;
+  if (facts.may_hang) return kServerBit | facts.disk;
+  constexpr std::uint64_t kDiskMask = (std::uint64_t{1} << 29) - 1;
+  return kUserBit | (facts.disk & kDiskMask) << 32 | uid;
 }
 
 // As the kernel does for writers without CAP_FSETID: members of the group keep a set-gid bit without execution.
@@ -105,7 +105,7 @@ void BackingOperations::pass_through(const OpenBacking& open, const Request& req
     const std::lock_guard lock(pending_mutex_);
     pending_.emplace(unique, pending);
   }
-  const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open.file->facts().device};
+  const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open.file->facts().disk};
   long_requests_.executor().submit(
       lane, nullptr, unique,
       [this, pending = std::move(pending), body = std::move(body)](int refusal, Cancellation& cancellation) mutable {
@@ -321,7 +321,7 @@ void BackingOperations::copy_with_buffer(const File& file, const std::shared_ptr
   const Caller caller = Caller::of(request.header);
   const SetIdLoss loss = load ? inode.bare_set_gid_to_clear(caller) : SetIdLoss::kNone;
   long_requests_.retry_until_memory(
-      {Executor::Lane::Kind::kCopies, inode.device(), facts.device}, nullptr, std::move(responder),
+      {Executor::Lane::Kind::kCopies, inode.device(), facts.disk}, nullptr, std::move(responder),
       [this, file, buffer, load, wanted, loss, wide = copy.wide, caller](Cancellation& cancellation, Responder& reply) {
         const Result<std::uint64_t> copied = transfer(wanted, *buffer->inode, loss, cancellation);
         if (copied.ok()) {
@@ -351,7 +351,7 @@ void BackingOperations::drop_set_id_after_copy(const File& to, const Caller& cal
   if (!facts.may_hang) return drop_set_id_unless_kept(to->fd.get(), caller);
   if (caller.keeps_set_id()) return;
   // Its server may not answer any more: the reply to the copy does not wait for it.
-  const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, facts.device};
+  const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, facts.disk};
   long_requests_.executor().submit(lane, nullptr, 0, [to, caller](int refusal, Cancellation&) {
     if (refusal == 0) drop_set_id(to->fd.get(), caller);
   });

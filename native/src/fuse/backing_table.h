@@ -64,7 +64,7 @@ class BackingTable : public OpenFiles<OpenBacking, kBackingHandle> {
         delete open;
         return;
       }
-      const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open->file->facts().device};
+      const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, open->file->facts().disk};
       try {
         executor_->submit(lane, nullptr, 0, [open](int refusal, Cancellation&) {
           if (refusal == 0) delete open;  // else the mount has ended, and the end of the process closes the file

@@ -56,8 +56,8 @@ class Executor {
       kRelay,          // likewise
     };
     Kind kind = Kind::kBuffers;
-    std::int32_t device = -1;       // the GPU; its resume() runs the lane's parked jobs, too; -1: none
-    std::uint64_t file_system = 0;  // st_dev
+    std::int32_t device = -1;  // the GPU; its resume() runs the lane's parked jobs, too; -1: none
+    std::uint64_t disk = 0;    // of the files, see BackingFacts
     friend auto operator<=>(const Lane&, const Lane&) = default;
   };
 

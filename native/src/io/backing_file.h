@@ -22,7 +22,7 @@ struct BackingFacts {
   bool append = false;                // every write would go to the end, so no store is possible
   bool always_hot = false;            // the file exists in the page cache alone (tmpfs)
   bool may_hang = false;              // behind a network or a user's process
-  std::uint64_t device = 0;           // st_dev, or st_rdev of a block device: files on the same disk stall together
+  std::uint64_t disk = 0;             // st_dev, or st_rdev of a block device: files on the same disk stall together
   std::uint32_t offset_align = 4096;  // of O_DIRECT, both powers of two; this one is at most kSmallestChunk
   std::uint32_t memory_align = 4096;
   // What requests by O_DIRECT are aligned to: offset_align and at least a page, so that buffered and direct writes of

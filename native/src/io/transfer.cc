@@ -36,7 +36,7 @@ bool has_hole(TransferTarget& target, std::uint64_t offset, std::uint64_t bytes)
 }
 
 std::uint64_t group_of(const BackingFacts& file) {
-  return file.may_hang ? Scheduler::Job::kMayHang : file.always_hot ? Scheduler::Job::kNeverStalls : file.device;
+  return file.may_hang ? Scheduler::Job::kMayHang : file.always_hot ? Scheduler::Job::kNeverStalls : file.disk;
 }
 
 TransferFacts facts_of(const TransferRequest& request) {
