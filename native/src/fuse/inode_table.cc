@@ -170,22 +170,7 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, I
 }
 
 Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
-  {
-    const std::lock_guard own(inode->mutex_);
-    const std::uint64_t metadata = inode->metadata_locked();
-    Metadata::Share* const share = metadata_.share_of(inode->attributes_.uid);
-    if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
-    inode->charged_ = metadata;
-    inode->charged_to_ = share;
-    const std::unique_lock lock(inodes_mutex_);
-    if (!inodes_.emplace(inode->ino_, inode).second) {
-      metadata_.release(share, metadata);
-      return Status(EEXIST, "inode " + std::to_string(inode->ino_) + " exists");
-    }
-    if (inode->buffer_) ++file_counts_[inode->device_];
-    inode->record_locked();
-  }
-  if (inode->buffer_) {
+  if (inode->buffer_) {  // while nobody else has it
     inode->buffer_->watch([moved = std::weak_ptr<Inode>(inode)] {
       const std::shared_ptr<Inode> found = moved.lock();
       if (!found) return;
@@ -193,6 +178,19 @@ Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
       found->record_locked();
     });
   }
+  const std::lock_guard own(inode->mutex_);
+  const std::uint64_t metadata = inode->metadata_locked();
+  Metadata::Share* const share = metadata_.share_of(inode->attributes_.uid);
+  if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
+  inode->charged_ = metadata;
+  inode->charged_to_ = share;
+  const std::unique_lock lock(inodes_mutex_);
+  if (!inodes_.emplace(inode->ino_, inode).second) {
+    metadata_.release(share, metadata);
+    return Status(EEXIST, "inode " + std::to_string(inode->ino_) + " exists");
+  }
+  if (inode->buffer_) ++file_counts_[inode->device_];
+  inode->record_locked();
   return {};
 }
 
