@@ -13,6 +13,7 @@ namespace {
 
 class Writer {
  public:
+  Writer() { value_.reserve(512); }  // most need less
   template <typename T>
   void number(const T& value) {
     static_assert(std::is_trivially_copyable_v<T>);
