@@ -188,14 +188,15 @@ TEST(Journal, GivesUpWhereAValueIsMissing) {
   EXPECT_EQ(Journal::restore(UniqueFd(::dup(journal->fd()))).error(), ENOTRECOVERABLE);
 }
 
-// Threads of a child change values in pairs, until the child is killed.
-[[noreturn]] void change_for_ever(int fd, unsigned seed) {
+// Threads of a child change values in pairs, until the child is killed. Each writes a byte to `began` first.
+[[noreturn]] void change_for_ever(int fd, unsigned seed, int began) {
   Result<std::unique_ptr<Journal>> journal = Journal::restore(UniqueFd(::dup(fd)));
   if (!journal.ok()) ::_exit(1);
   std::vector<std::thread> threads;
   for (std::uint64_t of = 0; of < 3; ++of) {
     threads.emplace_back([&, of] {
       std::mt19937 random(seed * 3 + static_cast<unsigned>(of));
+      if (::write(began, "", 1) != 1) ::_exit(1);
       for (;;) {
         const std::uint64_t id = of * 100 + random() % 8;
         const std::string text(random() % 700, static_cast<char>('a' + random() % 26));
@@ -214,8 +215,15 @@ TEST(Journal, TransactionsAreWholeWhereverTheProcessIsKilled) {
   const auto journal = create();
   std::mt19937 random(1);
   for (unsigned round = 0; round < 200; ++round) {
+    int began[2];
+    ASSERT_EQ(::pipe2(began, O_CLOEXEC), 0);
+    const UniqueFd reader(began[0]);
+    UniqueFd writer(began[1]);
     const pid_t child = ::fork();
-    if (child == 0) change_for_ever(journal->fd(), round);
+    if (child == 0) change_for_ever(journal->fd(), round, writer.get());
+    writer.reset();
+    char byte = 0;
+    ASSERT_EQ(::read(reader.get(), &byte, 1), 1);
     ::usleep(static_cast<useconds_t>(random() % 4000));
     ::kill(child, SIGKILL);
     int status = 0;
