@@ -339,7 +339,7 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
     wanted.writable = memory->writable != 0;
     if (!inode.buffer()) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     if (wanted.bytes > Buffer::kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-    const std::shared_ptr<Buffer> empty = inode.buffer();
+    const std::shared_ptr<Buffer>& empty = inode.buffer();
     Result<std::shared_ptr<RegisteredBuffer>> mapped = RegisteredBuffer::map(empty->device(), wanted, empty->charge());
     if (!mapped.ok()) return mapped.status();
     // Until the mount is started, the kernel knows the file as it was before the takeover.

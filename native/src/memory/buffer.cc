@@ -115,6 +115,7 @@ Status Buffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, boo
   return refuse_change();
 }
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it
 Result<std::shared_ptr<Buffer::Lease>> Buffer::lease(bool /*writable*/, bool /*exports*/, std::string /*label*/) {
   return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
 }

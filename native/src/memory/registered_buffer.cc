@@ -43,7 +43,7 @@ RegisteredBuffer::RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::u
                                    std::uint64_t bytes, bool writable)
     : context_(std::move(device)), bytes_(bytes), writable_(writable), memory_(std::move(memory)) {}
 
-Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(std::shared_ptr<DeviceContext> device,
+Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(const std::shared_ptr<DeviceContext>& device,
                                                                 const ForeignMemory& memory, const Charge& payers) {
   const auto buffer = std::make_shared<RegisteredBuffer>(device, nullptr, memory.bytes, memory.writable);
   Charge& charge = buffer->charge();

@@ -25,7 +25,7 @@ class RegisteredBuffer : public Buffer {
   // Maps the memory and charges it to the accounts that `payers` charges: its addresses, and on the host driver its
   // bytes, since accesses allocate what its program has not. As Device::map_foreign(). EDQUOT: beyond a limit of
   // theirs.
-  static Result<std::shared_ptr<RegisteredBuffer>> map(std::shared_ptr<DeviceContext> device,
+  static Result<std::shared_ptr<RegisteredBuffer>> map(const std::shared_ptr<DeviceContext>& device,
                                                        const ForeignMemory& memory, const Charge& payers);
   // memory: `bytes` of it are the buffer; not null.
   RegisteredBuffer(std::shared_ptr<DeviceContext> device, std::unique_ptr<ForeignMapping> memory, std::uint64_t bytes,

@@ -252,7 +252,7 @@ namespace {
 
 // Null without a profiler.
 nvtxDomainHandle_t domain() {
-  static const nvtxDomainHandle_t handle = nvtxDomainCreateA("gpufs");
+  static auto* const handle = nvtxDomainCreateA("gpufs");
   return handle;
 }
 

@@ -158,8 +158,8 @@ VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device)
       granule_(device_->info().granule),
       number_(device_->keeper() != nullptr ? device_->keeper()->new_memory() : 0) {}
 
-Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(std::shared_ptr<GpuDevice> device, std::uint64_t number,
-                                                             std::span<const Extent> populated) {
+Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_ptr<GpuDevice>& device,
+                                                             std::uint64_t number, std::span<const Extent> populated) {
   const Current current(*device);
   if (!current.status().ok()) return current.status();
   auto memory = std::make_unique<VirtualMemory>(device);

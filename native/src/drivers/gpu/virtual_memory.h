@@ -95,7 +95,7 @@ class VirtualMemory final : public DeviceMemory {
 
   explicit VirtualMemory(std::shared_ptr<GpuDevice> device);
   // See Device::restore_memory(). Pieces move, as in new memory, unless fix_in_place() says that they are in use.
-  static Result<std::unique_ptr<DeviceMemory>> restore(std::shared_ptr<GpuDevice> device, std::uint64_t number,
+  static Result<std::unique_ptr<DeviceMemory>> restore(const std::shared_ptr<GpuDevice>& device, std::uint64_t number,
                                                        std::span<const Extent> populated);
 
   using DeviceMemory::reserve;
