@@ -174,7 +174,7 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
   facts.writable = access != O_RDONLY;
   facts.append = (flags & O_APPEND) != 0;
   facts.disk = facts.block_device ? ::makedev(status.stx_rdev_major, status.stx_rdev_minor)
-                                    : ::makedev(status.stx_dev_major, status.stx_dev_minor);
+                                  : ::makedev(status.stx_dev_major, status.stx_dev_minor);
   judge_file_system(seen.value().mount.type, seen.value().mount.options, facts);
   if (facts.block_device) {
     // The node's file system says nothing about the device.
