@@ -386,6 +386,21 @@ def test_what_a_kill_has_left_is_replaced(root: Path, web: WebServer) -> None:
         assert left(root) == ["file"]
 
 
+def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer) -> None:
+    """A copy without --partial removes what was there, and is killed before anything has arrived."""
+    with start_held(web, root) as child:
+        child.kill()
+    web.held = 0
+    part = root / ".file.gpufs-part"
+    with subprocess.Popen([*GPUFS, "cp", f"{web.url}/file", str(root)]) as child:
+        wait_until(lambda: part.stat().st_blocks == 0 and part.stat().st_size, PATIENCE, "an empty file")
+        child.kill()
+    web.released.set()
+    gpufs("cp", "--partial", f"{web.url}/file", root)
+    assert_same((root / "file").read_bytes(), FOUR_PARTS)
+    assert left(root) == ["file"]
+
+
 def test_two_copies_to_one_name(root: Path, web: WebServer) -> None:
     with start_held(web, root) as child:
         assert "another copy to this name is in progress" in refused(f"{web.url}/file", root)

@@ -87,6 +87,7 @@ class _Destination:
             if settings.options.partial and self.parts.resume():
                 self.kept = self.parts.bytes_done
             else:
+                self.parts.end()  # first: a list of parts that are gone would make the next copy keep holes
                 os.ftruncate(self.fd, 0)
             settings.space.check(self.fd, file.size, mounts[device], cancel)
             # The writes allocate memory while others wait for the store. Allocating all of it first takes longer.
