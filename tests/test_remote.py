@@ -426,6 +426,11 @@ def test_random_interruptions(root: Path, other: Path, web: WebServer) -> None:
     size = 12 * PART + 77
     chance = random.Random(4)
     old, ended, partial = b"", 0, 0
+    web.files["/file"] = bytes(size)
+    began = time.monotonic()
+    gpufs("cp", f"{web.url}/file", root)
+    took = time.monotonic() - began
+    (root / "file").unlink()
     for seed in range(10):
         new = noise(size, seed)
         web.files["/file"] = new
@@ -435,7 +440,7 @@ def test_random_interruptions(root: Path, other: Path, web: WebServer) -> None:
             with subprocess.Popen(
                 [*GPUFS, "cp", *options, f"{web.url}/file", *ends], stderr=subprocess.DEVNULL
             ) as child:
-                time.sleep(chance.uniform(0, 1.2))
+                time.sleep(chance.uniform(0, took))
                 child.send_signal(chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
                 ended += child.wait(PATIENCE) != 0
             partial += (root / ".file.gpufs-part").exists()
