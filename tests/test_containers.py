@@ -108,7 +108,12 @@ def test_the_command_of_the_daemon_set(mountpoint: Path, tmp_path: Path) -> None
             wait_until(lambda: children.read_text(), PATIENCE, "the container")
             shell = int(children.read_text())
             device = Path(f"/proc/{shell}/root{mountpoint}/gpu0")
-            wait_until(device.exists, PATIENCE, "the mount")
+            started = Path(f"/proc/{shell}/task/{shell}/children")
+            wait_until(
+                lambda: any(cmdline_of(Path("/proc", pid)).startswith(b"sleep") for pid in started.read_text().split()),
+                PATIENCE,
+                "the end of `gpufs mount`, which fails if the daemon dies before",
+            )
             (device / "file").write_bytes(b"contents")
             # The daemon's number as this PID namespace has it.
             wanted = (b"gpufs.daemon", os.fsencode(mountpoint))
