@@ -15,13 +15,12 @@
 #include "base/log.h"
 #include "fuse/protocol.h"
 #include "memory/account.h"
+#include "memory/buffer.h"
 
 namespace gpufs::fuse {
 
 namespace {
 
-// An INTERRUPT ends a copy between two of these.
-constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;
 // Between two checks whether a client is being killed: most requests are answered before the first one.
 constexpr std::chrono::seconds kGrace{1};
 // Which client of the transfer engine a copy counts as, apart from the processes that use the copy service: a user on

@@ -37,8 +37,8 @@ struct KeptContents {
   Extents extents;           // of others: whole granules
 };
 
-inline constexpr std::uint64_t kCopyChunk =
-    std::uint64_t{64} << 20;  // of a copy between two buffers, between two checks of a cancellation
+// How much a copy moves between two checks whether it is cancelled.
+inline constexpr std::uint64_t kCopyChunk = std::uint64_t{64} << 20;
 
 class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer> {
  public:

@@ -2,12 +2,13 @@
 
 #include <signal.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <mutex>
+
+#include "base/pages.h"
 
 namespace gpufs {
 namespace {
@@ -55,7 +56,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
 }
 
 Status install() {
-  bytes_of_page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  bytes_of_page = page_bytes();
   struct sigaction action = {};
   action.sa_sigaction = on_bus_error;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
