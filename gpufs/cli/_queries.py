@@ -4,15 +4,16 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from errno import ECONNABORTED, ENOTCONN, ETIMEDOUT
+from errno import ETIMEDOUT
 from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli import _answers, _mounts
 from gpufs.cli._output import MOST_NAMES, Failure, age_text, bytes_text, table_lines, user_name
+from gpufs.exceptions import DEAD
 
 # errno of reading the status file: state of the mount
-_STATES: Final = {ENOTCONN: "dead", ECONNABORTED: "dead", ETIMEDOUT: "no answer"}
+_STATES: Final = {**dict.fromkeys(DEAD, "dead"), ETIMEDOUT: "no answer"}
 
 
 # ---- status ----

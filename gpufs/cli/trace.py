@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from errno import EACCES, EBUSY, ECONNABORTED, ENOENT, ENOTCONN, EPERM
+from errno import EACCES, EBUSY, ENOENT, EPERM
 from typing import IO, Any, Final
 
 import click
@@ -21,6 +21,7 @@ from gpufs.cli import _mounts
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import check_seconds, complete_mounts
 from gpufs.cli._output import Failure
+from gpufs.exceptions import DEAD
 
 _FILE: Final = ".gpufs/trace"
 _READ_BYTES: Final = 1 << 20
@@ -142,8 +143,7 @@ def _refused(mountpoint: str, error: OSError) -> Failure:
         EACCES: "only its owner may record a trace",
         EPERM: "only its owner may record a trace",
         ENOENT: "the mount is of a version that cannot record traces",
-        ENOTCONN: "its process is dead",
-        ECONNABORTED: "its process is dead",
+        **dict.fromkeys(DEAD, "its process is dead"),
     }
     return Failure(f"{mountpoint}: {reasons.get(error.errno or 0, error.strerror)}")
 
