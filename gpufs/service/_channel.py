@@ -104,7 +104,7 @@ class Channel:
             raise
 
     def leave_place(self) -> None:
-        """Give back the place in the user's share that was taken for a message."""
+        """Give the place of a message in the user's share back."""
         if self._place is not None:
             self._place.leave()
             self._place = None
