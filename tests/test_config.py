@@ -127,7 +127,7 @@ def test_lists_in_files_are_read(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"io_chunk_bytes": "64M", "io_pinned_bytes": "1M"}, ["io_pinned_bytes: 1M", "io_chunk_bytes: 64M"]),
-        ({"io_pinned_bytes": "1M"}, ["io_pinned_bytes: 1M (--io-pinned-bytes)", "io_chunk_bytes: 4M (default)"]),
+        ({"io_pinned_bytes": "1M"}, ["io_pinned_bytes: 1M (--io-pinned-bytes)", "io_chunk_bytes: 2M (default)"]),
     ],
 )
 def test_values_that_exclude_each_other_are_named(values: dict[str, str | bool | None], words: list[str]) -> None:

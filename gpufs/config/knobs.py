@@ -252,7 +252,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
     Knob(
         "io_chunk_bytes",
         kinds.size(64 << 10, 64 << 20, power_of_two=True),
-        4 << 20,
+        2 << 20,
         "Size of one step of a copy between a file and a device, and of a pinned buffer.",
     ),
     Knob(

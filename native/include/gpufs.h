@@ -455,7 +455,7 @@ gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t timeo
 enum { GPUFS_AUTO = 0, GPUFS_ON = 1, GPUFS_OFF = 2, GPUFS_REQUIRE = 3 };
 
 typedef struct {
-  uint64_t chunk_bytes;  /* one piece of work and one pinned slot, a power of two; 0: 4 MiB */
+  uint64_t chunk_bytes;  /* one piece of work and one pinned slot, a power of two; 0: 2 MiB */
   uint64_t pinned_bytes; /* host memory that may be pinned at most; 0: 192 MiB */
   int32_t workers;       /* threads that one client has at most on a NUMA node; 0: by the number of CPUs */
   int32_t slots;         /* pinned slots of a thread; 0: 2 */

@@ -55,7 +55,8 @@ struct FaultPlan {
   bool reserve_copies = false;
   bool cpu_addressable = true;
   bool waits_for_values = true;
-  std::atomic<bool> lags{false};     // an event is reported done at its second query at the earliest
+  std::atomic<bool> lags{false};     // an event is reported done at its tenth query at the earliest
+  std::atomic<bool> prompt{false};   // an event is done at its first query
   std::uint64_t span = 0;            // release_span() widens to multiples of this
   std::function<void()> on_release;  // called before a part of memory is released
   std::function<void()> on_free;     // called before all of it is
@@ -120,19 +121,20 @@ class FaultyEvent : public Event {
   Result<bool> query() override {
     Status status = plan_->query.next("query");
     if (!status.ok()) return status;
-    if (plan_->lags && !queried_.exchange(true)) return false;
+    if (plan_->lags && ++queries_ < 10) return false;
+    if (plan_->prompt) (void)inner_->synchronize();
     return inner_->query();
   }
   Status synchronize() override { return inner_->synchronize(); }
   [[nodiscard]] Event& inner() {
-    queried_ = false;
+    queries_ = 0;
     return *inner_;
   }
 
  private:
   std::unique_ptr<Event> inner_;
   std::shared_ptr<FaultPlan> plan_;
-  std::atomic<bool> queried_{false};  // since it was recorded
+  std::atomic<int> queries_{0};  // since it was recorded
 };
 
 class FaultyStream : public Stream {

@@ -286,11 +286,7 @@ TEST(BounceBuffers, OneMoreIsPinnedOnlyIfTheDeviceLags) {
     options.workers = 1;
     options.slots = 4;
     FakeRig rig(false, options);
-    if (lags) {
-      rig.plan->lags = true;
-    } else {
-      rig.plan->query.at(1, std::numeric_limits<int>::max() - 1);  // an event that cannot be queried does not lag
-    }
+    (lags ? rig.plan->lags : rig.plan->prompt) = true;
     const auto data = pattern(16 * kMiB);
     rig.make_file(data);
     EXPECT_TRUE(rig.finish(rig.load()).status.ok());

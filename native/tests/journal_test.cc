@@ -188,7 +188,7 @@ TEST(Journal, GivesUpWhereAValueIsMissing) {
   EXPECT_EQ(Journal::restore(UniqueFd(::dup(journal->fd()))).error(), ENOTRECOVERABLE);
 }
 
-// Threads of a child change values in pairs, until the child is killed. Each writes a byte to `began` first.
+// Threads of a child change values in pairs, until the child is killed. Each writes a byte to `began` after its first.
 [[noreturn]] void change_for_ever(int fd, unsigned seed, int began) {
   Result<std::unique_ptr<Journal>> journal = Journal::restore(UniqueFd(::dup(fd)));
   if (!journal.ok()) ::_exit(1);
@@ -196,8 +196,7 @@ TEST(Journal, GivesUpWhereAValueIsMissing) {
   for (std::uint64_t of = 0; of < 3; ++of) {
     threads.emplace_back([&, of] {
       std::mt19937 random(seed * 3 + static_cast<unsigned>(of));
-      if (::write(began, "", 1) != 1) ::_exit(1);
-      for (;;) {
+      for (bool first = true;; first = false) {
         const std::uint64_t id = of * 100 + random() % 8;
         const std::string text(random() % 700, static_cast<char>('a' + random() % 26));
         Transaction transaction(*journal.value());
@@ -205,6 +204,7 @@ TEST(Journal, GivesUpWhereAValueIsMissing) {
           text.size() < 70 ? transaction.remove({kind, id}) : transaction.put({kind, id}, bytes_of(text));
         }
         transaction.commit();
+        if (first && ::write(began, "", 1) != 1) ::_exit(1);
       }
     });
   }
@@ -214,6 +214,7 @@ TEST(Journal, GivesUpWhereAValueIsMissing) {
 TEST(Journal, TransactionsAreWholeWhereverTheProcessIsKilled) {
   const auto journal = create();
   std::mt19937 random(1);
+  unsigned with_values = 0;  // rounds after which there were some
   for (unsigned round = 0; round < 200; ++round) {
     int began[2];
     ASSERT_EQ(::pipe2(began, O_CLOEXEC), 0);
@@ -231,10 +232,12 @@ TEST(Journal, TransactionsAreWholeWhereverTheProcessIsKilled) {
     ASSERT_TRUE(WIFSIGNALED(status));
     const auto after = restored(*journal);
     ASSERT_NE(after, nullptr);
-    ASSERT_EQ(values(*after, 1), values(*after, 2)) << "round " << round;
-    for (const auto& [id, text] : values(*after, 1)) ASSERT_EQ(text, std::string(text.size(), text.front()));
+    const auto found = values(*after, 1);
+    ASSERT_EQ(found, values(*after, 2)) << "round " << round;
+    for (const auto& [id, text] : found) ASSERT_EQ(text, std::string(text.size(), text.front()));
+    if (!found.empty()) ++with_values;
   }
-  EXPECT_FALSE(values(*restored(*journal), 1).empty());
+  EXPECT_GT(with_values, 0U);
 }
 
 }  // namespace

@@ -242,6 +242,14 @@ using HostFunction = void (*)(void*);
 // The vendor's handle of a stream: CUstream, hipStream_t. The host driver has handles of its own.
 using NativeStream = std::uintptr_t;
 
+// A copy between the device and host memory.
+struct HostCopy {
+  DeviceAddress device = 0;
+  void* host = nullptr;
+  std::size_t bytes = 0;
+};
+enum class CopyDirection { kToDevice, kToHost };
+
 // An ordered queue of asynchronous work on one device. Calls return once the work is queued; its memory must stay valid
 // until an event recorded afterwards is done. Host memory that is not pinned may make a copy synchronous.
 // One thread at a time.
@@ -250,6 +258,10 @@ class Stream {
   virtual ~Stream() = default;  // waits for the queued work
   virtual Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
   virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
+  // Copies that are independent of each other, in any order; a GPU may need less time for them than one after another.
+  // Each address must be this device's memory, and the host's be pinned: CUDA crashes on others. After a failure some
+  // may have been queued.
+  virtual Status copy_batch(CopyDirection direction, std::span<const HostCopy> copies);
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;
   // EBUSY: the stream is being captured into a graph, so what is queued now becomes a part of the graph.

@@ -35,7 +35,7 @@ inline constexpr std::size_t kSmallestChunk = std::size_t{64} << 10;
 
 struct IoOptions {
   // What a thread moves at a time, and the size of a pinned slot: a power of two of at least kSmallestChunk.
-  std::size_t chunk_bytes = std::size_t{4} << 20;
+  std::size_t chunk_bytes = std::size_t{2} << 20;
   // The most host memory that all transfers together may pin.
   std::uint64_t pinned_bytes = std::uint64_t{192} << 20;
   // Threads that one client has at most on a NUMA node; 0: by the number of CPUs. Half as many more exist there, so

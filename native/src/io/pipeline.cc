@@ -22,7 +22,7 @@ constexpr std::uint64_t kCachedNumerator = 3;
 constexpr std::uint64_t kCachedDenominator = 4;
 // Smaller stores go to the page cache, from which they are likely read again.
 constexpr std::uint64_t kSmallestDirectStore = std::uint64_t{1} << 20;
-constexpr std::chrono::microseconds kEventPoll{20};
+constexpr std::chrono::microseconds kBusyPoll{20};
 
 }  // namespace
 
@@ -85,15 +85,12 @@ void Pipeline::load(const Work& work) {
   if (read.bytes == 0) return complete(work, read.status);
   slot.access = memory_.access();
   if (!slot.access) return complete(work, cancelled_status());
-  bool queued = false;
-  Status status = pin(slot);
+  if (Status pinned = pin(slot); !pinned.ok()) return finish(slot, pinned);
   const std::uint64_t start = target_offset(work);
   for (const TransferTarget::Piece& piece : slot.pin.pieces) {
-    if (!status.ok()) break;
-    queued = true;
-    status = stream_->copy_to_device(piece.address, slot.memory + (piece.offset - start), piece.bytes);
+    copies_.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
   }
-  submitted(slot, std::move(status), queued);  // finish() completes the chunk
+  submit(slot);  // finish() completes the chunk
 }
 
 // Device -> pinned memory -> file.
@@ -109,22 +106,19 @@ void Pipeline::store(const Work& work) {
   // At the same offset in its page as in the file's, so that O_DIRECT can write the middle.
   slot.memory = slot.buffer->data + file_offset(work) % file_.facts().unit;
   if (slot.memory + slot.bytes > slot.buffer->data + slot.buffer->bytes) slot.memory = slot.buffer->data;
-  bool queued = false;
-  Status status = pin(slot);
+  if (Status pinned = pin(slot); !pinned.ok()) return finish(slot, pinned);
   const std::uint64_t start = target_offset(work);
   const std::vector<TransferTarget::Piece>& pieces = slot.pin.pieces;
   // Fewer bytes than wanted if the buffer was truncated.
-  if (status.ok()) slot.bytes = pieces.empty() ? 0 : pieces.back().end() - start;
+  slot.bytes = pieces.empty() ? 0 : pieces.back().end() - start;
   for (const TransferTarget::Piece& piece : pieces) {
-    if (!status.ok()) break;
     if (piece.address == 0) {
       slot.holes.push_back({piece.offset - start, piece.bytes});
-      continue;
+    } else {
+      copies_.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
     }
-    queued = true;
-    status = stream_->copy_to_host(slot.memory + (piece.offset - start), piece.address, piece.bytes);
   }
-  submitted(slot, std::move(status), queued);  // finish() writes the file and completes the chunk
+  submit(slot);  // finish() writes the file and completes the chunk
 }
 
 // The device memory of the slot's bytes; pinned until finish().
@@ -139,26 +133,24 @@ Status Pipeline::pin(Slot& slot) {
   return pinned.status();
 }
 
-void Pipeline::submitted(Slot& slot, Status status, bool queued) {
-  if (status.ok()) status = stream_->record(*slot.event);
+// Hands the slot's copies to the device.
+void Pipeline::submit(Slot& slot) {
+  slot.batch = copies_.empty() ? nullptr : batches_->add(copies_);
+  copies_.clear();
   slot.busy = true;
   slot.copy_start = observe::trace::on() ? observe::now_ns() : 0;
   slot.copy_end = 0;
-  if (!status.ok()) {
-    // Copies that did start must end before the memory is freed; their outcome no longer matters.
-    if (queued) (void)stream_->synchronize();
-    finish(slot, status);
-  } else if (file_.facts().may_hang) {
-    wait_for(slot);  // nothing may be in use while this thread hangs in such a file
-  }
+  if (file_.facts().may_hang) wait_for(slot);  // nothing may be in use while this thread hangs in such a file
 }
 
 // The device is done with the slot: completes its chunk, for a store after writing it to the file.
 void Pipeline::finish(Slot& slot, const Status& device_status) {
   if (slot.copy_start != 0) trace_copy(slot, device_status);
+  slot.copy_start = 0;
   Status status = device_status;
   if (status.ok()) status = memory_.target().check_pinned();
   slot.pin = {};
+  slot.batch = nullptr;
   slot.busy = false;
   slot.access.reset();
   if (status.ok() && facts_.load()) {
@@ -420,23 +412,25 @@ void Pipeline::count_file_bytes(bool direct, std::uint64_t bytes) {
 Result<Pipeline::Slot*> Pipeline::next_slot() {
   Status bound = device_.device().bind_thread();
   if (!bound.ok()) return bound;
-  if (stream_ == nullptr) {
-    Result<std::shared_ptr<Stream>> stream = device_.streams().acquire();
-    if (!stream.ok()) return stream.status().with_context("a stream for the transfer");
-    stream_ = stream.take();
+  if (batches_ == nullptr) {
+    Result<std::shared_ptr<CopyBatches>> batches = transfer_.copy_batches();
+    if (!batches.ok()) return batches.status();
+    batches_ = batches.take();
   }
   TransferEngine& engine = transfer_.engine();
   if (slots_.empty()) {
     const observe::Span span(observe::TraceKind::kSlotWait, device_index_, 0, 0, facts_.trace_id);
     Result<BounceBuffer> first = engine.bounce_pool()->acquire(facts_.device, transfer_.cancelled());
     if (!first.ok()) return first.status();
-    Status added = add_slot(first.take());
-    if (!added.ok()) return added;
-  } else if (static_cast<int>(slots_.size()) < engine.options().slots && device_lags()) {
+    add_slot(first.take());
+  } else if (static_cast<int>(slots_.size()) < engine.options().slots && !done(*slots_[turn_])) {
+    // While the device works on the slot that is next. Otherwise that slot is better than an additional one: with few
+    // slots, what the threads copy through stays in the CPUs' cache, and the device reads it from there.
     const auto reserve = static_cast<std::size_t>(transfer_.scheduler().threads());
-    BounceBuffer more = engine.bounce_pool()->try_acquire(facts_.device, reserve);
-    // Without one, or without an event for it, the thread waits for a slot that it has.
-    if (more != nullptr && add_slot(std::move(more)).ok()) turn_ = slots_.size() - 1;
+    if (BounceBuffer more = engine.bounce_pool()->try_acquire(facts_.device, reserve)) {
+      add_slot(std::move(more));
+      turn_ = slots_.size() - 1;
+    }
   }
   Slot& slot = *slots_[turn_];
   turn_ = (turn_ + 1) % slots_.size();
@@ -444,23 +438,18 @@ Result<Pipeline::Slot*> Pipeline::next_slot() {
   return &slot;
 }
 
-Status Pipeline::add_slot(BounceBuffer buffer) {
-  Result<std::shared_ptr<Event>> event = device_.events().acquire();
-  if (!event.ok()) return event.status().with_context("an event for the transfer");
+void Pipeline::add_slot(BounceBuffer buffer) {
   auto slot = std::make_unique<Slot>();
   slot->buffer = std::move(buffer);
-  slot->event = event.take();
   slot->lane = static_cast<std::uint8_t>(slots_.size() + 1);
   slots_.push_back(std::move(slot));
-  return {};
 }
 
-// Whether the device still works on the slot that is next. If not, that slot is better than an additional one: with few
-// slots, what the threads copy through stays in the CPUs' cache, and the device reads it from there.
-bool Pipeline::device_lags() {
-  if (!slots_[turn_]->busy) return false;
-  const Result<bool> done = slots_[turn_]->event->query();
-  return done.ok() && !done.value();
+// Whether the device is done with a slot.
+bool Pipeline::done(const Slot& slot) {
+  if (slot.batch == nullptr || slot.batch->done()) return true;
+  batches_->advance();
+  return slot.batch->done();
 }
 
 // Waits for all that the device does for this thread, oldest first, and completes it.
@@ -471,23 +460,21 @@ void Pipeline::drain() {
   }
 }
 
+// A thread that spins sees the end soonest. While other slots keep the device busy nothing is lost by sleeping instead,
+// and the CPU is left to others.
 void Pipeline::wait_for(Slot& slot) {
-  const Status status = wait_for_device(slot);
-  if (!status.ok()) (void)stream_->synchronize();
-  finish(slot, status);
-}
-
-// Drivers spin in synchronize(), which returns soonest. While other slots keep the device busy nothing is lost by
-// sleeping instead, and the CPU is left to others.
-Status Pipeline::wait_for_device(Slot& slot) {
-  const observe::Span span(observe::TraceKind::kDeviceWait, device_index_, 0, 0, facts_.trace_id);
-  const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
-  for (; busy > 1; std::this_thread::sleep_for(kEventPoll)) {
-    const Result<bool> done = slot.event->query();
-    if (!done.ok()) return done.status();
-    if (done.value()) return {};
+  {
+    const observe::Span span(observe::TraceKind::kDeviceWait, device_index_, 0, 0, facts_.trace_id);
+    const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
+    while (!done(slot)) {
+      if (busy > 1) {
+        std::this_thread::sleep_for(kBusyPoll);
+      } else {
+        std::this_thread::yield();
+      }
+    }
   }
-  return slot.event->synchronize();
+  finish(slot, slot.batch == nullptr ? Status{} : slot.batch->status());
 }
 
 // ---- traces ----
@@ -495,9 +482,7 @@ Status Pipeline::wait_for_device(Slot& slot) {
 // Records when the device was seen to be done with a slot, as exactly as possible without waiting for it.
 void Pipeline::note_ended_copies() {
   for (const std::unique_ptr<Slot>& slot : slots_) {
-    if (!slot->busy || slot->copy_end != 0) continue;
-    const Result<bool> done = slot->event->query();
-    if (done.ok() && done.value()) slot->copy_end = observe::now_ns();
+    if (slot->busy && slot->copy_end == 0 && done(*slot)) slot->copy_end = observe::now_ns();
   }
 }
 

@@ -12,6 +12,7 @@
 #include "base/status.h"
 #include "device/device_context.h"
 #include "io/bounce_pool.h"
+#include "io/copy_batches.h"
 #include "io/transfer.h"
 
 namespace gpufs {
@@ -39,8 +40,8 @@ class Pipeline {
   // A bounce buffer, and the chunk in it.
   struct Slot {
     BounceBuffer buffer;
-    std::shared_ptr<Event> event;
-    bool busy = false;  // the device works on it
+    bool busy = false;                                // the device works on it
+    std::shared_ptr<const CopyBatches::Batch> batch;  // that has its copies; null if there are none
     Work work;
     std::uint64_t bytes = 0;      // of the chunk, after work.done, that are in the buffer
     std::byte* memory = nullptr;  // where they are
@@ -67,7 +68,7 @@ class Pipeline {
   void load(const Work& work);
   void store(const Work& work);
   Status pin(Slot& slot);
-  void submitted(Slot& slot, Status status, bool queued);
+  void submit(Slot& slot);
   void finish(Slot& slot, const Status& device_status);
   Moved read_file(Slot& slot);
   Moved read_rest(const Moved& direct, std::byte* memory, std::uint64_t bytes, std::uint64_t offset);
@@ -84,11 +85,10 @@ class Pipeline {
   Status stopped_short(const Work& work);
 
   Result<Slot*> next_slot();
-  Status add_slot(BounceBuffer buffer);
-  bool device_lags();
+  void add_slot(BounceBuffer buffer);
+  bool done(const Slot& slot);
   void drain();
   void wait_for(Slot& slot);
-  Status wait_for_device(Slot& slot);
 
   bool wants_direct(const Work& work);
   bool cached(const Work& work);
@@ -112,7 +112,8 @@ class Pipeline {
   DeviceContext& device_;
   const int device_index_;
   const bool without_bounce_buffer_;  // files and the device's memory are read and written directly
-  std::shared_ptr<Stream> stream_;
+  std::shared_ptr<CopyBatches> batches_;
+  std::vector<HostCopy> copies_;  // of the slot that is about to be submitted
   std::vector<std::unique_ptr<Slot>> slots_;
   std::size_t turn_ = 0;  // the slot to use next: the one that has been busy longest
 };

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "io/backing_file.h"
+#include "io/copy_batches.h"
 #include "io/io_options.h"
 #include "io/plan.h"
 #include "io/scheduler.h"
@@ -148,6 +149,8 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   [[nodiscard]] TargetMemory& memory() { return memory_; }
   [[nodiscard]] const StoreFile& store_file() const { return store_file_; }
   [[nodiscard]] const std::atomic<bool>& cancelled() const { return cancelled_; }
+  // That all of its Pipelines use, made for the first one. Fails for lack of a stream or an event.
+  Result<std::shared_ptr<CopyBatches>> copy_batches();
   // The next chunk, or nothing once there is none or the transfer was cancelled.
   std::optional<Chunk> next_chunk();
   // How a chunk ended, see PlanCursor::complete().
@@ -194,6 +197,9 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   std::atomic<std::uint64_t> prepare_end_{0};
 
   std::atomic<bool> cancelled_{false};
+
+  std::mutex copy_batches_mutex_;
+  std::weak_ptr<CopyBatches> copy_batches_;
 
   // Guards all below. Taken before TargetMemory's lock.
   mutable std::mutex mutex_;

@@ -23,9 +23,9 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kLargestChunk = std::size_t{64} << 20;
 constexpr int kMaxThreads = 256;
 constexpr int kMinAutomatic = 4;  // a disk needs several requests at a time, however few CPUs there are
-// Each copies some 6.5 GB/s out of the page cache (an H200's host): 8 do not fill a bus of 55 GB/s, 14 are slower
-// again.
-constexpr int kMaxAutomatic = 12;
+// Each copies 3 to 6.5 GB/s out of the page cache (hosts of H100 and H200): 12 do not fill a bus of 55 GB/s on the
+// slower ones, 16 gain nothing.
+constexpr int kMaxAutomatic = 14;
 // How often cancelled transfers that have not ended are checked.
 constexpr std::chrono::milliseconds kWatchInterval{20};
 

@@ -244,6 +244,23 @@ ON_DEVICE(cuMemcpyDtoHAsync_v2, (void* destination, CuAddress source, std::size_
           m.copy_out(destination, source, bytes, stream))
 ON_DEVICE(cuMemcpyDtoDAsync_v2, (CuAddress destination, CuAddress source, std::size_t bytes, api::Stream stream),
           m.copy_within(destination, source, bytes, stream))
+api::Code cuMemcpyBatchAsync(CuAddress* destinations, CuAddress* sources, std::size_t* sizes, std::size_t count,
+                             CuCopyAttributes* attributes, std::size_t* attributes_from, std::size_t kinds,
+                             std::size_t* /*failed*/, api::Stream stream) {
+  ENTER_ON_DEVICE("cuMemcpyBatchAsync");
+  if (kinds != 1 || *attributes_from != 0 || attributes->source_order != kCuSourceInStreamOrder) {
+    return api::kInvalidValue;
+  }
+  for (std::size_t at = 0; at < count; ++at) {
+    const CuAddress to = destinations[at];
+    const CuAddress from = sources[at];
+    const api::Code code = m.reachable(to, sizes[at], stack.back()->device)
+                               ? m.copy_in(to, reinterpret_cast<const void*>(from), sizes[at], stream)
+                               : m.copy_out(reinterpret_cast<void*>(to), from, sizes[at], stream);
+    if (code != api::kSuccess) return code;
+  }
+  return api::kSuccess;
+}
 ON_DEVICE(cuMemsetD8Async, (CuAddress destination, unsigned char value, std::size_t bytes, api::Stream stream),
           m.fill(destination, value, bytes, stream))
 

@@ -41,4 +41,14 @@ enum : unsigned {
   kCuHostRegisterReadOnly = 8,
 };
 
+// How the copies of a batch may read their sources.
+struct CuCopyAttributes {
+  int source_order;
+  api::Location source_hint;
+  api::Location destination_hint;
+  unsigned flags;
+};
+static_assert(sizeof(CuCopyAttributes) == 24);
+inline constexpr int kCuSourceInStreamOrder = 1;
+
 }  // namespace gpufs::cuda

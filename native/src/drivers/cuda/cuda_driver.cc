@@ -5,7 +5,9 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "drivers/cuda/cuda_api.h"
 #include "drivers/gpu/gpu_device.h"
@@ -42,6 +44,10 @@ class Library final : public gpu::VendorLibrary {
   // Optional.
   Function<api::Stream, CuAddress, std::uint32_t, unsigned> stream_wait_value;
   Function<api::Stream, CuContext*> stream_context;
+  // Since CUDA 12.8; later ones have a second form as well, without the place of the failure.
+  Function<CuAddress*, CuAddress*, std::size_t*, std::size_t, CuCopyAttributes*, std::size_t*, std::size_t,
+           std::size_t*, api::Stream>
+      copy_batch;
   Function<CuUuid*, CuDevice> device_uuid;      // of the whole GPU
   Function<CuUuid*, CuDevice> device_own_uuid;  // of the MIG instance, where the device is one
 };
@@ -69,6 +75,7 @@ Result<std::shared_ptr<const Library>> Library::load(const std::string& path) {
   required(l.error_text, "cuGetErrorString");
   l.stream_wait_value.resolve(handle, "cuStreamWaitValue32_v2");
   l.stream_context.resolve(handle, "cuStreamGetCtx");
+  l.copy_batch.resolve(handle, "cuMemcpyBatchAsync");
   l.device_uuid.resolve(handle, "cuDeviceGetUuid");
   l.device_own_uuid.resolve(handle, "cuDeviceGetUuid_v2");
   if (missing != nullptr) return unavailable(path + " has no " + missing + "; a newer NVIDIA driver is needed");
@@ -181,6 +188,8 @@ class CudaDevice final : public gpu::GpuDevice {
     return call(wait, stream, cell, value, api::kWaitValueNotLess);
   }
 
+  Status queue_batch(CopyDirection direction, std::span<const HostCopy> copies, api::Stream stream) override;
+
   [[nodiscard]] bool reports_streams() const override { return bool{library_.stream_context}; }
   Result<bool> owns(api::Stream stream, bool default_stream) override;
   bool holds(DeviceAddress address) override;
@@ -214,6 +223,28 @@ class CudaDevice final : public gpu::GpuDevice {
   CuContext context_ = nullptr;  // constant once retained
   bool read_only_pinning_ = false;
 };
+
+Status CudaDevice::queue_batch(CopyDirection direction, std::span<const HostCopy> copies, api::Stream stream) {
+  const auto& batch = library_.copy_batch;
+  if (!batch) return GpuDevice::queue_batch(direction, copies, stream);
+  std::vector<CuAddress> hosts;
+  std::vector<CuAddress> devices;
+  std::vector<std::size_t> sizes;
+  for (const HostCopy& copy : copies) {
+    hosts.push_back(reinterpret_cast<std::uintptr_t>(copy.host));
+    devices.push_back(copy.device);
+    sizes.push_back(copy.bytes);
+  }
+  std::vector<CuAddress>& to = direction == CopyDirection::kToDevice ? devices : hosts;
+  std::vector<CuAddress>& from = direction == CopyDirection::kToDevice ? hosts : devices;
+  CuCopyAttributes attributes{kCuSourceInStreamOrder, {}, {}, 0};
+  std::size_t attributes_from = 0;  // the first copy that they apply to
+  std::size_t failed = 0;
+  const api::Code code =
+      batch(to.data(), from.data(), sizes.data(), sizes.size(), &attributes, &attributes_from, 1, &failed, stream);
+  if (code == api::kNotSupported) return GpuDevice::queue_batch(direction, copies, stream);
+  return check(batch.symbol(), code);
+}
 
 Result<bool> CudaDevice::owns(api::Stream stream, bool default_stream) {
   CuContext owner = nullptr;

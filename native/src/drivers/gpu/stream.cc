@@ -71,6 +71,16 @@ Status GpuStream::copy_to_host(void* destination, DeviceAddress source, std::siz
   return queue(device_->functions().copy_to_host, destination, source, bytes, stream_);
 }
 
+Status GpuStream::copy_batch(CopyDirection direction, std::span<const HostCopy> copies) {
+  if (copies.size() > 1) {
+    const Current current(*device_);
+    if (!current.status().ok()) return current.status();
+    Status status = device_->queue_batch(direction, copies, stream_);
+    if (status.error() != EOPNOTSUPP) return status;
+  }
+  return Stream::copy_batch(direction, copies);
+}
+
 Status GpuStream::fill_zero(DeviceAddress destination, std::size_t bytes) {
   if (bytes == 0) return {};
   return queue(device_->functions().fill, destination, 0, bytes, stream_);

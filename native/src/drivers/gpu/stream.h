@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <type_traits>
 #include <utility>
 
@@ -40,6 +41,7 @@ class GpuStream final : public Stream {
 
   Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
+  Status copy_batch(CopyDirection direction, std::span<const HostCopy> copies) override;
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
   Status check_capture() override;

@@ -1,0 +1,75 @@
+// Queues the copies between bounce buffers and the device for all threads that serve a transfer: two batches at most,
+// and what comes meanwhile becomes the next one. Beside its bytes each call costs the device 3 us, 4 % of a chunk of
+// 4 MiB, and a batch is one call (docs/internals/measurements.md).
+// Thread-safe. Ownership: shared by the transfer's Pipelines.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "device/device_context.h"
+#include "drivers/driver.h"
+
+namespace gpufs {
+
+class CopyBatches {
+ public:
+  class Batch {
+   public:
+    [[nodiscard]] bool done() const { return done_; }
+    // Once done.
+    [[nodiscard]] const Status& status() const { return status_; }
+
+   private:
+    friend class CopyBatches;
+    std::vector<HostCopy> copies_;
+    std::atomic<bool> done_{false};
+    Status status_;
+  };
+
+  // together: the addresses are known to be the device's, so that copy_batch() may have them.
+  static Result<std::shared_ptr<CopyBatches>> create(DeviceContext& device, CopyDirection direction, bool together);
+  // All batches must be done.
+  ~CopyBatches() = default;
+  CopyBatches(const CopyBatches&) = delete;
+  CopyBatches& operator=(const CopyBatches&) = delete;
+
+  // Adds the copies of one chunk. Their memory is in use until the batch is done.
+  std::shared_ptr<const Batch> add(std::span<const HostCopy> copies);
+  // Asks the device, and queues what waits for it. Only this and add() do so: call it while waiting for a batch.
+  void advance();
+
+ private:
+  // A batch ends for all of its chunks at once, and copies of others come behind it.
+  static constexpr std::size_t kLargestBatch = 8;
+  // One batch is under way, and one follows without a pause: with one alone it was slower than without batches. Each on
+  // a stream of its own, because a GPU goes to another stream when one has nothing left: behind a stream that always
+  // had work a write of 1 MiB waited 60 ms.
+  static constexpr std::size_t kLanes = 2;
+  struct Lane {
+    std::shared_ptr<Stream> stream;
+    std::shared_ptr<Event> event;
+    std::shared_ptr<Batch> batch;  // that is on the device
+  };
+
+  CopyBatches(CopyDirection direction, bool together) : direction_(direction), together_(together) {}
+  void advance_locked();
+  Status submit(Lane& lane);
+  static void end(Lane& lane, const Status& status);
+
+  const CopyDirection direction_;
+  const bool together_;
+
+  std::mutex mutex_;  // guards all below
+  std::array<Lane, kLanes> lanes_;
+  std::deque<std::shared_ptr<Batch>> waiting_;
+};
+
+}  // namespace gpufs
