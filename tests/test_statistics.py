@@ -124,7 +124,7 @@ def test_a_full_device_counts_errors_once(mount: Mounter) -> None:
 
 def test_copies_are_counted_by_what_moved_them(mount: Mounter, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(os.urandom(9 * MIB + 5))
-    own = mount("--backing", f"b={tmp_path}", "--io-fastpath", "off")
+    own = mount("--backing", f"b={tmp_path}", "--io-fastpath", "off", "--io-chunk-bytes", "4M")
     run(*GPUFS, "cp", tmp_path / "source", own.device / "one")
     run(*GPUFS, "cp", own.device / "one", own.device / "two")
     run(*GPUFS, "cp", own.device / "one", tmp_path / "back")
