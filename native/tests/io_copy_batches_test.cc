@@ -19,7 +19,7 @@ using namespace testing;
 using gpu_test::must;
 
 constexpr const char* kBatchCall = "cuMemcpyBatchAsync";
-constexpr std::size_t kCopyBytes = 64 << 10;
+constexpr std::size_t kCopyBytes = 2 << 20;
 constexpr std::size_t kCopyCount = 12;
 
 class CopyBatchesTest : public cuda_test::FakeCuda {
@@ -29,8 +29,8 @@ class CopyBatchesTest : public cuda_test::FakeCuda {
     std::shared_ptr<Driver> driver = must(cuda_test::open_fake());
     device_ = must(DeviceContext::create(driver, 0));
     memory_ = must(device_->device().create_memory());
-    range_ = must(memory_->reserve(4 * kMiB));
-    ASSERT_OK(memory_->populate(0, 4 * kMiB));
+    range_ = must(memory_->reserve(32 * kMiB));
+    ASSERT_OK(memory_->populate(0, 32 * kMiB));
     ASSERT_OK(device_->device().pin(host_.data(), host_.size()));
   }
   void TearDown() override {
@@ -45,12 +45,12 @@ class CopyBatchesTest : public cuda_test::FakeCuda {
     return {range_->base() + number * kCopyBytes, host_.data() + number * kCopyBytes, kCopyBytes};
   }
   // Each copy as a chunk of its own, while the device does nothing yet.
-  std::vector<std::shared_ptr<const CopyBatches::Batch>> add_all(CopyBatches& batches) {
+  std::vector<std::shared_ptr<const CopyBatches::Batch>> add_all(CopyBatches& batches, bool known = true) {
     cuda_test::fake().hold(true);
     std::vector<std::shared_ptr<const CopyBatches::Batch>> added;
     for (std::size_t number = 0; number < kCopyCount; ++number) {
       const HostCopy one = copy(number);
-      added.push_back(batches.add({&one, 1}));
+      added.push_back(batches.add({&one, 1}, known));
     }
     batches.advance();
     cuda_test::fake().hold(false);
@@ -71,7 +71,7 @@ TEST_F(CopyBatchesTest, CopiesThatWaitBecomeOneCall) {
     const std::vector<std::byte> wanted = host_;
     if (direction == CopyDirection::kToHost) std::fill(host_.begin(), host_.end(), std::byte{0});
     const int calls = cuda_test::fake().calls(kBatchCall);
-    const auto batches = must(CopyBatches::create(*device_, direction, /*together=*/true));
+    const auto batches = must(CopyBatches::create(*device_, direction));
     for (const auto& batch : add_all(*batches)) {
       finish(*batches, *batch);
       EXPECT_OK(batch->status());
@@ -85,27 +85,36 @@ TEST_F(CopyBatchesTest, CopiesThatWaitBecomeOneCall) {
   }
 }
 
-TEST_F(CopyBatchesTest, AddressesThatAreNotKnownGoOneByOne) {
-  const auto batches = must(CopyBatches::create(*device_, CopyDirection::kToDevice, /*together=*/false));
-  for (const auto& batch : add_all(*batches)) finish(*batches, *batch);
+TEST_F(CopyBatchesTest, AChunkOfUnknownAddressesIsOnItsOwn) {
+  cuda_test::fake().fail("cuMemcpyHtoDAsync_v2", 5, gpu::api::kInvalidValue, 1);
+  const auto batches = must(CopyBatches::create(*device_, CopyDirection::kToDevice));
+  const auto added = add_all(*batches, /*known=*/false);
+  for (std::size_t number = 0; number < kCopyCount; ++number) {
+    finish(*batches, *added[number]);
+    EXPECT_EQ(added[number]->status().ok(), number != 4) << number;
+  }
   EXPECT_EQ(cuda_test::fake().calls(kBatchCall), 0);
 }
 
-TEST_F(CopyBatchesTest, DriversWithoutBatchesCopyOneByOne) {
-  cuda_test::fake().fail(kBatchCall, 1, gpu::api::kNotSupported, 100);
-  const auto batches = must(CopyBatches::create(*device_, CopyDirection::kToDevice, /*together=*/true));
-  for (const auto& batch : add_all(*batches)) {
-    finish(*batches, *batch);
-    EXPECT_OK(batch->status());
+TEST_F(CopyBatchesTest, CopiesOfARefusedBatchGoOneByOne) {
+  for (const auto code : {gpu::api::kNotSupported, gpu::api::kInvalidValue}) {
+    cuda_test::fake().fail(kBatchCall, 1, code, 100);
+    const auto batches = must(CopyBatches::create(*device_, CopyDirection::kToDevice));
+    for (const auto& batch : add_all(*batches)) {
+      finish(*batches, *batch);
+      EXPECT_OK(batch->status());
+    }
+    std::vector<std::byte> there(host_.size());
+    ASSERT_OK(device_->device().copy_out(there.data(), range_->base(), there.size()));
+    EXPECT_TRUE(same_bytes(there, host_));
+    ASSERT_OK(device_->device().zero(range_->base(), host_.size()));
   }
-  std::vector<std::byte> there(host_.size());
-  ASSERT_OK(device_->device().copy_out(there.data(), range_->base(), there.size()));
-  EXPECT_TRUE(same_bytes(there, host_));
 }
 
 TEST_F(CopyBatchesTest, AFailureIsThatOfItsBatch) {
   cuda_test::fake().fail(kBatchCall, 1, gpu::api::kInvalidValue, 1);
-  const auto batches = must(CopyBatches::create(*device_, CopyDirection::kToDevice, /*together=*/true));
+  cuda_test::fake().fail("cuMemcpyHtoDAsync_v2", 3, gpu::api::kInvalidValue, 1);
+  const auto batches = must(CopyBatches::create(*device_, CopyDirection::kToDevice));
   const auto added = add_all(*batches);
   std::size_t failed = 0;
   for (std::size_t number = 0; number < kCopyCount; ++number) {

@@ -259,8 +259,8 @@ class Stream {
   virtual Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
   virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
   // Copies that are independent of each other, in any order; a GPU may need less time for them than one after another.
-  // Each address must be this device's memory, and the host's be pinned: CUDA crashes on others. After a failure some
-  // may have been queued.
+  // Each address must be this device's memory, and the host's be pinned: with others CUDA crashes where there are
+  // several. After a failure some may have been queued.
   virtual Status copy_batch(CopyDirection direction, std::span<const HostCopy> copies);
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;

@@ -4,9 +4,8 @@
 
 namespace gpufs {
 
-Result<std::shared_ptr<CopyBatches>> CopyBatches::create(DeviceContext& device, CopyDirection direction,
-                                                         bool together) {
-  std::shared_ptr<CopyBatches> batches(new CopyBatches(direction, together));
+Result<std::shared_ptr<CopyBatches>> CopyBatches::create(DeviceContext& device, CopyDirection direction) {
+  std::shared_ptr<CopyBatches> batches(new CopyBatches(direction));
   for (Lane& lane : batches->lanes_) {
     Result<std::shared_ptr<Stream>> stream = device.streams().acquire();
     if (!stream.ok()) return stream.status().with_context("a stream for the transfer");
@@ -18,20 +17,24 @@ Result<std::shared_ptr<CopyBatches>> CopyBatches::create(DeviceContext& device, 
   return batches;
 }
 
-std::shared_ptr<const CopyBatches::Batch> CopyBatches::add(std::span<const HostCopy> copies) {
+std::shared_ptr<const CopyBatches::Batch> CopyBatches::add(std::span<const HostCopy> copies, bool known) {
+  std::size_t bytes = 0;
+  for (const HostCopy& copy : copies) bytes += copy.bytes;
   const std::lock_guard lock(mutex_);
-  if (waiting_.empty() || waiting_.back()->copies_.size() + copies.size() > kLargestBatch) {
-    waiting_.push_back(std::make_shared<Batch>());
-  }
+  const bool joins =
+      known && !waiting_.empty() && waiting_.back()->known_ && waiting_.back()->bytes_ + bytes <= kLargestBatch;
+  if (!joins) waiting_.push_back(std::make_shared<Batch>());
   std::shared_ptr<Batch> batch = waiting_.back();
+  batch->known_ = known;
+  batch->bytes_ += bytes;
   batch->copies_.insert(batch->copies_.end(), copies.begin(), copies.end());
   advance_locked();
   return batch;
 }
 
 void CopyBatches::advance() {
-  const std::lock_guard lock(mutex_);
-  advance_locked();
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock.owns_lock()) advance_locked();
 }
 
 void CopyBatches::advance_locked() {
@@ -51,7 +54,7 @@ void CopyBatches::advance_locked() {
 
 Status CopyBatches::submit(Lane& lane) {
   const std::span<const HostCopy> copies(lane.batch->copies_);
-  const std::size_t step = together_ ? copies.size() : 1;
+  const std::size_t step = lane.batch->known_ ? copies.size() : 1;
   for (std::size_t at = 0; at < copies.size(); at += step) {
     Status status = lane.stream->copy_batch(direction_, copies.subspan(at, step));
     if (!status.ok()) return status;

@@ -30,25 +30,30 @@ class CopyBatches {
    private:
     friend class CopyBatches;
     std::vector<HostCopy> copies_;
+    std::size_t bytes_ = 0;
+    bool known_ = true;
     std::atomic<bool> done_{false};
     Status status_;
   };
 
-  // together: the addresses are known to be the device's, so that copy_batch() may have them.
-  static Result<std::shared_ptr<CopyBatches>> create(DeviceContext& device, CopyDirection direction, bool together);
+  static Result<std::shared_ptr<CopyBatches>> create(DeviceContext& device, CopyDirection direction);
   // All batches must be done.
   ~CopyBatches() = default;
   CopyBatches(const CopyBatches&) = delete;
   CopyBatches& operator=(const CopyBatches&) = delete;
 
-  // Adds the copies of one chunk. Their memory is in use until the batch is done.
-  std::shared_ptr<const Batch> add(std::span<const HostCopy> copies);
-  // Asks the device, and queues what waits for it. Only this and add() do so: call it while waiting for a batch.
+  // Adds the copies of one chunk. Their memory is in use until the batch is done. known: the addresses are the
+  // device's. Otherwise the chunk is a batch of its own and its copies go one by one, so that its failure is no other
+  // chunk's.
+  std::shared_ptr<const Batch> add(std::span<const HostCopy> copies, bool known);
+  // Asks the device, and queues what waits for it, unless another thread does. Only this and add() do so: call it while
+  // waiting for a batch.
   void advance();
 
  private:
-  // A batch ends for all of its chunks at once, and copies of others come behind it.
-  static constexpr std::size_t kLargestBatch = 8;
+  // Bytes, if that is more than one chunk: a batch ends for all of its chunks at once, and copies of others come
+  // behind.
+  static constexpr std::size_t kLargestBatch = std::size_t{16} << 20;
   // One batch is under way, and one follows without a pause: with one alone it was slower than without batches. Each on
   // a stream of its own, because a GPU goes to another stream when one has nothing left: behind a stream that always
   // had work a write of 1 MiB waited 60 ms.
@@ -59,13 +64,12 @@ class CopyBatches {
     std::shared_ptr<Batch> batch;  // that is on the device
   };
 
-  CopyBatches(CopyDirection direction, bool together) : direction_(direction), together_(together) {}
+  explicit CopyBatches(CopyDirection direction) : direction_(direction) {}
   void advance_locked();
   Status submit(Lane& lane);
   static void end(Lane& lane, const Status& status);
 
   const CopyDirection direction_;
-  const bool together_;
 
   std::mutex mutex_;  // guards all below
   std::array<Lane, kLanes> lanes_;

@@ -135,7 +135,12 @@ Status Pipeline::pin(Slot& slot) {
 
 // Hands the slot's copies to the device.
 void Pipeline::submit(Slot& slot) {
-  slot.batch = copies_.empty() ? nullptr : batches_->add(copies_);
+  // What a program gives as device memory may be something else, or freed.
+  const bool known =
+      facts_.request.address == 0 || std::ranges::all_of(copies_, [&](const HostCopy& copy) {
+        return device_.device().holds(copy.device) && device_.device().holds(copy.device + copy.bytes - 1);
+      });
+  slot.batch = copies_.empty() ? nullptr : batches_->add(copies_, known);
   copies_.clear();
   slot.busy = true;
   slot.copy_start = observe::trace::on() ? observe::now_ns() : 0;

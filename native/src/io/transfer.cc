@@ -207,13 +207,8 @@ void Transfer::leave() {
 Result<std::shared_ptr<CopyBatches>> Transfer::copy_batches() {
   const std::lock_guard lock(copy_batches_mutex_);
   if (std::shared_ptr<CopyBatches> existing = copy_batches_.lock()) return existing;
-  // What a program gives as device memory may be something else, or freed: then each copy on its own reports that.
-  Device& device = facts_.device->device();
-  const DeviceAddress address = request().address;
-  const bool together = address == 0 || (device.holds(address + request().target_offset) &&
-                                         device.holds(address + request().target_offset + facts_.total - 1));
   Result<std::shared_ptr<CopyBatches>> made =
-      CopyBatches::create(*facts_.device, load() ? CopyDirection::kToDevice : CopyDirection::kToHost, together);
+      CopyBatches::create(*facts_.device, load() ? CopyDirection::kToDevice : CopyDirection::kToHost);
   if (made.ok()) copy_batches_ = made.value();
   return made;
 }

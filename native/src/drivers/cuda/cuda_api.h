@@ -26,6 +26,7 @@ enum : api::Code {
 };
 
 enum : int {
+  kCuAttributeSameHostAddresses = 91,
   kCuAttributeVirtualMemory = 102,
   kCuAttributeExportDescriptor = 103,
   kCuAttributeDirectRdmaWithVirtualMemory = 110,

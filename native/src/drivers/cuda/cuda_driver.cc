@@ -210,6 +210,7 @@ class CudaDevice final : public gpu::GpuDevice {
     Status status = describe(index);
     if (!status.ok()) return status;
     read_only_pinning_ = attribute(kCuAttributeReadOnlyHostRegister);
+    same_host_addresses_ = attribute(kCuAttributeSameHostAddresses);
     CuContext retained = nullptr;
     status = call(library_.primary_context_retain, &retained, ordinal_);
     if (!status.ok()) return status;
@@ -222,11 +223,13 @@ class CudaDevice final : public gpu::GpuDevice {
   const Library& library_;
   CuContext context_ = nullptr;  // constant once retained
   bool read_only_pinning_ = false;
+  // Pinned memory has the same address for the device as for the CPU. Batches take no others; on WSL2 they differ.
+  bool same_host_addresses_ = false;
 };
 
 Status CudaDevice::queue_batch(CopyDirection direction, std::span<const HostCopy> copies, api::Stream stream) {
   const auto& batch = library_.copy_batch;
-  if (!batch) return GpuDevice::queue_batch(direction, copies, stream);
+  if (!batch || !same_host_addresses_) return GpuDevice::queue_batch(direction, copies, stream);
   std::vector<CuAddress> hosts;
   std::vector<CuAddress> devices;
   std::vector<std::size_t> sizes;
@@ -242,7 +245,6 @@ Status CudaDevice::queue_batch(CopyDirection direction, std::span<const HostCopy
   std::size_t failed = 0;
   const api::Code code =
       batch(to.data(), from.data(), sizes.data(), sizes.size(), &attributes, &attributes_from, 1, &failed, stream);
-  if (code == api::kNotSupported) return GpuDevice::queue_batch(direction, copies, stream);
   return check(batch.symbol(), code);
 }
 
