@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import threading
@@ -18,11 +20,15 @@ import pytest
 from support import fake_gpu
 from support.cli import gpufs, user_gpufs
 from support.data import MIB
+from support.mounting import GPUFS
 from support.processes import NOBODY, PATIENCE, children_of, errno_of, has_ended, plain_user, run, wait_until
 from support.surviving import Survivor, mounted
+from support.watchdog import mounted_at
 
 from gpufs import status
 from gpufs.statistics import find
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(params=["host", "cuda"])
@@ -232,6 +238,24 @@ def test_keeper_dies(survivor: Survivor) -> None:
     wait_until(lambda: survivor.keepers() not in ([], [former]), PATIENCE, "another keeper")
     survivor.kill()
     assert (survivor.device / "file").read_bytes() == b"contents" * 1_000_000
+
+
+def test_the_systemd_unit_removes_a_dead_mount(survivor: Survivor) -> None:
+    """Also one that somebody has just looked at, whose attributes the kernel still knows; and no other."""
+    unit = (ROOT / "mount_helpers/gpufs@.service").read_text()
+    (line,) = re.findall(r"^ExecStopPost=-(.*)$", unit, re.MULTILINE)
+    line = line.replace("@GPUFS@", shlex.join(GPUFS)).replace("$$", "$").replace("%f", str(survivor.path))
+    command = shlex.split(line)
+    run(*command)
+    assert mounted_at(str(survivor.path))
+    processes = [*survivor.keepers(), survivor.pid]
+    survivor.path.stat()
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            os.kill(process, number)
+    wait_until(lambda: all(map(has_ended, processes)), PATIENCE, "the end of the mount's processes")
+    run(*command)
+    gpufs("mount", survivor.path, "--driver", "host", "--memory", "64M")  # the place is free
 
 
 def test_sigterm_while_a_daemon_starts(survivor: Survivor) -> None:
