@@ -17,6 +17,7 @@
 #include "bytes.h"
 #include "cuda_test_support.h"
 #include "device/pools.h"
+#include "events.h"
 #include "hip_test_support.h"
 
 namespace gpufs::gpu_test {
@@ -358,7 +359,7 @@ TEST_P(DriverContract, StreamsAndEventsKeepOrder) {
     ASSERT_OK(stream->copy_to_host(host + bytes, range->base(), bytes));
     ASSERT_OK(stream->record(*stored));
     // Any thread may query and wait, also one that was never bound.
-    std::thread waiter([&] { EXPECT_OK(stored->synchronize()); });
+    std::thread waiter([&] { EXPECT_OK(testing::finished(*stored)); });
     waiter.join();
     EXPECT_TRUE(must(stored->query()));
     EXPECT_EQ(std::memcmp(host + bytes, data.data(), bytes), 0);

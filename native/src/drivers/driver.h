@@ -232,8 +232,6 @@ class Event {
   virtual ~Event() = default;
   // True when all work before the last record() is done; a failure of that work is returned as its Status.
   virtual Result<bool> query() = 0;
-  // Blocks until query() would be true.
-  virtual Status synchronize() = 0;
 };
 
 // A function that a stream calls in its order.

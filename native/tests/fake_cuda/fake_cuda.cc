@@ -304,7 +304,6 @@ ON_DEVICE(cuEventCreate, (api::Event * event, unsigned flags), m.create_event(ev
 CALL(cuEventDestroy_v2, (api::Event event), m.destroy_event(event))
 ON_DEVICE(cuEventRecord, (api::Event event, api::Stream stream), m.record(event, stream))
 ON_DEVICE(cuEventQuery, (api::Event event), m.query(event))
-ON_DEVICE(cuEventSynchronize, (api::Event event), m.synchronize_event(lock, event))
 
 CALL(cuMemGetAllocationGranularity,
      (std::size_t * bytes, const api::AllocationProperties* properties, unsigned /*option*/),

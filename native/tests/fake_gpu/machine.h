@@ -46,7 +46,6 @@ namespace gpufs::gpu::api {
 struct EventObject {
   struct Core {
     std::mutex mutex;
-    std::condition_variable changed;
     std::uint64_t recorded = 0;
     std::uint64_t done = 0;
   };
@@ -783,11 +782,8 @@ class Machine {
       number = ++event->core->recorded;
     }
     stream->queue([core = event->core, number] {
-      {
-        const std::scoped_lock event_lock(core->mutex);
-        core->done = std::max(core->done, number);
-      }
-      core->changed.notify_all();
+      const std::scoped_lock event_lock(core->mutex);
+      core->done = std::max(core->done, number);
     });
     return api::kSuccess;
   }
@@ -795,14 +791,6 @@ class Machine {
     if (!events_.contains(event)) return api::kInvalidHandle;
     const std::scoped_lock event_lock(event->core->mutex);
     return event->core->done < event->core->recorded ? api::kNotReady : api::kSuccess;
-  }
-  api::Code synchronize_event(std::unique_lock<std::mutex>& lock, api::Event event) {
-    if (!events_.contains(event)) return api::kInvalidHandle;
-    const std::shared_ptr<api::EventObject::Core> core = event->core;
-    lock.unlock();
-    std::unique_lock event_lock(core->mutex);
-    core->changed.wait(event_lock, [&, last = core->recorded] { return core->done >= last; });
-    return api::kSuccess;
   }
 
  private:
@@ -879,11 +867,10 @@ class Machine {
   static bool ends_captures(std::string_view symbol) {
     if (symbol == "cuCtxSynchronize" || symbol == "hipDeviceSynchronize") return true;
     if (capture_mode == api::kCaptureRelaxed) return false;
-    constexpr std::string_view kUnsafe[] = {"cuEventQuery",         "cuEventSynchronize", "cuStreamSynchronize",
-                                            "cuMemAlloc_v2",        "cuMemFree_v2",       "cuMemHostRegister_v2",
-                                            "cuMemHostUnregister",  "hipEventQuery",      "hipEventSynchronize",
-                                            "hipStreamSynchronize", "hipMalloc",          "hipFree",
-                                            "hipHostRegister",      "hipHostUnregister"};
+    constexpr std::string_view kUnsafe[] = {"cuEventQuery",  "cuStreamSynchronize",  "cuMemAlloc_v2",
+                                            "cuMemFree_v2",  "cuMemHostRegister_v2", "cuMemHostUnregister",
+                                            "hipEventQuery", "hipStreamSynchronize", "hipMalloc",
+                                            "hipFree",       "hipHostRegister",      "hipHostUnregister"};
     return std::find(std::begin(kUnsafe), std::end(kUnsafe), symbol) != std::end(kUnsafe);
   }
 

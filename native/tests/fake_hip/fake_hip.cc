@@ -327,7 +327,6 @@ ON_DEVICE(hipEventCreateWithFlags, (api::Event * event, unsigned flags), m.creat
 CALL(hipEventDestroy, (api::Event event), m.destroy_event(event))
 ON_DEVICE(hipEventRecord, (api::Event event, api::Stream stream), m.record(event, stream))
 ON_DEVICE(hipEventQuery, (api::Event event), m.query(event))
-ON_DEVICE(hipEventSynchronize, (api::Event event), m.synchronize_event(lock, event))
 
 #ifndef FAKE_HIP_BARE
 ON_DEVICE(hipLaunchHostFunc, (api::Stream stream, void (*function)(void*), void* argument),

@@ -9,8 +9,7 @@ Result<std::unique_ptr<Event>> GpuEvent::create(std::shared_ptr<GpuDevice> devic
   const Current current(*device);
   if (!current.status().ok()) return current.status();
   api::Event event = nullptr;
-  // Events without timing are cheap. Waiting spins: if the device's interrupts pass through a virtual machine, a thread
-  // that sleeps wakes 170-470 us late, and a chunk of 8 MiB takes 160 us.
+  // Events without timing are cheap.
   Status status = device->call(device->functions().event_create, &event, api::kEventDisableTiming);
   if (!status.ok()) return status;
   return std::unique_ptr<Event>(new GpuEvent(std::move(device), event));
@@ -29,12 +28,6 @@ Result<bool> GpuEvent::query() {
   if (code == api::kNotReady) return false;
   if (Status status = device_->check(query_event.symbol(), code); !status.ok()) return status;
   return true;
-}
-
-Status GpuEvent::synchronize() {
-  const Current current(*device_);
-  if (!current.status().ok()) return current.status();
-  return device_->call(device_->functions().event_synchronize, event_);
 }
 
 Result<std::unique_ptr<Stream>> GpuStream::create(std::shared_ptr<GpuDevice> device) {

@@ -20,7 +20,6 @@ class GpuEvent final : public Event {
   GpuEvent(const GpuEvent&) = delete;
   GpuEvent& operator=(const GpuEvent&) = delete;
   Result<bool> query() override;
-  Status synchronize() override;
   [[nodiscard]] api::Event handle() const { return event_; }
 
  private:

@@ -103,7 +103,6 @@ const char* VendorLibrary::resolve(void* handle, Vendor vendor) {
   required(f.event_destroy, "cuEventDestroy_v2", "hipEventDestroy");
   required(f.event_record, "cuEventRecord", "hipEventRecord");
   required(f.event_query, "cuEventQuery", "hipEventQuery");
-  required(f.event_synchronize, "cuEventSynchronize", "hipEventSynchronize");
 
   virtual_memory(f.granularity, "cuMemGetAllocationGranularity", "hipMemGetAllocationGranularity");
   virtual_memory(f.address_reserve, "cuMemAddressReserve", "hipMemAddressReserve");

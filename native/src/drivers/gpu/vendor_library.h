@@ -80,7 +80,6 @@ struct Functions {
   Function<api::Event> event_destroy;
   Function<api::Event, api::Stream> event_record;
   Function<api::Event> event_query;
-  Function<api::Event> event_synchronize;
 
   // Virtual memory management. Without it memory is allocated plainly.
   Function<std::size_t*, const api::AllocationProperties*, unsigned> granularity;

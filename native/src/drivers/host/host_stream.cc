@@ -14,22 +14,13 @@
 namespace gpufs {
 
 void HostEvent::Recordings::reach(std::uint64_t number) {
-  {
-    const std::lock_guard lock(mutex);
-    reached = std::max(reached, number);
-  }
-  changed.notify_all();
+  const std::lock_guard lock(mutex);
+  reached = std::max(reached, number);
 }
 
 Result<bool> HostEvent::query() {
   const std::lock_guard lock(recordings_->mutex);
   return recordings_->reached == recordings_->made;
-}
-
-Status HostEvent::synchronize() {
-  std::unique_lock lock(recordings_->mutex);
-  recordings_->changed.wait(lock, [this, last = recordings_->made] { return recordings_->reached >= last; });
-  return {};
 }
 
 struct HostStream::Streams {

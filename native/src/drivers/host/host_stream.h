@@ -20,14 +20,12 @@ namespace gpufs {
 class HostEvent : public Event {
  public:
   Result<bool> query() override;
-  Status synchronize() override;
 
  private:
   friend class HostStream;
   // Recordings are counted; the streams that made them may outlive the event.
   struct Recordings {
     std::mutex mutex;  // guards all below; innermost
-    std::condition_variable changed;
     std::uint64_t made = 0;
     std::uint64_t reached = 0;  // the latest that a stream has reached
 
