@@ -87,10 +87,11 @@ void Pipeline::load(const Work& work) {
   if (!slot.access) return complete(work, cancelled_status());
   if (Status pinned = pin(slot); !pinned.ok()) return finish(slot, pinned);
   const std::uint64_t start = target_offset(work);
+  std::vector<HostCopy> copies;
   for (const TransferTarget::Piece& piece : slot.pin.pieces) {
-    copies_.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
+    copies.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
   }
-  submit(slot);  // finish() completes the chunk
+  submit(slot, copies);  // finish() completes the chunk
 }
 
 // Device -> pinned memory -> file.
@@ -111,14 +112,15 @@ void Pipeline::store(const Work& work) {
   const std::vector<TransferTarget::Piece>& pieces = slot.pin.pieces;
   // Fewer bytes than wanted if the buffer was truncated.
   slot.bytes = pieces.empty() ? 0 : pieces.back().end() - start;
+  std::vector<HostCopy> copies;
   for (const TransferTarget::Piece& piece : pieces) {
     if (piece.address == 0) {
       slot.holes.push_back({piece.offset - start, piece.bytes});
     } else {
-      copies_.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
+      copies.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
     }
   }
-  submit(slot);  // finish() writes the file and completes the chunk
+  submit(slot, copies);  // finish() writes the file and completes the chunk
 }
 
 // The device memory of the slot's bytes; pinned until finish().
@@ -134,14 +136,13 @@ Status Pipeline::pin(Slot& slot) {
 }
 
 // Hands the slot's copies to the device.
-void Pipeline::submit(Slot& slot) {
+void Pipeline::submit(Slot& slot, std::span<const HostCopy> copies) {
   // What a program gives as device memory may be something else, or freed.
-  const bool known =
-      facts_.request.address == 0 || std::ranges::all_of(copies_, [&](const HostCopy& copy) {
-        return device_.device().holds(copy.device) && device_.device().holds(copy.device + copy.bytes - 1);
-      });
-  slot.batch = copies_.empty() ? nullptr : batches_->add(copies_, known);
-  copies_.clear();
+  Device& device = device_.device();
+  const bool known = facts_.request.address == 0 || std::ranges::all_of(copies, [&](const HostCopy& copy) {
+                       return device.holds(copy.device) && device.holds(copy.device + copy.bytes - 1);
+                     });
+  slot.batch = copies.empty() ? nullptr : batches_->add(copies, known);
   slot.busy = true;
   slot.copy_start = observe::trace::on() ? observe::now_ns() : 0;
   slot.copy_end = 0;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/status.h"
@@ -68,7 +69,7 @@ class Pipeline {
   void load(const Work& work);
   void store(const Work& work);
   Status pin(Slot& slot);
-  void submit(Slot& slot);
+  void submit(Slot& slot, std::span<const HostCopy> copies);
   void finish(Slot& slot, const Status& device_status);
   Moved read_file(Slot& slot);
   Moved read_rest(const Moved& direct, std::byte* memory, std::uint64_t bytes, std::uint64_t offset);
@@ -113,7 +114,6 @@ class Pipeline {
   const int device_index_;
   const bool without_bounce_buffer_;  // files and the device's memory are read and written directly
   std::shared_ptr<CopyBatches> batches_;
-  std::vector<HostCopy> copies_;  // of the slot that is about to be submitted
   std::vector<std::unique_ptr<Slot>> slots_;
   std::size_t turn_ = 0;  // the slot to use next: the one that has been busy longest
 };

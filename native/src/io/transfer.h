@@ -198,7 +198,7 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
 
   std::atomic<bool> cancelled_{false};
 
-  std::mutex copy_batches_mutex_;
+  std::mutex copy_batches_mutex_;  // a lock of its own, since making them calls the driver
   std::weak_ptr<CopyBatches> copy_batches_;
 
   // Guards all below. Taken before TargetMemory's lock.

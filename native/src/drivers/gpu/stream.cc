@@ -65,9 +65,11 @@ Status GpuStream::copy_to_host(void* destination, DeviceAddress source, std::siz
 }
 
 Status GpuStream::copy_batch(CopyDirection direction, std::span<const HostCopy> copies) {
-  const Current current(*device_);
-  if (!current.status().ok()) return current.status();
-  if (copies.size() > 1 && device_->queue_batch(direction, copies, stream_).ok()) return {};
+  if (copies.size() > 1) {
+    const Current current(*device_);
+    if (!current.status().ok()) return current.status();
+    if (device_->queue_batch(direction, copies, stream_).ok()) return {};
+  }
   // Where the batch was refused, these say what is wrong, or do it. Those that were queued are only repeated.
   return Stream::copy_batch(direction, copies);
 }
