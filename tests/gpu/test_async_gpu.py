@@ -219,12 +219,15 @@ def test_many_reads_in_flight(cuda: Cuda, gpu: engine.Engine, file: engine.Backi
     cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
 
 
-def test_copies_to_the_host_behind_blocked_streams(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
+@pytest.mark.parametrize("size", [64 * KIB, len(DATA)], ids=["one chunk", "batches of chunks"])
+def test_copies_to_the_host_behind_blocked_streams(
+    cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, size: int
+) -> None:
     """Copies to the device have other queues, so the reads are not blocked: see docs/operations.md."""
-    size = 64 * KIB
     streams = [cuda.stream() for _ in range(4)]
     memory = device_memory(cuda, gpu, size * len(streams))
     backs = [(ctypes.c_char * size)() for _ in streams]
+    parts = [index * size % len(DATA) for index in range(len(streams))]
     # Copies to memory that is not pinned would wait right where they are queued.
     for back in backs:
         cuda("cuMemHostRegister_v2", back, ctypes.c_size_t(size), 1)
@@ -232,17 +235,40 @@ def test_copies_to_the_host_behind_blocked_streams(cuda: Cuda, gpu: engine.Engin
         futures = []
         for index, stream in enumerate(streams):
             cuda.launch("pause", stream, cells.device_address)
-            futures.append(file.read_async(memory, size, index * size, index * size, stream=stream))
+            futures.append(file.read_async(memory, size, parts[index], index * size, stream=stream))
         for index, stream in enumerate(streams):
             cuda.copy_back(stream, backs[index], memory.address + index * size)
         cells[0] = 1
         assert {future.result(60) for future in futures} == {size}
         for index, stream in enumerate(streams):
             cuda.synchronize(stream)
-            assert bytes(backs[index]) == DATA[index * size : (index + 1) * size]
+            assert_same(bytes(backs[index]), DATA[parts[index] : parts[index] + size])
             cuda("cuMemHostUnregister", backs[index])
             cuda.destroy(stream)
     cuda("cuMemFree_v2", ctypes.c_uint64(memory.address))
+
+
+def test_large_writes_behind_blocked_streams(
+    cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile, tmp_path: Path
+) -> None:
+    """Each of four streams waits for its own write, whose batches of copies use other streams."""
+    size = len(DATA)
+    streams = [cuda.stream() for _ in range(4)]
+    with engine.Buffer(gpu) as buffer, engine.Cells(gpu, 1 + len(streams)) as cells:
+        assert file.read(buffer) == size
+        futures = []
+        for index, stream in enumerate(streams):
+            cuda.launch("pause", stream, cells.device_address)
+            futures.append(file.write_async(buffer, size, index * size, stream=stream))
+            cuda.launch("store", stream, cells.device_address + 8 * (1 + index), 1)
+        assert not any(future.done() for future in futures)
+        cells[0] = 1
+        assert {future.result(60) for future in futures} == {size}
+        for index, stream in enumerate(streams):
+            cuda.synchronize(stream)
+            assert cells[1 + index] == 1
+            cuda.destroy(stream)
+    assert_same((tmp_path / "file").read_bytes(), DATA * len(streams))
 
 
 def test_closing_with_a_paused_stream(cuda: Cuda, gpu: engine.Engine, file: engine.BackingFile) -> None:
