@@ -335,12 +335,17 @@ def test_nodes_are_killed_at_50_random_points(session: Session, nodes: Nodes, ho
     """Any of them, or this side, also before they are connected."""
     remote, directories = nodes
     (host / "m").write_bytes(noise(SIZE))
+    command = [*GPUFS, "cp", *remote, str(host / "m"), *ends(directories)]
+    began = time.monotonic()
+    run(*command)
+    took = time.monotonic() - began
+    for directory in directories:
+        (directory / "m").unlink()
     chance = random.Random(8)
     failures = 0
     for _ in range(50):
-        command = [*GPUFS, "cp", *remote, str(host / "m"), *ends(directories)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-            time.sleep(chance.uniform(0, 2.5))
+            time.sleep(chance.uniform(0, took))
             victims = [child.pid, *servers(session)]
             with suppress(ProcessLookupError):
                 os.kill(chance.choice(victims), signal.SIGKILL)
