@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "device/pools.h"
-#include "events.h"
 #include "faulty_driver.h"
+#include "streams.h"
 
 namespace gpufs::testing {
 namespace {

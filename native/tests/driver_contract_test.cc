@@ -17,8 +17,8 @@
 #include "bytes.h"
 #include "cuda_test_support.h"
 #include "device/pools.h"
-#include "events.h"
 #include "hip_test_support.h"
+#include "streams.h"
 
 namespace gpufs::gpu_test {
 namespace {
@@ -295,7 +295,9 @@ TEST_P(DriverContract, SynchronizingWaitsForTheWorkOfAllStreams) {
   const auto data = pattern(64 * kMiB, 4);
   auto stream = must(device_->create_stream());
   auto event = must(device_->create_event());
-  for (int round = 0; round < 20; ++round) ASSERT_OK(stream->copy_to_device(range->base(), data.data(), data.size()));
+  for (int round = 0; round < 20; ++round) {
+    ASSERT_OK(testing::copy_in(*stream, range->base(), data.data(), data.size()));
+  }
   ASSERT_OK(stream->record(*event));
   device_->synchronize();
   EXPECT_TRUE(GetParam() == Library::kBareHip || must(event->query()));
@@ -355,8 +357,8 @@ TEST_P(DriverContract, StreamsAndEventsKeepOrder) {
     std::memcpy(host, data.data(), bytes);
     std::memset(host + bytes, 0xEE, bytes);
     ASSERT_OK(stream->fill_zero(range->base(), bytes));
-    ASSERT_OK(stream->copy_to_device(range->base(), host, bytes));
-    ASSERT_OK(stream->copy_to_host(host + bytes, range->base(), bytes));
+    ASSERT_OK(testing::copy_in(*stream, range->base(), host, bytes));
+    ASSERT_OK(testing::copy_out(*stream, host + bytes, range->base(), bytes));
     ASSERT_OK(stream->record(*stored));
     // Any thread may query and wait, also one that was never bound.
     std::thread waiter([&] { EXPECT_OK(testing::finished(*stored)); });
@@ -386,8 +388,8 @@ TEST_P(DriverContract, WorkGoesOnBesideBlockedStreams) {
     blocked.push_back(must(device_->create_stream()));
     Stream& stream = *blocked.back();
     const DeviceAddress own = base + (24 + number) * kMiB;
-    ASSERT_OK(number % 2 == 0 ? stream.copy_to_device(own, host.data + 2 * kMiB, kMiB)
-                              : stream.copy_to_host(host.data + kBytes + number * kMiB, own, kMiB));
+    ASSERT_OK(number % 2 == 0 ? testing::copy_in(stream, own, host.data + 2 * kMiB, kMiB)
+                              : testing::copy_out(stream, host.data + kBytes + number * kMiB, own, kMiB));
     ASSERT_OK(stream.fill_zero(gate.address + 4 + 4 * number, 4));
     ASSERT_OK(stream.wait_for_value(gate.address, 1));
   }
@@ -410,7 +412,7 @@ TEST_P(DriverContract, WorkGoesOnBesideBlockedStreams) {
     EXPECT_TRUE(testing::all_zero({host.data + kBytes, host.data + kBytes + 100}));
     EXPECT_EQ(std::memcmp(host.data + kBytes + 100, data.data() + 100, size - 100), 0);
     const std::unique_ptr<Stream> stream = must(device_->create_stream());
-    EXPECT_OK(stream->copy_to_device(base, host.data, size));
+    EXPECT_OK(testing::copy_in(*stream, base, host.data, size));
     EXPECT_OK(stream->synchronize());
   }
   EXPECT_OK(memory->populate(32 * kMiB, 4 * kMiB));

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "drivers/driver.h"
-#include "events.h"
+#include "streams.h"
 
 namespace gpufs::testing {
 
@@ -141,11 +141,13 @@ class FaultyStream : public Stream {
  public:
   FaultyStream(std::unique_ptr<Stream> inner, std::shared_ptr<FaultPlan> plan)
       : inner_(std::move(inner)), plan_(std::move(plan)) {}
-  Status copy_to_device(DeviceAddress to, const void* from, std::size_t n) override {
-    return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_device(to, from, n); });
-  }
-  Status copy_to_host(void* to, DeviceAddress from, std::size_t n) override {
-    return plan_->stream_copy.next("stream copy", [&] { return inner_->copy_to_host(to, from, n); });
+  Status copy(CopyDirection direction, std::span<const HostCopy> copies) override {
+    for (std::size_t at = 0; at < copies.size(); ++at) {
+      Status status =
+          plan_->stream_copy.next("stream copy", [&] { return inner_->copy(direction, copies.subspan(at, 1)); });
+      if (!status.ok()) return status;
+    }
+    return {};
   }
   Status fill_zero(DeviceAddress to, std::size_t n) override { return inner_->fill_zero(to, n); }
   Status record(Event& event) override {

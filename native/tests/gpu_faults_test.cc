@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "drivers/gpu/vendor_library.h"
-#include "events.h"
 #include "fake_vendors.h"
+#include "streams.h"
 
 namespace gpufs::gpu_test {
 namespace {

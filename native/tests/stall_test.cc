@@ -10,6 +10,7 @@
 
 #include "async_fixture.h"
 #include "memory/host_locks.h"
+#include "streams.h"
 
 namespace gpufs::async_test {
 namespace {
@@ -59,7 +60,7 @@ class Stall : public ::testing::TestWithParam<Kind> {
   static const FakeGpuControl& fake() { return cuda_test::fake(); }
   void queue_copy(std::size_t number) {
     EXPECT_OK(
-        programs[number]->copy_to_device(range->base() + number * kTheirs, host.data + number * kTheirs, kTheirs));
+        testing::copy_in(*programs[number], range->base() + number * kTheirs, host.data + number * kTheirs, kTheirs));
   }
   // Copies behind streams that the program itself holds, until gate is opened; and an operation on one more stream.
   void block_behind_the_program(const std::shared_ptr<CompletionQueue>& queue) {

@@ -30,15 +30,6 @@ Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std
   return unknown_driver(driver);
 }
 
-Status Stream::copy_batch(CopyDirection direction, std::span<const HostCopy> copies) {
-  for (const HostCopy& copy : copies) {
-    Status status = direction == CopyDirection::kToDevice ? copy_to_device(copy.device, copy.host, copy.bytes)
-                                                          : copy_to_host(copy.host, copy.device, copy.bytes);
-    if (!status.ok()) return status;
-  }
-  return {};
-}
-
 Status ImportedRange::add(const ExportedMemory& piece) {
   if (!piece.descriptor.valid() || piece.bytes == 0 || piece.offset != bytes_) {
     return {EINVAL, "a piece of shared memory at " + std::to_string(piece.offset) + ", where " +

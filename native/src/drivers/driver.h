@@ -254,12 +254,10 @@ enum class CopyDirection { kToDevice, kToHost };
 class Stream {
  public:
   virtual ~Stream() = default;  // waits for the queued work
-  virtual Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) = 0;
-  virtual Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) = 0;
-  // Copies that are independent of each other, in any order; a GPU may need less time for them than one after another.
-  // Each address must be this device's memory, and the host's be pinned: with others CUDA crashes where there are
-  // several. After a failure some may have been queued.
-  virtual Status copy_batch(CopyDirection direction, std::span<const HostCopy> copies);
+  // The copies are independent of each other, in any order; a GPU may need less time for them together than one by one.
+  // If there are several, each address must be this device's memory, and the host's be pinned: with others CUDA
+  // crashes. After a failure some may have been queued.
+  virtual Status copy(CopyDirection direction, std::span<const HostCopy> copies) = 0;
   virtual Status fill_zero(DeviceAddress destination, std::size_t bytes) = 0;
   virtual Status record(Event& event) = 0;
   // EBUSY: the stream is being captured into a graph, so what is queued now becomes a part of the graph.

@@ -129,7 +129,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   // it is not a stream.
   virtual Result<bool> owns(api::Stream stream, bool default_stream) = 0;
   virtual Status wait_for_value(api::Stream stream, DeviceAddress cell, std::uint32_t value) = 0;
-  // See Stream::copy_batch(). EOPNOTSUPP: the vendor's library has no batches for this device.
+  // See Stream::copy(). EOPNOTSUPP: the vendor's library has no batches for this device.
   virtual Status queue_batch(CopyDirection /*direction*/, std::span<const HostCopy> /*copies*/,
                              api::Stream /*stream*/) {
     return {EOPNOTSUPP, "no batches of copies"};

@@ -54,24 +54,20 @@ Status GpuStream::queue(const Function<Parameters...>& function, std::type_ident
   return device_->call(function, arguments...);
 }
 
-Status GpuStream::copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) {
-  if (bytes == 0) return {};
-  return queue(device_->functions().copy_to_device, destination, source, bytes, stream_);
-}
-
-Status GpuStream::copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) {
-  if (bytes == 0) return {};
-  return queue(device_->functions().copy_to_host, destination, source, bytes, stream_);
-}
-
-Status GpuStream::copy_batch(CopyDirection direction, std::span<const HostCopy> copies) {
-  if (copies.size() > 1) {
-    const Current current(*device_);
-    if (!current.status().ok()) return current.status();
-    if (device_->queue_batch(direction, copies, stream_).ok()) return {};
-  }
+Status GpuStream::copy(CopyDirection direction, std::span<const HostCopy> copies) {
+  const Current current(*device_);
+  if (!current.status().ok()) return current.status();
+  if (copies.size() > 1 && device_->queue_batch(direction, copies, stream_).ok()) return {};
   // Where the batch was refused, these say what is wrong, or do it. Those that were queued are only repeated.
-  return Stream::copy_batch(direction, copies);
+  for (const HostCopy& copy : copies) {
+    if (copy.bytes == 0) continue;
+    Status status =
+        direction == CopyDirection::kToDevice
+            ? device_->call(device_->functions().copy_to_device, copy.device, copy.host, copy.bytes, stream_)
+            : device_->call(device_->functions().copy_to_host, copy.host, copy.device, copy.bytes, stream_);
+    if (!status.ok()) return status;
+  }
+  return {};
 }
 
 Status GpuStream::fill_zero(DeviceAddress destination, std::size_t bytes) {

@@ -38,9 +38,7 @@ class GpuStream final : public Stream {
   GpuStream(const GpuStream&) = delete;
   GpuStream& operator=(const GpuStream&) = delete;
 
-  Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override;
-  Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
-  Status copy_batch(CopyDirection direction, std::span<const HostCopy> copies) override;
+  Status copy(CopyDirection direction, std::span<const HostCopy> copies) override;
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
   Status check_capture() override;

@@ -99,13 +99,17 @@ void HostStream::queue(std::function<void()> work) {
   queue_->changed.notify_all();
 }
 
-Status HostStream::copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) {
-  queue([=] { copy_to_memory(reinterpret_cast<void*>(destination), source, bytes); });
-  return {};
-}
-
-Status HostStream::copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) {
-  queue([=] { std::memcpy(destination, reinterpret_cast<const void*>(source), bytes); });
+Status HostStream::copy(CopyDirection direction, std::span<const HostCopy> copies) {
+  for (const HostCopy& copy : copies) {
+    queue([direction, copy] {
+      auto* const device = reinterpret_cast<void*>(copy.device);
+      if (direction == CopyDirection::kToDevice) {
+        copy_to_memory(device, copy.host, copy.bytes);
+      } else {
+        std::memcpy(copy.host, device, copy.bytes);
+      }
+    });
+  }
   return {};
 }
 

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <utility>
 
@@ -43,8 +44,7 @@ class HostStream final : public Stream {
   HostStream(const HostStream&) = delete;
   HostStream& operator=(const HostStream&) = delete;
 
-  Status copy_to_device(DeviceAddress destination, const void* source, std::size_t bytes) override;
-  Status copy_to_host(void* destination, DeviceAddress source, std::size_t bytes) override;
+  Status copy(CopyDirection direction, std::span<const HostCopy> copies) override;
   Status fill_zero(DeviceAddress destination, std::size_t bytes) override;
   Status record(Event& event) override;
   Status call(HostFunction function, void* argument) override;
