@@ -51,9 +51,8 @@ def main() -> None:
         model_loader_extra_config=settings.extra,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="bfloat16",
         max_model_len=64,
-        **settings.options,
+        **{"dtype": "bfloat16", **settings.options},
     )
     (output,) = llm.generate(
         [{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=16, detokenize=False), use_tqdm=False
