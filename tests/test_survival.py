@@ -20,15 +20,13 @@ import pytest
 from support import fake_gpu
 from support.cli import gpufs, user_gpufs
 from support.data import MIB
-from support.mounting import GPUFS
+from support.mounting import GPUFS, REPOSITORY
 from support.processes import NOBODY, PATIENCE, children_of, errno_of, has_ended, plain_user, run, wait_until
 from support.surviving import Survivor, mounted
 from support.watchdog import mounted_at
 
 from gpufs import status
 from gpufs.statistics import find
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(params=["host", "cuda"])
@@ -242,7 +240,7 @@ def test_keeper_dies(survivor: Survivor) -> None:
 
 def test_the_systemd_unit_removes_a_dead_mount(survivor: Survivor) -> None:
     """Also one that somebody has just looked at, whose attributes the kernel still knows; and no other."""
-    unit = (ROOT / "mount_helpers/gpufs@.service").read_text()
+    unit = (REPOSITORY / "mount_helpers/gpufs@.service").read_text()
     (line,) = re.findall(r"^ExecStopPost=-(.*)$", unit, re.MULTILINE)
     line = line.replace("@GPUFS@", shlex.join(GPUFS)).replace("$$", "$").replace("%f", str(survivor.path))
     command = shlex.split(line)

@@ -3,6 +3,15 @@
 #include <utility>
 
 namespace gpufs {
+namespace {
+
+std::size_t bytes_of(std::span<const HostCopy> copies) {
+  std::size_t bytes = 0;
+  for (const HostCopy& copy : copies) bytes += copy.bytes;
+  return bytes;
+}
+
+}  // namespace
 
 Result<std::shared_ptr<CopyBatches>> CopyBatches::create(DeviceContext& device, CopyDirection direction) {
   std::shared_ptr<CopyBatches> batches(new CopyBatches(direction));
@@ -18,15 +27,12 @@ Result<std::shared_ptr<CopyBatches>> CopyBatches::create(DeviceContext& device, 
 }
 
 std::shared_ptr<const CopyBatches::Batch> CopyBatches::add(std::span<const HostCopy> copies, bool known) {
-  std::size_t bytes = 0;
-  for (const HostCopy& copy : copies) bytes += copy.bytes;
   const std::lock_guard lock(mutex_);
-  const bool joins =
-      known && !waiting_.empty() && waiting_.back()->known_ && waiting_.back()->bytes_ + bytes <= kLargestBatch;
+  const bool joins = known && !waiting_.empty() && waiting_.back()->known_ &&
+                     bytes_of(waiting_.back()->copies_) + bytes_of(copies) <= kLargestBatch;
   if (!joins) waiting_.push_back(std::make_shared<Batch>());
   std::shared_ptr<Batch> batch = waiting_.back();
   batch->known_ = known;
-  batch->bytes_ += bytes;
   batch->copies_.insert(batch->copies_.end(), copies.begin(), copies.end());
   advance_locked();
   return batch;

@@ -30,7 +30,6 @@ class CopyBatches {
    private:
     friend class CopyBatches;
     std::vector<HostCopy> copies_;
-    std::size_t bytes_ = 0;
     bool known_ = true;
     std::atomic<bool> done_{false};
     Status status_;
