@@ -22,7 +22,7 @@ from msgspec import Meta
 from gpufs.modes import Mode
 from gpufs.syscalls import close_all
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_MESSAGE: Final = 16384
 MAX_DESCRIPTORS: Final = 2  # in a client's message
 MAX_PIECES: Final = 253  # descriptors in one message of the daemon; the kernel takes no more (SCM_MAX_FD)
@@ -51,6 +51,10 @@ Errno = Annotated[int, Meta(ge=0, le=4095)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Texts = Annotated[list[Text], Meta(max_length=64)]
 Counts = Annotated[dict[Text, Count], Meta(max_length=16)]
+# A file's first byte lies so many bytes behind the start of its memory, so that what follows a header is aligned.
+PLACEMENT_UNIT: Final = 8
+PLACEMENT_END: Final = 256
+Placement = Annotated[int, Meta(ge=0, lt=PLACEMENT_END, multiple_of=PLACEMENT_UNIT)]
 Sizes = Annotated[list[Count], Meta(max_length=MAX_PIECES)]
 
 
@@ -119,10 +123,12 @@ class Attach(Request, tag="attach"):
     """Ask for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
 
     ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
-    memory of a GPU is then always a copy, and the client maps memory of the host privately.
+    memory of a GPU is then always a copy, and the client maps memory of the host privately. ``placement``: where in that
+    memory the file's first byte should lie, so that its tensors are aligned; None: it does not matter.
     """
 
     mode: Mode
+    placement: Placement | None = None
 
 
 class Refresh(Request, tag="refresh"):
@@ -213,7 +219,8 @@ class Attached(Answer, tag="attached"):
     """The answer to Attach and Refresh; ``pieces`` pieces of memory follow in Pieces messages unless ``error`` is set.
 
     ``size``: of the file in bytes. ``driver``, ``pci_address``: the device; ``device``: its number in the mount.
-    ``private``: the memory is a copy of the file's contents, for this client alone.
+    ``private``: the memory is a copy of the file's contents, for this client alone. ``placement``: where in the memory
+    of the pieces the file's first byte lies, whether or not that is what the client asked for.
     """
 
     error: Errno = 0
@@ -223,11 +230,12 @@ class Attached(Answer, tag="attached"):
     device: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     size: Offset = 0
     private: bool = False
+    placement: Placement = 0
     pieces: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
 
 
 class Pieces(Answer, tag="pieces"):
-    """Pieces of memory, in the file's order, each with a descriptor. Offsets and sizes in bytes of the file."""
+    """Pieces of the file's memory, in order, each with a descriptor. Offsets and sizes in bytes of that memory."""
 
     offsets: Sizes
     sizes: Sizes

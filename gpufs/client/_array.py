@@ -36,6 +36,7 @@ class AttachedFile(Protocol):
     driver: str
     private: bool
     size: int
+    placement: int
     mapping: Mapping
 
     def refresh(self) -> None: ...
@@ -371,7 +372,7 @@ class DeviceArray:
         if not self._whole:
             raise ValueError("refresh the array that attach() returned, then take its part or view again")
         attached.refresh()
-        self._shape = (attached.size,)
+        self._offset, self._shape = attached.placement, (attached.size,)
         return self
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ class Attachment:
         self.driver = answer.driver
         self.private = answer.private
         self.size = answer.size
+        self.placement = answer.placement
         self.mapping = mapping
         self._connection = connection
         self._number = answer.id
@@ -61,8 +62,8 @@ class Attachment:
                 answer, pieces = _daemons.repeat_if_it_dies(ask)
             except OSError as error:
                 raise failure_of_mount(error, self.path) from None
-            _add(self.mapping, pieces, answer.size, self.path)
-            self.size = answer.size
+            _add(self.mapping, pieces, answer, self.path)
+            self.size, self.placement = answer.size, answer.placement
 
 
 def _end(process: int, mapping: Mapping, connection: Connection, number: int) -> None:
@@ -73,8 +74,8 @@ def _end(process: int, mapping: Mapping, connection: Connection, number: int) ->
             connection.detach(number)
 
 
-def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> None:
-    """Map pieces, whose descriptors the mapping takes over. They complete the memory of a file of ``size`` bytes."""
+def _add(mapping: Mapping, pieces: list[SharedPiece], answer: protocol.Attached, path: str) -> None:
+    """Map pieces, whose descriptors the mapping takes over. They complete the memory of the file."""
     try:
         if pieces:
             mapping.add(pieces)
@@ -84,8 +85,11 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], size: int, path: str) -> N
             raise OSError(errno.EFBIG, text, path) from None
         raise failure_of_mount(error, path) from None
     # The daemon may be another user's. Beyond the mapping this process has other memory.
-    if size > mapping.bytes:
-        text = f"the daemon gave {mapping.bytes} bytes of memory for a file of {size} bytes"
+    if answer.size > 0 and answer.placement + answer.size > mapping.bytes:
+        text = (
+            f"the daemon gave {mapping.bytes} bytes of memory for a file of {answer.size} bytes, which begins at byte "
+            f"{answer.placement} of it"
+        )
         raise OSError(errno.EPROTO, text, path)
 
 
@@ -114,7 +118,12 @@ def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
 
 @named_in("gpufs")
 def attach(
-    path: str | os.PathLike[str], mode: Mode = READ, *, reserve: int | None = None, copy: Literal[False] | None = None
+    path: str | os.PathLike[str],
+    mode: Mode = READ,
+    *,
+    reserve: int | None = None,
+    copy: Literal[False] | None = None,
+    placement: int | None = None,
 ) -> DeviceArray:
     """Map the memory behind a file of a gpufs mount into this process, without a copy.
 
@@ -137,11 +146,16 @@ def attach(
         size, and at least 1 GiB.
     copy
         False: an error instead of a private copy. None: a private copy where nothing else is possible.
+    placement
+        Where in its memory the file's first byte should lie: a multiple of 8 below 256. ``-header % 256`` aligns what
+        follows a header of that many bytes. The daemon moves the contents there, which takes 2 ms for each GiB on a
+        GPU, unless another program uses them or the device is full. The file's bytes stay what they are. None: where
+        they lie now.
 
     Returns
     -------
     DeviceArray
-        The file's bytes, as an array of uint8.
+        The file's bytes, as an array of uint8. ``address % 256`` tells where they lie.
 
     Raises
     ------
@@ -155,8 +169,8 @@ def attach(
         As of open(2); EINVAL if the file has no device memory (it is below ``backing`` or ``.gpufs``), ENODATA for
         holes with mode "r".
     ValueError
-        ``mode`` is none of "r", "r+" and "c", ``reserve`` is less than the file's size, or only a copy is possible and
-        ``copy`` is False.
+        ``mode`` is none of "r", "r+" and "c", ``reserve`` is less than the file's size, ``placement`` is not a multiple
+        of 8 below 256, or only a copy is possible and ``copy`` is False.
 
     Examples
     --------
@@ -166,6 +180,10 @@ def attach(
     check_mode(mode)
     if copy not in (None, False):
         raise ValueError(f"copy: {copy!r} is neither None nor False: copy the elements of the array instead")
+    if placement is not None and placement not in range(0, protocol.PLACEMENT_END, protocol.PLACEMENT_UNIT):
+        raise ValueError(
+            f"placement: {placement!r} is not a multiple of {protocol.PLACEMENT_UNIT} below {protocol.PLACEMENT_END}"
+        )
     name = os.fsdecode(path)
     try:
         fd, mounts = _open_file(name, mode)
@@ -176,7 +194,7 @@ def attach(
 
     def ask() -> tuple[Connection, Memory]:
         connection = _daemons.shared_connection(os.fstat(fd).st_dev, mounts)
-        return connection, connection.attach(fd, mode)
+        return connection, connection.attach(fd, mode, placement)
 
     try:
         connection, (answer, pieces) = _daemons.repeat_if_it_dies(ask)
@@ -191,7 +209,8 @@ def attach(
         close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
         raise _copy_ruled_out(name, mode)
-    return DeviceArray.of(_map(name, mode, connection, answer, pieces, reserve))
+    attachment = _map(name, mode, connection, answer, pieces, reserve)
+    return DeviceArray.of(attachment, attachment.placement)
 
 
 def _copy_ruled_out(path: str, mode: Mode) -> ValueError:
@@ -214,6 +233,7 @@ def _map(
             if reserve is not None and reserve < answer.size:
                 raise ValueError(f"reserve: {reserve} is less than the {answer.size} bytes of {path}")
             wanted = max(_RESERVE_FACTOR * answer.size, _LEAST_RESERVE) if reserve is None else reserve
+            wanted += answer.placement
             wanted = max(-(-wanted // GRANULE), 1) * GRANULE
             try:
                 writable, private = mode == READ_WRITE, mode == COPY_ON_WRITE
@@ -224,7 +244,7 @@ def _map(
             close_all([piece.fd for piece in pieces])
             raise
         try:
-            _add(mapping, pieces, answer.size, path)
+            _add(mapping, pieces, answer, path)
             return Attachment(path, mode, connection, mapping, answer)
         except BaseException:
             mapping.close()

@@ -39,6 +39,7 @@ class GatheredFile:
     mode: Mode
     driver: str
     size: int
+    placement: int
     mapping: Mapping
     private: bool = True
 
@@ -219,7 +220,7 @@ def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[Dev
     except OSError as error:
         raise failure_of_mount(error, files[0].path) from None
     for file, offset in zip(files, offsets, strict=False):
-        copy = GatheredFile(file.path, mode, engine.driver, len(file.content), mapping)
+        copy = GatheredFile(file.path, mode, engine.driver, len(file.content), offset, mapping)
         arrays[file.number] = DeviceArray.of(copy, offset)
 
 

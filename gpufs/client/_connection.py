@@ -222,12 +222,12 @@ class Connection:
         assert self.last is not None
         return self.last
 
-    def attach(self, fd: int, mode: Mode) -> Memory:
+    def attach(self, fd: int, mode: Mode, placement: int | None) -> Memory:
         """Ask for the memory of an open file, which stays the caller's. OSError if the daemon refuses.
 
         ECONNRESET if the daemon has died: another one may serve the connection by now.
         """
-        request = protocol.Attach(next(self._numbers), mode)
+        request = protocol.Attach(next(self._numbers), mode, placement)
         with self._exclusive():
             try:
                 answer = self._ask_for_memory(request, (fd,))

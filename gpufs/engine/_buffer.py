@@ -43,12 +43,15 @@ class BufferInfo:
         Bytes that limits allow it to take in addition; None without a limit.
     device
         The index of its device.
+    placement
+        Where in its memory the first byte lies, in bytes; see :class:`Lease`.
     """
 
     size: int
     held_bytes: int
     room_bytes: int | None
     device: int
+    placement: int
 
 
 def _range(offset: int, size: int) -> tuple[int, int]:
@@ -181,7 +184,7 @@ class Buffer(Handle):
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
         limit = None if info.room_bytes == _NO_LIMIT else info.room_bytes
-        return BufferInfo(info.size, info.held_bytes, limit, info.device)
+        return BufferInfo(info.size, info.held_bytes, limit, info.device, info.placement)
 
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Copy into host memory. Holes read as zeros.
@@ -342,11 +345,15 @@ class Lease(Handle):
         What messages call the holder, for example "PID 42 (python)".
     local
         The memory is used by its address in this process, and is not exported.
+    placement
+        Where in its memory the first byte should lie: a multiple of 8 below 256, so that what the program uses is
+        aligned. The contents move there unless others use them, or the device is full: see :attr:`placement`. None: it
+        does not matter.
 
     Raises
     ------
     EngineError
-        ENODATA: the buffer has holes, and the lease is not for writing. ENOSPC: no memory for the holes. EOPNOTSUPP:
+        EINVAL: the placement is none. ENODATA: the buffer has holes, and the lease is not for writing. ENOSPC: no memory for the holes. EOPNOTSUPP:
         the device cannot share memory; the text says why.
 
     Examples
@@ -362,11 +369,20 @@ class Lease(Handle):
 
     __slots__ = ()
 
-    def __init__(self, buffer: Buffer, *, writable: bool = False, label: str = "", local: bool = False) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        *,
+        writable: bool = False,
+        label: str = "",
+        local: bool = False,
+        placement: int | None = None,
+    ) -> None:
         instance("buffer", Buffer, buffer)
         flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_LEASE_LOCAL if local else 0)
         handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), handle))
+        place = -1 if placement is None else unsigned("placement", placement)
+        check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), place, handle))
         self._own(handle[0])
 
     def _info(self) -> Any:
@@ -383,6 +399,11 @@ class Lease(Handle):
     def address(self) -> int:
         """The device address of the first byte in this process, valid until refresh() or close(); 0 if empty."""
         return int(self._info().address)
+
+    @property
+    def placement(self) -> int:
+        """Where in the memory of the pieces the first byte lies, in bytes."""
+        return int(self._info().placement)
 
     def refresh(self) -> None:
         """Extend the lease to the buffer's size now. Fails as the constructor does; the lease is then as before."""
@@ -401,7 +422,8 @@ class Lease(Handle):
         Returns
         -------
         list of SharedPiece
-            Their descriptors belong to the caller. The last piece may reach beyond the leased bytes.
+            Their descriptors belong to the caller. The first byte lies at :attr:`placement` of the memory, and the last
+            piece may reach beyond the leased bytes.
         """
         pieces: list[SharedPiece] = []
         memory = ffi.new("gpufs_shared_piece[]", _AT_ONCE)

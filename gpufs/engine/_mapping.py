@@ -22,7 +22,7 @@ class SharedPiece:
     Attributes
     ----------
     offset, bytes
-        The part of the buffer.
+        The part of the buffer's memory; its first byte lies at :attr:`Lease.placement`.
     fd
         The descriptor, close-on-exec. It belongs to whoever has the piece: pass it to :meth:`Mapping.add`, or close it.
     """

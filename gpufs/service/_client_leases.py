@@ -214,10 +214,14 @@ class ClientLeases:
         with served.open_buffer(ino) as buffer:
             # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
             descriptor.close()
-            client_lease.device = buffer.info.device
+            info = buffer.info
+            client_lease.device = info.device
             holder.private = client_lease.read_only and served.gets_copy(buffer, message.mode)
             writable = message.mode == READ_WRITE
-            lease = served.lease(buffer, holder, writable=writable)
+            # Readers move a file once: each move makes all other users wait.
+            may_move = holder.private or not client_lease.read_only or info.placement == 0
+            placement = message.placement if may_move else None
+            lease = served.lease(buffer, holder, writable=writable, placement=placement)
             self._hold(client_lease, lease)
         if writable:
             served.mount.inode_written(ino)
@@ -285,6 +289,7 @@ class ClientLeases:
             device=client_lease.device,
             size=client_lease.holder.bytes,
             private=client_lease.holder.private,
+            placement=lease.placement,
             pieces=left,
         )
         await self._channel.answer(attached)

@@ -162,15 +162,17 @@ class ServedMount:
             return True
         return self.mount.engine.driver != "host" and (mode == COPY_ON_WRITE or not self.trust_readers)
 
-    def lease(self, buffer: Buffer, holder: Holder, *, writable: bool) -> Lease:
+    def lease(self, buffer: Buffer, holder: Holder, *, writable: bool, placement: int | None) -> Lease:
         """Open a lease on a buffer, or on a private copy of it if ``holder`` gets one, whose user pays for it then.
+
+        ``placement``: as of Lease.
 
         OSError ENODATA if it has holes and is not ``writable``, ENOSPC or EDQUOT if the memory for its holes or the
         copy is missing.
         """
         label = str(holder.peer)
         if not holder.private:
-            return Lease(buffer, writable=writable, label=label)
+            return Lease(buffer, writable=writable, label=label, placement=placement)
         size = buffer.info.size  # the file may change its size meanwhile: what is charged is what is copied
         if buffer.seek(0, os.SEEK_HOLE) < size:  # or the copy would fill them with zeros
             raise OSError(ENODATA, "the file has holes, which have no memory: allocate them with fallocate(1)")
@@ -181,7 +183,7 @@ class ServedMount:
         with Buffer(buffer.engine, device.index) as copy:  # afterwards the lease keeps the memory
             self.mount.charge_buffer(copy, holder.peer.uid)
             copy.copy_from(buffer, size=size)
-            return Lease(copy, label=label)
+            return Lease(copy, label=label, placement=placement)
 
     def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> int | None:
         """Make a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.

@@ -138,6 +138,7 @@ typedef struct {
   uint64_t held_bytes; /* device memory really taken */
   uint64_t room_bytes; /* that limits still allow; UINT64_MAX: there are none */
   int32_t device;
+  uint64_t placement; /* where in its memory the first byte lies, see gpufs_lease_open */
 } gpufs_buffer_info;
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer);
@@ -167,9 +168,10 @@ enum { GPUFS_LEASE_WRITE = 1, GPUFS_LEASE_LOCAL = 2, GPUFS_MAPPING_PRIVATE = 4 }
 typedef struct {
   uint64_t bytes;   /* of the buffer, from its start */
   uint64_t address; /* of the first byte in this process, while the lease is open; refreshing may change it */
+  uint64_t placement; /* where in the memory of the pieces the first byte lies */
 } gpufs_lease_info;
 
-/* One piece of memory: [offset, offset+bytes) of the buffer, at the start of the descriptor for GPUs, at `offset` of it
+/* One piece of memory: [offset, offset+bytes) of the buffer's memory, at the start of the descriptor for GPUs, at `offset` of it
  * on the host driver. */
 typedef struct {
   uint64_t offset;
@@ -189,8 +191,11 @@ typedef struct {
  * address. While it is open the buffer cannot be made smaller than that, nor punched there (EBUSY); it can grow. The
  * memory exists until the lease is closed, also if the buffer's file is removed. label: what messages call the holder;
  * NULL: nothing. WRITE allocates holes (ENOSPC as usual); without it they are ENODATA. EOPNOTSUPP: the device's memory
- * cannot be exported; the text says why. Closed with the buffer's engine or mount. */
-gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, gpufs_handle* lease);
+ * cannot be exported; the text says why. Closed with the buffer's engine or mount.
+ * placement: where in its memory the first byte should lie, a multiple of 8 below 256, so that what the program uses is
+ * aligned; -1: it does not matter. The contents are moved unless others use them or the device is full: see the info. */
+gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
+                              gpufs_handle* lease);
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info);
 /* Extends it to what the buffer has grown to. */
 gpufs_status gpufs_lease_refresh(gpufs_handle lease);

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -222,6 +223,31 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     file.write(offset, std::vector(start, start + static_cast<std::ptrdiff_t>(copied.value())));
   }
 
+  void lease(File& file) {
+    std::optional<std::uint64_t> placement;
+    if (below(4) != 0) placement = below(kPlacementEnd / kPlacementUnit) * kPlacementUnit;
+    if (below(4) != 0) file.lease.reset();
+    Result<std::shared_ptr<Buffer::Lease>> lease = file.buffer->lease(true, false, "", placement);
+    if (!allowed(lease.status(), file)) return;
+    const std::uint64_t size = file.bytes.size();
+    // Nobody else uses the file, and a device with as much free memory as the file has has enough for a scratch.
+    const bool moves = !file.lease && size > 0 && !file.buffer->device()->info().reserve_copies &&
+                       !file.accounts[0] && !file.accounts[1] && !faults_;
+    file.lease = lease.take();
+    if (size == 0) return;
+    ASSERT_EQ(file.lease->address() % kPlacementEnd, file.lease->placement());
+    if (placement && moves && free_bytes(file) >= 4 * kMiB) {
+      ASSERT_EQ(file.lease->placement(), *placement);
+    }
+    std::vector<std::byte> found(size);
+    ASSERT_OK(file.buffer->device()->device().copy_out(found.data(), file.lease->address(), size));
+    ASSERT_TRUE(testing::same_bytes(found, file.bytes));
+  }
+
+  static std::uint64_t free_bytes(const File& file) {
+    return kMemory - std::min(kMemory, file.buffer->device()->held_bytes());
+  }
+
   File make(std::size_t on) {
     File file;
     file.buffer = must(Buffer::create(contexts_.at(on), below(2) == 0));
@@ -284,9 +310,8 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
       case 14:
         if (below(4) != 0) {
           ASSERT_TRUE(buffer.trim(kAtOnce));
-        } else if (Result<std::shared_ptr<Buffer::Lease>> lease = buffer.lease(true, false, "");
-                   allowed(lease.status(), file)) {
-          file.lease = lease.take();
+        } else {
+          lease(file);
         }
         break;
       case 15:

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -101,13 +102,21 @@ void* export_tensor(const gpufs_dl_tensor& tensor, bool versioned, bool read_onl
 
 extern "C" {
 
-gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, gpufs_handle* lease) {
+gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
+                              gpufs_handle* lease) {
   return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
+    std::optional<std::uint64_t> wanted;
+    if (placement >= 0) wanted = static_cast<std::uint64_t>(placement);
+    if (wanted && (*wanted >= kPlacementEnd || *wanted % kPlacementUnit != 0)) {
+      return {EINVAL, "placement: " + std::to_string(placement) + " is not a multiple of " +
+                          std::to_string(kPlacementUnit) + " below " + std::to_string(kPlacementEnd)};
+    }
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();
     Result<std::shared_ptr<Buffer::Lease>> opened =
-        found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label);
+        found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label,
+                    wanted);
     if (!opened.ok()) return opened.status();
     return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
   });
@@ -115,7 +124,7 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
 
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info) {
   return with_handle<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
-    *info = {found.bytes(), found.address()};
+    *info = {found.bytes(), found.address(), found.placement()};
     return {};
   });
 }

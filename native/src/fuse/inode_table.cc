@@ -12,6 +12,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/log.h"
 #include "fuse/extended_attributes.h"
 #include "memory/slab_pool.h"
 
@@ -509,6 +510,10 @@ Status InodeTable::restore() {
     if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
     for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
     if (Status inserted = insert(inode); !inserted.ok()) return inserted;
+    // From now on the buffer's record is written with each step.
+    if (Status whole = inode->buffer_ ? inode->buffer_->complete_shift() : Status(); !whole.ok()) {
+      log_error("inode ", attributes.ino, ": ", whole.message());
+    }
   }
   for (const auto& [fh, file] : records_.files()) {
     if (!is_buffer(fh)) continue;

@@ -171,6 +171,8 @@ void Records::put_inode(const InodeRecord& inode) {
     writer.number(inode.contents->memory);
     writer.number(inode.contents->slot);
     writer.bytes(inode.contents->extents.data(), inode.contents->extents.size() * sizeof(Extent));
+    writer.number(inode.contents->placement);
+    writer.number(inode.contents->shift);
   }
   put(kInode, inode.attributes.ino, writer.value());
 }
@@ -272,6 +274,8 @@ std::vector<InodeRecord> Records::inodes() const {
       const std::span<const std::byte> extents = reader.bytes();
       contents.extents.resize(extents.size() / sizeof(Extent));
       std::memcpy(contents.extents.data(), extents.data(), contents.extents.size() * sizeof(Extent));
+      contents.placement = reader.number<std::uint64_t>();
+      contents.shift = reader.number<Shift>();
     }
     return inode;
   });

@@ -270,7 +270,8 @@ Result<std::uint64_t> Transfer::total_bytes(std::uint64_t file_size) {
 
 Result<Plan> Transfer::make_plan(std::uint64_t total) {
   const BackingFacts& known = file().facts();
-  const std::uint64_t address = request().address + request().target_offset;  // a buffer begins at a granule
+  // The first granule of a buffer is aligned for every file.
+  const std::uint64_t address = request().address + memory_.target().placement() + request().target_offset;
   PlanRequest wanted;
   wanted.file = &known;
   wanted.file_offset = request().file_offset;

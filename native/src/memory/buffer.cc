@@ -116,7 +116,8 @@ Status Buffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, boo
 }
 
 // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it
-Result<std::shared_ptr<Buffer::Lease>> Buffer::lease(bool /*writable*/, bool /*exports*/, std::string /*label*/) {
+Result<std::shared_ptr<Buffer::Lease>> Buffer::lease(bool /*writable*/, bool /*exports*/, std::string /*label*/,
+                                                     std::optional<std::uint64_t> /*placement*/) {
   return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
 }
 

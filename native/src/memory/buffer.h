@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,12 +30,25 @@
 
 namespace gpufs {
 
+// A file's first byte may lie at any multiple of kPlacementUnit below kPlacementEnd of its memory, so that what programs
+// use in place is aligned however long the file's header is.
+inline constexpr std::uint64_t kPlacementUnit = 8;
+inline constexpr std::uint64_t kPlacementEnd = 256;
+
+// Contents on their way to another placement, in steps of a few MiB: see extent_buffer_placement.cc.
+struct Shift {
+  std::uint64_t to = 0;
+  std::uint64_t step = 0;  // its bytes are in the scratch, those before it have moved; the first is 1, 0: no shift
+};
+
 // What another process needs to have the same contents: memory that a MemoryKeeper keeps.
 struct KeptContents {
   std::uint64_t size = 0;
   std::uint64_t memory = 0;  // its number; 0: none
   Extent slot;               // of a small file, in that memory; no bytes for others
   Extents extents;           // of others: whole granules
+  std::uint64_t placement = 0;
+  Shift shift;
 };
 
 // How much a copy moves between two checks whether it is cancelled.
@@ -130,6 +144,8 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
     [[nodiscard]] virtual std::uint64_t bytes() const = 0;
     // Extends the lease to the buffer's size now. Fails as Buffer::lease(); the lease is then as before.
     virtual Status refresh() = 0;
+    // Where in the memory of the pieces the first byte lies.
+    [[nodiscard]] virtual std::uint64_t placement() const = 0;
     // See DeviceMemory::export_memory(). The pieces are whole: the last one may reach beyond bytes().
     virtual Result<std::vector<ExportedMemory>> pieces(std::uint64_t from, std::size_t capacity) = 0;
     // The device address of offset 0 in this process, valid while this object lives; refresh() may change it. 0 if the
@@ -140,9 +156,14 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // difference. Otherwise a hole is ENODATA. exports: pieces() will be called; EOPNOTSUPP if the device cannot share
   // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a buffer with a lease cannot outgrow its range:
   // EFBIG. label: what messages call the holder. EPERM for memory of another program, which alone can pass it on.
-  virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label);
+  // placement: where the first byte should lie; the contents move there. They stay where they are while another lease
+  // or a load uses the memory, and where the device is full: Lease::placement() has the outcome.
+  virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
+                                               std::optional<std::uint64_t> placement = std::nullopt);
 
   [[nodiscard]] virtual KeptContents kept() const { return {}; }
+  // After restore() and watch(): completes a shift that the last process had begun.
+  virtual Status complete_shift() { return {}; }
   // moved() is called whenever the contents have moved, and before memory where they were is used for anything else.
   // Once, before the buffer is shared.
   // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it

@@ -34,18 +34,24 @@ ExtentBuffer::~ExtentBuffer() {
 // ---- snapshots ----
 
 ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number,
-                                 Extents existing)
+                                 Extents existing, std::uint64_t first)
     : owner(buffer),
       range(std::move(own)),
       memory(number),
       base(range ? range->base() : 0),
-      extents(std::move(existing)) {
+      extents(std::move(existing)),
+      placement(first) {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }
 
 ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small)
-    : owner(buffer), slot(std::move(small)), memory(slot->memory), base(slot->address), extents{{0, slot->bytes}} {
+    : owner(buffer),
+      slot(std::move(small)),
+      memory(slot->memory),
+      base(slot->address),
+      extents{{0, slot->bytes}},
+      placement(0) {
   const std::lock_guard lock(owner.state_mutex_);
   ++owner.snapshots_;
 }
@@ -67,7 +73,7 @@ ExtentBuffer::SnapshotPointer ExtentBuffer::current() const {
 }
 
 std::uint64_t ExtentBuffer::highest_locked() const {
-  std::uint64_t highest = size_.load(std::memory_order_relaxed);
+  std::uint64_t highest = snapshot_->placement + size_.load(std::memory_order_relaxed);
   for (const WritePin* writer : writers_) highest = std::max(highest, writer->range_.end());
   return highest;
 }
@@ -86,15 +92,17 @@ ExtentBuffer::WritePin::~WritePin() {
 template <typename Work>
 Status ExtentBuffer::for_each_piece(const ReadPin& held, Work work) {
   const Snapshot& snapshot = *held.snapshot;
-  auto extent = first_above(snapshot.extents, held.offset);
-  for (std::uint64_t offset = held.offset; offset < held.end;) {
-    const bool hole = extent == snapshot.extents.end() || extent->offset > offset;
-    std::uint64_t stop = held.end;
+  const std::uint64_t first = snapshot.placement;
+  const std::uint64_t end = first + held.end;
+  auto extent = first_above(snapshot.extents, first + held.offset);
+  for (std::uint64_t position = first + held.offset; position < end;) {
+    const bool hole = extent == snapshot.extents.end() || extent->offset > position;
+    std::uint64_t stop = end;
     if (extent != snapshot.extents.end()) stop = std::min(stop, hole ? extent->offset : extent->end());
-    Status status = work(Piece{Extent::between(offset, stop), hole ? 0 : snapshot.base + offset});
+    Status status = work(Piece{Extent::between(position - first, stop - first), hole ? 0 : snapshot.base + position});
     if (!status.ok()) return status;
     if (!hole) ++extent;
-    offset = stop;
+    position = stop;
   }
   return {};
 }
@@ -113,27 +121,30 @@ Buffer::Pin ExtentBuffer::pin(ReadPin held) {
   return pin;
 }
 
-bool ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait) {
+Status ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait) {
   std::unique_lock lock(state_mutex_);
   for (;; state_changed_.wait(lock)) {
     const std::uint64_t size = size_.load(std::memory_order_relaxed);
     const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
-    if (end <= gate_.offset || gate_.end() <= offset) {
+    const Extent range = placed(offset, end);
+    if (range.end() <= gate_.offset || gate_.end() <= range.offset) {
+      if (shift_.step != 0) return torn();
       *held = {snapshot_, offset, end};
-      return true;
+      return {};
     }
-    if (wait == Wait::kForbidden) return false;
+    if (wait == Wait::kForbidden) return would_wait();
   }
 }
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held) {
-  if (end > write_limit_) return false;
-  if (end > gate_.offset && gate_.end() > offset) return false;
-  if (!covered(snapshot_->extents, offset, end)) return false;
+  const Extent range = placed(offset, end);
+  if (range.end() > write_limit_ || shift_.step != 0) return false;
+  if (range.end() > gate_.offset && gate_.end() > range.offset) return false;
+  if (!covered(snapshot_->extents, range.offset, range.end())) return false;
   writers_.push_back(held);
   held->buffer_ = this;
   held->snapshot_ = snapshot_;
-  held->range_ = Extent::between(offset, end);
+  held->range_ = range;
   return true;
 }
 
@@ -150,7 +161,8 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
         } else if (!mutation.try_lock()) {
           return would_wait();
         }
-        Status status = ensure(offset, end, how);
+        const Extent range = placed(offset, end);
+        Status status = ensure(range.offset, range.end(), how);
         if (!status.ok()) return status;
         const std::lock_guard lock(state_mutex_);
         // Only the holder of the mutation's mutex can take it away again or close the way.
@@ -169,7 +181,7 @@ Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::u
 
 Result<Buffer::Pin> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   ReadPin held;
-  if (!acquire_read(offset, bytes, &held, wait)) return would_wait();
+  if (Status status = acquire_read(offset, bytes, &held, wait); !status.ok()) return status;
   return pin(std::move(held));
 }
 
@@ -216,8 +228,9 @@ bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
 
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
   ReadPin held;
-  if (!acquire_read(offset, destination.size(), &held, wait)) return would_wait();
-  Status status = for_each_piece(held, [&](const Piece& piece) {
+  Status status = acquire_read(offset, destination.size(), &held, wait);
+  if (!status.ok()) return status;
+  status = for_each_piece(held, [&](const Piece& piece) {
     std::byte* const out = destination.data() + (piece.offset - offset);
     if (piece.address != 0) return context_->device().copy_out(out, piece.address, piece.bytes);
     std::memset(out, 0, piece.bytes);
@@ -250,7 +263,7 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
 Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
   ReadPin held;
-  if (!acquire_read(offset, bytes, &held, wait)) return would_wait();
+  if (Status status = acquire_read(offset, bytes, &held, wait); !status.ok()) return status;
   Pin pinned = pin(std::move(held));
   Gathered gathered;
   gathered.pieces.reserve(pinned.pieces.size());
@@ -280,9 +293,10 @@ ExtentBuffer::ReadPin ExtentBuffer::whole() const {
 
 Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
   const ReadPin all = whole();
-  const auto extent = first_above(all.snapshot->extents, offset);
+  const std::uint64_t first = all.snapshot->placement;
+  const auto extent = first_above(all.snapshot->extents, first + offset);
   if (offset < all.end && extent != all.snapshot->extents.end()) {
-    const std::uint64_t found = std::max(offset, extent->offset);
+    const std::uint64_t found = std::max(first + offset, extent->offset) - first;
     if (found < all.end) return found;
   }
   return Status(ENXIO, "no data at or above the offset");
@@ -291,9 +305,10 @@ Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
 Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
   const ReadPin all = whole();
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
-  const auto extent = first_above(all.snapshot->extents, offset);
-  if (extent == all.snapshot->extents.end() || extent->offset > offset) return offset;
-  return std::min(extent->end(), all.end);  // the end of a file is a hole
+  const std::uint64_t first = all.snapshot->placement;
+  const auto extent = first_above(all.snapshot->extents, first + offset);
+  if (extent == all.snapshot->extents.end() || extent->offset > first + offset) return offset;
+  return std::min(extent->end() - first, all.end);  // the end of a file is a hole
 }
 
 }  // namespace gpufs

@@ -13,6 +13,11 @@
 //    path, which waits for mutation_mutex_.
 //  - Where the driver must unmap a piece to release a part of it, readers and writers of that piece wait at a gate.
 //
+// Offsets are those of the file; positions are those of its memory, which begins at a granule. A position is the offset
+// plus the placement, 0 for most files. Public functions take offsets, and so do pins and sizes; what a snapshot, a list
+// or a limit says is in positions, as all that the driver is asked for. The placement is the snapshot's: it changes only
+// under both mutexes, while nobody uses the memory (extent_buffer_placement.cc).
+//
 // One list, ahead_, has the memory that was taken before the contents needed it. Growth adds to it, and fallocate(2)
 // removes from it what it asked for. trim() releases all of it that no contents, no pin for writing and no
 // claim have reached.
@@ -29,6 +34,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "device/device_context.h"
@@ -48,6 +54,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
+  [[nodiscard]] std::uint64_t placement() const override { return current()->placement; }
   [[nodiscard]] Buffer* growing() override { return this; }
   [[nodiscard]] bool may_trim() const override;
   bool trim(std::chrono::milliseconds timeout) override;
@@ -68,11 +75,13 @@ class ExtentBuffer : public Buffer {
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
   [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
                                     std::uint64_t bytes) const override;
-  Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label) override;
+  Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
+                                       std::optional<std::uint64_t> placement) override;
   [[nodiscard]] KeptContents kept() const override;
   void watch(std::function<void()> moved) override { moved_ = std::move(moved); }
   // Before anybody else has the buffer.
   Status restore(const KeptContents& contents);
+  Status complete_shift() override;
 
   // Moves a small file that lives at these addresses to a free slot elsewhere. False: there is none, or somebody writes
   // to the file or changes it.
@@ -84,7 +93,8 @@ class ExtentBuffer : public Buffer {
 
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
   struct Snapshot {
-    Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number, Extents existing);
+    Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number, Extents existing,
+             std::uint64_t first);
     Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small);
     ~Snapshot();
     Snapshot(const Snapshot&) = delete;
@@ -94,12 +104,13 @@ class ExtentBuffer : public Buffer {
     std::shared_ptr<AddressRange> range;         // of the buffer's own memory; null without any
     std::shared_ptr<const SlabPool::Slot> slot;  // of a small file
     const std::uint64_t memory;                  // its number, or that of the slabs
-    const DeviceAddress base;                    // of offset 0
+    const DeviceAddress base;                    // of position 0
     const Extents extents;
+    const std::uint64_t placement;  // the position of offset 0
   };
   using SnapshotPointer = std::shared_ptr<const Snapshot>;
 
-  // [offset, end) of one snapshot, held for reading. Destroyed before its buffer.
+  // [offset, end) of the file in one snapshot, held for reading. Destroyed before its buffer.
   struct ReadPin {
     SnapshotPointer snapshot;
     std::uint64_t offset = 0;
@@ -118,21 +129,25 @@ class ExtentBuffer : public Buffer {
     friend class ExtentBuffer;
     ExtentBuffer* buffer_ = nullptr;  // null: not listed
     SnapshotPointer snapshot_;
-    Extent range_;
+    Extent range_;  // positions
   };
   class SharedLease;
   class Exclusion;
 
   static Status would_wait() { return Status(EAGAIN, "the buffer is in use"); }
+  static Status torn() { return Status(EIO, "the device failed while it moved the file within its memory"); }
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
+  // Positions of a part of the file. Needs one of the mutexes.
+  [[nodiscard]] Extent placed(std::uint64_t offset, std::uint64_t end) const {
+    return Extent::between(snapshot_->placement + offset, snapshot_->placement + end);
+  }
   // Calls work(piece) for what `held` covers, in order, until one fails.
   template <typename Work>
   Status for_each_piece(const ReadPin& held, Work work);
   Pin pin(ReadPin held);
-  // False: it would have to wait.
-  bool acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait);
+  Status acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait);
   // How memory is taken for a call.
   struct Growth {
     bool speculative = false;  // the file is likely to go on growing, so memory may be preallocated
@@ -141,7 +156,7 @@ class ExtentBuffer : public Buffer {
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, Growth how);
   [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held);
   [[nodiscard]] ReadPin whole() const;
-  // Nothing lies above this, neither published nor being written.
+  // Nothing lies above this position, neither published nor being written.
   [[nodiscard]] std::uint64_t highest_locked() const;
   [[nodiscard]] SnapshotPointer current() const;
 
@@ -155,7 +170,7 @@ class ExtentBuffer : public Buffer {
     return std::static_pointer_cast<ExtentBuffer>(shared_from_this());
   }
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
-  [[nodiscard]] SnapshotPointer make_empty_snapshot();
+  [[nodiscard]] SnapshotPointer make_empty_snapshot(std::uint64_t placement = 0);
   void replace(SnapshotPointer next);
   // The part of ahead_ that no snapshot shows: the file has holes there.
   [[nodiscard]] Extents hidden() const;
@@ -182,7 +197,8 @@ class ExtentBuffer : public Buffer {
   Status zero_existing(std::uint64_t offset, std::uint64_t end);
 
   // What releases memory. All need mutation_mutex_.
-  Status shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion);
+  // end: the position behind what stays.
+  Status shrink(std::uint64_t end, std::uint64_t highest, Exclusion* exclusion);
   // The part of ahead_ that trim() may release. Needs state_mutex_, too.
   [[nodiscard]] Extents unused_locked() const;
   // What trim() does. False if somebody still uses memory that would move when the deadline is reached.
@@ -206,12 +222,20 @@ class ExtentBuffer : public Buffer {
 
   // ---- extent_buffer_lease.cc: leases. Those named _locked need state_mutex_. ----
   // Makes the memory of [0, size()) exist where it will stay. Needs mutation_mutex_.
-  Status fix_for_lease(bool writable, bool exports, std::uint64_t* bytes);
+  Status fix_for_lease(bool writable, bool exports, std::optional<std::uint64_t> placement, std::uint64_t* bytes);
   // Lets the driver move memory again, if no lease forbids that. Needs mutation_mutex_.
   void unfix_unless_leased();
   [[nodiscard]] bool leased() const;
   // EBUSY if a lease covers memory at or above `offset`.
   [[nodiscard]] Status check_leases_locked(const char* what, std::uint64_t offset) const;
+
+  // ---- extent_buffer_placement.cc. All need mutation_mutex_. ----
+  // Moves the contents, all of which exist. EBUSY: they are in use. ENOSPC, EDQUOT: no memory for a scratch.
+  Status shift_to(std::uint64_t placement);
+  // Takes the steps of shift_ that are left. Nobody uses the buffer.
+  Status run_shift();
+  // An empty buffer that is about to become a copy begins where its source does.
+  void take_placement(const Buffer& source);
 
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t granule_;
@@ -242,6 +266,7 @@ class ExtentBuffer : public Buffer {
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is in progress: no size above it
   std::uint64_t shrinks_ = 0;               // begun so far
   Extent gate_;                             // the driver moves it, nobody may use it
+  Shift shift_;                             // in progress, or ended by a failure: the contents cannot be used
   std::list<Claim> claims_;                 // that live
   // Atomics: read without a lock.
   std::atomic<std::uint64_t> size_{0};  // written under state_mutex_

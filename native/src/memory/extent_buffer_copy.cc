@@ -47,6 +47,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
   // One call of copy_file_range(2) copies 2 GiB at most, so the rest of the source will likely follow. Where addresses
   // are memory, only what is certain counts.
   const std::uint64_t rest = source.size() - std::min(source.size(), source_offset);
+  if (offset == source_offset) take_placement(source);
   std::shared_ptr<const Claim> claimed =
       claim({offset, context_->info().reserve_copies ? bytes : std::max(bytes, rest)});
   const bool between_devices = &source.device()->device() != &context_->device();
@@ -169,9 +170,11 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
 
 // A hole of the source: what exists here becomes zeros, what does not stays a hole.
 Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end, Wait wait) {
-  for (const Extent& extent : inside(current()->extents, offset, end)) {
+  const SnapshotPointer now = current();
+  for (const Extent& extent : inside(now->extents, now->placement + offset, now->placement + end)) {
     WritePin target;
-    Status status = acquire_write(extent.offset, extent.end(), &target, {.wait = wait});
+    Status status =
+        acquire_write(extent.offset - now->placement, extent.end() - now->placement, &target, {.wait = wait});
     if (status.ok()) status = context_->device().zero(target.address(), extent.bytes);
     if (!status.ok()) return status;
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,8 +18,13 @@ namespace gpufs {
 // Listed in leases_ from ExtentBuffer::lease() until it is destroyed.
 class ExtentBuffer::SharedLease final : public Buffer::Lease {
  public:
-  SharedLease(std::shared_ptr<ExtentBuffer> buffer, bool writable, bool exports, std::string label)
-      : buffer_(std::move(buffer)), writable_(writable), exports_(exports), label_(std::move(label)) {}
+  SharedLease(std::shared_ptr<ExtentBuffer> buffer, bool writable, bool exports, std::string label,
+              std::optional<std::uint64_t> placement)
+      : buffer_(std::move(buffer)),
+        writable_(writable),
+        exports_(exports),
+        label_(std::move(label)),
+        wanted_(placement) {}
   ~SharedLease() override {
     // Arrays of this process go without regard to the work that uses them.
     if (!exports_) buffer_->context_->device().synchronize();
@@ -34,19 +40,29 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   }
   [[nodiscard]] DeviceAddress address() const override {
     const std::lock_guard lock(buffer_->state_mutex_);
-    return range_ == nullptr ? 0 : range_->base();
+    return range_ == nullptr ? 0 : range_->base() + placement_;
+  }
+  [[nodiscard]] std::uint64_t placement() const override {
+    const std::lock_guard lock(buffer_->state_mutex_);
+    return placement_;
   }
   Status refresh() override {
-    return buffer_->retry_when_full([this] {
+    if (!wanted_) return refresh(std::nullopt);
+    Status status = refresh(wanted_);
+    return lacks_memory(status.error()) ? refresh(std::nullopt) : status;
+  }
+  Status refresh(std::optional<std::uint64_t> placement) {
+    return buffer_->retry_when_full([this, placement] {
       const std::lock_guard mutation(buffer_->mutation_mutex_);
       std::uint64_t bytes = 0;
-      Status status = buffer_->fix_for_lease(writable_, exports_, &bytes);
+      Status status = buffer_->fix_for_lease(writable_, exports_, placement, &bytes);
       if (!status.ok()) return status;
       std::shared_ptr<AddressRange> range = bytes > 0 ? buffer_->range_ : nullptr;
       const std::lock_guard lock(buffer_->state_mutex_);
       if (!listed_) buffer_->leases_.push_back(this);
       listed_ = true;
       bytes_ = bytes;
+      placement_ = buffer_->snapshot_->placement;
       range_.swap(range);
       return status;
     });
@@ -56,7 +72,7 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
     const std::lock_guard mutation(buffer_->mutation_mutex_);
     const std::uint64_t end = bytes();
     if (end == 0) return std::vector<ExportedMemory>{};
-    return buffer_->memory_->export_memory(from, end, capacity, writable_);
+    return buffer_->memory_->export_memory(from, placement() + end, capacity, writable_);
   }
 
  private:
@@ -65,33 +81,43 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   const bool writable_;
   const bool exports_;
   const std::string label_;
+  const std::optional<std::uint64_t> wanted_;
   // Guarded by the buffer's state_mutex_:
   bool listed_ = false;
   std::uint64_t bytes_ = 0;
+  std::uint64_t placement_ = 0;
   std::shared_ptr<AddressRange> range_;  // keeps the address valid when the buffer moves to a larger range
 };
 
-Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool exports, std::string label) {
+Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool exports, std::string label,
+                                                           std::optional<std::uint64_t> placement) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable,
-                                             exports, std::move(label));
+                                             exports, std::move(label), placement);
   if (Status status = lease->refresh(); !status.ok()) return status;
   return std::shared_ptr<Lease>(std::move(lease));
 }
 
-Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::uint64_t* bytes) {
+Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<std::uint64_t> placement,
+                                   std::uint64_t* bytes) {
   if (exports) {
     if (Status status = context_->device().check_sharing(); !status.ok()) return status;
   }
+  if (shift_.step != 0) return torn();
   (void)release_unused(TimePoint::max());  // which could not go back later
   const std::uint64_t size = this->size();
   *bytes = size;
   if (size == 0) return {};
-  const std::uint64_t data_end = writable ? size : 0;
-  if (!writable && !covered(current()->extents, 0, size)) {
+  const Extent contents = placed(0, size);
+  const std::uint64_t data_end = writable ? contents.end() : contents.offset;
+  if (!writable && !covered(snapshot_->extents, contents.offset, contents.end())) {
     return Status(ENODATA, "the file has holes, which have no memory to map: allocate it with fallocate first");
   }
-  Status status = ensure_own(0, data_end, size, {});
+  Status status = ensure_own(contents.offset, data_end, contents.end(), {});
   if (!status.ok()) return status;
+  if (placement && *placement != snapshot_->placement) {
+    status = shift_to(*placement);
+    if (!status.ok() && status.error() != EBUSY) return status;
+  }
   memory_->fix_in_place();
   return {};
 }

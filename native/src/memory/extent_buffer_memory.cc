@@ -16,7 +16,7 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "base/thread.h"
-#include "memory/extent_buffer.h"
+#include "memory/extent_buffer_exclusion.h"
 
 namespace gpufs {
 namespace {
@@ -35,63 +35,6 @@ constexpr std::chrono::milliseconds kTrimTimeout{10};
 constexpr int kMostAttempts = 4;  // others that grow may be faster to take what was released
 
 }  // namespace
-
-// Keeps writers, or all users of a part, out of the buffer while its memory changes. One at a time for each buffer, on
-// the stack of the function that changes the memory and has mutation_mutex_.
-class ExtentBuffer::Exclusion {
- public:
-  explicit Exclusion(ExtentBuffer& buffer) : buffer_(buffer) {}
-  ~Exclusion() {
-    if (!begun_) return;
-    {
-      const std::lock_guard lock(buffer_.state_mutex_);
-      buffer_.write_limit_ = kNoLimit;
-      buffer_.publish_limit_ = kNoLimit;
-      buffer_.gate_ = {};
-    }
-    buffer_.state_changed_.notify_all();
-  }
-  Exclusion(const Exclusion&) = delete;
-  Exclusion& operator=(const Exclusion&) = delete;
-
-  // No write begins any more that ends above `limit`. Needs state_mutex_.
-  void limit_writers_locked(std::uint64_t limit) {
-    begun_ = true;
-    buffer_.write_limit_ = limit;
-  }
-
-  // No write begins any more, and none is in progress when this returns true. False: one is, and the caller must not
-  // wait.
-  [[nodiscard]] bool stop_writers(Wait wait) {
-    std::unique_lock lock(buffer_.state_mutex_);
-    limit_writers_locked(0);
-    if (wait == Wait::kForbidden) return buffer_.writers_.empty();
-    buffer_.state_changed_.wait(lock, [this] { return buffer_.writers_.empty(); });
-    return true;
-  }
-
-  // Closes the gate around what the driver moves when it releases `removed`. True if that is more than `removed`. Needs
-  // both mutexes.
-  bool close_gate_locked(const Extents& removed) {
-    bool moves = false;
-    std::uint64_t start = kNoLimit;
-    std::uint64_t end = 0;
-    for (const Extent& extent : removed) {
-      const Extent span = buffer_.memory_->release_span(extent.offset, extent.bytes);
-      moves = moves || span.offset < extent.offset || span.end() > extent.end();
-      start = std::min(start, span.offset);
-      end = std::max(end, span.end());
-    }
-    if (!moves) return false;
-    begun_ = true;
-    buffer_.gate_ = Extent::between(start, end);
-    return true;
-  }
-
- private:
-  ExtentBuffer& buffer_;
-  bool begun_ = false;
-};
 
 // ---- a full device ----
 
@@ -129,11 +72,11 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) {
   const std::uint64_t number = memory_ != nullptr ? memory_->number() : 0;
-  return std::make_shared<Snapshot>(*this, range_, number, std::move(extents));
+  return std::make_shared<Snapshot>(*this, range_, number, std::move(extents), snapshot_->placement);
 }
 
-ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot() {
-  return std::make_shared<Snapshot>(*this, nullptr, 0, Extents{});
+ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot(std::uint64_t placement) {
+  return std::make_shared<Snapshot>(*this, nullptr, 0, Extents{}, placement);
 }
 
 void ExtentBuffer::replace(SnapshotPointer next) {
@@ -149,7 +92,7 @@ Extents ExtentBuffer::hidden() const {
 }
 
 Extents ExtentBuffer::unreached() const {
-  const std::uint64_t above = round_up(size(), granule_);
+  const std::uint64_t above = round_up(snapshot_->placement + size(), granule_);
   return joined(without(inside(ahead_, 0, above), snapshot_->extents), inside(ahead_, above, kNoLimit));
 }
 
@@ -177,9 +120,10 @@ Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t repla
 // ---- growth ----
 
 Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, Growth how) {
+  if (shift_.step != 0) return torn();
   if (covered(snapshot_->extents, offset, end)) return {};
   SlabPool* const slabs = context_->slabs();
-  if (memory_ == nullptr && slabs != nullptr && end <= slabs->largest()) {
+  if (memory_ == nullptr && slabs != nullptr && snapshot_->placement == 0 && end <= slabs->largest()) {
     // Without a slab the file can still have memory of its own, unless the device is full.
     Status status = ensure_slot(*slabs, end, how.wait);
     if (status.ok() || lacks_memory(status.error()) || status.error() == EAGAIN) return status;
@@ -302,7 +246,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   std::uint64_t expected = 0;
   {
     const std::lock_guard lock(state_mutex_);
-    for (const Claim& claim : claims_) expected = std::max(expected, claim.range.end());
+    for (const Claim& claim : claims_) expected = std::max(expected, snapshot_->placement + claim.range.end());
   }
   // More than the device has cannot come, whatever is claimed.
   const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
@@ -311,7 +255,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   std::uint64_t wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation}))
                          : expected > needed ? expected
                                              : std::bit_ceil(needed);
-  wanted = std::max(needed, std::min(wanted, round_up(kMaximumBytes, granule_)));
+  wanted = std::max(needed, std::min(wanted, round_up(kPlacementEnd + kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
   if (copies && !existing.empty() && !exclusion.stop_writers(wait)) return would_wait();
   Result<std::shared_ptr<AddressRange>> reserved = reserve_addresses(wanted, populated);
@@ -369,6 +313,10 @@ void ExtentBuffer::drop_empty_memory() {
     replace(make_empty_snapshot());
     ahead_.clear();
   }
+  {
+    const std::lock_guard lock(state_mutex_);
+    shift_ = {};
+  }
   range_.reset();
   memory_.reset();
   account();
@@ -391,13 +339,14 @@ Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, b
   if (!status.ok()) return status;
   return retry_when_full([&] {
     const std::lock_guard mutation(mutation_mutex_);
-    const Extents existing = zeroes ? inside(snapshot_->extents, offset, end) : Extents{};
-    Status allocated = ensure(offset, end, {});
+    const Extent range = placed(offset, end);
+    const Extents existing = zeroes ? inside(snapshot_->extents, range.offset, range.end()) : Extents{};
+    Status allocated = ensure(range.offset, range.end(), {});
     for (const Extent& extent : existing) {
       if (allocated.ok()) allocated = zero_existing(extent.offset, extent.end());
     }
     if (!allocated.ok()) return allocated;
-    ahead_ = without(ahead_, round_down(offset, granule_), round_up(end, granule_));
+    ahead_ = without(ahead_, round_down(range.offset, granule_), round_up(range.end(), granule_));
     if (!keep_size) publish(end);
     return allocated;
   });
@@ -450,7 +399,7 @@ void ExtentBuffer::release(const Extents& removed) {
 bool ExtentBuffer::may_trim() const {
   const std::lock_guard lock(state_mutex_);
   if (snapshot_->slot != nullptr) return false;
-  const std::uint64_t end = round_up(size_.load(std::memory_order_relaxed), granule_);
+  const std::uint64_t end = round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule_);
   return bytes_held() > total_bytes(inside(snapshot_->extents, 0, end));
 }
 
@@ -460,13 +409,13 @@ bool ExtentBuffer::trim(std::chrono::milliseconds timeout) {
 }
 
 Extents ExtentBuffer::unused_locked() const {
-  if (snapshot_->slot != nullptr) return {};
+  if (snapshot_->slot != nullptr || shift_.step != 0) return {};
   Extents unused = unreached();
   const auto keep = [&](const Extent& used) {
     unused = without(unused, round_down(used.offset, granule_), round_up(used.end(), granule_));
   };
   for (const WritePin* writer : writers_) keep(writer->range_);
-  for (const Claim& claim : claims_) keep(claim.range);
+  for (const Claim& claim : claims_) keep(placed(claim.range.offset, claim.range.end()));
   return unused;
 }
 
@@ -481,7 +430,8 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     in_use = !writers_.empty() || !claims_.empty();
     removed = unused_locked();
     if (!removed.empty()) {
-      exclusion.limit_writers_locked(round_up(size_.load(std::memory_order_relaxed), granule_));
+      exclusion.limit_writers_locked(
+          round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule_));
       // Readers use nothing above the size, and writers there are left out: only what moves has users.
       moves = exclusion.close_gate_locked(removed);
     }
@@ -514,10 +464,12 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
   std::uint64_t highest = 0;
+  std::uint64_t end = 0;  // the position behind what stays; the first granule goes with the last byte
   {
     const std::lock_guard lock(state_mutex_);
     before = size_.load(std::memory_order_relaxed);
-    const bool nothing_above = hidden().empty() && end_of(snapshot_->extents) <= round_up(size, granule_);
+    end = size == 0 ? 0 : snapshot_->placement + size;
+    const bool nothing_above = hidden().empty() && end_of(snapshot_->extents) <= round_up(end, granule_);
     if (size > before || (size == before && nothing_above)) {
       size_.store(size, std::memory_order_release);
       return {};
@@ -527,12 +479,12 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
     // Writes in progress count as done before: what they put above the size goes with the rest, and the end that they
     // publish is ignored. Later ones that end above it wait for this.
     highest = highest_locked();
-    exclusion.limit_writers_locked(size);
+    exclusion.limit_writers_locked(end);
     publish_limit_ = size;
     ++shrinks_;
     size_.store(size, std::memory_order_release);
   }
-  Status status = shrink(size, highest, &exclusion);
+  Status status = shrink(end, highest, &exclusion);
   if (!status.ok()) {
     const std::lock_guard lock(state_mutex_);
     size_.store(before, std::memory_order_release);
@@ -540,23 +492,23 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   return status;
 }
 
-Status ExtentBuffer::shrink(std::uint64_t size, std::uint64_t highest, Exclusion* exclusion) {
+Status ExtentBuffer::shrink(std::uint64_t end, std::uint64_t highest, Exclusion* exclusion) {
   const bool in_slot = snapshot_->slot != nullptr;
-  if (in_slot && size > 0) {
+  if (in_slot && end > 0) {
     SnapshotPointer same = std::make_shared<Snapshot>(*this, snapshot_->slot);
     replace(std::move(same));
     std::unique_lock lock(state_mutex_);
     state_changed_.wait(lock, [this] { return snapshots_ == 1; });
     lock.unlock();
-    return zero_existing(size, highest);
+    return zero_existing(end, highest);
   }
-  const std::uint64_t kept_end = round_up(size, granule_);
+  const std::uint64_t kept_end = round_up(end, granule_);
   const Extents before = in_slot ? Extents{} : snapshot_->extents;
   const Extents kept = without(before, kept_end, kNoLimit);
   const Extents removed = joined(inside(before, kept_end, kNoLimit), hidden());
   // Waits also if nothing is removed: users of the rest of the last granule must be gone.
   (void)detach(kept, removed, exclusion, TimePoint::max());
-  Status status = zero_existing(size, std::min(kept_end, highest));
+  Status status = zero_existing(end, std::min(kept_end, highest));
   if (!status.ok()) {
     replace(make_snapshot(before));
     return status;
@@ -586,6 +538,8 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   std::uint64_t slot_bytes = 0;
   {
     const std::lock_guard lock(state_mutex_);
+    end += snapshot_->placement;
+    if (offset > 0) offset += snapshot_->placement;  // else the first granule goes as a whole
     exclusion.limit_writers_locked(offset);
     to_the_end = end >= highest_locked();
     if (snapshot_->slot != nullptr) slot_bytes = snapshot_->slot->bytes;
@@ -624,8 +578,9 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
   Extents regions;
   {
     const std::lock_guard lock(state_mutex_);
-    const std::uint64_t size = size_.load(std::memory_order_relaxed);
-    const std::uint64_t start = std::max(offset, size);
+    const std::uint64_t size = snapshot_->placement + size_.load(std::memory_order_relaxed);
+    const std::uint64_t start = std::max(snapshot_->placement + offset, size);
+    end += snapshot_->placement;
     if (start >= end) return {};
     exclusion.limit_writers_locked(size);
     regions.assign(1, {start, end - start});
@@ -641,7 +596,12 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
 
 KeptContents ExtentBuffer::kept() const {
   const std::lock_guard lock(state_mutex_);
-  KeptContents contents{size_.load(std::memory_order_relaxed), snapshot_->memory, {}, {}};
+  KeptContents contents{.size = size_.load(std::memory_order_relaxed),
+                        .memory = snapshot_->memory,
+                        .slot = {},
+                        .extents = {},
+                        .placement = snapshot_->placement,
+                        .shift = shift_};
   if (snapshot_->slot != nullptr) {
     contents.slot = {snapshot_->slot->offset, snapshot_->slot->bytes};
   } else {
@@ -664,12 +624,15 @@ Status ExtentBuffer::restore(const KeptContents& contents) {
     Result<std::shared_ptr<AddressRange>> range = reserve_addresses(bytes, contents.extents);
     if (!range.ok()) return range.status();
     range_ = range.take();
+    replace(make_empty_snapshot(contents.placement));
     replace(make_snapshot(contents.extents));
+    shift_ = contents.shift;
     // Memory above the size is not in ahead_: fallocate(2) may have asked for it.
     context_->reclaim().list_trimmable(this, weak_from_this());
   }
   account();
-  return zero_existing(contents.size, UINT64_MAX);
+  // While a shift is in progress, its scratch is above the size.
+  return shift_.step != 0 ? Status() : zero_existing(snapshot_->placement + contents.size, UINT64_MAX);
 }
 
 }  // namespace gpufs
