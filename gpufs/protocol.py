@@ -22,7 +22,7 @@ from msgspec import Meta
 from gpufs.modes import Mode
 from gpufs.syscalls import close_all
 
-VERSION: Final = 2
+VERSION: Final = 1
 MAX_MESSAGE: Final = 16384
 MAX_DESCRIPTORS: Final = 2  # in a client's message
 MAX_PIECES: Final = 253  # descriptors in one message of the daemon; the kernel takes no more (SCM_MAX_FD)

@@ -19,6 +19,7 @@ from gpufs.protocol import Message, ProtocolError
 NUMBER = (-1, True, 1.0, None, "1")
 ID = (*NUMBER, 0, 1 << 32)
 OFFSET = (*NUMBER, 1 << 63)
+PLACEMENT = (-8, 4, 256, 1.0, "8")
 TEXT = ("x" * 1025, b"x", 1, None)
 NUMBERS: tuple[Any, ...] = ([-1], ["1"], {}, None)
 SECONDS = (-1, math.nan, True, None, "1")
@@ -51,7 +52,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
         },
     ),
     "cancel": ({"id": 1}, {"id": ID}),
-    "attach": ({"id": 1, "mode": "c"}, {"id": ID, "mode": ("w", None, 1)}),
+    "attach": (
+        {"id": 1, "mode": "c", "placement": 248},
+        {"id": ID, "mode": ("w", None, 1), "placement": (*PLACEMENT, True)},
+    ),
     "refresh": ({"id": 1, "start": (1 << 63) - 1}, {"id": ID, "start": OFFSET}),
     "detach": ({"id": 1}, {"id": ID}),
     "revoke": ({"id": 1}, {"id": ID}),
@@ -120,6 +124,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "device": 1 << 16,
             "size": (1 << 63) - 1,
             "private": True,
+            "placement": 248,
             "pieces": 1 << 32,
         },
         {
@@ -131,6 +136,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "device": (*NUMBER, (1 << 16) + 1),
             "size": OFFSET,
             "private": (0, None),
+            "placement": (*PLACEMENT, None),
             "pieces": (*NUMBER, (1 << 32) + 1),
         },
     ),

@@ -227,6 +227,7 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     std::optional<std::uint64_t> placement;
     if (below(4) != 0) placement = below(kPlacementEnd / kPlacementUnit) * kPlacementUnit;
     if (below(4) != 0) file.lease.reset();
+    const std::shared_ptr<Buffer::Lease> earlier = file.lease;
     Result<std::shared_ptr<Buffer::Lease>> lease = file.buffer->lease(true, false, "", placement);
     if (!allowed(lease.status(), file)) return;
     const std::uint64_t size = file.bytes.size();
@@ -242,6 +243,10 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     std::vector<std::byte> found(size);
     ASSERT_OK(file.buffer->device()->device().copy_out(found.data(), file.lease->address(), size));
     ASSERT_TRUE(testing::same_bytes(found, file.bytes));
+    if (!earlier || earlier->bytes() == 0) return;
+    found.resize(earlier->bytes());
+    ASSERT_OK(file.buffer->device()->device().copy_out(found.data(), earlier->address(), found.size()));
+    ASSERT_TRUE(testing::same_bytes(found, std::span(file.bytes).first(found.size())));
   }
 
   static std::uint64_t free_bytes(const File& file) {

@@ -114,7 +114,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
   }
   Status status = ensure_own(contents.offset, data_end, contents.end(), {});
   if (!status.ok()) return status;
-  if (placement && *placement != snapshot_->placement) {
+  if (placement && *placement != snapshot_->placement && !leased()) {
     status = shift_to(*placement);
     if (!status.ok() && status.error() != EBUSY) return status;
   }

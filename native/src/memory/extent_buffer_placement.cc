@@ -18,6 +18,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/log.h"
 #include "base/math.h"
 #include "memory/extent_buffer_exclusion.h"
 
@@ -96,6 +97,7 @@ Status ExtentBuffer::run_shift() {
 Status ExtentBuffer::complete_shift() {
   const std::lock_guard mutation(mutation_mutex_);
   if (shift_.step == 0) return {};
+  log_info("continuing to move a file of ", size(), " bytes within its memory, at step ", shift_.step);
   if (Status status = run_shift(); !status.ok()) return status;
   // The scratch, which the last process had allocated.
   ahead_ = inside(snapshot_->extents, round_up(snapshot_->placement + size(), granule_), kNoLimit);
