@@ -115,6 +115,32 @@ def test_functions_of_safetensors(weights: Path, tmp_path: Path) -> None:
     assert found == [[2, 0], [2, 0], [0, 2], "True"]
 
 
+def test_models_in_place_can_be_saved(root: Path, tmp_path: Path) -> None:
+    """Functions that save all tensors but those of a storage that they have saved already."""
+    small("qwen3").save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", root], check=True, timeout=PATIENCE)
+    found = in_program(
+        """
+        import pickle
+        import huggingface_hub, safetensors, safetensors.torch, transformers
+        model = transformers.AutoModel.from_pretrained(sys.argv[1])
+        safetensors.torch.save_model(model, sys.argv[2])
+        with safetensors.safe_open(sys.argv[2], "numpy") as file:
+            saved = len(file.keys())
+        shards = huggingface_hub.split_torch_state_dict_into_shards(model.state_dict(), max_shard_size="50KB")
+        names = [name for names in shards.filename_to_tensors.values() for name in names]
+        place = kinds(model.parameters())
+        print(json.dumps([place, saved, len(names), len(shards.filename_to_tensors), len(pickle.dumps(model.norm))]))
+        """,
+        root / "model",
+        tmp_path / "saved.safetensors",
+    )
+    count = len(small("qwen3").state_dict())
+    assert found[:3] == [[count, 0], count, count]
+    assert found[3] > 3
+    assert found[4] < 4000
+
+
 def test_modes(weights: Path) -> None:
     """r+ changes the file, c does not, and r ends a program that writes."""
     script = """

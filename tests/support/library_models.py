@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import peft
 import sentence_transformers
 import torch
 import transformers
+from safetensors.torch import load_file
 
 SIZES: Any = {
     "hidden_size": 128,
@@ -68,6 +70,10 @@ def use(folder: Path) -> dict[str, Any]:
     for name in ("llama", "mixtral"):
         model = auto.from_pretrained(folder / name)
         note(name, model, model.generate(TOKENS, max_new_tokens=6, do_sample=False).tolist())
+        with tempfile.TemporaryDirectory() as place:
+            accelerate.Accelerator(cpu=True).save_model(model, place)
+            saved = [name for file in Path(place).glob("*.safetensors") for name in load_file(file)]
+        note(f"{name} saved", model, sorted(saved))
     half = auto.from_pretrained(folder / "llama", dtype=torch.bfloat16)
     note("another dtype", half, half.generate(TOKENS, max_new_tokens=6, do_sample=False).tolist())
     note("device map", auto.from_pretrained(folder / "llama", device_map="cpu"), None)
