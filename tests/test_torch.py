@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cli import gpufs as gpufs_command
 from support.data import MIB, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import PATIENCE, Snapshot, errno_of, wait_until
@@ -347,6 +348,11 @@ def test_a_checkpoint_of_several_files(root: Path) -> None:
 def test_a_directory_with_one_file(root: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(3)}, root / "model.safetensors")
     assert gpufs.torch.load_file(root)["a"].tolist() == [1, 1, 1]
+    # What an earlier version of the model has left beside it.
+    stale = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (root / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert gpufs.torch.load_file(root)["a"].tolist() == [1, 1, 1]
+    gpufs_command("diff", root, root / "model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def make(folder: Path) -> None:
     mixtral = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
     transformers.MixtralForCausalLM(mixtral).save_pretrained(folder / "mixtral")
     transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(folder / "bert")
+    resnet = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    transformers.ResNetModel(resnet).save_pretrained(folder / "resnet")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     peft.get_peft_model(llama, adapter).save_pretrained(str(folder / "adapter"))
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
@@ -91,6 +93,10 @@ def use(folder: Path) -> dict[str, Any]:
         empty = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder / "llama"))
     empty = accelerate.load_checkpoint_and_dispatch(empty, folder / "llama", device_map={"": "cpu"})
     note("accelerate", empty, empty(TOKENS).logits.sum().item())
+    with accelerate.init_empty_weights(include_buffers=True):
+        norms = transformers.ResNetModel(transformers.ResNetConfig.from_pretrained(folder / "resnet"))
+    norms = accelerate.load_checkpoint_and_dispatch(norms, folder / "resnet", device_map={"": "cpu"}).train()
+    note("buffers", norms, norms(torch.ones(2, 3, 32, 32)).pooler_output.sum().item())
     return found
 
 
