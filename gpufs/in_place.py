@@ -15,9 +15,8 @@ from types import FrameType, ModuleType
 from typing import Any, Final, cast
 
 from gpufs._naming import named_in
-from gpufs.modes import Mode, check_mode
+from gpufs.modes import IN_PLACE_VARIABLE, Mode, check_mode
 
-MODE_VARIABLE: Final = "GPUFS_IN_PLACE"
 # Packages that ask for tensors in host memory and then move or copy each of them to where the model is to be. For them
 # tensors of a GPU's file stay on the GPU: the move is then nothing, or a copy within the device.
 _PLACES_TENSORS_ITSELF: Final = frozenset({"accelerate", "diffusers", "sglang", "transformers", "vllm"})
@@ -56,7 +55,7 @@ def use_in_place(mode: Mode = "r") -> None:
     gpufs.torch.load_file : the same for one file, by its own name.
     """
     check_mode(mode)
-    os.environ[MODE_VARIABLE] = mode  # for processes that this one starts, and for files opened from now on
+    os.environ[IN_PLACE_VARIABLE] = mode  # for processes that this one starts, and for files opened from now on
     install()
 
 
@@ -108,11 +107,16 @@ def _replace_safe_open(safetensors: ModuleType) -> None:
             file = _open(filename, None if _may_stay(device, sys._getframe(1)) else device)
         return original(filename, framework, device, **options) if file is None else file
 
-    safe_open.of_gpufs = True  # type: ignore[attr-defined]
     safe_open.__doc__ = original.__doc__
-    for module in [*sys.modules.values()]:  # those that have imported it
-        if getattr(module, "__dict__", {}).get("safe_open") is original:
-            module.safe_open = safe_open  # type: ignore[attr-defined]
+    _put("safe_open", original, safe_open)
+
+
+def _put(name: str, original: Any, function: Any) -> None:
+    """Put a function in the place of a library's, also in modules that have imported that."""
+    function.of_gpufs = True
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, function)
 
 
 def _may_stay(device: Any, caller: FrameType | None) -> bool:
@@ -139,9 +143,11 @@ def _lies_on_mount(path: str | os.PathLike[str]) -> bool:
 def _open(path: str | os.PathLike[str], device: Any) -> Any:
     """Open the file in place; None if that is impossible: then safetensors reads it, or reports what is wrong."""
     from gpufs.torch._file import InPlaceFile
+    from gpufs.torch._private_buffers import copy_registered_buffers
 
+    copy_registered_buffers()
     try:
-        return InPlaceFile(path, "pt", device, mode=cast(Mode, os.environ.get(MODE_VARIABLE, "r")))
+        return InPlaceFile(path, "pt", device, mode=cast(Mode, os.environ.get(IN_PLACE_VARIABLE, "r")))
     except (OSError, ValueError) as error:
         import logging
 
@@ -160,8 +166,21 @@ def _replace_warmup(modeling_utils: ModuleType) -> None:
         if not files or not all(_lies_on_mount(file) for file in files):
             original(*arguments, **named)
 
-    caching_allocator_warmup.of_gpufs = True  # type: ignore[attr-defined]
-    modeling_utils.caching_allocator_warmup = caching_allocator_warmup  # type: ignore[attr-defined]
+    _put("caching_allocator_warmup", original, caching_allocator_warmup)
 
 
-_REPLACEMENTS: Final = {"safetensors": _replace_safe_open, "transformers.modeling_utils": _replace_warmup}
+def _replace_setter(modeling: ModuleType) -> None:
+    """Keep accelerate from making buffers of tensors in place; other libraries are seen by torch's hook."""
+    original = getattr(modeling, "set_module_tensor_to_device", None)
+    if original is None or getattr(original, "of_gpufs", False):
+        return
+    from gpufs.torch._private_buffers import copying_buffers  # accelerate has imported torch
+
+    _put("set_module_tensor_to_device", original, copying_buffers(original))
+
+
+_REPLACEMENTS: Final = {
+    "accelerate.utils.modeling": _replace_setter,
+    "safetensors": _replace_safe_open,
+    "transformers.modeling_utils": _replace_warmup,
+}

@@ -7,6 +7,8 @@ Mode: TypeAlias = Literal["r", "r+", "c"]
 READ: Final = "r"
 READ_WRITE: Final = "r+"
 COPY_ON_WRITE: Final = "c"
+# The environment's variable with the mode in which a program's safetensors files are used in place.
+IN_PLACE_VARIABLE: Final = "GPUFS_IN_PLACE"
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 
 

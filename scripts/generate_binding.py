@@ -16,6 +16,7 @@ END = "/* CFFI END */"
 PYTHON_OBJECTS = """
 uintptr_t gpufs_drop_object_address(void);
 uintptr_t gpufs_capsule_destructor(void);
+uintptr_t gpufs_bytes_capsule_address(void);
 """
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 
-from gpufs import config, in_place
+from gpufs import config, modes
 from gpufs.cli._main import COMMANDS, program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +79,7 @@ def test_commands_and_options_that_are_shown_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_variables_that_are_named_exist(page: Path) -> None:
-    known = {knob.variable for knob in config.KNOBS} | {config.CONFIG_VARIABLE, in_place.MODE_VARIABLE}
+    known = {knob.variable for knob in config.KNOBS} | {config.CONFIG_VARIABLE, modes.IN_PLACE_VARIABLE}
     if page.name not in ("protocol.md", "offline.md"):
         assert set(re.findall(r"\bGPUFS_[A-Z_]+\b", page.read_text())) <= known
 

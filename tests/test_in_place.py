@@ -115,6 +115,73 @@ def test_functions_of_safetensors(weights: Path, tmp_path: Path) -> None:
     assert found == [[2, 0], [2, 0], [0, 2], "True"]
 
 
+def test_models_in_place_can_be_saved(root: Path, tmp_path: Path) -> None:
+    """Functions that save all tensors but those of a storage that they have saved already."""
+    small("qwen3").save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", root], check=True, timeout=PATIENCE)
+    found = in_program(
+        """
+        import pickle
+        import huggingface_hub, safetensors, safetensors.torch, transformers
+        model = transformers.AutoModel.from_pretrained(sys.argv[1])
+        safetensors.torch.save_model(model, sys.argv[2])
+        with safetensors.safe_open(sys.argv[2], "numpy") as file:
+            saved = len(file.keys())
+        shards = huggingface_hub.split_torch_state_dict_into_shards(model.state_dict(), max_shard_size="50KB")
+        names = [name for names in shards.filename_to_tensors.values() for name in names]
+        place = kinds(model.parameters())
+        print(json.dumps([place, saved, len(names), len(shards.filename_to_tensors), len(pickle.dumps(model.norm))]))
+        """,
+        root / "model",
+        tmp_path / "saved.safetensors",
+    )
+    count = len(small("qwen3").state_dict())
+    assert found[:3] == [[count, 0], count, count]
+    assert found[3] > 3
+    assert found[4] < 4000
+
+
+def test_buffers_are_private(root: Path, tmp_path: Path) -> None:
+    """A forward in training mode changes the statistics of BatchNorm, in the program alone."""
+    torch.manual_seed(0)
+    sizes: Any = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    transformers.ResNetModel(transformers.ResNetConfig(**sizes)).save_pretrained(tmp_path / "model")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", root], check=True, timeout=PATIENCE)
+    script = """
+        import safetensors.torch, torch, transformers
+        path = sys.argv[1]
+        model = transformers.AutoModel.from_pretrained(path)
+        own = transformers.AutoModel.from_config(model.config)
+        own.load_state_dict(safetensors.torch.load_file(path + "/model.safetensors"), assign=True)
+        found = []
+        for one in (model, own):
+            places = [kinds(one.parameters()), kinds(one.buffers())]
+            answer = one.train()(torch.ones(2, 3, 32, 32)).pooler_output.sum().item()
+            found.append([places, answer, [buffer.double().sum().item() for buffer in one.buffers()]])
+        print(json.dumps(found))
+    """
+    before = (root / "model/model.safetensors").read_bytes()
+    plain = in_program(script, root / "model", run=False)
+    for mode in ("r", "r+", "c"):
+        found = in_program(script, root / "model", mode=mode)
+        assert [one[1:] for one in found] == [one[1:] for one in plain]
+        assert all(one[0][0][1] == 0 for one in found)
+        assert mode == "c" or all(one[0][1][0] == 0 for one in found)
+    assert (root / "model/model.safetensors").read_bytes() == before
+
+
+def test_a_mount_of_a_program_in_place(tmp_path: Path) -> None:
+    """The variable that `gpufs run` sets is not reported as an unknown setting of a mount."""
+    script = """
+        import warnings
+        warnings.simplefilter("error")
+        import gpufs
+        with gpufs.mount(sys.argv[1], driver="host", devices=1, memory="16M"):
+            print("1")
+    """
+    in_program(script, tmp_path)
+
+
 def test_modes(weights: Path) -> None:
     """r+ changes the file, c does not, and r ends a program that writes."""
     script = """

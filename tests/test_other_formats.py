@@ -32,6 +32,14 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a saved object, in its order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
 def test_files_of_torch_save(root: Path) -> None:
     """Every tensor is in place, views of one storage share it, and one write is seen by the reference reader."""
     path = root / "state.pt"
@@ -48,6 +56,8 @@ def test_files_of_torch_save(root: Path) -> None:
     found = gpufs.torch.load(path)
     assert same(torch.load(path), found)
     assert vars(found["state"]) == vars(saved["state"])
+    for one, other in zip(tensors_in(torch.load(path)), tensors_in(found), strict=True):
+        assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
     changed = gpufs.torch.load(path, mode="r+")
     assert changed["views"][0].untyped_storage().data_ptr() == changed["views"][1].untyped_storage().data_ptr()
     changed["views"][2][0][3] = 42
@@ -66,6 +76,7 @@ def test_arrays_of_numpy(root: Path) -> None:
     found = gpufs.torch.load(root / "arrays.npz")
     assert found.keys() == arrays.keys()
     for name, array in np.load(root / "arrays.npz").items():
+        assert found[name].untyped_storage().nbytes() == array.nbytes
         assert found[name].numpy().dtype == array.dtype
         assert np.array_equal(found[name].numpy(), array)
     changed = gpufs.torch.load(root / "array.npy", mode="r+")
@@ -97,6 +108,7 @@ def test_gguf(root: Path) -> None:
     found = gpufs.torch.load(path)
     assert list(found) == ["w", "q"]
     assert np.array_equal(found["w"].numpy(), plain)
+    assert [tensor.untyped_storage().nbytes() for tensor in found.values()] == [48, 72]
     assert (found["q"].ggml_type, found["q"].ggml_shape) == ("Q4_0", (2, 64))
     assert np.array_equal(found["q"].numpy(), blocks.reshape(2, 36))
 

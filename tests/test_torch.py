@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from errno import ENOSPC, EOPNOTSUPP, EPERM, EXDEV
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cli import gpufs as gpufs_command
 from support.data import MIB, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import PATIENCE, Snapshot, errno_of, wait_until
@@ -146,6 +149,43 @@ def test_tensors_are_the_file(root: Path) -> None:
         file.seek(-14, os.SEEK_END)
         file.write((1234).to_bytes(2, "little"))
     assert one["b"][0] == two["b"][0] == 1234
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in tensors]
+
+
+def test_each_tensor_has_a_storage_of_its_own(root: Path) -> None:
+    """Libraries save, copy and compare by storage. Only what was tied when it was published is tied again."""
+    path = root / "model"
+    safetensors.torch.save_file({"a": torch.randn(100, 10), "b": torch.ones(7).half(), "c": torch.zeros(0, 3)}, path)
+    names = ["a", "b", "c"]
+    found = [gpufs.torch.load_file(path), gpufs.torch.load(path)]
+    with gpufs.torch.safe_open(path) as file:
+        found += [file.get_tensors(), {name: file.get_tensor(name) for name in names}]
+        found += [{name: file.get_slice(name)[...] for name in names}]
+        rows, column = file.get_slice("a")[10:20], file.get_slice("a")[:, 3]
+    for tensors in found:
+        assert storages(tensors.values()) == [(one.data_ptr(), one.nbytes) for one in tensors.values()]
+        assert len(set(storages(tensors.values()))) == 3
+        assert copy.deepcopy(tensors["b"]).untyped_storage().nbytes() == 14
+        written = io.BytesIO()
+        torch.save(tensors["b"], written)
+        assert len(written.getvalue()) < 3000
+    whole = found[-1]["a"]
+    assert same(rows, whole[10:20])
+    assert same(column, whole[:, 3])
+    assert storages([rows, column]) == [(whole[10:].data_ptr(), 400), (whole[0, 3:].data_ptr(), 99 * 40 + 4)]
+
+    gpufs.torch.publish(a_model(), root / "published")
+    tied = gpufs.torch.load_file(root / "published")
+    shared = storages([tied["embedding.weight"], tied["head.weight"]])
+    assert shared[0] == shared[1]
+    assert len(set(storages(tied.values()))) == len(tied) - 1
+    model = gpufs.torch.attach_module(an_empty_model(), root / "published")
+    assert len(set(storages(model.state_dict().values()))) == len(model.state_dict()) - 1
+    torch.save(model.middle.bias, written := io.BytesIO())
+    assert len(written.getvalue()) < 3000
 
 
 def test_safe_open_answers_as_safetensors_does(root: Path) -> None:
@@ -308,6 +348,11 @@ def test_a_checkpoint_of_several_files(root: Path) -> None:
 def test_a_directory_with_one_file(root: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(3)}, root / "model.safetensors")
     assert gpufs.torch.load_file(root)["a"].tolist() == [1, 1, 1]
+    # What an earlier version of the model has left beside it.
+    stale = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (root / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert gpufs.torch.load_file(root)["a"].tolist() == [1, 1, 1]
+    gpufs_command("diff", root, root / "model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from typing import Final
 import click
 from click.shell_completion import CompletionItem
 
-from gpufs import in_place
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure
-from gpufs.modes import MODES
+from gpufs.modes import IN_PLACE_VARIABLE, MODES
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?$")
 _FIRST_LINE_BYTES: Final = 256
@@ -74,7 +73,7 @@ def command(mode: str, words: tuple[str, ...]) -> None:
     program = shutil.which(words[0])
     if program is None:
         raise Failure(f"{words[0]}: no such program", 127)
-    environment = {**os.environ, in_place.MODE_VARIABLE: mode}
+    environment = {**os.environ, IN_PLACE_VARIABLE: mode}
     python = _python_of(program)
     if python is not None and not _has_gpufs(python, environment):
         raise Failure(f"{python}, which runs {words[0]}, has no gpufs: install it there, {python} -m pip install gpufs")

@@ -20,7 +20,7 @@ except ModuleNotFoundError:
         " another directory, because this one hides it; otherwise run make build here"
     ) from None
 
-from gpufs.engine._arrays import DeviceRange, dlpack_capsule
+from gpufs.engine._arrays import DeviceRange, bytes_capsule, dlpack_capsule
 from gpufs.engine._backing import BackingFile, BackingInfo
 from gpufs.engine._binding import EngineError, engine_version, log_configure
 from gpufs.engine._buffer import KEEP_SIZE, PUNCH_HOLE, SEEK_DATA, SEEK_HOLE, ZERO_RANGE, Buffer, BufferInfo, Lease
@@ -94,6 +94,7 @@ __all__ = [
     "Transfer",
     "TransferError",
     "TransferProgress",
+    "bytes_capsule",
     "configure_operations",
     "dlpack_capsule",
     "engine_version",

@@ -6,7 +6,7 @@ DLPack: https://dmlc.github.io/dlpack.
 import ctypes
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
@@ -38,6 +38,9 @@ _new_capsule: Final = python_function(
     "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
 )
 _DROP: Final = ffi.cast("void(*)(void *)", lib.gpufs_drop_object_address())
+_new_bytes_capsule: Final[Callable[..., Any]] = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.py_object, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64
+)(lib.gpufs_bytes_capsule_address())
 _CUDA_INTERFACE: Final = "__cuda_array_interface__"
 # "<f4", "|b1", "<M8[ns]": byte order, kind, bytes of an element (for "U": characters of 4 bytes).
 _TYPE: Final = re.compile(r"[<>|=]?([A-Za-z])(\d+)(?:\[.*\])?")
@@ -372,3 +375,23 @@ def dlpack_capsule(
         check(lib.gpufs_tensor_export(0, new_reference(owner), _DROP, tensor, versioned, read_only, managed))
     name = _VERSIONED_NAME if versioned else _LEGACY_NAME
     return _new_capsule(int(ffi.cast("uintptr_t", managed[0])), name, lib.gpufs_capsule_destructor())
+
+
+def bytes_capsule(owner: object, driver: str, device: int, address: int, count: int) -> Any:
+    """Return a DLPack capsule of bytes: as :func:`dlpack_capsule`, in less time, since a file has thousands of tensors.
+
+    Parameters
+    ----------
+    owner
+        An object that keeps the memory, until the consumer releases it.
+    driver, device
+        As for :func:`dlpack_capsule`.
+    address, count
+        The first byte, and the number of bytes.
+
+    Returns
+    -------
+    capsule
+        What ``from_dlpack()`` of a library takes, once.
+    """
+    return _new_bytes_capsule(owner, address, DRIVERS[driver].dlpack, device, count)

@@ -38,7 +38,8 @@ def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
     Parameters
     ----------
     path
-        A file of tensors, an index (its name ends with .json), or a directory with one of them under its usual name.
+        A file of tensors, an index (its name ends with .json), or a directory with one of them under its usual name. In
+        a directory with both it is the file.
 
     Returns
     -------
@@ -54,11 +55,12 @@ def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
     """
     name = os.fspath(path)
     if os.path.isdir(name):
-        index, name = os.path.join(name, INDEX_NAME), os.path.join(name, FILE_NAME)
-        if os.path.lexists(index):
-            name = index
-        elif not os.path.lexists(name):
-            raise FileNotFoundError(errno.ENOENT, _without_checkpoint(os.path.dirname(name)), os.fspath(path))
+        # transformers also takes the single file, whatever index an earlier version of the model has left.
+        candidates = (os.path.join(name, file) for file in (FILE_NAME, INDEX_NAME))
+        found = next((candidate for candidate in candidates if os.path.lexists(candidate)), None)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, _without_checkpoint(name), name)
+        name = found
     if not name.endswith(".json"):
         return CheckpointFiles((name,))
     folder = os.path.dirname(name)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-import gpufs.engine  # noqa: F401 - attach() needs it, and its first call should not wait for it
 from gpufs._naming import named_in
 from gpufs.client._attach import attach
 from gpufs.formats import FormatError
@@ -20,12 +17,14 @@ from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
+    Header,
     HeaderEntry,
     header_bytes,
     parse_header,
     without_garbage_collection,
 )
 from gpufs.modes import Mode
+from gpufs.torch._memory import FileMemory
 from gpufs.torch._record import TensorRecord, parse_records, span
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     if hasattr(torch, torch_name := _PACKED.get(name, element.name))
 }
 _NO_RECORD = TensorRecord()
-_FEW_DIMENSIONS = 8
 
 
 def stored_elements(dtype: str) -> int:
@@ -49,35 +47,28 @@ def stored_elements(dtype: str) -> int:
 
 
 class TensorFile:
-    """One safetensors file, mapped. Its tensors are views that keep the mapping alive."""
+    """One safetensors file, mapped. Its tensors are the file's memory, and keep the mapping alive."""
 
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         try:
-            attached = attach(self.path, mode=mode)
+            memory = FileMemory(attach(self.path, mode=mode))
         except OSError as error:
             raise link_error(error, self.path) from None
-        self.private = attached.private
-        self._bytes: torch.Tensor = from_dlpack(attached)
+        self.private = memory.private
+        self._memory = memory
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
-            prefix = _read(self._bytes[: LENGTH_BYTES + 1])
-            if not prefix.endswith(b"{"):
-                from gpufs.formats import layout  # which names the format that the file has
-
-                layout.check_safetensors(_read(self._bytes[: layout.PREFIX_BYTES]))
-            length = header_bytes(prefix, len(self._bytes))
-            start = LENGTH_BYTES + length
-            header = parse_header(_read(self._bytes[LENGTH_BYTES:start]), len(self._bytes) - start)
+            self._start, header = _read_header(memory.size, memory.read)
             self._entries = header.entries
-            self._start = start
-            self._data = self._bytes[start:]
-            self._typed: dict[str, torch.Tensor] = {}
             self.metadata = header.metadata
             self.records = parse_records(header.metadata)
             self._check_records()
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
+        # The bytes that several tensors lie in, by their name in the header: such tensors share a storage.
+        self._in_several = {self._owner(name) for name, record in self.records.items() if record.same_as is not None}
+        self._shared: dict[str, torch.Tensor] = {}
 
     def _check_records(self) -> None:
         for name, record in self.records.items():
@@ -142,48 +133,39 @@ class TensorFile:
         """Return the tensor's strides in elements; None if it is contiguous."""
         return self._record(name).strides
 
-    def _whole(self, name: str, dtype: str) -> torch.Tensor:
-        """Return the file as elements of one dtype: a view of it by strides is one call of torch."""
-        whole = self._typed.get(dtype)
-        if whole is None:
-            torch_dtype = self._dtype(name)
-            whole = self._bytes[: len(self._bytes) // torch_dtype.itemsize * torch_dtype.itemsize].view(torch_dtype)
-            self._typed[dtype] = whole
-        return whole
-
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor as a view; a copy if its address is not a multiple of its dtype's size."""
-        entry = self.entry(name)
-        plain = not self.records and entry.start < entry.end and len(entry.shape) <= _FEW_DIMENSIONS
-        if plain and stored_elements(entry.dtype) == 1:
-            whole = self._whole(name, entry.dtype)
-            offset, rest = divmod(self._start + entry.start, whole.itemsize)
-            if not rest and not whole.storage_offset():
-                return whole.as_strided(entry.shape, _strides(entry.shape), offset)
+        """Return the tensor in place; a copy if its address is not a multiple of its dtype's size."""
         dtype = self._dtype(name)
-        data = self._data[entry.start : entry.end]
-        if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
-            data = data.clone()
-        typed = data.view(dtype)
+        typed = self._bytes_of(self._owner(name), dtype.itemsize).view(dtype)
         strides = self.strides(name)
-        if strides is not None:
-            return typed.as_strided(self.shape(name), strides)
-        return typed.view(self.shape(name))
+        return typed.view(self.shape(name)) if strides is None else typed.as_strided(self.shape(name), strides)
+
+    def _bytes_of(self, owner: str, itemsize: int) -> torch.Tensor:
+        """Return all bytes that the header has under this name, as a storage."""
+        shared = self._shared.get(owner)
+        if shared is not None:
+            return shared
+        entry = self._entries[owner]
+        data = self._memory.tensor(self._start + entry.start, entry.end - entry.start)
+        if data.data_ptr() % itemsize:
+            data = data.clone()
+        return self._shared.setdefault(owner, data) if owner in self._in_several else data
+
+    def part(self, name: str, index: Any) -> torch.Tensor:
+        """Return a part of the tensor; in place where torch's indexing gives a view."""
+        return self._memory.separate(self.tensor(name)[index])
 
 
-@functools.lru_cache(maxsize=256)  # a model has few shapes
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor that is not empty."""
-    strides = []
-    stride = 1
-    for extent in reversed(shape):
-        strides.append(stride)
-        stride *= extent
-    return tuple(reversed(strides))
+def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
+    """Return where the data begins, and the header. ``read(offset, count)`` returns bytes of the file."""
+    prefix = read(0, min(size, LENGTH_BYTES + 1))
+    if not prefix.endswith(b"{"):
+        from gpufs.formats import layout  # which names the format that the file has
 
-
-def _read(data: torch.Tensor) -> bytes:
-    return data.cpu().numpy().tobytes()
+        layout.check_safetensors(read(0, min(size, layout.PREFIX_BYTES)))
+    length = header_bytes(prefix, size)
+    start = LENGTH_BYTES + length
+    return start, parse_header(read(LENGTH_BYTES, length), size - start)
 
 
 class Checkpoint:
@@ -282,7 +264,7 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a part of the tensor; a view where torch's indexing gives one."""
-        part = self._checkpoint.tensor(self._name)[index]
+        part = self._checkpoint.places[self._name].part(self._name, index)
         return part if self._device is None else part.to(self._device)
 
 

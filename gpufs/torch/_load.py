@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs._naming import named_in
@@ -16,40 +16,46 @@ from gpufs.formats import FormatError, archives, gguf, layout
 from gpufs.formats.checkpoint import link_error
 from gpufs.modes import Mode
 from gpufs.torch._file import TORCH_DTYPES, Device, load_file
+from gpufs.torch._memory import FileMemory
 
 _MAGIC_BYTES = 8
+_LARGEST_ITEM = 8  # bytes of an element of torch.save(), at most
 
 
 class _File:
-    """An attached file. Its tensors are views that keep the mapping alive."""
+    """An attached file."""
 
     def __init__(self, path: str, mode: Mode, device: Device) -> None:
         try:
-            self._bytes: torch.Tensor = from_dlpack(gpufs.attach(path, mode=mode))
+            self._memory = FileMemory(gpufs.attach(path, mode=mode))
         except OSError as error:
             raise link_error(error, path) from None
         self._device = device
+        self._storages: dict[int, torch.Tensor] = {}  # of torch.save(), by their offsets
         self.mode = mode
-        self.size = len(self._bytes)
+        self.size = self._memory.size
+        self.read = self._memory.read
 
-    def read(self, offset: int, count: int) -> bytes:
-        return self._bytes[offset : offset + count].cpu().numpy().tobytes()
-
-    def tensor(
-        self,
-        dtype: torch.dtype,
-        offset: int,
-        count: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
+    def tensor(self, dtype: torch.dtype, offset: int, count: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
-        data = self._bytes[offset : offset + count]
-        if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
-            data = data.clone()
-        typed = data.view(dtype)
-        shaped = typed.view(shape) if strides is None else typed.as_strided(shape, strides)
-        return shaped if self._device is None else shaped.to(self._device)
+        return self._placed(self._bytes(offset, count, dtype.itemsize).view(dtype).view(shape))
+
+    def stored(self, tensor: archives.StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of torch.save(). Those that shared a storage when they were saved share one again."""
+        tensor.place(dtype.itemsize)  # raises FormatError if the storage has fewer bytes
+        member = tensor.storage.member
+        if member.offset not in self._storages:
+            self._storages[member.offset] = self._placed(self._bytes(member.offset, member.bytes, _LARGEST_ITEM))
+        data = self._storages[member.offset]
+        elements = data[: member.bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return elements.as_strided(tensor.shape, tensor.strides, tensor.offset)
+
+    def _bytes(self, offset: int, count: int, itemsize: int) -> torch.Tensor:
+        data = self._memory.tensor(offset, count)
+        return data.clone() if data.data_ptr() % itemsize else data
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._device is None else tensor.to(self._device)
 
 
 @named_in("gpufs.torch")
@@ -97,21 +103,33 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     name = os.fspath(path)
     if os.path.isdir(name) or name.endswith(".json"):
         return load_file(name, device, mode=mode)
+    magic = _first_bytes(name)
+    if not magic.startswith((gguf.MAGIC, layout.NPY_MAGIC, archives.MAGIC)):
+        return load_file(name, device, mode=mode)
     file = _File(name, mode, device)
-    magic = file.read(0, _MAGIC_BYTES)
     try:
         if magic.startswith(gguf.MAGIC):
             return _load_gguf(file)
         if magic.startswith(layout.NPY_MAGIC):
             return _array(file, layout.read_npy(file.size, file.read), 0)
-        if magic.startswith(archives.MAGIC):
-            members = archives.read_members(file.size, file.read)
-            if archives.pickle_name(members) is not None:
-                return _restore(archives.read_torch_archive(file.size, file.read), file, {})
-            return _load_npz(file, members)
+        members = archives.read_members(file.size, file.read)
+        if archives.pickle_name(members) is not None:
+            return _restore(archives.read_torch_archive(file.size, file.read), file, {})
+        return _load_npz(file, members)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
-    return load_file(name, device, mode=mode)
+
+
+def _first_bytes(path: str) -> bytes:
+    """Return the bytes that show the format; none if it is not a regular file: attach() says so."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise link_error(error, path) from None
+    try:
+        return os.read(fd, _MAGIC_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
 
 
 def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
@@ -168,8 +186,7 @@ def _stored(value: archives.StoredTensor, file: _File) -> torch.Tensor:
     if value.dtype not in TORCH_DTYPES:
         raise FormatError(f"torch {torch.__version__} has no dtype for {value.dtype}")
     dtype = TORCH_DTYPES[value.dtype]
-    offset, count = value.place(dtype.itemsize)
-    tensor = file.tensor(dtype, offset, count, value.shape, value.strides)
+    tensor = file.stored(value, dtype)
     trainable = value.requires_grad and file.mode != "r"
     if value.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=trainable)

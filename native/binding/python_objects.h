@@ -31,3 +31,17 @@ static void gpufs_release_capsule(PyObject* capsule) {
 }
 
 static uintptr_t gpufs_capsule_destructor(void) { return (uintptr_t)&gpufs_release_capsule; }
+
+// Returns a capsule with `bytes` bytes of memory that belongs to `owner`, as elements of uint8. NULL and an exception
+// without memory for it. The caller has the interpreter's lock.
+static PyObject* gpufs_bytes_capsule(PyObject* owner, void* data, int32_t device_type, int32_t device, int64_t bytes) {
+  const gpufs_dl_tensor tensor = {data, device_type, device, 1, 1, 8, 1, &bytes, NULL, 0};
+  void* managed = NULL;
+  Py_IncRef(owner);  // until the consumer releases the tensor, or the export fails
+  if (gpufs_tensor_export(0, owner, gpufs_drop_object, &tensor, 0, 0, &managed).error != 0) return PyErr_NoMemory();
+  PyObject* const capsule = PyCapsule_New(managed, "dltensor", gpufs_release_capsule);
+  if (capsule == NULL) gpufs_tensor_release(managed, 0);
+  return capsule;
+}
+
+static uintptr_t gpufs_bytes_capsule_address(void) { return (uintptr_t)&gpufs_bytes_capsule; }

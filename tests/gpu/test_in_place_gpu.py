@@ -69,6 +69,15 @@ def json_of(*words: str | Path) -> Any:
     return json.loads(subprocess.run([*GPUFS, *words, "--json"], check=True, capture_output=True).stdout)
 
 
+def test_publishing_nothing_leaves_a_pool_alone(gpu: GpufsMount) -> None:
+    path = gpu.device / "model.safetensors"
+    pool = gpufs.torch.pool(path, 1 << 20)
+    assert not gpufs.torch.publish({}, gpu.device / "nothing.safetensors").in_place
+    with pool:
+        weight = torch.ones(1000, device="cuda")
+    assert gpufs.torch.publish({"weight": weight}, path).in_place
+
+
 def test_many_small_files(gpu: GpufsMount) -> None:
     """Their copies are tensors of their own, in one piece of memory."""
     contents = [os.urandom(17 * number % 5000) for number in range(500)]

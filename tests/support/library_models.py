@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import peft
 import sentence_transformers
 import torch
 import transformers
+from safetensors.torch import load_file
 
 SIZES: Any = {
     "hidden_size": 128,
@@ -34,6 +36,8 @@ def make(folder: Path) -> None:
     mixtral = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
     transformers.MixtralForCausalLM(mixtral).save_pretrained(folder / "mixtral")
     transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(folder / "bert")
+    resnet = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    transformers.ResNetModel(resnet).save_pretrained(folder / "resnet")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     peft.get_peft_model(llama, adapter).save_pretrained(str(folder / "adapter"))
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
@@ -68,6 +72,10 @@ def use(folder: Path) -> dict[str, Any]:
     for name in ("llama", "mixtral"):
         model = auto.from_pretrained(folder / name)
         note(name, model, model.generate(TOKENS, max_new_tokens=6, do_sample=False).tolist())
+        with tempfile.TemporaryDirectory() as place:
+            accelerate.Accelerator(cpu=True).save_model(model, place)
+            saved = [name for file in Path(place).glob("*.safetensors") for name in load_file(file)]
+        note(f"{name} saved", model, sorted(saved))
     half = auto.from_pretrained(folder / "llama", dtype=torch.bfloat16)
     note("another dtype", half, half.generate(TOKENS, max_new_tokens=6, do_sample=False).tolist())
     note("device map", auto.from_pretrained(folder / "llama", device_map="cpu"), None)
@@ -85,6 +93,10 @@ def use(folder: Path) -> dict[str, Any]:
         empty = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder / "llama"))
     empty = accelerate.load_checkpoint_and_dispatch(empty, folder / "llama", device_map={"": "cpu"})
     note("accelerate", empty, empty(TOKENS).logits.sum().item())
+    with accelerate.init_empty_weights(include_buffers=True):
+        norms = transformers.ResNetModel(transformers.ResNetConfig.from_pretrained(folder / "resnet"))
+    norms = accelerate.load_checkpoint_and_dispatch(norms, folder / "resnet", device_map={"": "cpu"}).train()
+    note("buffers", norms, norms(torch.ones(2, 3, 32, 32)).pooler_output.sum().item())
     return found
 
 

@@ -1,0 +1,79 @@
+"""The memory of a file as tensors, each with a storage of its own.
+
+Libraries decide by the storage what belongs together: tensors of one storage are saved, copied, pickled and moved
+together, or taken for the same weight. So each tensor of a file has a storage over its own bytes, as safetensors gives
+it one. All of them keep the file attached.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gpufs.client._array import DeviceArray
+from gpufs.drivers import HOST
+from gpufs.engine import bytes_capsule
+
+_lock = threading.Lock()
+_files: weakref.WeakSet[FileMemory] = weakref.WeakSet()  # those that are attached; guarded by _lock
+
+
+class FileMemory:
+    """The attached memory of one file. It stays attached until this object and all its tensors are gone."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.size = array.size
+        self.private = array.private
+        self.mode = array.mode
+        self._attached = array._open()
+        self._driver = self._attached.driver
+        self._address = array.address
+        self._number = array.__dlpack_device__()[1]
+        self._device = torch.device("cpu" if self._driver == HOST else f"cuda:{self._number}")  # cuda: also for HIP
+        with _lock:
+            _files.add(self)
+
+    def tensor(self, offset: int, count: int) -> torch.Tensor:
+        """Return ``count`` bytes from ``offset`` on as a tensor that is all of its storage."""
+        if not count:  # at no address, as torch has it: the address is that of the next tensor
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        address = self._address + offset
+        tensor: torch.Tensor = from_dlpack(bytes_capsule(self, self._driver, self._number, address, count))
+        return tensor
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``offset`` on, after the current stream's work."""
+        return self.tensor(offset, count).cpu().numpy().tobytes()
+
+    def separate(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the same elements in a storage that has no others than those between its first and last."""
+        if not part.numel():
+            return part.clone()
+        last = sum((extent - 1) * stride for extent, stride in zip(part.shape, part.stride(), strict=True))
+        count = (last + 1) * part.itemsize
+        if part.untyped_storage().nbytes() == count:
+            return part
+        offset = part.data_ptr() - self._address
+        if not 0 <= offset <= self.size - count:  # a part of a private copy
+            return part.clone()
+        return self.tensor(offset, count).view(part.dtype).as_strided(part.shape, part.stride())
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is memory of this file."""
+        end = self._address + self.size
+        return tensor.device.type == self._device.type and self._address <= tensor.data_ptr() < end
+
+
+def file_of(tensor: torch.Tensor) -> FileMemory | None:
+    """Return the file whose memory a tensor is; None for other tensors, also for those that have no memory."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    with _lock:
+        files = list(_files)
+    try:
+        return next((file for file in files if file.contains(tensor)), None)
+    except RuntimeError:  # a tensor that only wraps others
+        return None
