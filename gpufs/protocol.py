@@ -52,9 +52,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Texts = Annotated[list[Text], Meta(max_length=64)]
 Counts = Annotated[dict[Text, Count], Meta(max_length=16)]
 # A file's first byte lies so many bytes behind the start of its memory, so that what follows a header is aligned.
-PLACEMENT_UNIT: Final = 8
 PLACEMENT_END: Final = 256
-Placement = Annotated[int, Meta(ge=0, lt=PLACEMENT_END, multiple_of=PLACEMENT_UNIT)]
+Placement = Annotated[int, Meta(ge=0, lt=PLACEMENT_END)]
 Sizes = Annotated[list[Count], Meta(max_length=MAX_PIECES)]
 
 
@@ -123,8 +122,8 @@ class Attach(Request, tag="attach"):
     """Ask for the memory behind the file on the mount whose descriptor comes with it. The lease has the number ``id``.
 
     ``mode``: READ; READ_WRITE, for which the descriptor must be open for reading and writing; or COPY_ON_WRITE: the
-    memory of a GPU is then always a copy, and the client maps memory of the host privately. ``placement``: where in that
-    memory the file's first byte should lie, so that its tensors are aligned; None: it does not matter.
+    memory of a GPU is then always a copy, and the client maps memory of the host privately. ``placement``: where in
+    that memory the file's first byte should lie, so that its tensors are aligned; None: it does not matter.
     """
 
     mode: Mode

@@ -84,7 +84,7 @@ def test_a_file_moves_however_it_came(
         content = noise(size)
         (host / "source").write_bytes(content)
         way(file, content, host / "source")
-        for placement in (248, 8, 0, 128):
+        for placement in (248, 8, 0, 131):
             assert placement_of(file, placement) == placement
         assert file.stat().st_size == size
         file.unlink()
@@ -156,10 +156,10 @@ def test_memory_in_use_does_not_move(file: Path) -> None:
     assert placement_of(file, 32) == 32
 
 
-@pytest.mark.parametrize("wrong", [-8, 4, 256, 3.0, "8"])
+@pytest.mark.parametrize("wrong", [-8, 256, 3.5, "8"])
 def test_other_numbers_are_no_placements(wrong: int, file: Path) -> None:
     file.write_bytes(b"content")
-    with pytest.raises(ValueError, match="multiple of 8"):
+    with pytest.raises(ValueError, match="256"):
         gpufs.attach(file, placement=wrong)
 
 
@@ -210,7 +210,7 @@ def test_readers_and_writers_never_see_a_move(file: Path) -> None:
     try:
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
-            with gpufs.attach(file, placement=random.randrange(0, 256, 8)) as array:
+            with gpufs.attach(file, placement=random.randrange(256)) as array:
                 moved += array.address % 256 != 0
     finally:
         stop.set()

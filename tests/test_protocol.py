@@ -19,7 +19,7 @@ from gpufs.protocol import Message, ProtocolError
 NUMBER = (-1, True, 1.0, None, "1")
 ID = (*NUMBER, 0, 1 << 32)
 OFFSET = (*NUMBER, 1 << 63)
-PLACEMENT = (-8, 4, 256, 1.0, "8")
+PLACEMENT = (-1, 256, 1.5, "8")
 TEXT = ("x" * 1025, b"x", 1, None)
 NUMBERS: tuple[Any, ...] = ([-1], ["1"], {}, None)
 SECONDS = (-1, math.nan, True, None, "1")
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     ),
     "cancel": ({"id": 1}, {"id": ID}),
     "attach": (
-        {"id": 1, "mode": "c", "placement": 248},
+        {"id": 1, "mode": "c", "placement": 255},
         {"id": ID, "mode": ("w", None, 1), "placement": (*PLACEMENT, True)},
     ),
     "refresh": ({"id": 1, "start": (1 << 63) - 1}, {"id": ID, "start": OFFSET}),

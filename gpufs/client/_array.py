@@ -240,7 +240,9 @@ class DeviceArray:
         if not self._contiguous():
             raise ValueError("the array is not contiguous: make a view of the whole first, then take the part")
         if self._offset % min(element.bytes, _WORD):
-            raise ValueError(f"the array begins at byte {self._offset}, where {element.name} is not aligned: copy it")
+            raise ValueError(
+                f"the array begins at byte {self._offset}, of its memory, where {element.name} is not aligned: copy it"
+            )
         if shape is None:
             extents = self._shape if element == self._element else (-1,)
         else:

@@ -147,8 +147,8 @@ def attach(
     copy
         False: an error instead of a private copy. None: a private copy where nothing else is possible.
     placement
-        Where in its memory the file's first byte should lie: a multiple of 8 below 256. ``-header % 256`` aligns what
-        follows a header of that many bytes. The daemon moves the contents there, which takes 2 ms for each GiB on a
+        Where in its memory the file's first byte should lie, below 256. ``-header % 256`` aligns what follows a header
+        of that many bytes. The daemon moves the contents there, which takes 2 ms for each GiB on a
         GPU, unless another program uses them or the device is full. The file's bytes stay what they are. None: where
         they lie now.
 
@@ -169,8 +169,8 @@ def attach(
         As of open(2); EINVAL if the file has no device memory (it is below ``backing`` or ``.gpufs``), ENODATA for
         holes with mode "r".
     ValueError
-        ``mode`` is none of "r", "r+" and "c", ``reserve`` is less than the file's size, ``placement`` is not a multiple
-        of 8 below 256, or only a copy is possible and ``copy`` is False.
+        ``mode`` is none of "r", "r+" and "c", ``reserve`` is less than the file's size, ``placement`` is not below 256,
+        or only a copy is possible and ``copy`` is False.
 
     Examples
     --------
@@ -180,10 +180,8 @@ def attach(
     check_mode(mode)
     if copy not in (None, False):
         raise ValueError(f"copy: {copy!r} is neither None nor False: copy the elements of the array instead")
-    if placement is not None and placement not in range(0, protocol.PLACEMENT_END, protocol.PLACEMENT_UNIT):
-        raise ValueError(
-            f"placement: {placement!r} is not a multiple of {protocol.PLACEMENT_UNIT} below {protocol.PLACEMENT_END}"
-        )
+    if placement is not None and placement not in range(protocol.PLACEMENT_END):
+        raise ValueError(f"placement: {placement!r} is not a number below {protocol.PLACEMENT_END}")
     name = os.fsdecode(path)
     try:
         fd, mounts = _open_file(name, mode)

@@ -346,15 +346,14 @@ class Lease(Handle):
     local
         The memory is used by its address in this process, and is not exported.
     placement
-        Where in its memory the first byte should lie: a multiple of 8 below 256, so that what the program uses is
-        aligned. The contents move there unless others use them, or the device is full: see :attr:`placement`. None: it
-        does not matter.
+        Where in its memory the first byte should lie, below 256, so that what the program uses is aligned. The contents
+        move there unless others use them, or the device is full: see :attr:`placement`. None: it does not matter.
 
     Raises
     ------
     EngineError
-        EINVAL: the placement is none. ENODATA: the buffer has holes, and the lease is not for writing. ENOSPC: no memory for the holes. EOPNOTSUPP:
-        the device cannot share memory; the text says why.
+        EINVAL: the placement is not below 256. ENODATA: the buffer has holes, and the lease is not for writing. ENOSPC:
+        no memory for the holes. EOPNOTSUPP: the device cannot share memory; the text says why.
 
     Examples
     --------

@@ -1,12 +1,16 @@
 """Where in its memory a file should begin, so that its tensors are aligned for the kernels that use them."""
 
+import json
+import os
 from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 
-UNIT: Final = 8  # what a file may be moved by
+from gpufs.formats import FormatError, layout, safetensors
+
 END: Final = 256  # a GPU's allocations are aligned to that, and so are the tensors of a file whose data begins there
+_WORD: Final = 8  # the strictest alignment of an element
 _LOADS: Final = 16  # the bytes that a kernel loads at a time: tensors at other addresses take slower kernels, or none
 
 
@@ -21,8 +25,8 @@ def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
     Returns
     -------
     int
-        A multiple of 8 below 256. With it most bytes of tensors begin at a multiple of 16, and as many as possible of
-        256; the smallest of equal ones.
+        Below 256. With it most bytes of tensors begin at a multiple of 16, and as many as possible of 256. Of equal
+        ones a multiple of 8, since views of the whole file then stay aligned, too, and the smallest.
     """
     offsets, sizes = np.array([*tensors], np.uint64).reshape(-1, 2).T
     remainders = np.arange(END)
@@ -31,4 +35,52 @@ def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
     def aligned(placement: int, alignment: int) -> float:
         return float(by_remainder[(remainders + placement) % alignment == 0].sum())
 
-    return max(range(0, END, UNIT), key=lambda placement: (aligned(placement, _LOADS), aligned(placement, END)))
+    return max(
+        range(END),
+        key=lambda placement: (aligned(placement, _LOADS), aligned(placement, END), placement % _WORD == 0),
+    )
+
+
+def file_placement(path: str | os.PathLike[str]) -> int | None:
+    """Choose the placement of a file by what is in it.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Returns
+    -------
+    int or None
+        As :func:`best_placement`. None for a file that cannot be read, or has no tensors: whatever uses it reports why.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+
+            def read(offset: int, count: int) -> bytes:
+                return os.pread(file.fileno(), count, offset)
+
+            prefix = read(0, safetensors.LENGTH_BYTES + 1)
+            if prefix.endswith(b"{"):
+                return best_placement(_in_safetensors(read(0, size_of_header(prefix, size))))
+            found = layout.read_layout(os.fsdecode(path), size, read)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, FormatError):
+        return None
+    if found is None or not found.tensors:
+        return None
+    return best_placement((tensor.offset, tensor.bytes) for tensor in found.tensors)
+
+
+def size_of_header(prefix: bytes, size: int) -> int:
+    """Return the bytes before the data of a safetensors file."""
+    return safetensors.LENGTH_BYTES + safetensors.header_bytes(prefix, size)
+
+
+def _in_safetensors(header: bytes) -> Iterable[tuple[int, int]]:
+    """Offsets and bytes by a header that has not been checked: a wrong one only places the file in another way."""
+    fields = json.loads(header[safetensors.LENGTH_BYTES :])
+    for name, entry in fields.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            yield len(header) + start, end - start

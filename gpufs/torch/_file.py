@@ -14,6 +14,7 @@ from gpufs.client._attach import attach
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.placement import file_placement
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -52,7 +53,7 @@ class TensorFile:
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         try:
-            memory = FileMemory(attach(self.path, mode=mode))
+            memory = FileMemory(attach(self.path, mode=mode, placement=file_placement(self.path)))
         except OSError as error:
             raise link_error(error, self.path) from None
         self.private = memory.private

@@ -192,8 +192,8 @@ typedef struct {
  * memory exists until the lease is closed, also if the buffer's file is removed. label: what messages call the holder;
  * NULL: nothing. WRITE allocates holes (ENOSPC as usual); without it they are ENODATA. EOPNOTSUPP: the device's memory
  * cannot be exported; the text says why. Closed with the buffer's engine or mount.
- * placement: where in its memory the first byte should lie, a multiple of 8 below 256, so that what the program uses is
- * aligned; -1: it does not matter. The contents are moved unless others use them or the device is full: see the info. */
+ * placement: where in its memory the first byte should lie, below 256, so that what the program uses is aligned; -1: it
+ * does not matter. The contents move there unless others use them or the device is full: see the info. */
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
                               gpufs_handle* lease);
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info);

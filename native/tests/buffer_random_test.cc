@@ -225,7 +225,7 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
 
   void lease(File& file) {
     std::optional<std::uint64_t> placement;
-    if (below(4) != 0) placement = below(kPlacementEnd / kPlacementUnit) * kPlacementUnit;
+    if (below(4) != 0) placement = below(kPlacementEnd);
     if (below(4) != 0) file.lease.reset();
     const std::shared_ptr<Buffer::Lease> earlier = file.lease;
     Result<std::shared_ptr<Buffer::Lease>> lease = file.buffer->lease(true, false, "", placement);

@@ -108,9 +108,8 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
     std::optional<std::uint64_t> wanted;
     if (placement >= 0) wanted = static_cast<std::uint64_t>(placement);
-    if (wanted && (*wanted >= kPlacementEnd || *wanted % kPlacementUnit != 0)) {
-      return {EINVAL, "placement: " + std::to_string(placement) + " is not a multiple of " +
-                          std::to_string(kPlacementUnit) + " below " + std::to_string(kPlacementEnd)};
+    if (wanted && *wanted >= kPlacementEnd) {
+      return {EINVAL, "placement: " + std::to_string(placement) + " is not below " + std::to_string(kPlacementEnd)};
     }
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();

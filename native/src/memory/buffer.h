@@ -30,9 +30,8 @@
 
 namespace gpufs {
 
-// A file's first byte may lie at any multiple of kPlacementUnit below kPlacementEnd of its memory, so that what programs
-// use in place is aligned however long the file's header is.
-inline constexpr std::uint64_t kPlacementUnit = 8;
+// A file's first byte may lie anywhere below this in its memory, so that what programs use in place is aligned however
+// long the file's header is.
 inline constexpr std::uint64_t kPlacementEnd = 256;
 
 // Contents on their way to another placement, in steps of a few MiB: see extent_buffer_placement.cc.
