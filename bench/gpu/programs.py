@@ -1,0 +1,106 @@
+"""Whole programs from their start: transformers on weights from tmpfs, from the mount, and by ``gpufs run``.
+
+A program is a process of its own (program.py): it loads a model, computes, and reports how long each part took, what it
+computed and how much memory it took. The ways take turns, so that what else happens on the machine meets all of them.
+
+    .venv/bin/python bench/gpu/programs.py --layers 14 --rounds 3
+
+Needs torch and transformers. The model has random weights in the form of Qwen3-8B, with fewer layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+GPUFS: Final = str(REPOSITORY / ".venv" / "bin" / "gpufs")
+PROGRAM: Final = str(Path(__file__).with_name("program.py"))
+TMPFS: Final = "from tmpfs"
+IN_PLACE: Final = "by gpufs run"
+WAYS: Final = (TMPFS, "from the mount", IN_PLACE)
+_FIGURES: Final = (
+    ("first_token_s", "process start to first token, s"),
+    ("load_s", "first load, s"),
+    ("second_load_s", "second load, s"),
+    ("gpu_gib", "GPU memory of the program, GiB"),
+    ("decode_ms", "decode of one token, ms"),
+)
+
+
+@contextmanager
+def mounted(path: Path) -> Iterator[Path]:
+    path.mkdir()
+    subprocess.run([GPUFS, "mount", path, "--driver", "cuda"], check=True)
+    try:
+        yield path / "gpu0"
+    finally:
+        subprocess.run([GPUFS, "umount", path], check=True)
+
+
+def run(way: str, model: Path, *options: str) -> dict[str, Any]:
+    """Start the program; returns what it reports. CalledProcessError if it fails."""
+    words = [GPUFS, "run", "--"] if way == IN_PLACE else []
+    done = subprocess.run(
+        [*words, sys.executable, PROGRAM, model, *options], stdout=subprocess.PIPE, check=True, text=True
+    )
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def print_table(reports: dict[str, list[dict[str, Any]]]) -> bool:
+    """Print medians, and ratios to tmpfs. Returns whether all ways computed the same."""
+    ways = [way for way in WAYS if reports[way]]
+    print(f"{'':34}" + "".join(f"{way:>24}" for way in ways))
+
+    def row(title: str, values: dict[str, list[float]]) -> None:
+        medians = {way: statistics.median(values[way]) for way in ways}
+        cells = (f"{medians[way]:.3f} ({medians[way] / medians[TMPFS]:.2f})" for way in ways)
+        print(f"{title:34}" + "".join(f"{cell:>24}" for cell in cells))
+
+    for key, title in _FIGURES:
+        row(title, {way: [report[key] for report in reports[way]] for way in ways})
+    for length in reports[TMPFS][0]["forward_ms"]:
+        title = f"forward of {length} tokens, ms"
+        row(title, {way: [report["forward_ms"][length] for report in reports[way]] for way in ways})
+    print(f"{'addresses of weights mod 16':34}" + "".join(f"{reports[way][0]['mod_16']!s:>24}" for way in ways))
+    results = {way: {json.dumps(report["results"]) for report in reports[way]} for way in ways}
+    equal = len(set.union(*results.values())) == 1
+    print(f"logits and tokens: {'bit-equal in all runs' if equal else f'DIFFERENT: {results}'}")
+    return equal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=14, help="0.36 GiB each, beside 2.3 GiB (default: 14)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each way runs (default: 3)")
+    parser.add_argument("--tokens", default="512,2048,8192", help="lengths of the forward passes")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch, mounted(Path(scratch) / "mount") as device:
+        model = Path(scratch) / "model"
+        subprocess.run([sys.executable, PROGRAM, model, "--make", str(args.layers)], check=True)
+        subprocess.run([GPUFS, "cp", "-r", model, device], check=True)
+        for file in sorted(model.glob("*.safetensors")):
+            header = int.from_bytes(file.open("rb").read(8), "little")
+            print(f"{file.name}: {file.stat().st_size / 2**30:.2f} GiB, data begins at {(8 + header) % 256} mod 256")
+        reports: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        for _ in range(args.rounds):
+            for way in WAYS:
+                source = model if way == TMPFS else device / model.name
+                reports[way].append(run(way, source, "--tokens", args.tokens))
+        equal = print_table(reports)
+        same = subprocess.run(["diff", "-r", model, device / model.name], check=False).returncode == 0
+        print(f"the files on the mount: {'as they were' if same else 'CHANGED'}")
+    sys.exit(not (equal and same))
+
+
+if __name__ == "__main__":
+    main()
