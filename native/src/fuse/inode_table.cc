@@ -140,11 +140,18 @@ bool Inode::hold() {
   return true;
 }
 
-std::uint64_t Inode::metadata_locked() const {
+std::uint64_t Inode::metadata_locked(std::uint64_t more) const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
   const std::uint64_t target = S_ISLNK(kind_) ? attributes_.size : 0;
-  return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
+  const std::uint64_t attributes = more + (extended_ ? extended_->bytes() : 0);
+  const std::uint64_t recorded = more + (extended_ ? extended_->recorded_bytes() : 0);
+  constexpr std::uint64_t kUsual = InodeTable::kRecordBytes;
+  const std::uint64_t block =
+      records_.journal() == nullptr
+          ? 0
+          : journal::Journal::block_bytes(kUsual + target + recorded) - journal::Journal::block_bytes(kUsual);
+  return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + attributes + block;
 }
 
 Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, Inode* parent, std::uint32_t umask,
@@ -279,12 +286,13 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
   const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
   bool must_be_freed = false;
   const auto change = [&](gpufs_attributes& ours, const auto&) {
+  records_.done({});
     ours.nlink = links;
     set_ctime(ours, Timestamp::now());
     must_be_freed = update_expected_locked(*inode);  // removed at the same time
     return 0;
   };
-  if (change_metadata(*inode, more * kNameBytes, change) != 0) {
+  if (change_metadata(*inode, more, 0, change) != 0) {
     return Status(ENOSPC, "the limit for metadata");
   }
   if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });

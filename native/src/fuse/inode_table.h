@@ -116,8 +116,9 @@ class Inode : public std::enable_shared_from_this<Inode> {
   friend class InodeTable;
   friend class Namespace;
 
-  // The memory that names and attributes take, at most. With the mutex held.
-  [[nodiscard]] std::uint64_t metadata_locked() const;
+  // The memory that names and attributes take, at most, with so many more bytes of an extended attribute. With the
+  // mutex held.
+  [[nodiscard]] std::uint64_t metadata_locked(std::uint64_t more = 0) const;
   // Writes the inode's record after a change, with the mutex held.
   void record_locked() const;
 
@@ -167,9 +168,11 @@ class InodeTable {
  public:
   static constexpr std::uint64_t kRootInode = 1;
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
-  // Memory that an inode takes, and each of its names, however long that is: measured, and rounded up.
+  // Memory that an inode takes, and each of its names, however long that is: measured, and rounded up. It has their
+  // blocks in the journal; what a target or extended attributes need there beyond kRecordBytes comes on top.
   static constexpr std::uint64_t kInodeBytes = 1536;
   static constexpr std::uint64_t kNameBytes = 640;
+  static constexpr std::uint64_t kRecordBytes = 320;
 
   // metadata_limit: bytes of memory that names and attributes may take together, of which a user may take a share;
   // above that is ENOSPC.
@@ -222,9 +225,10 @@ class InodeTable {
   // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where `most` more
   // bytes of metadata fit under the limit; else ENOSPC. It may not add more.
   template <typename Change>
-  int change_metadata(Inode& inode, std::uint64_t most, Change change) {
+  int change_metadata(Inode& inode, std::uint64_t names, std::uint64_t attribute_bytes, Change change) {
     const std::lock_guard lock(inode.mutex_);
     if (!metadata_.take(inode.charged_to_, most)) return ENOSPC;
+    const std::uint64_t most = names * kNameBytes + inode.metadata_locked(attribute_bytes) - inode.metadata_locked();
     const int error = change(inode.attributes_, inode.extended_);
     if (error == 0) inode.record_locked();
     const std::uint64_t before = inode.charged_;

@@ -261,6 +261,7 @@ void Mount::handle(Request& request) {
   }
   if (name_operations_.serve(request, responder)) return;
   switch (opcode) {
+      if (records_.done_before()) return attributes_.answer_again(inode, std::move(responder));
     case FUSE_COPY_FILE_RANGE:
     case kOpcodeCopyFileRange64:
       return copy_file_range(request, std::move(responder));
