@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -22,7 +23,7 @@ from gpufs.daemon.keeper import PROGRAM, Keeper, new_memfd
 PROLOGUE = """
 import json, os, signal, socket, struct, subprocess, sys, time
 
-HOLD, DROP, RESTART, GIVE_UP, HAND_OVER, END, HELD, READY = 1, 2, 3, 4, 5, 6, 16, 17
+HOLD, DROP, RESTART, GIVE_UP, HAND_OVER, END, SERVES, WHY, HELD, READY = 1, 2, 3, 4, 5, 6, 8, 9, 16, 17
 
 def start(name):
     global keeper
@@ -138,7 +139,8 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
 
 
 def memfds(pid: int) -> int:
-    return sum(link.startswith("/memfd:") for link in links_of(pid).values())
+    own = "/memfd:gpufs-keeper-state"
+    return sum(link.startswith("/memfd:") and not link.startswith(own) for link in links_of(pid).values())
 
 
 # ---- what comes back ----
@@ -269,39 +271,68 @@ def test_end_closes_everything(daemons: Daemons) -> None:
     assert daemons.reports() == []
 
 
-# ---- giving up ----
+# ---- pauses, and giving up ----
 
 
-def test_three_deaths_give_up(daemons: Daemons) -> None:
-    last = "report(gave_up=True, held=[n for n in os.listdir('/proc/self/fd') if int(n) > 3], arguments=sys.argv[2:])"
+def test_pauses_before_daemons_that_do_not_answer(daemons: Daemons) -> None:
+    """They become longer, but never end; what the daemon says about its death can be read."""
+    fails = "report(at=time.monotonic()); send(WHY, struct.unpack('=2Q', b'a broken thing\\0\\0')); die('SIGKILL')"
     daemons.start(
-        "start(os.environ['NAME']); command(RESTART, 'report(started=os.getpid()); die(\"SIGKILL\")')\n"
-        f"command(GIVE_UP, {last!r}); send(HOLD, [1, 2], [memfd(b'one'), memfd(b'two')]); die('SIGKILL')"
+        f"start(os.environ['NAME']); command(RESTART, {'take_over(); ' + fails!r})\n"
+        "send(SERVES); send(HOLD, [1], [os.eventfd(0)]); time.sleep(2.1); die('SIGKILL')"
     )
-    *starts, end = daemons.wait_for(3)
-    assert [list(one) for one in starts] == [["started"], ["started"]]
-    assert end == {"gave_up": True, "held": [], "arguments": [""]}
+    times = [float(str(one["at"])) for one in daemons.wait_for(4)]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert 0.9 < pauses[0] < pauses[1] < pauses[2]
+    wait_until(lambda: state_of(daemons.keeper()), 5, "the keeper's state")
+    deaths, start, reason = state_of(daemons.keeper()).splitlines()
+    assert int(deaths) == 4
+    assert 4 < int(start) / 1e9 - time.monotonic() < 9
+    assert reason == "a broken thing"
+    os.kill(daemons.keeper(), signal.SIGTERM)
     daemons.wait_ended()
-    assert len(daemons.reports()) == 3
+
+
+def test_daemons_that_have_answered_are_replaced_at_once(daemons: Daemons, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    successor = (
+        "take_over(); report(at=time.monotonic()); send(SERVES)\n"
+        f"open({str(count)!r}, 'a').write('x'); time.sleep(0.1)\n"
+        f"send(END) if os.path.getsize({str(count)!r}) == 3 else die('SIGKILL')"
+    )
+    daemons.start(
+        f"start(os.environ['NAME']); command(RESTART, {successor!r})\n"
+        "send(SERVES); send(HOLD, [1], [os.eventfd(0)]); die('SIGKILL')"
+    )
+    times = [float(str(one["at"])) for one in daemons.wait_for(3)]
+    assert times[2] - times[0] < 1.5
+    daemons.wait_ended()
 
 
 def test_without_a_program_that_takes_over_it_gives_up_at_once(daemons: Daemons) -> None:
-    daemons.start("start(os.environ['NAME']); command(GIVE_UP, 'report(gave_up=True)'); die('SIGKILL')")
-    assert daemons.wait_for(1) == [{"gave_up": True}]
+    last = "report(gave_up=True, held=[n for n in os.listdir('/proc/self/fd') if int(n) > 3], arguments=sys.argv[2:])"
+    daemons.start(
+        f"start(os.environ['NAME']); command(GIVE_UP, {last!r})\n"
+        "send(HOLD, [1, 2], [memfd(b'one'), memfd(b'two')]); die('SIGKILL')"
+    )
+    assert daemons.wait_for(1) == [{"gave_up": True, "held": [], "arguments": [""]}]
     daemons.wait_ended()
 
 
 def test_a_program_that_cannot_be_started_counts_as_a_death(daemons: Daemons) -> None:
     daemons.start(
-        "start(os.environ['NAME']); command(GIVE_UP, 'report(gave_up=True)')\n"
-        "send(RESTART, [1], [memfd(b'/there/is/no/such/program\\0')]); die('SIGKILL')"
+        "start(os.environ['NAME'])\n"
+        "send(RESTART, [1], [memfd(b'/there/is/no/such/program\\0')]); send(HOLD, [1], [os.eventfd(0)])\n"
+        "report(started=True); die('SIGKILL')"
     )
-    assert daemons.wait_for(1) == [{"gave_up": True}]
+    daemons.wait_for(1)
+    wait_until(lambda: state_of(daemons.keeper()).startswith("2\n"), 10, "the second death")
+    os.kill(daemons.keeper(), signal.SIGTERM)
     daemons.wait_ended()
 
 
 def test_sigusr1_tries_again(daemons: Daemons, tmp_path: Path) -> None:
-    """After it has given up, the keeper holds everything and uses no processor."""
+    """In a pause the keeper holds everything and uses no processor."""
     fixed = tmp_path / "fixed"
     works = "held, _ = take_over(); report(held=read(held[2])); send(END)"
     successor = f"if not os.path.exists({str(fixed)!r}): report(failed=True); die('exit')\n{works}"
@@ -309,7 +340,7 @@ def test_sigusr1_tries_again(daemons: Daemons, tmp_path: Path) -> None:
         f"start(os.environ['NAME']); command(RESTART, {successor!r})\n"
         "send(HOLD, [1, 2], [os.eventfd(0), memfd(b'one')]); die('SIGKILL')"  # 1: no requests
     )
-    daemons.wait_for(2)
+    daemons.wait_for(3)
     pid = daemons.keeper()
     wait_until(lambda: not children_of_keeper(pid), 5, "the last daemon to be gone")
     time.sleep(0.2)
@@ -318,7 +349,7 @@ def test_sigusr1_tries_again(daemons: Daemons, tmp_path: Path) -> None:
     assert used_time(pid) == before
     assert memfds(pid) == 1
     os.kill(pid, signal.SIGUSR1)
-    daemons.wait_for(5)  # the count begins again: three starts
+    daemons.wait_for(4)
     wait_until(lambda: not children_of_keeper(pid), 5, "the last daemon to be gone")
     assert memfds(pid) == 1
     fixed.touch()
@@ -327,7 +358,7 @@ def test_sigusr1_tries_again(daemons: Daemons, tmp_path: Path) -> None:
     daemons.wait_ended()
 
 
-def test_sigterm_ends_it_once_it_has_given_up(daemons: Daemons) -> None:
+def test_sigterm_ends_it_where_no_daemon_runs(daemons: Daemons) -> None:
     """Nobody else could end the mount then; while a daemon runs, that does it."""
     successor = "report(started=True); time.sleep(0.5); die('SIGKILL')"
     daemons.start(
@@ -336,10 +367,15 @@ def test_sigterm_ends_it_once_it_has_given_up(daemons: Daemons) -> None:
     daemons.wait_for(1)
     pid = daemons.keeper()
     os.kill(pid, signal.SIGTERM)  # a daemon runs
-    daemons.wait_for(2)
     wait_until(lambda: not children_of_keeper(pid), 5, "the last daemon to be gone")
     os.kill(pid, signal.SIGTERM)
     daemons.wait_ended()
+
+
+def state_of(pid: int) -> str:
+    """What the keeper has for `gpufs status`."""
+    (fd,) = (fd for fd, link in links_of(pid).items() if link.startswith("/memfd:gpufs-keeper-state"))
+    return Path(f"/proc/{pid}/fd/{fd}").read_text()
 
 
 def children_of_keeper(pid: int) -> str:
@@ -475,7 +511,7 @@ def test_what_a_new_keeper_got_comes_back(daemons: Daemons) -> None:
 async def test_a_daemon_that_took_over_replaces_its_keeper(daemons: Daemons) -> None:
     successor = (
         "import trio; from gpufs.daemon import keeper as side\n"
-        "held, died = side.receive_held(3); kept = side.Keeper(os.environ['NAME'], held, 3)\n"
+        "held, _, died = side.receive_held(3); kept = side.Keeper(os.environ['NAME'], held, 3)\n"
         "first = kept.pid; assert first == os.getppid(); os.kill(first, 9); trio.run(kept.replace)\n"
         "report(held={key: read(fd) for key, fd in held.items()}, other=kept.pid != first)\n"
         "kept.end(); report(end=True)"

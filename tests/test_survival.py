@@ -21,7 +21,17 @@ from support import fake_gpu
 from support.cli import gpufs, user_gpufs
 from support.data import MIB
 from support.mounting import GPUFS, REPOSITORY
-from support.processes import NOBODY, PATIENCE, children_of, errno_of, has_ended, plain_user, run, wait_until
+from support.processes import (
+    NOBODY,
+    PATIENCE,
+    children_of,
+    errno_of,
+    has_ended,
+    links_of,
+    plain_user,
+    run,
+    wait_until,
+)
 from support.surviving import Survivor, mounted
 from support.watchdog import mounted_at
 
@@ -389,21 +399,79 @@ def test_restart_by_a_version_with_another_journal(tmp_path: Path) -> None:
         assert (mount.device / "file").read_bytes() == b"contents"
 
 
-def test_a_daemon_that_dies_again_and_again(survivor: Survivor) -> None:
-    """Nothing hangs and nothing is lost: calls fail with EIO until `gpufs restart`, which finds everything."""
-    (survivor.device / "file").write_bytes(b"contents" * 100_000)
-    open_file = open(survivor.device / "file", "rb", buffering=0)  # noqa: SIM115
-    for death in range(3):
-        former = survivor.pid
+# What goes wrong in a daemon that takes over, until the file BROKEN is gone.
+FAULTS = {
+    "the keeper's descriptors": "gpufs.daemon.takeover.begin = too_many",
+    "the engine": "gpufs.engine.Engine.__init__ = too_many",
+    "the mount": "gpufs.engine.Mount.__init__ = too_many",
+    "its start": "gpufs.engine.Mount.start = too_many",
+    "the event loop": "trio.run = too_many",
+    "no memory": "trio.run = no_memory",
+    "the loop of requests": "gpufs.fs.connection.RequestLoop.serve = fails",
+    "threads": "gpufs.threads.run = fails",
+    "a crash": "trio.run = lambda *_: os.abort()",
+    "an exit": "trio.run = lambda *_: os._exit(3)",
+}
+BREAK = """
+import os, sys
+if "--takeover-fd" in sys.orig_argv and os.path.exists(BROKEN):
+    import trio, gpufs.daemon.takeover, gpufs.engine, gpufs.fs.connection, gpufs.threads
+
+    def too_many(*_, **__):
+        raise OSError(24, "Too many open files, as planned")
+
+    def no_memory(*_, **__):
+        raise MemoryError
+
+    async def fails(*_, **__):
+        raise RuntimeError("as planned")
+
+    FAULT
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_takeover_that_fails(tmp_path: Path, fault: str) -> None:
+    """Whatever fails before the first answer, nothing is lost: `gpufs restart` works once the cause is gone."""
+    broken = tmp_path / "broken"
+    text = BREAK.replace("BROKEN", repr(str(broken))).replace("FAULT", FAULTS[fault])
+    (tmp_path / "sitecustomize.py").write_text(text)
+    path = os.pathsep.join([os.fspath(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with mounted(tmp_path / "mount", environment={"PYTHONPATH": path}) as mount:
+        (mount.device / "file").write_bytes(b"contents" * 100_000)
+        (keeper,) = mount.keepers()
+        former = mount.pid
+        broken.touch()
         os.kill(former, signal.SIGKILL)
-        if death < 2:
+        wait_until(lambda: keeper_state(keeper).startswith("2\n"), PATIENCE, "a second death")
+        if fault == "threads":  # the longest one: in the third pause
+            wait_until(lambda: errno_of(lambda: os.listdir(mount.device)) == EIO, PATIENCE, "errors")
+            done = gpufs("status", "--check", mount.path, check=False)
+            assert done.returncode != 0
+            assert "gpufs restart" in done.stdout + done.stderr
+        broken.unlink()
+        gpufs("restart", mount.path)
+        assert mount.pid not in (0, former)
+        assert (mount.device / "file").read_bytes() == b"contents" * 100_000
+        assert mount.keepers() == [keeper]
+
+
+def keeper_state(keeper: int) -> str:
+    for fd, link in links_of(keeper).items():
+        if link.startswith("/memfd:gpufs-keeper-state"):
+            return Path(f"/proc/{keeper}/fd/{fd}").read_text()
+    raise AssertionError
+
+
+def test_calls_fail_only_while_no_daemon_can_be_started(survivor: Survivor) -> None:
+    """Daemons that have answered are replaced at once, however many die: programs wait, and see no error."""
+    (survivor.device / "file").write_bytes(b"contents" * 100_000)
+    with open(survivor.device / "file", "rb", buffering=0) as file:
+        for _ in range(5):
+            former = survivor.pid
+            os.kill(former, signal.SIGKILL)
+            assert os.pread(file.fileno(), 8, 0) == b"contents"
             survivor.await_another(former)
-    wait_until(lambda: errno_of(lambda: os.listdir(survivor.device)) == EIO, PATIENCE, "errors")
-    assert errno_of(lambda: os.pread(open_file.fileno(), 8, 0)) == EIO
-    gpufs("restart", survivor.path)
-    assert os.pread(open_file.fileno(), 8, 0) == b"contents"
-    assert (survivor.device / "file").read_bytes() == b"contents" * 100_000
-    open_file.close()
 
 
 def test_context_that_fails(tmp_path: Path) -> None:

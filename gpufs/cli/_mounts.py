@@ -1,5 +1,6 @@
 """Finds the mounts of this machine and their daemons, without waiting for any of them."""
 
+import math
 import os
 import select
 import signal
@@ -105,6 +106,31 @@ def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> A
 def open_keepers(mountpoint: str, entry: mounting.MountEntry) -> AbstractContextManager[list["Process"]]:
     """Find the keepers of the mount at this path, and hold each until the context ends."""
     return _hold(lambda pid: _keeps(pid, mountpoint, entry))
+
+
+def pause_text(entry: mounting.MountEntry) -> str | None:
+    """Return why no daemon serves a mount at the moment, and when its keeper starts one. None if it says nothing."""
+    with open_keepers(entry.mountpoint, entry) as keepers:
+        for keeper in keepers:
+            with suppress(OSError, ValueError):
+                deaths, start, reason = _keeper_state(keeper.pid).decode(errors="replace").split("\n", 2)
+                seconds = max(0, math.ceil(int(start) / 1e9 - time.monotonic()))
+                next_start = f"next start in {seconds} s" if int(start) else "not started again by itself"
+                times = "once" if deaths == "1" else f"{deaths} times"
+                restart = f"gpufs restart {entry.mountpoint} starts it now"
+                return f"its daemon died {times}, {next_start}: {reason.strip() or 'unknown reason'}; {restart}"
+    return None
+
+
+def _keeper_state(pid: int) -> bytes:
+    """Return the lines that a keeper has for us, see native/keeper/keeper.cc. OSError; b"" if a daemon works."""
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        place = f"/proc/{pid}/fd/{fd}"
+        with suppress(FileNotFoundError):
+            if os.readlink(place).startswith("/memfd:gpufs-keeper-state"):
+                with open(place, "rb") as file:
+                    return file.read()
+    return b""
 
 
 @contextmanager

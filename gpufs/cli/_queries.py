@@ -60,6 +60,8 @@ def _unknown(entry: mounting.MountEntry, failure: OSError) -> dict[str, Any]:
         state, text = "private", _mounts.private_text(entry)
         if not pids and os.geteuid() == 0:  # which sees all processes
             state, text = "dead", f"{text}: its process has died"
+    elif (paused := _mounts.pause_text(entry)) is not None:
+        text = paused
     return {**_basics(entry, state, text), "pid": pid}
 
 

@@ -29,7 +29,7 @@ from gpufs import config, engine, service, statistics
 from gpufs._version import __version__
 from gpufs.daemon import control_plane, environment, guard, mountpoint, takeover
 from gpufs.daemon.devices import open_engine
-from gpufs.daemon.keeper import Keeper, Key
+from gpufs.daemon.keeper import Keeper, Key, send_reason
 from gpufs.daemon.logs import Log
 from gpufs.daemon.serving import SIGNALS, TASKS, Serving
 from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
@@ -64,7 +64,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
     for _, path, _ in values["backing"] or ():
         mountpoint.refuse_itself(path, request.mountpoint)
     runtime = environment.runtime_directory(allow_other=bool(values["allow_other"]))
-    with ExitStack() as parts, _start_of(taken, logs) as started:
+    with ExitStack() as parts, _start_of(taken, logs) as answers:
         owner = _watch(request.owner, parts) if taken is None else taken.held.get(Key.OWNER, -1)
         if taken is not None:
             statistics.remove_dead(taken.entry.device, os.geteuid())  # of the daemons before
@@ -128,6 +128,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
             keeper,
             first_obstacle=obstacle,
             socket_path=socket_path,
+            answers=answers,
             early=early,
             owner=owner,
             notes=notes,
@@ -135,8 +136,9 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
             kept=service.restore(mount, keeper if survives else None, {} if taken is None else taken.held),
         )
         operations = control_plane.build(request, mount, serving)
+        if taken is not None:
+            mount.close_handles(taken.released)
         mount.start()
-        started()
         log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
         try:
             trio.run(serving.run, RequestLoop(control, operations, TASKS), operations)
@@ -156,9 +158,9 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
 
 @contextmanager
 def _start_of(taken: takeover.Takeover | None, logs: Log) -> Iterator[Callable[[], None]]:
-    """The time until the mount is served again, if it is taken over: a failure must take nothing apart until then.
+    """The time until the mount answers again, if it is taken over: a failure must take nothing apart until then.
 
-    Yields the function that ends this time.
+    Yields the function that ends this time. The keeper tries again later, or at once with `gpufs restart`.
     """
     over = threading.Event()
     try:
@@ -167,6 +169,7 @@ def _start_of(taken: takeover.Takeover | None, logs: Log) -> Iterator[Callable[[
         if taken is not None and not over.is_set():
             known = isinstance(failure, StartFailure)
             log.critical("cannot take over: %s", failure if known else "internal failure", exc_info=not known)
+            taken.keeper.fails(f"it could not take over: {takeover.reason_of(failure)}")
             takeover.leave_to_the_keeper(1, logs)
         raise
 
@@ -255,6 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     except StartFailure as failure:
         if chosen.takeover_fd is not None:
             log.error("%s", failure.message)  # no launcher waits for it
+            send_reason(chosen.takeover_fd, failure.message)
         _report(answer, failure.errno, failure.message)
         return 1
     except MemoryError:

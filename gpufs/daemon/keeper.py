@@ -51,8 +51,11 @@ class MessageKind(IntEnum):
     GIVE_UP = 4
     HAND_OVER = 5
     END = 6  # 7 is SETTLE, which the engine sends
+    SERVES = 8
+    WHY = 9
     HELD = 16
     READY = 17
+    RELEASED = 18
 
 
 class Keeper:
@@ -141,6 +144,16 @@ class Keeper:
         with self._lock:
             self._send(MessageKind.HAND_OVER)
 
+    def serves(self) -> None:
+        """Announce that this daemon answers requests: if it dies, the next one is started at once."""
+        with self._lock:
+            self._send(MessageKind.SERVES)
+
+    def fails(self, reason: str) -> None:
+        """Announce why this daemon ends next. The keeper shows it while no daemon runs."""
+        with self._lock:
+            self._send(MessageKind.WHY, _as_numbers(reason))
+
     def end(self) -> None:
         """End the keeper, which closes everything that it holds. Return when it has ended."""
         with self._lock:
@@ -213,13 +226,27 @@ class Keeper:
         self.end()
 
 
-def receive_held(fd: int) -> tuple[dict[int, int], int]:
+def send_reason(fd: int, reason: str) -> None:
+    """Do as :meth:`Keeper.fails` by a descriptor of the socket, for a daemon that has not got further."""
+    numbers = _as_numbers(reason)
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as keeper:
+        keeper.send(_HEADER.pack(MessageKind.WHY, len(numbers)) + struct.pack(f"={len(numbers)}Q", *numbers))
+
+
+def _as_numbers(text: str) -> tuple[int, ...]:
+    data = text.encode(errors="replace")[: _BATCH * _NUMBER_BYTES - 1]
+    count = len(data) // _NUMBER_BYTES + 1
+    return struct.unpack(f"={count}Q", data.ljust(count * _NUMBER_BYTES, b"\0"))
+
+
+def receive_held(fd: int) -> tuple[dict[int, int], list[int], int]:
     """Return what the keeper holds, for a daemon that takes over: descriptors by their keys, which the caller owns.
 
-    Also returns when the daemon before this one had ended, in nanoseconds of CLOCK_MONOTONIC. OSError if the keeper
-    cannot pass on everything.
+    Also returns the handles of files that were closed while there was no daemon, and when the daemon before this one
+    had ended, in nanoseconds of CLOCK_MONOTONIC. OSError if the keeper cannot pass on everything.
     """
     held: dict[int, int] = {}
+    released: list[int] = []
     with socket.socket(fileno=os.dup(fd)) as keeper:
         while True:
             data, descriptors, flags, _ = socket.recv_fds(
@@ -230,7 +257,10 @@ def receive_held(fd: int) -> tuple[dict[int, int], int]:
             kind, count = _HEADER.unpack_from(data)
             numbers = struct.unpack_from(f"={count}Q", data, _HEADER.size)
             if kind == MessageKind.READY:
-                return held, numbers[0]
+                return held, released, numbers[0]
+            if kind == MessageKind.RELEASED:
+                released += numbers
+                continue
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             held.update(zip(numbers, descriptors, strict=True))

@@ -5,6 +5,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -65,6 +66,8 @@ class Serving:
     ----------
     first_obstacle
         The reason why the knobs and devices rule out that the mount survives; None if they do not.
+    answers
+        Called once the mount answers requests.
     early
         Signals that came before this object could wait for them.
     owner
@@ -85,6 +88,7 @@ class Serving:
     keeper: Keeper | None
     first_obstacle: str | None
     socket_path: str
+    answers: Callable[[], None]
     early: list[int]
     owner: int
     notes: list[str]
@@ -155,8 +159,11 @@ class Serving:
 
         The clients' tasks must not be cancelled before, which would end their leases.
         """
-        if self.answered and self.obstacle() is None:
+        # A mount that is taken over is kept even before the first answer.
+        if (self.answered or self.died is not None) and self.keeper is not None and self.obstacle() is None:
             log.critical("the daemon has failed: another one takes over", exc_info=True)
+            if (failure := sys.exception()) is not None:
+                self.keeper.fails(f"it has failed: {takeover.reason_of(failure)}")
             takeover.leave_to_the_keeper(1, self.log)
 
     async def _provide_for_next(self) -> None:
@@ -278,7 +285,7 @@ class Serving:
             log.error("the launcher has gone: the mount ends")
             await mountpoint.unmount(self.entry)
             return
-        self.answered = True
+        self._has_answered()
         # A service whose mount survives has no main process: systemd would end it with that.
         main = f"MAINPID={os.getpid()}\n" if self.request.foreground or self.obstacle() is not None else ""
         await self._manager.notify(f"READY=1\n{main}STATUS=serves {printable(self.request.mountpoint)}")
@@ -288,7 +295,9 @@ class Serving:
     async def _resume(self) -> None:
         """Reports that this daemon serves the mount of another one."""
         assert self.died is not None
-        self.answered = True
+        # The kernel's first request is answered only if both planes work.
+        await threads.run(self._see_an_answer, abandon_on_cancel=True)
+        self._has_answered()
         log.warning(
             "this daemon has taken over %s, %.2f s after the end of the one before",
             self.request.mountpoint,
@@ -297,6 +306,16 @@ class Serving:
         if mountpoint.present(self.entry) is None:
             return  # another file system may be there now
         await self._set_read_ahead()
+
+    def _see_an_answer(self) -> None:
+        with suppress(OSError):  # the mount is elsewhere, or gone: then nobody needs an answer
+            os.stat(os.path.join(self.entry.mountpoint, "gpu0"))
+
+    def _has_answered(self) -> None:
+        self.answered = True
+        self.answers()
+        if self.keeper is not None:
+            self.keeper.serves()
 
     async def _set_read_ahead(self) -> None:
         read_ahead = self.request.config["read_ahead"]

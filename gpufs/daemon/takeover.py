@@ -88,6 +88,8 @@ class Takeover:
         The mount's entry; the last one if it is not where it was mounted any more.
     held, memory
         The descriptors that the keeper holds, by :class:`Key`, and those of memory by the engine's keys.
+    released
+        Handles of files that were closed while there was no daemon.
     died
         When the former daemon had ended, in nanoseconds of CLOCK_MONOTONIC.
     """
@@ -97,6 +99,7 @@ class Takeover:
     keeper: Keeper
     held: dict[int, int]
     memory: dict[int, int]
+    released: list[int]
     died: int
 
 
@@ -106,10 +109,18 @@ def leave_to_the_keeper(code: int, logs: Log) -> NoReturn:
     os._exit(code)
 
 
+def reason_of(failure: BaseException) -> str:
+    """Return one line about a failure, for a group about its first one."""
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    known = isinstance(failure, StartFailure | OSError)
+    return str(failure) if known else f"{type(failure).__name__}: {failure}".rstrip(": ")
+
+
 def begin(fd: int, mountpoint: str) -> Takeover:
     """Receive everything from the keeper at the other end of a socket. StartFailure if that is not enough."""
     try:
-        received, died = receive_held(fd)
+        received, released, died = receive_held(fd)
         held = {key: descriptor for key, descriptor in received.items() if key < _FIRST_MEMORY}
         keeper = Keeper(mountpoint, held, fd)
         if missing := [key.name.lower() for key in (Key.CONNECTION, Key.JOURNAL, Key.REQUEST) if key not in held]:
@@ -122,4 +133,4 @@ def begin(fd: int, mountpoint: str) -> Takeover:
     former = mounting.MountEntry(**{**begun["entry"], "flags": frozenset(begun["entry"]["flags"])})
     entry = present(former) or former  # it may only be elsewhere: bound, in containers, or detached and in use
     memory = {key: descriptor for key, descriptor in received.items() if key >= _FIRST_MEMORY}
-    return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, died)
+    return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, released, died)

@@ -187,6 +187,10 @@ class Mount(Handle):
         """Free the memory of files of the process before that the kernel has forgotten: call it from time to time."""
         check(lib.gpufs_mount_release_forgotten(self._handle))
 
+    def close_handles(self, handles: Sequence[int]) -> None:
+        """Close files and directories that the process before had open. Before :meth:`start`."""
+        check(lib.gpufs_mount_close_handles(self._handle, list(handles), len(handles)))
+
     def hold_again(self) -> None:
         """Hand all memory to the keeper again, because another one is at the other end of the socket."""
         check(lib.gpufs_mount_hold_again(self._handle))

@@ -325,6 +325,9 @@ gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd);
 /* Frees the memory of files of the process before that the kernel has forgotten without this process's knowledge:
  * call it from time to time. */
 gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount);
+/* Closes open files and directories of the process before, without a request of the kernel. Before gpufs_mount_start.
+ * Handles that are not open are ignored. */
+gpufs_status gpufs_mount_close_handles(gpufs_handle mount, const uint64_t* handles, uint64_t count);
 /* Fails, with the reason for users, if no other process can continue the mount. */
 gpufs_status gpufs_mount_survives(gpufs_handle mount);
 /* Hands everything to the keeper again, because another one is at the other end of the socket. */

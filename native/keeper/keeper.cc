@@ -12,23 +12,31 @@
 //   SETTLE [0]         Add 1 to the eventfd that comes with it: everything before has been handled.
 //   HAND_OVER          The daemon ends next, so that RESTART takes over. That does not count as a death.
 //   END                The mount ends: the keeper closes everything and exits.
+//   SERVES             The daemon answers requests, and has taken note of RELEASED.
+//   WHY text           Why the daemon ends next, in the bytes of the numbers, padded with zeros.
 //
 // To a daemon that takes over, whose descriptor 3 is the other end of a new pair:
 //
 //   HELD keys          What is held, one descriptor for each key, in as many messages as it takes.
+//   RELEASED handles   Files that were closed while the keeper answered the kernel's requests.
 //   READY time         That was all. The time is when the death was noticed, in nanoseconds of CLOCK_MONOTONIC.
 //
-// The keeper gives up when there is no RESTART, or after three deaths within a minute: it closes everything and becomes
-// GIVE_UP. Without that it goes on holding until the mount is unmounted, and answers the kernel's requests with EIO:
-// programs do not hang, and the memory is there for `gpufs restart`. SIGUSR1 makes it forget the deaths, and start
-// RESTART if no daemon runs. SIGTERM ends it while no daemon runs. It takes no notice of other signals: it ends with
-// the mount. What it does is in the system's log. A daemon that is alive is never replaced, whatever it does or does
-// not do.
+// A daemon that has answered requests is replaced at once. After one that has died before, or soon for the fourth time,
+// the keeper waits: a second, and twice as long each time, up to a minute. In a long pause it answers the kernel's
+// requests with EIO, so that programs do not hang, and that a request that the daemon dies of goes away. SIGUSR1 ends
+// the pause. A memfd with the name gpufs-keeper-state has lines for `gpufs status`: how many daemons have failed, when
+// the next one starts (nanoseconds of CLOCK_MONOTONIC; 0: not by itself), and what the last one died of.
+//
+// Where there is no RESTART, the keeper closes everything and becomes GIVE_UP. Without that it goes on holding until
+// the mount is unmounted, and answers with EIO. SIGTERM ends it while no daemon runs. It takes no notice of other
+// signals: it ends with the mount. What it does is in the system's log. A daemon that is alive is never replaced,
+// whatever it does or does not do.
 
 #include <fcntl.h>
 #include <linux/fuse.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -37,6 +45,7 @@
 #include <syslog.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -48,6 +57,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -70,10 +80,11 @@ constexpr std::uint64_t kConnection = 1;  // the key of /dev/fuse
 constexpr int kDaemonSocket = 3;          // the number of a new daemon's end
 constexpr std::int32_t kNotifyResend = 7;
 constexpr std::size_t kRequestBytes = std::size_t{17} << 20;  // the largest WRITE of a mount, and its header
-constexpr std::size_t kDeaths = 3;                            // within this time: the keeper gives up
-constexpr auto kDeathsTime = std::chrono::seconds(60);
-constexpr int kPauseMilliseconds = 1000;  // before a start, where the one before has just failed
-constexpr int kLookMilliseconds = 20;     // between looks at a daemon that has closed its socket
+constexpr auto kBriefly = std::chrono::seconds(2);        // a daemon that has answered for longer counts as a good one
+constexpr unsigned kBriefAtOnce = 3;                      // so many others are replaced at once, too
+constexpr auto kLongestPause = std::chrono::seconds(60);  // before a start
+constexpr auto kRefusesFrom = std::chrono::seconds(4);    // in pauses of this length requests are answered with EIO
+constexpr int kLookMilliseconds = 20;                     // between looks at a daemon that has closed its socket
 
 [[noreturn]] void fail(const char* what) {
   ::syslog(LOG_ERR, "%s: %s: the mount does not survive its daemon", what, std::strerror(errno));
@@ -165,18 +176,20 @@ class Keeper {
       : socket_(std::move(socket)),
         process_(maker_of(socket_.get())),
         daemon_(watch_parent(process_)),
-        signals_(std::move(signals)) {}
+        signals_(std::move(signals)),
+        state_(::memfd_create("gpufs-keeper-state", MFD_CLOEXEC)) {}
 
   // Returns the exit status, once there is nothing left to keep.
   int run() {
     for (;;) {
+      const short requests = refuses_ ? POLLIN : short{0};  // POLLERR comes in any case
       pollfd polled[] = {{socket_.get(), POLLIN, 0},
                          {daemon_.get(), POLLIN, 0},
                          {signals_.get(), POLLIN, 0},
-                         {daemon_.valid() ? -1 : connection(), POLLIN, 0}};
+                         {daemon_.valid() ? -1 : connection(), requests, 0}};
       const auto& [socket, daemon, signals, mount] = polled;
       const bool ends_soon = daemon_.valid() && !socket_.valid();
-      if (::poll(polled, std::size(polled), ends_soon ? kLookMilliseconds : -1) < 0) fail("poll");
+      if (::poll(polled, std::size(polled), ends_soon ? kLookMilliseconds : until_start()) < 0) fail("poll");
       // Messages first: those that a dead daemon has sent still count.
       if (socket.revents != 0) {
         if (!receive()) return EXIT_SUCCESS;
@@ -190,11 +203,12 @@ class Keeper {
           if (!daemon_.valid()) return EXIT_FAILURE;
           continue;
         }
-        deaths_.clear();
+        unanswered_ = brief_ = 0;
         if (!daemon_.valid() && !start_daemon()) return EXIT_FAILURE;
       }
       if ((mount.revents & POLLERR) != 0) return EXIT_FAILURE;  // unmounted
-      if (mount.revents != 0) refuse_request();
+      if ((mount.revents & POLLIN) != 0 && !daemon_.valid()) refuse_request();
+      if (!daemon_.valid() && next_start_ && Clock::now() >= *next_start_ && !start_daemon()) return EXIT_FAILURE;
     }
   }
 
@@ -256,6 +270,16 @@ class Keeper {
       case Kind::kHandOver:
         handing_over_ = true;
         break;
+      case Kind::kServes:
+        serves_since_ = Clock::now();
+        released_.clear();
+        write_state("");
+        break;
+      case Kind::kWhy: {
+        const auto* const text = reinterpret_cast<const char*>(message.numbers);
+        reason_.assign(text, ::strnlen(text, message.count * sizeof(std::uint64_t)));
+        break;
+      }
       case Kind::kEnd:
         return false;
       default:  // of a newer daemon
@@ -268,46 +292,85 @@ class Keeper {
   bool replace_daemon() {
     noticed_ = Clock::now();
     ::syslog(LOG_NOTICE, "the daemon %d has died", process_);
+    std::string end;
     int status = 0;  // of each daemon that this process has started
     for (pid_t ended = 0; (ended = ::waitpid(-1, &status, WNOHANG)) > 0;) {
-      if (WIFSIGNALED(status)) ::syslog(LOG_NOTICE, "process %d was killed by signal %d", ended, WTERMSIG(status));
-      if (WIFEXITED(status)) ::syslog(LOG_NOTICE, "process %d has exited with %d", ended, WEXITSTATUS(status));
+      if (WIFSIGNALED(status)) end = "killed by signal " + std::to_string(WTERMSIG(status));
+      if (WIFEXITED(status)) end = "exited with " + std::to_string(WEXITSTATUS(status));
+      ::syslog(LOG_NOTICE, "process %d: %s", ended, end.c_str());
     }
+    if (reason_.empty()) reason_ = end;
     daemon_.reset();
     socket_.reset();
     if (is_unmounted()) return false;
-    std::erase_if(deaths_, [this](Clock::time_point death) { return noticed_ - death >= kDeathsTime; });
-    if (!std::exchange(handing_over_, false)) deaths_.push_back(noticed_);
-    return start_daemon();
+    const std::optional<Clock::time_point> served = std::exchange(serves_since_, std::nullopt);
+    if (std::exchange(handing_over_, false) || (served && noticed_ - *served >= kBriefly)) {
+      unanswered_ = brief_ = 0;
+    } else {
+      ++(served ? brief_ : unanswered_);
+    }
+    return start_soon();
+  }
+
+  // Starts a daemon, at once or after a pause: what the last one died of may pass, as a lack of memory does.
+  bool start_soon() {
+    if (restart_.empty()) return give_up();
+    const unsigned failures = unanswered_ + (brief_ > kBriefAtOnce ? brief_ - kBriefAtOnce : 0);
+    if (failures == 0) return start_daemon();
+    const auto pause =
+        std::min<Clock::duration>(kLongestPause, std::chrono::seconds(1) * (1U << std::min(failures - 1, 6U)));
+    next_start_ = Clock::now() + pause;
+    const auto at = std::chrono::nanoseconds(next_start_->time_since_epoch()).count();
+    write_state(std::to_string(unanswered_ + brief_) + "\n" + std::to_string(at) + "\n" + reason_ + "\n");
+    ::syslog(LOG_WARNING, "the daemon has died %u times, the next one starts in %lld s: %s", unanswered_ + brief_,
+             static_cast<long long>(std::chrono::ceil<std::chrono::seconds>(pause).count()), reason_.c_str());
+    if (pause >= kRefusesFrom) refuse_requests();
+    return true;
   }
 
   bool start_daemon() {
-    while (!restart_.empty() && deaths_.size() < kDeaths) {
-      // What it died of may pass: a lack of memory, a GPU that is being reset.
-      if (deaths_.size() > 1) ::poll(nullptr, 0, kPauseMilliseconds);
-      if (fork_daemon()) {
-        send_held();
-        return true;
-      }
-      ::syslog(LOG_ERR, "cannot start the daemon: %s", std::strerror(errno));
-      deaths_.push_back(Clock::now());
+    next_start_.reset();
+    if (restart_.empty()) return give_up();
+    if (fork_daemon()) {
+      refuses_ = false;
+      reason_.clear();
+      send_held();
+      return true;
     }
-    return give_up();
+    reason_ = std::string("cannot start the daemon: ") + std::strerror(errno);
+    ++unanswered_;
+    return start_soon();
   }
 
   bool give_up() {
-    if (!restart_.empty())
-      ::syslog(LOG_ERR, "the daemon has died %zu times within a minute: giving up", deaths_.size());
     if (!give_up_.empty()) {
       block(set_of({SIGTERM, SIGINT, SIGHUP}));  // it is brief
       give_up_.run();                            // which closes everything that is held
     }
     if (connection() < 0) return false;
+    write_state(std::to_string(unanswered_ + brief_) + "\n0\n" + reason_ + "\n");
+    refuse_requests();
+    return true;
+  }
+
+  void refuse_requests() {
+    if (std::exchange(refuses_, true)) return;
     // Those that the daemon had read and not answered come again, to refuse_request().
     const fuse_out_header resend{sizeof resend, kNotifyResend, 0};
     if (::write(connection(), &resend, sizeof resend) < 0)
       ::syslog(LOG_WARNING, "some programs wait: %s", std::strerror(errno));
-    return true;
+  }
+
+  // Milliseconds for poll(2).
+  [[nodiscard]] int until_start() const {
+    if (!next_start_) return -1;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next_start_ - Clock::now()).count();
+    return static_cast<int>(std::max<std::int64_t>(left, 0));
+  }
+
+  void write_state(const std::string& text) const {
+    [[maybe_unused]] const int emptied = ::ftruncate(state_.get(), 0);
+    [[maybe_unused]] const ssize_t written = ::pwrite(state_.get(), text.data(), text.size(), 0);
   }
 
   // Answers a request of the kernel with EIO.
@@ -319,6 +382,12 @@ class Keeper {
     std::memcpy(&request, request_.get(), sizeof request);
     for (const std::uint32_t without_reply : {FUSE_FORGET, FUSE_BATCH_FORGET, FUSE_INTERRUPT, FUSE_NOTIFY_REPLY}) {
       if (request.opcode == without_reply) return;
+    }
+    // The file is closed whatever the answer is, but only the next daemon can note that.
+    if (request.opcode == FUSE_RELEASE || request.opcode == FUSE_RELEASEDIR) {
+      fuse_release_in closed{};
+      std::memcpy(&closed, request_.get() + sizeof request, sizeof closed);
+      released_.push_back(closed.fh);
     }
     const fuse_out_header reply{sizeof reply, -EIO, request.unique};
     [[maybe_unused]] const ssize_t written = ::write(connection(), &reply, sizeof reply);
@@ -337,7 +406,14 @@ class Keeper {
       if (::dup2(theirs.get(), kDaemonSocket) < 0 || ::fcntl(kDaemonSocket, F_SETFD, 0) < 0) ::_exit(127);
       restart_.run();
     }
-    daemon_ = checked(open_process(child), "pidfd_open");
+    UniqueFd daemon(open_process(child));
+    if (!daemon.valid()) {
+      const int error = errno;
+      ::kill(child, SIGKILL);
+      errno = error;
+      return false;
+    }
+    daemon_ = std::move(daemon);
     process_ = child;
     socket_ = std::move(ours);
     return true;
@@ -354,6 +430,10 @@ class Keeper {
       if (!send(Kind::kHeld, keys, descriptors)) return;
       keys.clear();
       descriptors.clear();
+    }
+    for (std::span<const std::uint64_t> left = released_; !left.empty();
+         left = left.subspan(std::min(left.size(), kBatch))) {
+      if (!send(Kind::kReleased, left.first(std::min(left.size(), kBatch)), {})) return;
     }
     const auto time = std::chrono::nanoseconds(noticed_.time_since_epoch()).count();
     const std::uint64_t numbers[] = {static_cast<std::uint64_t>(time)};
@@ -388,8 +468,15 @@ class Keeper {
   Program give_up_;
   std::unique_ptr<char[]> request_;  // memory for one, once it is needed
   bool handing_over_ = false;
-  std::vector<Clock::time_point> deaths_;  // those that count
-  Clock::time_point noticed_;              // when the last daemon had ended
+  UniqueFd state_;
+  std::optional<Clock::time_point> serves_since_;  // the present daemon
+  std::optional<Clock::time_point> next_start_;    // during a pause
+  bool refuses_ = false;                           // answers requests
+  unsigned unanswered_ = 0;                        // daemons one after the other that died before they answered
+  unsigned brief_ = 0;                             // and soon after
+  std::string reason_;                             // what the last daemon died of
+  std::vector<std::uint64_t> released_;            // handles
+  Clock::time_point noticed_;                      // when the last daemon had ended
 };
 
 }  // namespace

@@ -171,6 +171,17 @@ TEST_F(BufferOperationsTest, AWriteWaitsForTheMemoryOfRemovedFiles) {
   EXPECT_EQ(kernel->read(3, to, 0, 1 << 20).body, data);
 }
 
+TEST_F(BufferOperationsTest, AFileThatSomebodyKeepsDelaysNobodyElse) {
+  fill_beside_an_unlinked_file();
+  const auto timed = [&] {
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_EQ(kernel->write(3, to, 0, pattern(10, 1)).error(), ENOSPC);
+    return std::chrono::steady_clock::now() - start;
+  };
+  EXPECT_LT(timed(), kPatience / 2);  // the kernel may forget it soon
+  EXPECT_LT(timed(), 500ms);
+}
+
 TEST_F(BufferOperationsTest, AWriteThatWaitsCanBeInterrupted) {
   fill_beside_an_unlinked_file();
   const std::uint64_t write = kernel->send(FUSE_WRITE, 3, FakeKernel::write_body(to, 0, pattern(10, 1)));

@@ -1,8 +1,12 @@
 // Requests about names, and the references that the kernel gets.
 
 #include <gtest/gtest.h>
+#include <linux/fs.h>
+#include <sys/socket.h>
+#include <sys/xattr.h>
 
 #include "fuse_fakes.h"
+#include "memory/kept_memory.h"
 
 namespace gpufs::fuse {
 namespace {
@@ -84,6 +88,116 @@ TEST_F(NamesTest, CreateOpensWithOneReference) {
   kernel->send(FUSE_FORGET, entry.nodeid, bytes_of(fuse_forget_in{1}));
   EXPECT_TRUE(eventually([&] { return table->find(entry.nodeid) == nullptr; }));
   EXPECT_FALSE(control->receive(kQuiet));
+}
+
+// A process dies between what it has done and the reply, and the next one gets the request again.
+class SentAgainTest : public NamesTest {
+ protected:
+  void SetUp() override {
+    options.journal = journal::Journal::create().take();
+    open_and_initialize(options);
+    ASSERT_TRUE(mount->names().place(0, "", file_attributes(0, S_IFDIR | 0755, -1), {}).ok());
+    gpu = mount->names().place(1, "gpu0", file_attributes(0, S_IFDIR | 0755), {}).take()->ino();
+  }
+
+  // Its reply, which another process repeats.
+  Reply call_twice(const char* what, std::uint32_t opcode, std::uint64_t nodeid, const Bytes& body) {
+    SCOPED_TRACE(what);
+    const std::uint64_t unique = kernel->next_unique();
+    kernel->send_raw(FakeKernel::message(opcode, unique, nodeid, body));
+    Reply first = kernel->wait(unique);
+    EXPECT_EQ(first.error(), 0);
+    options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
+    mount->close();
+    mount.reset();
+    open(options);
+    kernel->send_raw(FakeKernel::message(opcode, unique | kSentAgain, nodeid, body));
+    const Reply again = kernel->wait(unique | kSentAgain);
+    EXPECT_EQ(again.error(), 0);
+    EXPECT_EQ(again.body, first.body);
+    return first;
+  }
+  static Bytes set_attribute(std::string_view name, std::string_view value, std::uint32_t flags) {
+    SetxattrIn in{};
+    in.size = static_cast<std::uint32_t>(value.size());
+    in.flags = flags;
+    Bytes body = bytes_of(in);
+    append_text(body, name);
+    for (const char c : value) body.push_back(static_cast<std::byte>(c));
+    return body;
+  }
+
+  MountOptions options;
+};
+
+TEST_F(SentAgainTest, WhatHasBeenDoneIsNotDoneAgain) {
+  fuse_create_in new_file{};
+  new_file.flags = O_CREAT | O_EXCL | O_RDWR;
+  new_file.mode = S_IFREG | 0644;
+  const Reply created = call_twice("CREATE", FUSE_CREATE, gpu, with_name(bytes_of(new_file), "file"));
+  const std::uint64_t ino = created.as<fuse_entry_out>().nodeid;
+  call_twice("TMPFILE", FUSE_TMPFILE, gpu, with_name(bytes_of(new_file), "file"));
+  call_twice("OPEN", FUSE_OPEN, ino, bytes_of(fuse_open_in{O_RDWR, 0}));
+  call_twice("MKDIR", FUSE_MKDIR, gpu, with_name(bytes_of(fuse_mkdir_in{0755, 0}), "directory"));
+  call_twice("OPENDIR", FUSE_OPENDIR, gpu, bytes_of(fuse_open_in{}));
+  fuse_mknod_in fifo{};
+  fifo.mode = S_IFIFO | 0644;
+  call_twice("MKNOD", FUSE_MKNOD, gpu, with_name(bytes_of(fifo), "fifo"));
+  call_twice("SYMLINK", FUSE_SYMLINK, gpu, with_name(with_name({}, "symlink"), "target"));
+  call_twice("LINK", FUSE_LINK, gpu, with_name(bytes_of(fuse_link_in{ino}), "link"));
+  call_twice("LOOKUP", FUSE_LOOKUP, gpu, with_name({}, "file"));
+  call_twice("SETXATTR", FUSE_SETXATTR, ino, set_attribute("user.one", "1", XATTR_CREATE));
+  call_twice("SETXATTR", FUSE_SETXATTR, ino, set_attribute("user.one", "2", XATTR_REPLACE));
+  call_twice("REMOVEXATTR", FUSE_REMOVEXATTR, ino, with_name({}, "user.one"));
+  fuse_setattr_in attributes{};
+  attributes.valid = FATTR_MODE | FATTR_SIZE;
+  attributes.mode = S_IFREG | 0600;
+  attributes.size = 12345;
+  call_twice("SETATTR", FUSE_SETATTR, ino, bytes_of(attributes));
+  call_twice("RENAME", FUSE_RENAME, gpu, with_name(with_name(bytes_of(fuse_rename_in{gpu}), "file"), "other"));
+  fuse_rename2_in exchange{};
+  exchange.newdir = gpu;
+  exchange.flags = RENAME_EXCHANGE;
+  call_twice("RENAME2", FUSE_RENAME2, gpu, with_name(with_name(bytes_of(exchange), "fifo"), "symlink"));
+  EXPECT_EQ(look_up("fifo").attr.mode & S_IFMT, S_IFLNK * 1U);
+  call_twice("UNLINK", FUSE_UNLINK, gpu, with_name({}, "link"));
+  call_twice("RMDIR", FUSE_RMDIR, gpu, with_name({}, "directory"));
+  EXPECT_EQ(look_up("other").attr.nlink, 1U);
+  EXPECT_EQ(look_up("other").attr.size, 12345U);
+}
+
+// ---- records that are damaged, or that a program closed while no process could note it ----
+
+TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {
+  const std::uint64_t ino = create("file").as<fuse_entry_out>().nodeid;
+  const std::uint64_t fh = open_file(ino, O_RDWR);
+  Records& records = table->records();
+  records.put_file(fh + 1000, {ino + 1000, true});
+  records.put_name(records.new_name(), {gpu, 1000, ino + 1000, "without an inode"});
+  records.put_name(records.new_name(), {gpu, 1001, ino, "file"});
+  records.put_directory_limit(ino + 1000, 1 << 20);
+  InodeRecord lost;
+  lost.attributes = file_attributes(ino + 2000);
+  lost.contents = KeptContents{};
+  lost.contents->size = 10;
+  lost.contents->memory = 4711;
+  lost.contents->slot = {0, 512};
+  records.put_inode(lost);
+  const UniqueFd keeper(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  for (int round = 0; round < 2; ++round) {
+    options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
+    options.kept = std::make_shared<KeptMemory>(options.journal, keeper.get(), std::vector<KeptMemory::Held>{});
+    mount->close();
+    mount.reset();
+    open(options);
+    ASSERT_FALSE(HasFatalFailure());
+    EXPECT_EQ(look_up("file").nodeid, ino);
+    EXPECT_EQ(look_up("without an inode").nodeid, 0U);
+    EXPECT_EQ(table->find(ino + 2000), nullptr);
+    EXPECT_NE(table->file(fh), nullptr);
+  }
+  mount->close_handle(fh);
+  EXPECT_EQ(table->file(fh), nullptr);
 }
 
 TEST_F(NamesTest, MalformedNames) {

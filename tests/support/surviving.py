@@ -12,7 +12,8 @@ from typing import Any
 
 from gpufs import status
 from support.cli import gpufs
-from support.processes import PATIENCE, wait_until
+from support.mounting import GPUFS
+from support.processes import PATIENCE, run, wait_until
 
 
 class Survivor:
@@ -49,18 +50,22 @@ class Survivor:
         former = self.pid
         os.kill(former, number)
         self.await_another(former)
-        (keeper,) = self.keepers()
-        os.kill(keeper, signal.SIGUSR1)  # forgets the deaths, of which there may be three within a minute
 
 
 @contextmanager
 def mounted(
-    path: Path, *options: str, driver: str = "host", environment: dict[str, str] | None = None
+    path: Path,
+    *options: str,
+    driver: str = "host",
+    environment: dict[str, str] | None = None,
+    launcher: tuple[str, ...] = (),
 ) -> Iterator[Survivor]:
+    """A mount in the background. launcher: a program and its options, which runs `gpufs mount`."""
     path.mkdir(exist_ok=True)
     words = ["--driver", driver, "--memory", "512M", "--log-file", str(path.with_name("log"))]
     words += ["--devices", "1"] if driver == "host" else []
-    gpufs("mount", path, *words, *options, env={**os.environ, **(environment or {})})
+    command = [*launcher, *GPUFS, "mount", str(path), *words, *options]
+    run(*command, env={**os.environ, **(environment or {})})
     try:
         yield Survivor(path)
     finally:

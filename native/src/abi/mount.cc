@@ -138,6 +138,13 @@ gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount) {
   });
 }
 
+gpufs_status gpufs_mount_close_handles(gpufs_handle mount, const uint64_t* handles, uint64_t count) {
+  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
+    for (const std::uint64_t handle : std::span(handles, count)) found.close_handle(handle);
+    return {};
+  });
+}
+
 gpufs_status gpufs_mount_survives(gpufs_handle mount) {
   return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.survives(); });
 }

@@ -20,8 +20,11 @@ enum class Kind : std::uint32_t {
   kHandOver = 5,
   kEnd = 6,
   kSettle = 7,
+  kServes = 8,
+  kWhy = 9,
   kHeld = 16,
   kReady = 17,
+  kReleased = 18,
 };
 
 constexpr std::size_t kBatch = 200;  // numbers in a message; the kernel passes 253 descriptors at most

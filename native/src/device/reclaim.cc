@@ -1,5 +1,6 @@
 #include "device/reclaim.h"
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -9,6 +10,8 @@ namespace {
 // How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
 // file that still exists then is kept by somebody.
 constexpr std::chrono::milliseconds kForgetTime{300};
+// For a request that fails otherwise, which may wait longer: a busy machine delays the FORGET.
+constexpr std::chrono::milliseconds kLongestForgetTime{1000};
 // Less than one part in so many of a device's memory is not worth waiting for.
 constexpr std::uint64_t kSmallPart = 64;
 
@@ -54,6 +57,17 @@ void Reclaim::Expected::begin_release() {
   const std::lock_guard lock(reclaim_.mutex_);
   place_->certain = true;
   place_->bytes = [bytes = place_->bytes()] { return bytes; };
+}
+
+std::optional<Reclaim::TimePoint> Reclaim::expected_until() const {
+  const TimePoint now = std::chrono::steady_clock::now();
+  std::optional<TimePoint> until;
+  const std::lock_guard lock(mutex_);
+  for (const Pending& pending : pending_) {
+    const TimePoint end = pending.certain ? TimePoint::max() : pending.since + kLongestForgetTime;
+    if (end > now && pending.bytes() > 0) until = std::max(until.value_or(end), end);
+  }
+  return until;
 }
 
 std::uint64_t Reclaim::expected_bytes() const {

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 namespace gpufs {
@@ -58,6 +59,9 @@ class Reclaim {
     Reclaim& reclaim_;
     PendingReleases::iterator place_;
   };
+  // Until when it is worth waiting for memory of such files; nullopt: none is coming. A file that the kernel has not
+  // forgotten for a second is kept by somebody, who may keep it for ever.
+  [[nodiscard]] std::optional<TimePoint> expected_until() const;
   // Bytes of all such files.
   [[nodiscard]] std::uint64_t expected_bytes() const;
   [[nodiscard]] std::size_t expected_files() const;

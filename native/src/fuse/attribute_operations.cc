@@ -154,6 +154,10 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   }
 }
 
+void AttributeOperations::answer_again(const Target& inode, Responder responder) {
+  responder.opcode() == FUSE_SETATTR ? reply_attributes(*inode, responder) : responder.ok();
+}
+
 void AttributeOperations::statfs(const Target& inode, Request& request, Responder responder) {
   // What a GPU has is known only when the memory that is being released is back.
   const bool waits =
@@ -240,6 +244,14 @@ void AttributeOperations::getxattr(const Target& inode, Request& request, Respon
   reply_value(in.size, *value, responder);
 }
 
+template <typename Change>
+int AttributeOperations::change_attribute(Inode& inode, std::size_t most, Change change) {
+  const Records::Change together(table_.records());
+  const int error = table_.change_metadata(inode, 0, most, change);
+  if (error == 0) table_.records().done({});
+  return error;
+}
+
 void AttributeOperations::setxattr(const Target& inode, Request& request, Responder responder) {
   const std::size_t fixed = init_.granted(kInitSetxattrExt) ? sizeof(SetxattrIn) : kSetxattrShort;
   SetxattrIn in{};
@@ -261,7 +273,7 @@ void AttributeOperations::setxattr(const Target& inode, Request& request, Respon
     if (status.ok()) touch_ctime(attributes);
     return status.error();
   };
-  finish(table_.change_metadata(*inode, most, change), responder);
+  finish(change_attribute(*inode, most, change), responder);
 }
 
 int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value,
@@ -271,7 +283,7 @@ int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<
   const bool access = name == kAccessAcl;
   if (!access && !S_ISDIR(inode.kind())) return EACCES;
   const std::size_t most = name.size() + 1 + list.size() + ExtendedAttributes::kOverhead;
-  return table_.change_metadata(inode, most, [&](gpufs_attributes& attributes, auto& extended) {
+  return change_attribute(inode, most, [&](gpufs_attributes& attributes, auto& extended) {
     if (access && acl_is_minimal(list)) {
       if (extended) extended->remove(name);
     } else if (const Status status = created(extended).set(name, list, 0); !status.ok()) {
@@ -313,7 +325,7 @@ void AttributeOperations::removexattr(const Target& inode, Request& request, Res
     touch_ctime(attributes);
     return 0;
   };
-  finish(table_.change_metadata(*inode, 0, change), responder);
+  finish(change_attribute(*inode, 0, change), responder);
 }
 
 }  // namespace gpufs::fuse

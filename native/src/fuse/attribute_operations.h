@@ -32,10 +32,15 @@ class AttributeOperations {
   void setxattr(const Target& inode, Request& request, Responder responder);
   void listxattr(const Target& inode, Request& request, Responder responder);
   void removexattr(const Target& inode, Request& request, Responder responder);
+  // A request that the process before this one has carried out and not answered.
+  void answer_again(const Target& inode, Responder responder);
 
  private:
   // 0, or why no attribute can have this name.
   [[nodiscard]] int name_error(std::string_view name) const;
+  // An extended attribute, as InodeTable::change_metadata().
+  template <typename Change>
+  int change_attribute(Inode& inode, std::size_t most, Change change);
   int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
   // A device below the inode to which much memory of files removed before a time will come back soon.
   [[nodiscard]] std::optional<std::int32_t> device_expecting_memory(const Inode& inode,

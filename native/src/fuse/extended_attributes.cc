@@ -111,6 +111,10 @@ bool ExtendedAttributes::has_trusted() const {
 
 std::size_t ExtendedAttributes::bytes() const { return names_bytes_ + values_bytes_ + values_.size() * kOverhead; }
 
+std::size_t ExtendedAttributes::recorded_bytes() const {
+  return names_bytes_ + values_bytes_ + values_.size() * 2 * sizeof(std::uint64_t);
+}
+
 void ExtendedAttributes::drop_capability() {
   const Value* value = find(kCapability);
   // The kernel ignores an empty one.

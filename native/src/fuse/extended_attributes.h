@@ -47,6 +47,8 @@ class ExtendedAttributes {
   void drop_capability();
   // Of memory.
   [[nodiscard]] std::size_t bytes() const;
+  // Of them in the journal.
+  [[nodiscard]] std::size_t recorded_bytes() const;
   // The most that an attribute takes beside its name and value.
   static constexpr std::size_t kOverhead = 256;
 

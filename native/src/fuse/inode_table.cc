@@ -24,6 +24,12 @@ std::uint64_t user_key(std::int32_t device, std::uint32_t uid) {
   return std::uint64_t{static_cast<std::uint32_t>(device)} << 32 | uid;
 }
 
+Status missing_device(std::int32_t device) { return Status(ENODEV, "gpu" + std::to_string(device) + " is missing"); }
+
+// Whether what a record describes cannot be restored by any process. Everything else may pass, as a lack of memory
+// does.
+bool is_bad_record(const Status& status) { return status.error() == EPROTO || status.error() == ENOENT; }
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
@@ -141,11 +147,18 @@ bool Inode::hold() {
   return true;
 }
 
-std::uint64_t Inode::metadata_locked() const {
+std::uint64_t Inode::metadata_locked(std::uint64_t more) const {
   // The link count of a directory counts its subdirectories, which are charged themselves.
   const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
   const std::uint64_t target = S_ISLNK(kind_) ? attributes_.size : 0;
-  return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + (extended_ ? extended_->bytes() : 0);
+  const std::uint64_t attributes = more + (extended_ ? extended_->bytes() : 0);
+  const std::uint64_t recorded = more + (extended_ ? extended_->recorded_bytes() : 0);
+  constexpr std::uint64_t kUsual = InodeTable::kRecordBytes;
+  const std::uint64_t block =
+      records_.journal() == nullptr
+          ? 0
+          : journal::Journal::block_bytes(kUsual + target + recorded) - journal::Journal::block_bytes(kUsual);
+  return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + attributes + block;
 }
 
 Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, Inode* parent, std::uint32_t umask,
@@ -271,7 +284,9 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
   if (changes.atime) set_atime(ours, *changes.atime);
   if (changes.mtime) set_mtime(ours, *changes.mtime);
   set_ctime(ours, Timestamp::now());
+  const Records::Change change(records_);
   inode.record_locked();
+  records_.done({});
   return {};
 }
 
@@ -285,7 +300,7 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
     must_be_freed = update_expected_locked(*inode);  // removed at the same time
     return 0;
   };
-  if (change_metadata(*inode, more * kNameBytes, change) != 0) {
+  if (change_metadata(*inode, more, 0, change) != 0) {
     return Status(ENOSPC, "the limit for metadata");
   }
   if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
@@ -471,6 +486,10 @@ void Inode::record_locked() const {
   records_.put_inode(record);
 }
 
+bool InodeTable::has_device(std::int32_t device) const {
+  return device >= 0 && static_cast<std::size_t>(device) < devices_.size();
+}
+
 Status InodeTable::restore() {
   for (const auto& [user, bytes] : records_.user_limits()) {
     quotas_.limit_user(static_cast<std::int32_t>(user >> 32), static_cast<std::uint32_t>(user), bytes);
@@ -483,20 +502,35 @@ Status InodeTable::restore() {
     slots[inode.attributes.device].first = inode.contents->memory;
     slots[inode.attributes.device].second.push_back(inode.contents->slot);
   }
+  std::map<std::int32_t, Status> without_slots;  // devices whose small files are lost
   for (const auto& [device, used] : slots) {
-    SlabPool* const slabs = devices_.at(static_cast<std::size_t>(device))->slabs();
-    if (slabs == nullptr) return Status(EPROTO, "small files on a device without slabs");
-    if (Status restored = slabs->restore(used.first, used.second); !restored.ok()) return restored;
+    if (!has_device(device)) return missing_device(device);
+    SlabPool* const slabs = devices_[static_cast<std::size_t>(device)]->slabs();
+    Status restored = slabs == nullptr ? Status(EPROTO, "the device has no memory for small files")
+                                       : slabs->restore(used.first, used.second);
+    if (!restored.ok() && !is_bad_record(restored)) return restored;
+    if (!restored.ok()) without_slots.emplace(device, std::move(restored));
   }
+  const auto lose = [this](std::uint64_t ino, const Status& reason) {
+    log_error("inode ", ino, " is lost: ", reason.message());
+    records_.remove_inode(ino);
+  };
   for (InodeRecord& record : inodes) {
     const gpufs_attributes& attributes = record.attributes;
     std::shared_ptr<Buffer> buffer;
     if (record.contents) {
-      if (attributes.device < 0 || static_cast<std::size_t>(attributes.device) >= devices_.size()) {
-        return Status(ENODEV, "gpu" + std::to_string(attributes.device) + " is missing");
+      if (!has_device(attributes.device)) return missing_device(attributes.device);
+      const auto lost_slot = without_slots.find(attributes.device);
+      if (record.contents->slot.bytes != 0 && lost_slot != without_slots.end()) {
+        lose(attributes.ino, lost_slot->second);
+        continue;
       }
       Result<std::shared_ptr<Buffer>> restored =
           Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *record.contents);
+      if (is_bad_record(restored.status())) {
+        lose(attributes.ino, restored.status());
+        continue;
+      }
       if (!restored.ok()) return restored.status().with_context("inode " + std::to_string(attributes.ino));
       buffer = restored.take();
       buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
@@ -518,7 +552,11 @@ Status InodeTable::restore() {
   for (const auto& [fh, file] : records_.files()) {
     if (!is_buffer(fh)) continue;
     const std::shared_ptr<Inode> inode = find(file.inode);
-    if (!inode) return Status(EPROTO, "an open file without an inode");
+    if (!inode || !inode->buffer_) {
+      log_error("an open file is lost with inode ", file.inode);
+      records_.remove_file(fh);
+      continue;
+    }
     files_.restore(fh, std::make_shared<OpenFile>(OpenFile{inode, file.writes}));
     ++inode->open_files_;
     if (file.writes) ++inode->open_writers_;

@@ -116,8 +116,9 @@ class Inode : public std::enable_shared_from_this<Inode> {
   friend class InodeTable;
   friend class Namespace;
 
-  // The memory that names and attributes take, at most. With the mutex held.
-  [[nodiscard]] std::uint64_t metadata_locked() const;
+  // The memory that names and attributes take, at most, with so many more bytes of an extended attribute. With the
+  // mutex held.
+  [[nodiscard]] std::uint64_t metadata_locked(std::uint64_t more = 0) const;
   // Writes the inode's record after a change, with the mutex held.
   void record_locked() const;
 
@@ -167,9 +168,11 @@ class InodeTable {
  public:
   static constexpr std::uint64_t kRootInode = 1;
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
-  // Memory that an inode takes, and each of its names, however long that is: measured, and rounded up.
+  // Memory that an inode takes, and each of its names, however long that is: measured, and rounded up. It has their
+  // blocks in the journal; what a target or extended attributes need there beyond kRecordBytes comes on top.
   static constexpr std::uint64_t kInodeBytes = 1536;
   static constexpr std::uint64_t kNameBytes = 640;
+  static constexpr std::uint64_t kRecordBytes = 320;
 
   // metadata_limit: bytes of memory that names and attributes may take together, of which a user may take a share;
   // above that is ENOSPC.
@@ -192,7 +195,8 @@ class InodeTable {
   // lists; its mode is then what the user asked for before `umask`. Null: as in the attributes.
   Result<std::shared_ptr<Inode>> add(const gpufs_attributes& attributes, Inode* parent = nullptr,
                                      std::uint32_t umask = 0, std::uint64_t references = 0);
-  // Adds the inodes and open files that the records have. Before anything else; Namespace::restore() comes next.
+  // Adds the inodes and open files that the records have. Before anything else; Namespace::restore() comes next. A
+  // record that nothing can be restored from is logged and removed: it does not keep the others from being restored.
   Status restore();
   // The link count that follows from an inode's names; without any, it is removed unless something uses it.
   void restore_links(std::shared_ptr<Inode> inode, std::uint32_t links);
@@ -219,11 +223,12 @@ class InodeTable {
   // The change time becomes now. ENOSPC: a new name exceeds the limit for metadata.
   Status set_links(std::shared_ptr<Inode> inode, std::uint32_t links);
 
-  // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where `most` more
-  // bytes of metadata fit under the limit; else ENOSPC. It may not add more.
+  // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where so many more
+  // names and bytes of an extended attribute fit under the limit for metadata; else ENOSPC. It may not add more.
   template <typename Change>
-  int change_metadata(Inode& inode, std::uint64_t most, Change change) {
+  int change_metadata(Inode& inode, std::uint64_t names, std::uint64_t attribute_bytes, Change change) {
     const std::lock_guard lock(inode.mutex_);
+    const std::uint64_t most = names * kNameBytes + inode.metadata_locked(attribute_bytes) - inode.metadata_locked();
     if (!metadata_.take(inode.charged_to_, most)) return ENOSPC;
     const int error = change(inode.attributes_, inode.extended_);
     if (error == 0) inode.record_locked();
@@ -277,6 +282,7 @@ class InodeTable {
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> busiest(std::size_t most) const;
 
  private:
+  [[nodiscard]] bool has_device(std::int32_t device) const;
   // Makes an inode known whose attributes are complete.
   Status insert(const std::shared_ptr<Inode>& inode);
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.

@@ -3,6 +3,7 @@
 // Ownership: the Mount's. Thread-safe; nothing here blocks.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -91,12 +92,13 @@ class LongRequests {
         [this, &reclaim = reclaim_of(lane.device), attempt = std::move(attempt), failed = std::move(failed),
          deadline = std::chrono::steady_clock::now() + timeout_,
          waited = false](Cancellation& cancellation, Responder& reply) mutable -> std::optional<Executor::TimePoint> {
-          const bool expected_before = reclaim.expected_bytes() > 0;  // what is released during the attempt counts
+          const std::optional<Reclaim::TimePoint> before = reclaim.expected_until();
           const int error = attempt(cancellation, reply);
           if (lacks_memory(error) && !cancellation.requested() && std::chrono::steady_clock::now() < deadline) {
-            if (expected_before || reclaim.expected_bytes() > 0) {
+            // What is released during the attempt counts.
+            if (const auto until = std::max(before, reclaim.expected_until())) {
               if (!std::exchange(waited, true)) count(counters_.memory_waits);
-              return deadline;
+              return std::min(deadline, *until);
             }
           }
           if (error != 0) {

@@ -188,6 +188,11 @@ void Mount::release_forgotten() {
   }
 }
 
+void Mount::close_handle(std::uint64_t handle) {
+  if (is_buffer(handle)) static_cast<void>(table_.release(handle));
+  if (is_directory_handle(handle)) static_cast<void>(name_operations_.close_directory(handle));
+}
+
 Status Mount::survives() const {
   if (records_.journal() == nullptr) return Status(EOPNOTSUPP, "it has no keeper");
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
@@ -256,6 +261,7 @@ void Mount::handle(Request& request) {
   if (const InodeHandler* const handler = inode_handler(opcode); handler != nullptr) {
     if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid); inode) {
       if (request.message.size() < kBodyOffset + handler->arguments) return responder.error(EINVAL);
+      if (records_.done_before()) return attributes_.answer_again(inode, std::move(responder));
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
   }

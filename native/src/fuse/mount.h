@@ -69,6 +69,8 @@ class Mount final : private RequestHandler {
   // Frees the memory of restored files that the kernel has forgotten without this process's knowledge: call it from
   // time to time.
   void release_forgotten();
+  // Closes a file or directory that the last process had open; see gpufs_mount_close_handles.
+  void close_handle(std::uint64_t handle);
 
   // OK if another process can continue the mount; else the reason for users.
   [[nodiscard]] Status survives() const;

@@ -292,7 +292,10 @@ void NameOperations::restore_directories() {
     if (!is_directory_handle(fh)) continue;
     auto directory = std::make_shared<OpenDirectory>();
     directory->inode = table_.find(file.inode);
-    if (!directory->inode) continue;
+    if (!directory->inode) {
+      table_.records().remove_file(fh);
+      continue;
+    }
     directory->end = names_.next_number(*directory->inode);
     directories_.restore(fh, std::move(directory));
   }
@@ -321,13 +324,18 @@ void NameOperations::answer_again(const Outcome& outcome, const Request& request
   responder.body(Created{entry_of(*inode), opened(fh)});
 }
 
+std::shared_ptr<NameOperations::OpenDirectory> NameOperations::close_directory(std::uint64_t fh) {
+  std::shared_ptr<OpenDirectory> directory = directories_.remove(fh);
+  table_.records().remove_file(fh);
+  return directory;
+}
+
 bool NameOperations::serve_directory(Request& request, Responder& responder) {
   const auto fh = request.arguments<std::uint64_t>();
   if (!is_directory_handle(fh)) return false;
   const std::uint32_t opcode = request.header.opcode;
   const std::shared_ptr<OpenDirectory> directory =
-      opcode == FUSE_RELEASEDIR ? directories_.remove(fh) : directories_.find(fh);
-  if (opcode == FUSE_RELEASEDIR) table_.records().remove_file(fh);
+      opcode == FUSE_RELEASEDIR ? close_directory(fh) : directories_.find(fh);
   if (!directory) {
     responder.error(EBADF);
   } else if (opcode == FUSE_READDIRPLUS) {

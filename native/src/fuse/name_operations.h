@@ -41,15 +41,18 @@ class NameOperations {
   // The open directories of the last process, after Namespace::restore().
   void restore_directories();
 
- private:
   using InodePointer = std::shared_ptr<Inode>;
-  struct Handler;
   // Where a listing ends: at the names that the directory had when it began, so a program that creates a name for each
   // one that it finds reaches the end.
   struct OpenDirectory {
     InodePointer inode;
     std::atomic<std::uint64_t> end{0};
   };
+  // The directory that was open; null: none was.
+  std::shared_ptr<OpenDirectory> close_directory(std::uint64_t fh);
+
+ private:
+  struct Handler;
 
   void lookup(const InodePointer& inode, Request& request, Responder responder);
   void create(const InodePointer& directory, Request& request, Responder responder);

@@ -8,6 +8,7 @@
 #include <climits>
 #include <mutex>
 
+#include "base/log.h"
 #include "base/pages.h"
 #include "memory/account.h"
 
@@ -396,10 +397,13 @@ Status Namespace::restore() {
     for (const auto& [id, record] : records_.names()) {
       const InodePointer directory = table_.find(record.directory);
       const InodePointer inode = table_.find(record.inode);
-      if (!directory || !inode) return Status(EPROTO, "a name without an inode");
+      if (!directory || !inode || directory->names_.entries.contains(record.text)) {
+        log_error("the name of inode ", record.inode, " in directory ", record.directory, " is lost");
+        records_.remove_name(id);
+        continue;
+      }
       InodeNames& names = directory->names_;
-      const auto [entry, is_new] = names.entries.try_emplace(record.text);
-      if (!is_new) return Status(EPROTO, "a name that is there twice");
+      const auto entry = names.entries.try_emplace(record.text).first;
       entry->second = {inode, record.number, id, {}};
       entry->second.place = inode->names_.names.insert(inode->names_.names.end(), {directory.get(), &entry->first});
       inode->names_.parent = directory;
@@ -425,7 +429,9 @@ Status Namespace::restore() {
     }
   }
   for (const auto& [ino, bytes] : records_.directory_limits()) {
-    if (Status limited = limit_directory(ino, bytes); !limited.ok()) return limited;
+    if (const Status limited = limit_directory(ino, bytes); !limited.ok()) {
+      log_error("the limit of directory ", ino, " is lost: ", limited.message());
+    }
   }
   return {};
 }

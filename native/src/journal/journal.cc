@@ -21,12 +21,21 @@ namespace {
 constexpr std::array<char, 8> kMagic = {'G', 'P', 'U', 'F', 'S', 'J', 'N', 'L'};
 constexpr std::uint64_t kHeaderBytes = 4096;
 constexpr std::uint64_t kSmallestBlock = 128;
-// The file grows by a segment of blocks of one size.
-constexpr std::uint64_t kSegmentBytes = std::uint64_t{1} << 20;
+// A segment has the blocks of one size: as many as fit into this, or one larger block. Parts of the file that have no
+// memory read as segments of the smallest blocks, all free.
+constexpr std::uint64_t kUnitBytes = std::uint64_t{256} << 10;
+// Of larger segments none is kept without values.
+constexpr std::uint64_t kLargestSpare = std::uint64_t{1} << 20;
 // Addresses for all that it may ever hold.
 constexpr std::uint64_t kMappedBytes = std::uint64_t{1} << 40;
 
+constexpr std::uint64_t kBlockHeader = 64;
+
 std::uint64_t bytes_of_class(std::size_t size_class) { return kSmallestBlock << size_class; }
+std::uint64_t segment_bytes(std::size_t size_class) { return std::max(kUnitBytes, bytes_of_class(size_class)); }
+std::size_t blocks_in_segment(std::size_t size_class) {
+  return static_cast<std::size_t>(segment_bytes(size_class) / bytes_of_class(size_class));
+}
 
 constexpr std::uint32_t kKind = 101;          // of the journal's values
 constexpr std::uint64_t kReservation = 4096;  // numbers for each record
@@ -59,7 +68,7 @@ struct Journal::Block {
 };
 
 Result<std::unique_ptr<Journal>> Journal::create() {
-  static_assert(sizeof(Header) <= kHeaderBytes && sizeof(Block) == 64);
+  static_assert(sizeof(Header) <= kHeaderBytes && sizeof(Block) == kBlockHeader);
   std::unique_ptr<Journal> journal(new Journal);
   UniqueFd file(::memfd_create("gpufs-journal", MFD_CLOEXEC));
   if (!file.valid()) return Status::from_errno(errno, "creating the journal");
@@ -119,36 +128,82 @@ Status Journal::read_blocks() {
   }
   if (head.given_up.load() != 0) return Status(ENOTRECOVERABLE, "the journal is incomplete");
   if (end > file_bytes_) return Status(EPROTO, "the journal ends early");
+  if (end < kHeaderBytes || (end - kHeaderBytes) % kUnitBytes != 0) {
+    return Status(EPROTO, "the journal ends within a segment");
+  }
   file_bytes_ = end;  // what is behind it was being added
-  const std::uint64_t committed = head.committed.load();
-  for (std::uint64_t offset = kHeaderBytes; offset < end;) {
-    Block& found = block(offset);
-    const std::size_t size_class = found.size_class;
-    if (size_class >= kSizeClasses || bytes_of_class(size_class) > end - offset) {
-      return Status(EPROTO, "the journal is damaged at " + std::to_string(offset));
-    }
-    const BlockState state = found.state.load();
-    const bool done = found.transaction.load() == committed;
-    const bool live =
-        state == BlockState::kLive || (state == BlockState::kNew && done) || (state == BlockState::kReplaced && !done);
-    if (live && found.value_bytes > bytes_of_class(size_class) - sizeof(Block)) {
-      return Status(EPROTO, "the journal is damaged at " + std::to_string(offset));
-    }
-    found.state.store(live ? BlockState::kLive : BlockState::kFree);
-    if (!live) {
-      free_[size_class].push_back(offset);
+  for (std::uint64_t start = kHeaderBytes; start < end;) {
+    // Reading a part without memory through the mapping would give it some.
+    const off_t data = ::lseek(file_.get(), static_cast<off_t>(start), SEEK_DATA);
+    if (data < 0 && errno != ENXIO) return Status::from_errno(errno, "reading the journal");
+    const std::uint64_t from = data < 0 ? end : static_cast<std::uint64_t>(data);
+    if (from >= std::min(end, start + kUnitBytes)) {
+      free_units_.insert(start);
+      start += kUnitBytes;
     } else {
-      used_bytes_ += bytes_of_class(size_class);
-      if (!entries_.emplace(found.key, Entry{offset, 0}).second) return Status(EPROTO, "the journal has a key twice");
+      start = read_segment(start, end, head.committed.load());
     }
-    offset += bytes_of_class(size_class);
   }
   return {};
+}
+
+std::uint64_t Journal::read_segment(std::uint64_t start, std::uint64_t end, std::uint64_t committed) {
+  const auto is_damaged = [&](std::uint64_t offset) {
+    const std::size_t size_class = block(offset).size_class;
+    return size_class >= kSizeClasses || bytes_of_class(size_class) > end - offset ||
+           (offset != start && bytes_of_class(size_class) > start + kUnitBytes - offset);
+  };
+  const std::uint64_t segment_end =
+      is_damaged(start) ? std::min(end, start + kUnitBytes) : start + segment_bytes(block(start).size_class);
+  std::vector<std::uint64_t> live;
+  std::vector<std::uint64_t> free;
+  for (std::uint64_t offset = start; offset < segment_end;) {
+    if (is_damaged(offset)) {
+      log_error("the journal is damaged at ", offset, ": what was there is lost");
+      break;
+    }
+    Block& found = block(offset);
+    const BlockState state = found.state.load();
+    const bool done = found.transaction.load() == committed;
+    bool is_live =
+        state == BlockState::kLive || (state == BlockState::kNew && done) || (state == BlockState::kReplaced && !done);
+    if (is_live && (found.value_bytes > bytes_of_class(found.size_class) - sizeof(Block) ||
+                    (!live.empty() && found.size_class != block(live.front()).size_class) ||
+                    !entries_.emplace(found.key, Entry{offset, 0}).second)) {
+      log_error("the journal is damaged at ", offset, ": a value is lost");
+      is_live = false;
+    }
+    found.state.store(is_live ? BlockState::kLive : BlockState::kFree);
+    (is_live ? live : free).push_back(offset);
+    offset += bytes_of_class(found.size_class);
+  }
+  if (live.empty()) {  // perhaps it was being divided into blocks
+    for (std::uint64_t unit = start; unit < segment_end; unit += kUnitBytes) free_units_.insert(unit);
+    static_cast<void>(::fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(start),
+                                  static_cast<off_t>(segment_end - start)));
+    return segment_end;
+  }
+  const std::size_t size_class = block(live.front()).size_class;
+  Segment segment{size_class, blocks_in_segment(size_class), {}};
+  std::ranges::reverse(free);
+  for (const std::uint64_t offset : free) {
+    if (block(offset).size_class == size_class) {
+      segment.free.push_back(static_cast<std::uint16_t>((offset - start) / bytes_of_class(size_class)));
+    }
+  }
+  used_bytes_ += live.size() * bytes_of_class(size_class);
+  segments_.emplace(start, std::move(segment));
+  use(start);
+  return segment_end;
 }
 
 std::uint64_t Journal::bytes() const {
   const std::lock_guard lock(mutex_);
   return used_bytes_;
+}
+
+std::uint64_t Journal::block_bytes(std::uint64_t value_bytes) {
+  return std::bit_ceil(std::max(kBlockHeader + value_bytes, kSmallestBlock));
 }
 
 Status Journal::health() const {
@@ -164,23 +219,82 @@ void Journal::give_up(Status reason) {
 }
 
 Status Journal::add_segment(std::size_t size_class) {
-  const std::uint64_t block_bytes = bytes_of_class(size_class);
-  const std::uint64_t start = file_bytes_;
-  const std::uint64_t end = start + std::max(kSegmentBytes, block_bytes);
+  const std::uint64_t bytes = segment_bytes(size_class);
+  const std::uint64_t start = take_units(static_cast<std::size_t>(bytes / kUnitBytes));
+  const std::uint64_t end = start + bytes;
   // Allocated now: a machine without memory must not end the process when it stores a value.
-  if (end > kMappedBytes ||
-      ::fallocate(file_.get(), 0, static_cast<off_t>(start), static_cast<off_t>(end - start)) != 0) {
+  if (end > kMappedBytes || ::fallocate(file_.get(), 0, static_cast<off_t>(start), static_cast<off_t>(bytes)) != 0) {
+    for (std::uint64_t unit = start; unit < std::min(end, file_bytes_); unit += kUnitBytes) free_units_.insert(unit);
     return Status(ENOMEM, "no memory for the journal");
   }
-  for (std::uint64_t offset = end; offset > start; offset -= block_bytes) {
-    Block& added = block(offset - block_bytes);
+  Segment segment{size_class, blocks_in_segment(size_class), {}};
+  for (std::size_t index = segment.blocks; index-- > 0;) {
+    Block& added = block(start + index * bytes_of_class(size_class));
     added.state.store(BlockState::kFree, std::memory_order_relaxed);
     added.size_class = static_cast<std::uint32_t>(size_class);
-    free_[size_class].push_back(offset - block_bytes);  // the lowest is used first
+    segment.free.push_back(static_cast<std::uint16_t>(index));  // the lowest is used first
   }
-  file_bytes_ = end;
-  header().end.store(end, std::memory_order_release);
+  segments_.emplace(start, std::move(segment));
+  classes_[size_class].spare = start;
+  if (end > file_bytes_) {
+    file_bytes_ = end;
+    header().end.store(end, std::memory_order_release);
+  }
   return {};
+}
+
+std::uint64_t Journal::take_units(std::size_t count) {
+  std::size_t found = 0;
+  std::uint64_t next = 0;
+  for (const std::uint64_t unit : free_units_) {
+    found = unit == next ? found + 1 : 1;
+    next = unit + kUnitBytes;
+    if (found < count) continue;
+    const std::uint64_t start = next - count * kUnitBytes;
+    free_units_.erase(free_units_.find(start), free_units_.lower_bound(next));
+    return start;
+  }
+  return file_bytes_;
+}
+
+void Journal::use(std::uint64_t start) {
+  const Segment& segment = segments_.at(start);
+  SizeClass& of = classes_[segment.size_class];
+  of.blocks += segment.blocks;
+  of.free += segment.free.size();
+  if (!segment.free.empty()) of.with_free.insert(start);
+}
+
+void Journal::set_aside(std::uint64_t start) {
+  const auto found = segments_.find(start);
+  const std::size_t size_class = found->second.size_class;
+  SizeClass& of = classes_[size_class];
+  of.blocks -= found->second.blocks;
+  of.free -= found->second.free.size();
+  of.with_free.erase(start);
+  const std::uint64_t bytes = segment_bytes(size_class);
+  if (of.spare == 0 && bytes <= kLargestSpare) {
+    of.spare = start;
+    return;
+  }
+  segments_.erase(found);
+  // If this fails, the blocks stay there, free ones, and the next segment at this place has its memory already.
+  static_cast<void>(::fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(start),
+                                static_cast<off_t>(bytes)));
+  for (std::uint64_t unit = start; unit < start + bytes; unit += kUnitBytes) free_units_.insert(unit);
+}
+
+std::uint64_t Journal::take_block(std::size_t size_class) {
+  SizeClass& of = classes_[size_class];
+  if (of.with_free.empty()) use(std::exchange(of.spare, 0));
+  const std::uint64_t start = *of.with_free.begin();
+  Segment& segment = segments_.at(start);
+  const std::uint64_t offset = start + segment.free.back() * bytes_of_class(size_class);
+  segment.free.pop_back();
+  --of.free;
+  if (segment.free.empty()) of.with_free.erase(start);
+  used_bytes_ += bytes_of_class(size_class);
+  return offset;
 }
 
 void Journal::begin(std::uint64_t order) {
@@ -189,9 +303,8 @@ void Journal::begin(std::uint64_t order) {
 }
 
 std::uint64_t Journal::write(Key key, std::span<const std::byte> value) {
-  const std::uint64_t needed = sizeof(Block) + value.size();
-  const std::uint64_t rounded = std::bit_ceil(std::max(needed, kSmallestBlock));
-  const auto size_class = static_cast<std::size_t>(std::countr_zero(rounded) - std::countr_zero(kSmallestBlock));
+  const auto size_class = static_cast<std::size_t>(std::countr_zero(block_bytes(value.size())) -  //
+                                                   std::countr_zero(kSmallestBlock));
   std::uint64_t offset = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -199,15 +312,13 @@ std::uint64_t Journal::write(Key key, std::span<const std::byte> value) {
       give_up(Status(EFBIG, "a value of " + std::to_string(value.size()) + " bytes is too large for the journal"));
       return 0;
     }
-    if (free_[size_class].empty()) {
+    if (classes_[size_class].with_free.empty() && classes_[size_class].spare == 0) {
       if (Status added = add_segment(size_class); !added.ok()) {
         give_up(std::move(added));
         return 0;
       }
     }
-    offset = free_[size_class].back();
-    free_[size_class].pop_back();
-    used_bytes_ += rounded;
+    offset = take_block(size_class);
   }
   Block& fresh = block(offset);  // free for all others until it is committed
   fresh.key = key;
@@ -217,23 +328,77 @@ std::uint64_t Journal::write(Key key, std::span<const std::byte> value) {
 }
 
 void Journal::release(std::uint64_t offset) {
-  const std::size_t size_class = block(offset).size_class;
+  const auto found = std::prev(segments_.upper_bound(offset));
+  const std::uint64_t start = found->first;
+  Segment& segment = found->second;
+  const std::uint64_t bytes = bytes_of_class(segment.size_class);
+  SizeClass& of = classes_[segment.size_class];
   block(offset).state.store(BlockState::kFree, std::memory_order_release);
-  free_[size_class].push_back(offset);
-  used_bytes_ -= bytes_of_class(size_class);
+  segment.free.push_back(static_cast<std::uint16_t>((offset - start) / bytes));
+  of.with_free.insert(start);
+  ++of.free;
+  used_bytes_ -= bytes;
+  if (segment.free.size() == segment.blocks) set_aside(start);
 }
 
-void Journal::end(std::uint64_t began, std::span<const Change> changes) {
-  const std::lock_guard lock(mutex_);
+void Journal::compact(std::size_t size_class) {
+  SizeClass& of = classes_[size_class];
+  while (of.free > of.blocks / 3 + blocks_in_segment(size_class)) {
+    const auto emptiest = std::ranges::max_element(
+        of.with_free, {}, [this](std::uint64_t start) { return segments_.at(start).free.size(); });
+    if (!evacuate(*emptiest)) return;
+  }
+}
+
+bool Journal::evacuate(std::uint64_t start) {
+  const Segment& segment = segments_.at(start);
+  const std::size_t size_class = segment.size_class;
+  const std::uint64_t bytes = bytes_of_class(size_class);
+  SizeClass& of = classes_[size_class];
+  std::vector<bool> is_free(segment.blocks);
+  for (const std::uint16_t index : segment.free) is_free[index] = true;
+  std::vector<std::uint64_t> obsolete;
+  for (std::size_t index = 0; index < segment.blocks; ++index) {
+    if (is_free[index]) continue;
+    obsolete.push_back(start + index * bytes);
+    if (block(obsolete.back()).state.load(std::memory_order_relaxed) != BlockState::kLive) return false;
+  }
+  if (of.free - segment.free.size() < obsolete.size()) return false;
+  of.with_free.erase(start);  // the copies go elsewhere
+  std::vector<std::uint64_t> fresh;
+  for (const std::uint64_t offset : obsolete) {
+    fresh.push_back(take_block(size_class));
+    Block& copy = block(fresh.back());
+    const Block& original = block(offset);
+    copy.key = original.key;
+    copy.value_bytes = original.value_bytes;
+    const std::span<const std::byte> value = value_of(offset);
+    std::memcpy(base_ + fresh.back() + sizeof(Block), value.data(), value.size());
+    entries_.at(copy.key).block = fresh.back();
+  }
+  commit(fresh, obsolete);
+  return true;
+}
+
+void Journal::commit(std::span<const std::uint64_t> fresh, std::span<const std::uint64_t> obsolete) {
   Header& head = header();
   const std::uint64_t number = head.committed.load(std::memory_order_relaxed) + 1;
-  std::vector<std::uint64_t> fresh;
-  std::vector<std::uint64_t> obsolete;
   const auto mark = [&](std::uint64_t offset, BlockState state) {
     // The number first: with the one of an earlier transaction it would seem to be committed.
     block(offset).transaction.store(number, std::memory_order_release);
     block(offset).state.store(state, std::memory_order_release);
   };
+  for (const std::uint64_t offset : fresh) mark(offset, BlockState::kNew);
+  for (const std::uint64_t offset : obsolete) mark(offset, BlockState::kReplaced);
+  head.committed.store(number, std::memory_order_release);
+  for (const std::uint64_t offset : fresh) block(offset).state.store(BlockState::kLive, std::memory_order_release);
+  for (const std::uint64_t offset : obsolete) release(offset);
+}
+
+void Journal::end(std::uint64_t began, std::span<const Change> changes) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint64_t> fresh;
+  std::vector<std::uint64_t> obsolete;
   for (const Change& change : changes) {
     Entry& entry = entries_[change.key];
     if (entry.order > change.order) {  // a later change was committed earlier
@@ -256,11 +421,10 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
     release(offset);
     return true;
   });
-  for (const std::uint64_t offset : fresh) mark(offset, BlockState::kNew);
-  for (const std::uint64_t offset : obsolete) mark(offset, BlockState::kReplaced);
-  head.committed.store(number, std::memory_order_release);
-  for (const std::uint64_t offset : fresh) block(offset).state.store(BlockState::kLive, std::memory_order_release);
-  for (const std::uint64_t offset : obsolete) release(offset);
+  std::set<std::size_t> size_classes;  // that have fewer values now
+  for (const std::uint64_t offset : obsolete) size_classes.insert(block(offset).size_class);
+  commit(fresh, obsolete);
+  for (const std::size_t size_class : size_classes) compact(size_class);
 
   under_way_.erase(under_way_.find(began));
   const std::uint64_t oldest = under_way_.empty() ? UINT64_MAX : *under_way_.begin();

@@ -6,6 +6,9 @@
 // transaction writes its values into fresh blocks, marks these and the blocks that they replace with its number, and
 // stores that number in the header: this one store commits it. Then the marks are removed.
 //
+// Blocks of one size share segments. The memory of a segment without values goes back to the machine, but for one of
+// each size. Where more than a third of the blocks of a size are free, their values move together (see compact()).
+//
 // Ownership: the Mount's. Thread-safe.
 #pragma once
 
@@ -52,6 +55,8 @@ class Journal {
   [[nodiscard]] int fd() const { return file_.get(); }
   // Memory of the values, with what they leave free in their blocks.
   [[nodiscard]] std::uint64_t bytes() const;
+  // Memory of the block that a value of this size takes.
+  [[nodiscard]] static std::uint64_t block_bytes(std::uint64_t value_bytes);
   // Why values are missing: there was no memory for one, or it was too large. Nothing can be restored from then on.
   [[nodiscard]] Status health() const;
 
@@ -83,9 +88,24 @@ class Journal {
   };
   static constexpr std::size_t kSizeClasses = 18;  // 128 bytes to 16 MiB
 
+  // A part of the file with blocks of one size class.
+  struct Segment {
+    std::size_t size_class = 0;
+    std::size_t blocks = 0;
+    std::vector<std::uint16_t> free;  // which of them; the last one is used first
+  };
+  struct SizeClass {
+    std::set<std::uint64_t> with_free;  // segments with values and free blocks
+    std::size_t blocks = 0;             // of all segments with values
+    std::size_t free = 0;               // of them
+    std::uint64_t spare = 0;            // a segment without values; 0: none
+  };
+
   Journal() = default;
   Status map(UniqueFd file);
   Status read_blocks();
+  // Reads the segment that begins there, and returns the end of it.
+  std::uint64_t read_segment(std::uint64_t start, std::uint64_t end, std::uint64_t committed);
 
   // The order of the changes of one key is that of these calls, not of the commits.
   std::uint64_t next_order() { return last_order_.fetch_add(1, std::memory_order_relaxed) + 1; }
@@ -94,8 +114,22 @@ class Journal {
   void end(std::uint64_t began, std::span<const Change> changes);
 
   // The rest needs the mutex.
+  // ENOMEM: the machine has no memory for it.
   Status add_segment(std::size_t size_class);
+  // The segment gets values, or has none any more.
+  void use(std::uint64_t start);
+  void set_aside(std::uint64_t start);
+  // The first of so many parts of the file that lie side by side; they are the caller's.
+  std::uint64_t take_units(std::size_t count);
+  // From a segment that has one, the spare one at last.
+  std::uint64_t take_block(std::size_t size_class);
   void release(std::uint64_t offset);
+  // While more than a third of the blocks of a size are free: moves the values of the emptiest segment into others.
+  void compact(std::size_t size_class);
+  // False if a transaction under way uses a block of the segment.
+  bool evacuate(std::uint64_t start);
+  // Makes `fresh` live and `obsolete` free, at once for whoever restores the journal.
+  void commit(std::span<const std::uint64_t> fresh, std::span<const std::uint64_t> obsolete);
   void give_up(Status reason);
   [[nodiscard]] Header& header() const;
   [[nodiscard]] Block& block(std::uint64_t offset) const;
@@ -109,7 +143,9 @@ class Journal {
   std::map<Key, Entry> entries_;
   std::map<std::uint64_t, Key> removed_;    // the removed entries, by order
   std::multiset<std::uint64_t> under_way_;  // when the transactions began
-  std::array<std::vector<std::uint64_t>, kSizeClasses> free_;
+  std::map<std::uint64_t, Segment> segments_;
+  std::array<SizeClass, kSizeClasses> classes_;
+  std::set<std::uint64_t> free_units_;  // parts of the file without memory, of kSegmentBytes each
   std::uint64_t file_bytes_ = 0;
   std::uint64_t used_bytes_ = 0;
   Status health_;

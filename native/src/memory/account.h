@@ -20,8 +20,15 @@ namespace gpufs {
 // Accounts of the addresses of this process, of which it has 2^47 bytes, those of CUDA and HIP included: an H100 gave
 // 126 TiB. A file reserves addresses up to the end of its last memory, so a sparse file takes many with little memory.
 // Without a bound one user would leave none for stacks and mappings, and so stop the mount. Shared by its shares.
+//
+// A file with addresses of its own also takes a descriptor of its memory (on a GPU one for each piece of it), of which
+// the process may have RLIMIT_NOFILE. The same shares bound these: a quarter is for everything else, clients and
+// copies, and for the process that takes over.
 class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
  public:
+  // files: how many files with addresses there may be, by default what RLIMIT_NOFILE allows now.
+  explicit AddressSpace(std::uint64_t files = files_of_process());
+
   static constexpr std::uint64_t kBytes = std::uint64_t{1} << 47;
   // The rest is for this process: stacks, slabs, host memory.
   static constexpr std::uint64_t kForFiles = kBytes / 4 * 3;
@@ -33,10 +40,11 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   class Share {
    public:
     // EDQUOT: beyond this user's share. ENOSPC: beyond what all files may take. Nothing is taken then.
-    Status take(std::uint64_t bytes) { return space_->take(*this, bytes); }
+    // files: how many more have addresses.
+    Status take(std::uint64_t bytes, std::uint64_t files) { return space_->take(*this, bytes, files); }
     // Regardless of all bounds: the owner of a file has changed.
-    void add(std::uint64_t bytes) { space_->add(*this, bytes); }
-    void release(std::uint64_t bytes) { space_->add(*this, -bytes); }
+    void add(std::uint64_t bytes, std::uint64_t files) { space_->add(*this, bytes, files); }
+    void release(std::uint64_t bytes, std::uint64_t files) { space_->add(*this, -bytes, -files); }
 
    private:
     friend class AddressSpace;
@@ -46,8 +54,10 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
     const std::shared_ptr<AddressSpace> space_;
     const std::string holder_;
     const bool plain_;
-    std::uint64_t used_ = 0;  // guarded by the space's mutex, as is the next one
-    bool reported_ = false;   // a refusal was logged since less than half of what was allowed was in use
+    std::uint64_t used_ = 0;  // guarded by the space's mutex, as are the next three
+    std::uint64_t files_ = 0;
+    bool reported_ = false;  // a refusal was logged, and half of what was used then has not been released since
+    std::uint64_t used_at_refusal_ = 0;
   };
 
   // holder: what messages call the user. plain: neither root nor the user who mounted.
@@ -56,12 +66,19 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   }
 
  private:
-  Status take(Share& share, std::uint64_t bytes);
-  void add(Share& share, std::uint64_t bytes);
+  [[nodiscard]] static std::uint64_t files_of_process();
+  Status take(Share& share, std::uint64_t bytes, std::uint64_t files);
+  // EDQUOT, ENOSPC, or OK: whether the share may have so many more files.
+  [[nodiscard]] Status check_files_locked(const Share& share, std::uint64_t files) const;
+  [[nodiscard]] Status check_bytes_locked(const Share& share, std::uint64_t bytes) const;
+  void add(Share& share, std::uint64_t bytes, std::uint64_t files);
 
+  const std::uint64_t most_files_;
   std::mutex mutex_;  // guards all below, and what it says in the shares
   std::uint64_t used_ = 0;
   std::uint64_t plain_used_ = 0;
+  std::uint64_t files_ = 0;
+  std::uint64_t plain_files_ = 0;
 };
 
 // Whether a call failed because the device is full or because a limit is reached.
@@ -116,6 +133,8 @@ class Charge {
  private:
   using Accounts = std::array<std::shared_ptr<Account>, 2>;  // by Payer
   [[nodiscard]] Accounts accounts() const;
+  // How many files with addresses this is.
+  [[nodiscard]] static std::uint64_t files_of(std::uint64_t address_bytes) { return address_bytes == 0 ? 0 : 1; }
   // The owner's share; null without an owner.
   [[nodiscard]] AddressSpace::Share* share_locked() const;
 

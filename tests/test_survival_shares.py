@@ -1,0 +1,144 @@
+"""What one plain user can take of what another daemon needs to continue a mount: descriptors, and the journal's memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support import fake_gpu
+from support.cli import gpufs
+from support.data import MIB, noise
+from support.processes import NOBODY, as_nobody, as_other, errno_of, links_of
+from support.surviving import Survivor, mounted
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
+REFUSED = (errno.EDQUOT, errno.ENOSPC)
+DESCRIPTORS = 400
+# Root's daemon would raise the limit.
+WITH_FEW_DESCRIPTORS = (
+    *("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}"),
+    *("setpriv", "--bounding-set", "-sys_resource", "--inh-caps", "-sys_resource"),
+)
+Make = Callable[..., Survivor]
+
+
+@pytest.fixture(params=["host", "cuda"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """make(*options, launcher=()): a mount with a directory of nobody's, over host memory and over a fake of CUDA."""
+    folder = Path(tempfile.mkdtemp())  # which all users may search, as they may not search tmp_path
+    folder.chmod(0o711)
+    environment = fake_gpu.environment(tmp_path) if request.param == "cuda" else {}
+    contexts = []
+
+    def mount(*options: str, launcher: tuple[str, ...] = ()) -> Survivor:
+        words = ("--allow-other", *options)
+        context = mounted(folder / "mount", *words, driver=request.param, environment=environment, launcher=launcher)
+        contexts.append(context)
+        made = context.__enter__()
+        place = made.device / "nobodys"
+        place.mkdir()
+        os.chown(place, NOBODY, NOBODY)
+        return made
+
+    yield mount
+    for context in contexts:
+        context.__exit__(None, None, None)
+    shutil.rmtree(folder)
+
+
+def journal_bytes(mount: Survivor) -> int:
+    """Memory of the journal."""
+    fd = next(fd for fd, link in links_of(mount.pid).items() if link.startswith("/memfd:gpufs-journal"))
+    return os.stat(f"/proc/{mount.pid}/fd/{fd}").st_blocks * 512
+
+
+def until_refused(folder: Path, create: Callable[[Path], None]) -> int:
+    """How many files create() makes."""
+    made = 0
+    while not (code := errno_of(create, folder / f"{made}")):
+        made += 1
+    assert code in REFUSED
+    return made
+
+
+def test_the_journal_takes_no_more_than_its_limit(make: Make) -> None:
+    """With attributes of one size after the other, of which a few stay each time; and its memory comes back."""
+    mount = make("--metadata", "16M")
+    folder = mount.device / "nobodys"
+    kept: dict[str, bytes] = {}
+    most = 0
+    for exponent in range(9, 20):
+        value = bytes([exponent]) * min((1 << exponent) // 2 - 100, 60_000)
+        parts = max(1, (1 << exponent) // 2 // 60_000)
+
+        def create(path: Path, value: bytes = value, parts: int = parts) -> None:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+            for part in range(parts):
+                os.setxattr(path, f"user.{part}", value)
+
+        def fill(exponent: int = exponent, create: Callable[[Path], None] = create) -> None:
+            inner = folder / f"{exponent}"
+            inner.mkdir()
+            assert until_refused(inner, create) > 5
+
+        def remove(exponent: int = exponent) -> None:
+            for path in (folder / f"{exponent}").iterdir():
+                if int(path.name) % 300:
+                    path.unlink()
+
+        as_nobody(fill)
+        most = max(most, journal_bytes(mount))
+        as_nobody(remove)
+        most = max(most, journal_bytes(mount))
+        kept[f"{exponent}/0"] = value
+    assert most < 20 * MIB
+    mount.kill()
+    for name, value in kept.items():
+        assert os.getxattr(folder / name, "user.0") == value
+    for exponent in range(9, 20):
+        for path in (folder / f"{exponent}").iterdir():
+            path.unlink()
+    assert journal_bytes(mount) < 10 * MIB
+
+
+def test_descriptors_are_shared(make: Make) -> None:
+    """One user's files leave descriptors to the others, and to the daemon that takes over, which has all files."""
+    mount = make(launcher=WITH_FEW_DESCRIPTORS)
+    folder, others = mount.device / "nobodys", mount.device / "others"
+    content = noise(70_000, 1)
+    (mount.device / "roots").write_bytes(noise(3 * MIB, 2))
+
+    def create(path: Path) -> None:
+        try:
+            path.write_bytes(content)
+        except OSError:
+            path.unlink()
+            raise
+
+    made = as_nobody(lambda: until_refused(folder, create))
+    assert 50 < made < DESCRIPTORS // 2
+    others.touch()
+    others.chmod(0o666)
+    as_other(lambda: others.write_bytes(content))
+    gpufs("cp", __file__, mount.device / "copied")
+
+    mount.kill()
+
+    assert (mount.device / "roots").read_bytes() == noise(3 * MIB, 2)
+    assert (mount.device / "copied").read_bytes() == Path(__file__).read_bytes()
+    assert others.read_bytes() == content
+    assert all((folder / f"{number}").read_bytes() == content for number in range(made))
+    # Root may take more, but not what the next daemon needs.
+    (mount.device / "many").mkdir()
+    until_refused(mount.device / "many", create)
+    mount.kill()
+    assert (mount.device / "many" / "0").read_bytes() == content
+    # What is removed can be taken again.
+    (folder / "0").unlink()
+    (mount.device / "many" / "0").unlink()
+    as_nobody(lambda: create(folder / "again"))
