@@ -78,6 +78,13 @@ def test_a_file_of_a_web_server(root: Path, web: WebServer, size: int) -> None:
     assert is_partition(web.requested("/models/a b%.bin"), size)
 
 
+def test_a_directory_that_does_not_exist(root: Path, web: WebServer) -> None:
+    web.files["/file"] = noise(5)
+    for words in [(f"{web.url}/file",), ("-r", f"{web.url}/file")]:
+        assert refused(*words, f"{root}/new/")
+    assert left(root) == []
+
+
 def test_each_byte_is_requested_once_for_two_destinations(root: Path, other: Path, web: WebServer) -> None:
     size = 4 * PART + 5
     web.files["/file"] = noise(size)
