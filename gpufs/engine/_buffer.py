@@ -342,6 +342,8 @@ class Lease(Handle):
         What messages call the holder, for example "PID 42 (python)".
     local
         The memory is used by its address in this process, and is not exported.
+    again
+        For the holder of a lease of a process that has ended: the bytes that it had. The buffer may have grown since.
 
     Raises
     ------
@@ -362,11 +364,17 @@ class Lease(Handle):
 
     __slots__ = ()
 
-    def __init__(self, buffer: Buffer, *, writable: bool = False, label: str = "", local: bool = False) -> None:
+    def __init__(
+        self, buffer: Buffer, *, writable: bool = False, label: str = "", local: bool = False, again: int | None = None
+    ) -> None:
         instance("buffer", Buffer, buffer)
         flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_LEASE_LOCAL if local else 0)
         handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), handle))
+        if again is None:
+            check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), handle))
+        else:
+            size = unsigned("again", again)
+            check(lib.gpufs_lease_open_again(buffer._handle, flags, size, text("label", label), handle))
         self._own(handle[0])
 
     def _info(self) -> Any:

@@ -141,6 +141,8 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a buffer with a lease cannot outgrow its range:
   // EFBIG. label: what messages call the holder. EPERM for memory of another program, which alone can pass it on.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label);
+  // A lease of the last process, on the first `bytes` alone: the buffer may have grown since, by holes perhaps.
+  virtual Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label);
 
   [[nodiscard]] virtual KeptContents kept() const { return {}; }
   // moved() is called whenever the contents have moved, and before memory where they were is used for anything else.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -36,10 +37,12 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
     const std::lock_guard lock(buffer_->state_mutex_);
     return range_ == nullptr ? 0 : range_->base();
   }
-  Status refresh() override {
-    return buffer_->retry_when_full([this] {
+  Status refresh() override { return fix(std::numeric_limits<std::uint64_t>::max()); }
+  // Leases at most so many bytes of the buffer.
+  Status fix(std::uint64_t most) {
+    return buffer_->retry_when_full([this, most] {
       const std::lock_guard mutation(buffer_->mutation_mutex_);
-      std::uint64_t bytes = 0;
+      std::uint64_t bytes = most;
       Status status = buffer_->fix_for_lease(writable_, exports_, &bytes);
       if (!status.ok()) return status;
       std::shared_ptr<AddressRange> range = bytes > 0 ? buffer_->range_ : nullptr;
@@ -71,6 +74,14 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   std::shared_ptr<AddressRange> range_;  // keeps the address valid when the buffer moves to a larger range
 };
 
+Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease_again(bool writable, std::uint64_t bytes,
+                                                                 std::string label) {
+  auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable, true,
+                                             std::move(label));
+  if (Status status = lease->fix(bytes); !status.ok()) return status;
+  return std::shared_ptr<Lease>(std::move(lease));
+}
+
 Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool exports, std::string label) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable,
                                              exports, std::move(label));
@@ -83,7 +94,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::uint64_t* b
     if (Status status = context_->device().check_sharing(); !status.ok()) return status;
   }
   (void)release_unused(TimePoint::max());  // which could not go back later
-  const std::uint64_t size = this->size();
+  const std::uint64_t size = std::min(this->size(), *bytes);
   *bytes = size;
   if (size == 0) return {};
   const std::uint64_t data_end = writable ? size : 0;
