@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from functools import partial
 
 from gpufs.remote.checksums import Checksum
 from gpufs.remote.errors import StoreError, retried
 from gpufs.remote.stores import RemoteFile, open_store
 from gpufs.remote.urls import Url
+from gpufs.remote.web import WholeFile
 
 
 def list_files(url: Url) -> list[RemoteFile]:
@@ -52,10 +54,21 @@ def list_files(url: Url) -> list[RemoteFile]:
         revision = f"@{url.revision}" if url.revision else ""
         text = f"hf://{url.place}{revision}/{entry.rfilename}"
         of_file = replace(url, text=text, key=entry.rfilename)
-        store = open_store(replace(of_file, text=address), headers=headers)
+        at = replace(of_file, text=address)
+        store = open_store(at, headers=headers)
         sha256 = entry.lfs.sha256 if entry.lfs is not None else None
         checksum = Checksum("sha256", sha256) if sha256 else Checksum("git", entry.blob_id or "")
         # Its ETag is that of the server to which the Hub redirects.
-        file = RemoteFile(of_file, entry.rfilename, entry.size or 0, None, checksum.value, checksum, store, "")
+        file = RemoteFile(
+            of_file,
+            entry.rfilename,
+            entry.size or 0,
+            None,
+            checksum.value,
+            checksum,
+            store,
+            "",
+            partial(WholeFile, at, headers),
+        )
         files.append(file)
     return files

@@ -6,15 +6,17 @@ import errno
 import fnmatch
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.remote.checksums import Checksum, of_etag
 from gpufs.remote.errors import TRIES, StoreError, failure, retried
 from gpufs.remote.urls import Url, is_safe
+from gpufs.remote.web import WholeFile, authorization
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore
@@ -45,6 +47,10 @@ class RemoteFile:
         What changes with the content, "" if nothing is known.
     checksum : Checksum or None
         Of its content, if the store has one.
+    whole : callable or None
+        Requests the whole file at once, where a web server has it.
+    is_plain : bool
+        Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
     """
 
     url: Url
@@ -55,19 +61,19 @@ class RemoteFile:
     checksum: Checksum | None
     _store: ObjectStore = field(repr=False)
     _key: str = field(repr=False)
+    whole: Callable[[], WholeFile] | None = field(default=None, repr=False)
+    is_plain: bool = False
 
-    def read(self, start: int, end: int, *, ranges: bool = True) -> Iterator[bytes]:
+    def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes of a range in order. They may end early.
 
-        ``ranges``: False requests the whole file, and skips what is before the range. StoreError if the store fails:
-        EOPNOTSUPP if it sends whole files only.
+        StoreError if the store fails: EOPNOTSUPP if it sends whole files only, ESTALE if it has another file now.
         """
         import obstore
 
-        options: Any = {"range": (start, end)} if ranges else {}
+        options: Any = {"range": (start, end)}
         if self.etag is not None and not self.etag.startswith("W/"):  # a weak one matches nothing
             options["if_match"] = self.etag
-        offset = start if ranges else 0
         with translated(self.url):
             result = obstore.get(self._store, self._key, options=options)
         etag = result.meta["e_tag"]
@@ -79,10 +85,7 @@ class RemoteFile:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
-            first = max(start - offset, 0)
-            offset += len(chunk)
-            if first < len(chunk):
-                yield chunk[first:] if first else chunk
+            yield chunk
 
 
 @contextmanager
@@ -110,8 +113,11 @@ def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = N
 
         # The URL says http, or the variable with the store's endpoint does.
         client: ClientConfig = {"allow_http": True, "timeout": _LONGEST, "read_timeout": _SILENT}
-        if headers:
-            client["default_headers"] = headers
+        sent = dict(headers or {})
+        if url.is_web and (header := authorization(url)) is not None:
+            sent["authorization"] = header
+        if sent:
+            client["default_headers"] = sent
         retry: Any = {"max_retries": retries}
         if url.scheme == "s3":
             return S3Store(url.place, client_options=client, retry_config=retry)
@@ -119,7 +125,7 @@ def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = N
             return GCSStore(url.place, client_options=client, retry_config=retry)
         if url.scheme == "az":
             return AzureStore(url.place, client_options=client, retry_config=retry)
-        return HTTPStore.from_url(url.text, client_options=client, retry_config=retry)
+        return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
 
 
 def find(url: Url, *, recursive: bool) -> list[RemoteFile]:
@@ -175,9 +181,10 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 def _web_file(url: Url) -> RemoteFile:
+    store = open_store(url)
     import obstore
 
-    store = open_store(url)
+    whole = partial(WholeFile, url)
 
     def ask() -> Any:
         with translated(url):
@@ -187,15 +194,25 @@ def _web_file(url: Url) -> RemoteFile:
         with translated(url):
             return obstore.get(store, "", options={"range": (0, 1)}).meta
 
-    try:
-        meta = retried(ask)
-    except StoreError as error:
-        if error.errno not in (errno.EACCES, errno.EIO) or error.transient:
-            raise
-        meta = retried(ask_by_get)  # a URL that is signed for GET alone
-    # What a server does not report is the time 0.
-    version = meta["e_tag"] or (str(meta["last_modified"]) if meta["last_modified"].timestamp() else "")
-    return RemoteFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "")
+    # Not all servers answer HEAD, or a request for a part: a URL may be signed for GET alone, and what a program makes
+    # at the moment may have no length, or the length 0 in the answer to HEAD.
+    meta: Any = None
+    for question in (ask, ask_by_get):
+        try:
+            meta = retried(question)
+        except StoreError as error:
+            denied = error.errno == errno.EACCES and question is ask_by_get
+            if error.errno in (errno.ENOENT, errno.EPROTO) or error.transient or denied:
+                raise
+            meta = None
+        if meta is not None and meta["size"]:
+            break
+    else:
+        return RemoteFile(url, url.name, 0, None, "", None, store, "", whole, is_plain=True)
+    # What a server does not report is the time 0. Another query may name another file of the same time.
+    time = meta["last_modified"]
+    version = meta["e_tag"] or (str(time) if time.timestamp() and not url.has_query else "")
+    return RemoteFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "", whole)
 
 
 def _bucket_file(store: ObjectStore, url: Url) -> RemoteFile:

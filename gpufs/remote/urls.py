@@ -48,6 +48,17 @@ class Url:
         return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
     @property
+    def without_user(self) -> str:
+        """The URL of a web server without user and password, which are sent as a header."""
+        parts = urlsplit(self.text)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+    @property
+    def has_query(self) -> bool:
+        """Whether a web server may send another file of the same path."""
+        return self.is_web and bool(urlsplit(self.text).query)
+
+    @property
     def is_web(self) -> bool:
         """Whether a web server has the file: it cannot list directories, and takes no uploads."""
         return self.scheme in ("http", "https")
