@@ -52,7 +52,7 @@ def _cgroups(root: Path, controller: str, base: str) -> Iterator[Path]:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes that could still be used) of every memory cgroup, of either version, from our own up to the root."""
+    """(limit, bytes that could still be used) of the memory cgroups of both versions, from our own up to the root."""
     limits = []
     for controller, base, bound_file, used_file, reclaimable_name in _VERSIONS:
         for group in _cgroups(root, controller, base):
