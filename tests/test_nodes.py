@@ -966,6 +966,7 @@ def test_names_there_that_are_wrong(root: Path, host: Path, remote: tuple[str, .
     for words, text in [
         ((f"node:{root}/none", host), f"node:{root}/none: No such file or directory"),
         ((root / "file", f"node:{root}/none/x"), "No such file or directory"),
+        ((f"node:{root}/*.bin", host), "patterns are not expanded"),
         ((root / "none", f"node:{host}"), f"{root}/none: No such file or directory"),
         ((root / "file", "-t", f"node:{host}/none"), "-t takes a directory"),
         ((f"node:{root}/file", "-t", f"{host}/none"), "-t takes a directory"),

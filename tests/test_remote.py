@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -221,6 +223,33 @@ def test_one_request_for_a_whole_file_begins_again(root: Path, web: WebServer) -
     web.faults["/file"] = ["", "gone"]
     assert "does not exist" in refused(f"{web.url}/file", root / "other")
     assert left(root) == ["file"]
+
+
+def test_a_certificate_of_ones_own(root: Path, tmp_path: Path) -> None:
+    """The message names the variable with which the copy succeeds."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    (tmp_path / "extensions").write_text("subjectAltName=DNS:localhost\n")
+    script = """
+        openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 9 -subj /CN=CA \
+          -addext basicConstraints=critical,CA:TRUE
+        openssl req -newkey rsa:2048 -nodes -keyout key -out request -subj /CN=localhost
+        openssl x509 -req -in request -CA ca.pem -CAkey ca.key -CAcreateserial -days 9 -out cert -extfile extensions
+    """
+    run("sh", "-ec", script, cwd=tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    with web_server(context) as web:
+        web.files |= {"/file": noise(9), "/bucket/key": noise(5)}
+        assert "SSL_CERT_FILE" in refused(f"{web.url}/file", root)
+        trusted = {**os.environ, "SSL_CERT_FILE": str(tmp_path / "ca.pem")}
+        gpufs("cp", f"{web.url}/file", root, env=trusted)
+        web.head_length, web.ranges = 0, False
+        gpufs("cp", f"{web.url}/file", root / "plain", env=trusted)
+        web.head_length, web.ranges = None, True
+        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
+        gpufs("cp", "s3://bucket/key", root, env={**os.environ, **keys, "AWS_CA_BUNDLE": str(tmp_path / "ca.pem")})
+    assert left(root) == ["file", "key", "plain"]
 
 
 def test_a_size_that_no_device_has(root: Path, web: WebServer) -> None:
@@ -619,13 +648,17 @@ def test_neither_side_on_a_mount(host: Path, web: WebServer) -> None:
 
 @pytest.mark.parametrize(
     ("package", "url", "extra"),
-    [("obstore", "s3://bucket/key", "cloud"), ("huggingface_hub", "hf://org/model/file", "hub")],
+    [
+        ("obstore", "s3://bucket/key", "cloud"),
+        ("obstore", "http://localhost/key", "cloud"),
+        ("huggingface_hub", "hf://org/model/file", "hub"),
+    ],
 )
 def test_a_package_that_is_missing_is_named(root: Path, package: str, url: str, extra: str) -> None:
     script = f"import sys; sys.modules['{package}'] = None; from gpufs.cli import main; sys.exit(main())"
     done = run(sys.executable, "-c", script, "cp", url, root, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"gpufs cp: {url}: {url[:2]}:// needs {package}: pip install 'gpufs[{extra}]'\n"
+    assert done.stderr == f"gpufs cp: {url}: {url.partition(':')[0]}:// needs {package}: pip install 'gpufs[{extra}]'\n"
 
 
 def test_names_that_look_like_urls(root: Path, host: Path) -> None:

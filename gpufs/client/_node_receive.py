@@ -189,8 +189,10 @@ class Receiver:
                     case File():
                         self._receive(message)
                     case Failed():
-                        path = os.fsdecode(message.path)
-                        self._sink.ended(path, error_class(message.error)(message.error, message.text, path))
+                        path, text = os.fsdecode(message.path), message.text
+                        if message.error == errno.ENOENT and any(character in path for character in "*?["):
+                            text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
+                        self._sink.ended(path, error_class(message.error)(message.error, text, path))
                     case Done():
                         if self._next_node is not None:
                             self._next_node.finish()

@@ -409,7 +409,8 @@ def copy_to_each(
         finding = waiting.start(lambda: stores.find(urls.parse(source), recursive=False))
         (file,) = waiting.result(finding, lambda: cancel.cancelled)
     except ValueError:
-        error = CopyError(errno.EINVAL, "names several files", source)
+        text = "names several files ([[], [?] and [*] stand for the characters [, ? and *)"
+        error = CopyError(errno.EINVAL, text, source)
         return [error] * len(destinations)
     except OSError as failed:
         return [failure(failed, source)] * len(destinations)

@@ -23,8 +23,10 @@ _NO_CREDENTIALS: Final = re.compile(
 # Of a connection: refused, reset, silent, or ended early. The store of web servers has the name HTTP, too.
 _CONNECTION: Final = re.compile(r"(?<!Generic )HTTP error: ")
 _REGION: Final = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IncorrectEndpoint")
-_CERTIFICATE: Final = re.compile(r"invalid peer certificate: (\w+)")
+_CERTIFICATE: Final = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _RETRIED_STATUS: Final = (408, 429)
+# Of object_store, which parses the keys of a list.
+_ODD_KEY: Final = re.compile(r'Encountered object with invalid path: .*?[Pp]ath ("[^"]*")')
 _NOT_IMPLEMENTED: Final = 501
 _FIRST_SECONDS: Final = 0.25
 _MOST_SECONDS: Final = 8.0
@@ -63,6 +65,12 @@ def failure(error: Exception, url: Url) -> StoreError:
     status = int(found[1]) if found else 0
     if (found := _CERTIFICATE.search(text)) is not None:
         return certificate_failure(found[1], url)
+    if (found := _ODD_KEY.search(text)) is not None:
+        odd = f"the key {found[1]} has an empty part, one that is . or .., or a control character"
+        what = "with it a directory cannot be listed: name the other files, or a directory below"
+        return StoreError(errno.EINVAL, f"{odd}; {what}", url.shown)
+    if "InvalidObjectState" in text:
+        return StoreError(errno.EACCES, "is archived (Glacier): restore the object first", url.shown)
     if "NoSuchBucket" in text:
         return StoreError(errno.ENOENT, f"the bucket {url.place} does not exist", url.shown)
     if status in (404, 410) or (isinstance(error, FileNotFoundError) and not status):

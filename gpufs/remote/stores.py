@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import os
 import posixpath
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,8 +26,10 @@ if TYPE_CHECKING:
 
 # Each chunk is written as it arrives. The kernel passes at most 1 MiB to a mount at a time.
 _CHUNK_BYTES: Final = 1 << 20
+_QUESTIONS: Final = 16  # about empty objects, at a time
 # A connection from which nothing comes for so long is ended, and the range is requested again.
 _SILENT: Final = timedelta(seconds=30)
+_environment: Final = threading.Lock()
 # Of one request. It only ends what trickles for ever.
 _LONGEST: Final = timedelta(hours=1)
 
@@ -120,12 +125,32 @@ def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = N
             client["default_headers"] = sent
         retry: Any = {"max_retries": retries}
         if url.scheme == "s3":
-            return S3Store(url.place, client_options=client, retry_config=retry)
+            with _certificates():
+                return S3Store(url.place, client_options=client, retry_config=retry)
         if url.scheme == "gs":
             return GCSStore(url.place, client_options=client, retry_config=retry)
         if url.scheme == "az":
             return AzureStore(url.place, client_options=client, retry_config=retry)
         return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
+
+
+@contextmanager
+def _certificates() -> Iterator[None]:
+    """Use the certificates that AWS_CA_BUNDLE names, as AWS's programs do: they are read when a store is opened."""
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    if not bundle:
+        yield
+        return
+    with _environment:
+        before = os.environ.get("SSL_CERT_FILE")
+        os.environ["SSL_CERT_FILE"] = bundle
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["SSL_CERT_FILE"]
+            else:
+                os.environ["SSL_CERT_FILE"] = before
 
 
 def find(url: Url, *, recursive: bool) -> list[RemoteFile]:
@@ -143,10 +168,15 @@ def find(url: Url, *, recursive: bool) -> list[RemoteFile]:
         store = open_store(url)
         if not url.is_pattern and not url.is_directory:
             try:
-                return [_bucket_file(store, url)]
+                file = _bucket_file(store, url)
             except StoreError as error:
                 if error.errno != errno.ENOENT:
                     raise
+            else:
+                if recursive and _has_files_below(store, url):
+                    text = "is an object and a directory: end it with a slash for the directory, or leave out -r"
+                    raise StoreError(errno.EINVAL, text, url.shown)
+                return [file]
         found = _listed(store, url)
     return _select(url, found, recursive=recursive)
 
@@ -155,7 +185,10 @@ def _select(url: Url, found: list[RemoteFile], *, recursive: bool) -> list[Remot
     """Return those of the files that the URL names, with their paths below it."""
     prefix = url.key if url.is_directory else f"{url.key}/"
     if url.is_pattern:
-        files = [replace(one, path=posixpath.basename(one.url.key)) for one in found if _matches(one.url.key, url.key)]
+        # A pattern that matches nothing may be the name itself, as in a shell.
+        matching = [one for one in found if _matches(one.url.key, url.key)]
+        matching = matching or [one for one in found if one.url.key == url.key]
+        files = [replace(one, path=posixpath.basename(one.url.key)) for one in matching]
         if not files:
             raise StoreError(errno.ENOENT, "no file matches", url.shown)
     elif files := [replace(one, path=url.name) for one in found if one.url.key == url.key]:
@@ -246,13 +279,31 @@ def _listed(store: ObjectStore, url: Url) -> list[RemoteFile]:
     metas = sorted(retried(ask), key=lambda meta: str(meta["path"]))
     found = [_of_meta(store, root.below(meta["path"]), meta) for meta in metas]
     # Some tools store an empty object to make a directory. Its key ends with a slash, which obstore removes.
-    return [file for file in found if file.size or exists(file.url)]
+    empty = [file for file in found if not file.size]
+    with ThreadPoolExecutor(_QUESTIONS) as threads:
+        real = {file.url.key for file, there in zip(empty, threads.map(_is_there, empty), strict=True) if there}
+    return [file for file in found if file.size or file.url.key in real]
+
+
+def _is_there(file: RemoteFile) -> bool:
+    return _has(file._store, file.url)
+
+
+def _has_files_below(store: ObjectStore, url: Url) -> bool:
+    import obstore
+
+    with translated(url):
+        return any(len(batch) > 0 for batch in obstore.list(store, url.key, chunk_size=1))
 
 
 def exists(url: Url) -> bool:
     """Return whether an object store has a file."""
+    return _has(open_store(url), url)
+
+
+def _has(store: ObjectStore, url: Url) -> bool:
     try:
-        _bucket_file(open_store(url), url)
+        _bucket_file(store, url)
     except StoreError as error:
         if error.errno == errno.ENOENT:
             return False

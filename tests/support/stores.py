@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -166,6 +167,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             self._describe_model(path.removeprefix("/api/models/"))
             return
+        if path.startswith("/api/datasets/"):
+            self._describe_model(path.removeprefix("/api/"))
+            return
         if "/resolve/" in path:
             self._redirect(path)
             return
@@ -284,12 +288,15 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextmanager
-def web_server() -> Iterator[WebServer]:
-    """Run a web server on this machine."""
+def web_server(context: ssl.SSLContext | None = None) -> Iterator[WebServer]:
+    """Run a web server on this machine. With a context it is one for https, named localhost."""
     store = WebServer()
     with _Server(("127.0.0.1", 0), _Handler) as server:
         server.store = store
         store.url = f"http://127.0.0.1:{server.server_port}"
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            store.url = f"https://localhost:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
