@@ -140,7 +140,8 @@ def status(mountpoint: str | os.PathLike[str], *, timeout: float | None = None) 
 def _ask(mountpoints: list[str], timeout: float | None) -> Any:
     """Return the JSON that `gpufs status` prints: a process of its own can ask mounts that never answer."""
     limit = [] if timeout is None else ["--timeout", f"{timeout:g}"]
-    command = [sys.executable, "-m", "gpufs", "status", "--json", *limit, "--", *mountpoints]
+    # -P: a module in the working directory may be another user's.
+    command = [sys.executable, "-P", "-m", "gpufs", "status", "--json", *limit, "--", *mountpoints]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.stdout:
         return json.loads(done.stdout)

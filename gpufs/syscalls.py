@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
 _SYS_OPENAT2: Final = 437  # the same on all architectures
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine, -1)
 _PEER: Final = struct.Struct("3i")
+_NO_ID: Final = 0xFFFFFFFF  # which is no user and no group
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -146,13 +147,21 @@ def set_thread_groups(groups: Sequence[int]) -> None:
 
 
 def setfsuid(uid: int) -> int:
-    """Set the user whose rights over files the calling thread has. Return the one before."""
-    return int(_libc.setfsuid(uid))
+    """Set the user whose rights over files the calling thread has. Return the one before. OSError EPERM if refused."""
+    return _set_id(_libc.setfsuid, uid)
 
 
 def setfsgid(gid: int) -> None:
-    """Set the group whose rights over files the calling thread has."""
-    _libc.setfsgid(gid)
+    """Set the group whose rights over files the calling thread has. OSError EPERM if refused."""
+    _set_id(_libc.setfsgid, gid)
+
+
+def _set_id(call: Callable[[ctypes.c_uint32], int], number: int) -> int:
+    # The calls report no failure, and return the number before. No number is the last one, so it only asks.
+    before = call(ctypes.c_uint32(number)) & _NO_ID
+    if call(ctypes.c_uint32(_NO_ID)) & _NO_ID != number:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+    return before
 
 
 def trim_heap() -> None:

@@ -220,6 +220,18 @@ def test_limits_of_all_cgroups_above_count(tmp_path: Path) -> None:
     assert memory.memory_of_machine(root) == memory.Memory(4 * GIB, 2 * GIB)
 
 
+def test_limits_of_version_1_count(tmp_path: Path) -> None:
+    """In a container that shows the host's path of its cgroup, whose files are at the top."""
+    files = {
+        "proc/self/cgroup": "4:cpu:/docker/1\n3:memory:/docker/1\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n",
+    }
+    root = machine_root(tmp_path, total=8 * GIB, available=6 * GIB, files=files)
+    assert memory.memory_of_machine(root) == memory.Memory(4 * GIB, 2 * GIB)
+
+
 @pytest.mark.parametrize(
     ("groups", "files", "limited"),
     [

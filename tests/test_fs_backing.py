@@ -237,6 +237,25 @@ def test_a_missing_backing_directory_is_reported(tmp_path: Path) -> None:
     assert not os.path.ismount(tmp_path / "m")
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv(1)")
+@pytest.mark.parametrize("capability", ["setuid", "setgid"])
+def test_a_daemon_that_cannot_act_as_the_caller(session: Session, host: Path, capability: str) -> None:
+    """What it would do as root for a plain user, it does not do."""
+    path, place = session.scratch / f"without-{capability}", Path(tempfile.mkdtemp(dir=host))
+    path.mkdir()
+    place.chmod(0o777)
+    words = ("mount", path, "--driver", "host", "--memory", "16M", "--allow-other", "--backing", f"data={place}")
+    run("setpriv", f"--bounding-set=-{capability}", *GPUFS, *words, env={**os.environ, "GPUFS_CONFIG": "/dev/null"})
+    try:
+        shown = path / "backing" / "data" / "file"
+        assert as_nobody(lambda: errno_of(os.open, shown, os.O_WRONLY | os.O_CREAT, 0o4755)) == errno.EPERM
+        assert os.listdir(place) == []
+        shown.write_bytes(b"x")  # by root
+        assert as_nobody(lambda: errno_of(os.open, shown, os.O_RDONLY)) == errno.EPERM
+    finally:
+        run(*GPUFS, "umount", "--force", path)
+
+
 FILES = 600
 LIMIT = 512
 WALK = """

@@ -46,7 +46,7 @@ PYTHON_MAY_USE = {
     "gpufs.mounting": {"exceptions", "syscalls"},
     "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
-    "gpufs.remote": set(),
+    "gpufs.remote": {"_version"},
     "gpufs.nodes": {"_version", "exceptions", "units"},
     # engine: lazily, to map memory; remote, nodes: lazily, for URLs and HOST:PATH
     "gpufs.client": {

@@ -196,10 +196,10 @@ def test_what_does_not_fit(mount: Mounter, host: Path, remote: tuple[str, ...]) 
     assert left(small.device) == []
 
 
-def test_from_python(root: Path, host: Path, rsh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_python(root: Path, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs use ssh and gpufs as they are found in PATH."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").symlink_to(rsh)
+    script(tmp_path / "bin" / "ssh", '#!/bin/sh\n[ "$1" = -- ] || exit 9\nshift 2\nexec "$@"\n')
     (tmp_path / "bin" / "gpufs").symlink_to(GPUFS[0])
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (root / "m").write_bytes(noise(SIZE))
@@ -223,7 +223,7 @@ def test_from_python(root: Path, host: Path, rsh: Path, tmp_path: Path, monkeypa
 @pytest.fixture
 def nodes(session: Session, mount: Mounter) -> tuple[tuple[str, ...], list[Path]]:
     """Options for machines that are mounts here, and a directory of each. A shell names none that begins with bad."""
-    text = '#!/bin/sh\ncase $1 in bad*) echo no route >&2; exit 255;; esac\nshift\nexec "$@"\n'
+    text = '#!/bin/sh\n[ "$1" != -- ] || shift\ncase $1 in bad*) echo no route >&2; exit 255;; esac\nshift\nexec "$@"\n'
     shell = script(session.scratch / "rsh-of-nodes", text)
     return ("-e", str(shell), "--remote-gpufs", GPUFS[0]), [mount().device for _ in range(3)]
 
@@ -868,11 +868,75 @@ def test_names_that_are_not_hosts(root: Path) -> None:
         ("a b:/x", "is not a host"),
         ("@:/x", "is not a host"),
         ("u@:/x", "is not a host"),
+        ("[-oProxyCommand=x;#@h:/x", "is not a host"),
+        ("-l@h:/x", "is not a host"),
+        ("u@-h:/x", "is not a host"),
+        ("a$(x):/x", "is not a host"),
+        ("`x`@h:/x", "is not a host"),
+        ("u@h\x07:/x", "is not a host"),
     ]:
         assert text in fails(2, "cp", "--", name, root)
     gpufs("cp", "./a:b", "copy", cwd=root)  # a name of this machine
     gpufs("cp", root / "a:b", root / "c:d")
     assert left(root) == ["a:b", "c:d", "copy"]
+
+
+@pytest.mark.parametrize("end", ["{root}/new/", "node:{host}/new/"], ids=["here", "there"])
+def test_a_directory_that_does_not_exist(root: Path, host: Path, remote: tuple[str, ...], end: str) -> None:
+    """A slash at the end asks for a directory. -r creates it for a directory, and nothing does for a file."""
+    (root / "m").mkdir()
+    (root / "m" / "a").write_bytes(b"a")
+    (root / "link").symlink_to("m/a")
+    end = end.format(root=root, host=host)
+    there = "" if end.startswith("node:") else "node:"
+    for words in [(f"{there}{root}/m/a",), ("-r", f"{there}{root}/m/a"), ("-r", f"{there}{root}/link")]:
+        assert "/new/: is not a directory" in refused(*remote, *words, end)
+    assert (left(root), left(host)) == (["link", "m"], [])
+    gpufs("cp", *remote, "-r", f"{there}{root}/m", end)
+    assert left(Path(end.removeprefix("node:"))) == ["a"]
+
+
+def test_a_peer_names_no_command(tmp_path: Path) -> None:
+    """What runs gpufs for others, as a key that allows nothing else does, runs no command that these name."""
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "ssh", f"#!/bin/sh\necho ran >>{tmp_path}/ssh\n")
+    trap = script(tmp_path / "trap", f"#!/bin/sh\ntouch {tmp_path}/trapped\n")
+    program = script(
+        tmp_path / "client.py",
+        f"""
+import subprocess, msgspec
+from gpufs.nodes.channel import Channel
+from gpufs.nodes.messages import Done, Finished, Plan
+from gpufs.nodes.peer import our_hello
+class Request(msgspec.Struct, tag=True):
+    sends: bool
+    sources: list[bytes]
+    destination: bytes
+    forward: list[bytes]
+    shell: str
+    program: str
+for sends in (True, False):
+    command = [{GPUFS[0]!r}, "serve-copy"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    channel = Channel(child.stdout.fileno(), child.stdin.fileno(), silence=30)
+    channel.read_line(256)
+    channel.send(our_hello())
+    channel.receive()
+    channel.send(Request(sends, [b"x"], {os.fsencode(tmp_path)!r}, [b"h:x"], {str(trap)!r}, {str(trap)!r}))
+    if not sends:
+        channel.send(Plan(0, 0))
+        channel.send(Done())
+    while not isinstance(channel.receive(), Finished):
+        pass
+    channel.close()
+    child.stdin.close()
+    child.wait()
+""",
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    run(sys.executable, program, env=environment)
+    assert (tmp_path / "ssh").read_text() == "ran\nran\n"
+    assert not (tmp_path / "trapped").exists()
 
 
 @pytest.mark.parametrize(
@@ -902,6 +966,7 @@ def test_names_there_that_are_wrong(root: Path, host: Path, remote: tuple[str, .
     for words, text in [
         ((f"node:{root}/none", host), f"node:{root}/none: No such file or directory"),
         ((root / "file", f"node:{root}/none/x"), "No such file or directory"),
+        ((f"node:{root}/*.bin", host), "patterns are not expanded"),
         ((root / "none", f"node:{host}"), f"{root}/none: No such file or directory"),
         ((root / "file", "-t", f"node:{host}/none"), "-t takes a directory"),
         ((f"node:{root}/file", "-t", f"{host}/none"), "-t takes a directory"),

@@ -64,6 +64,41 @@ def test_files_of_torch_save(root: Path) -> None:
     assert changed["views"][0][0, 3] == torch.load(path)["views"][0][0, 3] == 42
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_what_is_no_plain_tensor(root: Path) -> None:
+    """torch.load() decides what becomes of bits, types and sizes, and that one object stays one."""
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    shared: list[Any] = [numbers]
+    shared.append(shared)
+    cases = {
+        "conjugated": numbers.conj(),
+        "negated": numbers.conj().imag,
+        "parameter": torch.nn.Parameter(numbers.conj().imag),
+        "both": torch._neg_view(numbers.conj()),
+        "types": [torch.bfloat16, torch.float8_e5m2, torch.bool],
+        "sizes": [torch.Size([2, 3]), torch.Size([])],
+        "storages": [torch.ones(2).untyped_storage()],
+        "nothing": torch.ones(3, 0)[1:],
+        "shared": [shared, shared],
+    }
+    for name, value in cases.items():
+        torch.save({"value": value}, root / name)
+    for name in cases:
+        one, other = torch.load(root / name)["value"], gpufs.torch.load(root / name)["value"]
+        if name == "shared":
+            assert other[0] is other[1] is other[0][1]
+        elif isinstance(one, list):
+            assert [type(each) for each in one] == [type(each) for each in other]
+            values = [[list(each) if name == "storages" else each for each in found] for found in (one, other)]
+            assert values[0] == values[1]
+        else:
+            assert (one.is_conj(), one.is_neg(), type(one)) == (other.is_conj(), other.is_neg(), type(other))
+            assert torch.equal(one, other)
+    torch.save({"w": -numbers.conj().imag}, root / "plain")
+    torch.save({"w": numbers.conj().imag}, root / "minus")
+    assert gpufs_command("diff", root / "plain", root / "minus", check=False).returncode == 1
+
+
 def test_arrays_of_numpy(root: Path) -> None:
     arrays: dict[str, Any] = {
         "a": np.arange(10.0).reshape(2, 5),
@@ -84,15 +119,34 @@ def test_arrays_of_numpy(root: Path) -> None:
     assert np.load(root / "array.npy")[1, 2, 3] == 77
 
 
+def test_members_that_are_not_tensors(root: Path) -> None:
+    path = root / "arrays.npz"
+    np.savez(path, w=np.arange(3.0), words=np.array(["a", "b"]), thing=np.array({"a": 1}, object))
+    with zipfile.ZipFile(path, "a") as zipped:
+        zipped.writestr("README.txt", "hi")
+    with pytest.warns(UserWarning, match="words") as caught:
+        found = gpufs.torch.load(path)
+    assert all(name in str(caught[0].message) for name in ("thing", "README.txt"))
+    assert list(found) == ["w"]
+    assert [one["name"] for one in json.loads(gpufs_command("inspect", "--json", path).stdout)["tensors"]] == [
+        "w",
+        "words",
+    ]
+    np.savez(root / "empty.npz")
+    assert gpufs.torch.load(root / "empty.npz") == {}
+
+
 def gguf(tensors: list[tuple[str, tuple[int, ...], int, int]], data: bytes, version: int = 3) -> bytes:
     """The bytes of a GGUF file. tensors: name, extents from the fastest on, type, offset."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
-    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), 3)
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), 4)
     header += text("general.alignment") + struct.pack("<II", 4, 64)
     header += text("words") + struct.pack("<IIQ", 9, 8, 3) + text("a") + text("") + text("ccc")
+    nested = struct.pack("<IQ2H", 2, 2, 1, 2) + struct.pack("<IQ", 8, 1) + text("a")
+    header += text("nested") + struct.pack("<IIQ", 9, 9, 2) + nested
     header += text("numbers") + struct.pack("<IIQ3H", 9, 2, 3, 1, 2, 3)
     for name, extents, kind, offset in tensors:
         header += text(name) + struct.pack(f"<I{len(extents)}QIQ", len(extents), *extents, kind, offset)
@@ -139,6 +193,19 @@ def long_tensor() -> bytes:
     return data.replace(b"Kd\x85", b"K\xff\x85")
 
 
+# A tensor of two elements in storage 0, as instructions of a pickle.
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\4tQ"
+    b"K\0K\2\x85K\1\x85\x89ccollections\nOrderedDict\n)RtR"
+)
+
+
+def shared_lists(depth: int, content: bytes) -> bytes:
+    """A pickle whose lists contain the list before ten times, so that a walk sees 10**depth of them."""
+    lists = b"".join(b"]q" + bytes([n]) + b"(" + (b"h" + bytes([n - 1])) * 10 + b"e" for n in range(1, depth))
+    return b"\x80\x02]q\0(" + (content or b"N" * 8) + b"e" + lists + b"."
+
+
 BAD = {
     "code": archive(a__data_pkl=pickle.dumps(Evil())),
     "module": saved(torch.nn.Linear(2, 2)),
@@ -148,7 +215,26 @@ BAD = {
     "not numpy": archive(readme=b"text"),
     "damaged array": archive(a_npy=b"\x93NUMPY\1\0" + b"\xff" * 50),
     "cut": saved(torch.arange(1000))[:-100],
+    "endless hash": archive(a__data_pkl=b"\x80\x02})" + b"q\0h\0\x86" * 60 + b"Ns."),
+    "endless key": archive(
+        a__data_pkl=b"\x80\x02(X\7\0\0\0storagectorch\nFloatStorage\n)" + b"q\0h\0\x86" * 60 + b"NNtQ."
+    ),
+    "deep": archive(a__data_pkl=b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."),
+    "huge memo": archive(a__data_pkl=b"\x80\x02" + b"]r\xff\xff\xff\xff0" * 9 + b"N."),
+    "many objects": archive(a__data_pkl=b"\x80\x02(" + b"}" * (1 << 25) + b"t."),
+    "changed tensor": archive(
+        a__data_pkl=b"\x80\x02" + TENSOR + b"N}X\6\0\0\0offsetJ\xfb\xff\xff\xffs\x86b.", a__data__0=bytes(16)
+    ),
+    "changed function": archive(
+        a__data_pkl=b"\x80\x02ctorch\nSize\nN}X\x0c\0\0\0__defaults__K\5\x85s\x86b.",
+    ),
+    "directory of zeros": archive(a=b"")[:-22]
+    + b"PK\5\6\0\0\0\0\xff\xfe\xff\xfe"
+    + struct.pack("<II", 0xFFFFFFF0, 0)
+    + b"\0\0",
     "gguf version": gguf([], b"", 77),
+    "gguf big-endian": gguf([], b"", 3 << 24),
+    "gguf tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0) + bytes(32 << 20),
     "gguf beyond": gguf([("w", (4, 3), 0, 0)], bytes(47)),
     "gguf overlap": gguf([("w", (4, 3), 0, 0), ("v", (4,), 0, 32)], bytes(64)),
     "gguf twice": gguf([("w", (4,), 0, 0), ("w", (4,), 0, 32)], bytes(64)),
@@ -167,6 +253,7 @@ def test_what_cannot_be_used_in_place_is_refused(root: Path, name: str) -> None:
     with pytest.raises(FormatError) as caught:
         gpufs.torch.load(path)
     assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
     assert not Path("/tmp/pwned").exists()
 
 
@@ -192,3 +279,18 @@ def test_inspect_and_diff_know_the_formats(root: Path) -> None:
     assert (done.returncode, "state.w" in done.stdout) == (1, True)
     for name in ("one.pt", "arrays.npz", "model.gguf"):
         assert gpufs_command("diff", root / name, root / name).stdout == ""
+
+
+@pytest.mark.parametrize(("depth", "content"), [(40, b""), (20, TENSOR)], ids=["containers", "names"])
+def test_what_is_shared_ends(root: Path, depth: int, content: bytes) -> None:
+    (root / "shared.pt").write_bytes(archive(a__data_pkl=shared_lists(depth, content), a__data__0=bytes(16)))
+    assert "torch.save" in gpufs_command("inspect", root / "shared.pt").stdout
+    found = gpufs.torch.load(root / "shared.pt")
+    assert found[0] is found[1]
+
+
+@pytest.mark.slow
+def test_a_count_that_only_a_sparse_file_can_have(root: Path) -> None:
+    (root / "model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQQBIIQ", 3, 0, 1, 1, 97, 9, 8, 1 << 40))
+    os.truncate(root / "model.gguf", 1 << 44)
+    assert "takes more than" in gpufs_command("inspect", root / "model.gguf", check=False).stderr

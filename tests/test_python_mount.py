@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import PATIENCE, PATIENT, has_ended, wait_until
+from support.mounting import GPUFS, REPOSITORY
+from support.processes import PATIENCE, PATIENT, has_ended, run, wait_until
 from support.watchdog import mounted_at
 
 import gpufs
@@ -175,6 +176,16 @@ def test_programs_see_what_the_commands_print(mountpoint: Path, tmp_path: Path) 
     with pytest.raises(OSError, match=str(mountpoint)) as caught:
         gpufs.status(mountpoint)
     assert caught.value.errno == errno.EINVAL
+
+
+def test_modules_in_the_working_directory_are_not_run(tmp_path: Path) -> None:
+    """It may be a directory of another user."""
+    for name in ("json", "gpufs", "importlib"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    code = f"import sys; sys.path.remove(''); sys.path.insert(0, {str(REPOSITORY)!r}); import gpufs; gpufs.mounts()"
+    run(sys.executable, "-c", code, cwd=tmp_path)
+    run(*GPUFS, "run", sys.executable, "-P", "-c", "pass", cwd=tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_many_files_are_copied_from_python(mountpoint: Path, tmp_path: Path) -> None:

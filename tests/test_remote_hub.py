@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cli import gpufs
+from support.cli import fails, gpufs
 from support.data import assert_same, noise
 from support.stores import PART, Model, WebServer, web_server
 from test_remote import is_partition, left, refused
@@ -33,6 +33,16 @@ def test_a_model(root: Path, hub: WebServer) -> None:
     for path, data in FILES.items():
         assert_same((root / "model" / path).read_bytes(), data)
     assert is_partition(hub.requested("/blobs/org/model/weights.safetensors"), len(WEIGHTS))
+
+
+def test_a_dataset(root: Path, hub: WebServer) -> None:
+    hub.models["datasets/org/data"] = Model({"train/a.bin": noise(5), "README.md": b"data"})
+    gpufs("cp", "-r", "hf://datasets/org/data", root)
+    assert_same((root / "data" / "train" / "a.bin").read_bytes(), noise(5))
+    gpufs("cp", "hf://datasets/org/data@main/README.md", root)
+    assert left(root) == ["README.md", "data"]
+    assert "dataset org/none does not exist" in refused("hf://datasets/org/none", root)
+    assert "names buckets" in fails(2, "cp", "hf://buckets/org/data/x", root)
 
 
 def test_files_of_a_revision(root: Path, hub: WebServer) -> None:

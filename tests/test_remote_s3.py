@@ -115,6 +115,46 @@ def test_patterns_and_several_names(root: Path, s3: S3) -> None:
     assert (done["skipped"], content(s3, "up/1.bin")) == (1, b"1")
 
 
+def test_keys_that_look_like_patterns(root: Path, s3: S3) -> None:
+    put(s3, **{"d/a[1].bin": b"1", "d/a?.bin": b"2", "d/ab.bin": b"3"})
+    gpufs("cp", "s3://models/d/a[1].bin", root)
+    assert left(root) == ["a[1].bin"]
+    gpufs("cp", "s3://models/d/a[?].bin", root)
+    assert left(root) == ["a?.bin", "a[1].bin"]
+    with pytest.raises(package.CopyError, match="names several files"):
+        package.copy("s3://models/d/a?.bin", root)
+
+
+def test_keys_that_no_file_can_have(root: Path, s3: S3) -> None:
+    """They are named, and the others can be copied by their names."""
+    put(s3, **{"m/a": b"1", "m//c": b"2", "n/b": b"3", "n/t\tx": b"4"})
+    assert '"m//c"' in refused("-r", "s3://models/m", root)
+    assert "n/t" in refused("-r", "s3://models/n", root)
+    gpufs("cp", "s3://models/m/a", "s3://models/n/b", root)
+    assert left(root) == ["a", "b"]
+
+
+def test_an_object_that_is_a_directory_too(root: Path, s3: S3) -> None:
+    put(s3, **{"m": b"1", "m/a": b"2", "mm": b"3"})
+    assert "an object and a directory" in refused("-r", "s3://models/m", root)
+    gpufs("cp", "s3://models/m", root / "object")
+    gpufs("cp", "-r", "s3://models/m/", root / "directory")
+    assert (left(root), left(root / "directory")) == (["directory", "object"], ["a"])
+    gpufs("cp", "-r", "s3://models/mm", root)
+
+
+def test_many_empty_objects(root: Path, s3: S3) -> None:
+    """Those that are directories are left out, and the others are files."""
+    put(s3, **{f"d/{n}": b"" for n in range(40)}, **{"d/sub/": b"", "d/sub/x": b"x", "d/none/": b""})
+    gpufs("cp", "-r", "s3://models/d", root)
+    assert left(root / "d") == sorted([*map(str, range(40)), "sub"])
+
+
+def test_an_archived_object(root: Path, s3: S3) -> None:
+    s3.client.put_object(Bucket="models", Key="cold", Body=b"x", StorageClass="GLACIER")
+    assert "is archived" in refused("s3://models/cold", root)
+
+
 def test_links_are_not_stored(root: Path, s3: S3) -> None:
     (root / "tree").mkdir()
     (root / "tree" / "file").write_bytes(b"content")

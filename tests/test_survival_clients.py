@@ -113,6 +113,33 @@ def test_lease_survives(mount: Path) -> None:
         os.truncate(file, 0)
 
 
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_lease_on_a_file_that_has_grown(mount: Path, mode: str) -> None:
+    """It covers what it covered before, and what has grown stays a hole, also where the device could not fill it."""
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4 * MIB))
+    with attached(file) as program:
+        program.run(f"del view; array.close(); array = gpufs.attach(sys.argv[1], {mode!r})")
+        wait_until(lambda: [lease["mode"] for lease in leases(mount)] == [mode], PATIENCE, "the lease")
+        os.truncate(file, 6 * MIB)
+        if mode == "r+":
+            program.run("array = array.refresh()")
+        held = 6 * MIB if mode == "r+" else 4 * MIB
+        os.truncate(file, 1 << 40)
+        before = leases(mount)
+        assert [lease["bytes"] for lease in before] == [held]
+        blocks = file.stat().st_blocks
+        kill(mount)
+        assert leases(mount) == before
+        assert file.stat().st_blocks == blocks
+        with open(file, "r+b", buffering=0) as opened:
+            assert errno_of(opened.truncate, held - 1) == EBUSY
+        os.truncate(file, held)
+        program.run("array.close()")
+        wait_until(lambda: not leases(mount), PATIENCE, "the end of the lease")
+        os.truncate(file, 0)
+
+
 def test_program_that_dies_after_the_daemon(mount: Path) -> None:
     """Its leases end, whether a daemon runs then or not."""
     file = mount / "gpu0" / "file"
@@ -341,3 +368,27 @@ socket.socket.accept = fail_once
                 assert made.pid != former
             wait_until(lambda: leases(made.path) == before, PATIENCE, "the end of the second lease")
             assert errno_of(os.truncate, file, 0) == EBUSY
+
+
+@pytest.mark.slow
+def test_a_stopped_keeper_stalls_no_other_client(mount: Path) -> None:
+    """It reads nothing, and the first lease of each connection is sent to it until its socket is full."""
+    file = mount / "gpu0" / "file"
+    file.write_bytes(bytes(4096))
+    (keeper,) = Survivor(mount).keepers()
+    os.kill(keeper, signal.SIGSTOP)
+    children, longest = [], 0.0
+    for _ in range(330):
+        child = os.fork()
+        if child == 0:
+            try:
+                attach(file)
+            finally:
+                os._exit(0)
+        children.append(child)
+        began = time.monotonic()
+        (mount / ".gpufs" / "status").read_bytes()
+        longest = max(longest, time.monotonic() - began)
+    for child in children:
+        os.waitpid(child, 0)
+    assert longest < 3

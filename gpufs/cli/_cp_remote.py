@@ -142,14 +142,17 @@ class RemoteNames:
         """Return the task of one file, None if nothing is to be copied."""
         ends: list[tuple[Entry, str]] = []  # the entry of a directory and the path below it, or of the file and ""
         names: list[str] = []
-        for base in bases:
+        for base, end in zip(bases, self.ends, strict=True):
             path = ""
             if url.is_pattern:  # then the entry is in the destination, but has the pattern's name
                 base = base._replace(path=os.path.join(os.path.dirname(base.path), file.path), name=file.path)
             elif file.url.key != url.key:
                 path = file.path
             name = os.path.join(base.path, path) if path else base.path
-            if name in used:
+            if not path and base.directory is None and end.endswith("/"):  # the directory does not exist
+                text = "is not a directory, as the slash at its end demands: create it first"
+                report(file.url.shown, end, errno.ENOTDIR, text)
+            elif name in used:
                 text = "another source of this command is copied there"
                 report(file.url.shown, name, errno.EEXIST, text)
             elif self._options.no_clobber and os.path.lexists(name):

@@ -104,7 +104,7 @@ def _has_gpufs(python: str, environment: dict[str, str]) -> bool:
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
-            env=environment,
+            env={**environment, "PYTHONSAFEPATH": "1"},  # the working directory may be another user's
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_PROBE_SECONDS,

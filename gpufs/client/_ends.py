@@ -23,7 +23,8 @@ _TRIES: Final = 4  # to open a destination that others create and remove at the 
 class Entry(NamedTuple):
     """A name in an open directory, or a path where ``directory`` is None.
 
-    ``path``: for messages. ``follow``: whether the name may be a symbolic link to the file that is meant.
+    ``path``: for messages. If it ends with a slash, only a directory may be created there. ``follow``: whether the name
+    may be a symbolic link to the file that is meant.
     """
 
     path: str
@@ -43,6 +44,11 @@ class Entry(NamedTuple):
     def status(self) -> os.stat_result:
         """Its attributes, as stat(2) or lstat(2)."""
         return os.stat(self.name, dir_fd=self.directory, follow_symlinks=self.follow)
+
+    def check_file(self) -> None:
+        """Raise OSError ENOTDIR for a name that only a directory can have."""
+        if self.path.endswith("/"):
+            raise OSError(errno.ENOTDIR, "is not a directory, as the slash at its end demands: create it first")
 
     @contextmanager
     def located(self) -> Iterator[Entry]:

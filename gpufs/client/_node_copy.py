@@ -130,8 +130,12 @@ def ask_for_upload(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName]
                 raise ProtocolError("no result")
 
 
-def serve(incoming: int, outgoing: int) -> bool:
-    """Do what the other machine asks for; whether it was told the result."""
+def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -> bool:
+    """Do what the other machine asks for; whether it was told the result.
+
+    ``shell`` and ``program`` reach the machines that files are passed on to. The command line of this process names
+    them, not the peer: a key that is restricted to this command allows no other one.
+    """
     from gpufs.client._copy import Copier
 
     channel = Channel(incoming, outgoing, silence=_SILENCE_SECONDS)
@@ -147,7 +151,7 @@ def serve(incoming: int, outgoing: int) -> bool:
         if not isinstance(request, Request):
             raise ProtocolError("no request")
         with Copier() as copier:
-            _answer(copier, channel, request, hello.nixl)
+            _answer(copier, channel, request, hello.nixl, shell, program)
         return True
     except ChannelError:
         return False  # the other side is gone, or wrong
@@ -161,7 +165,7 @@ def serve(incoming: int, outgoing: int) -> bool:
         channel.close()
 
 
-def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) -> None:
+def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool, shell: str, program: str) -> None:
     def fail(path: str, error: OSError) -> None:
         channel.send(Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
 
@@ -170,14 +174,16 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
 
     paths = [os.fsdecode(path) for path in request.sources]
     if request.sends and request.forward:
-        _upload_as_asked(copier, channel, [_expanded(path) for path in paths], request)
+        _upload_as_asked(copier, channel, [_expanded(path) for path in paths], request, shell, program)
     elif request.sends:
         sources = [_expanded(path) for path in paths]
         _send(copier, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
     else:
         cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
-            next_node = NextNode(channel, request, cancel) if request.forward else None
+            next_node = None
+            if request.forward:
+                next_node = NextNode(channel, request, cancel, shell=shell, program=program)
             settings, mounts = copier.settings, copier.mounts()
             receiver = Receiver(
                 settings, mounts, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, next_node=next_node
@@ -190,7 +196,9 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool) 
                     next_node.finish()
 
 
-def _upload_as_asked(copier: Copier, channel: Channel, sources: Sequence[str], request: Request) -> None:
+def _upload_as_asked(
+    copier: Copier, channel: Channel, sources: Sequence[str], request: Request, shell: str, program: str
+) -> None:
     """Copy files of this machine to a chain of others, for the machine that asks."""
     cancel, reports = Cancellation(), Reports(channel)
     targets = [names.parse(os.fsdecode(name)) for name in request.forward]
@@ -206,8 +214,8 @@ def _upload_as_asked(copier: Copier, channel: Channel, sources: Sequence[str], r
     try:
         with connected(
             [target.host for target in targets],
-            shell=request.shell,
-            program=request.program,
+            shell=shell,
+            program=program,
             cancel=cancel,
             notice=reports.noticed,
         ) as peer:
@@ -230,6 +238,8 @@ def _bases(paths: Sequence[str], destination: str, request: Request) -> Iterator
         named = opened.enter_context(_ends.find_targets(paths, stripped, follow=False, directory=request.in_directory))
         try:
             bases = [opened.enter_context(entry.located()) for _, entry in named]
+            if destination.endswith("/") and bases[0].path == stripped:  # it does not exist
+                bases[0] = bases[0]._replace(path=destination)
         except OSError as error:
             raise OSError(error.errno, text_of(error), destination) from None
         yield bases
@@ -319,7 +329,6 @@ class Route:
         with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
 
             def copy(copier: Copier, request: Request, sink: Sink) -> None:
-                request.shell, request.program = self._shell, self._program
                 paths = [name.path for name in self._from]
                 if not self._from:
                     upload(copier, peer, self._sources, self._to, request, sink)

@@ -189,8 +189,10 @@ class Receiver:
                     case File():
                         self._receive(message)
                     case Failed():
-                        path = os.fsdecode(message.path)
-                        self._sink.ended(path, error_class(message.error)(message.error, message.text, path))
+                        path, text = os.fsdecode(message.path), message.text
+                        if message.error == errno.ENOENT and any(character in path for character in "*?["):
+                            text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
+                        self._sink.ended(path, error_class(message.error)(message.error, text, path))
                     case Done():
                         if self._next_node is not None:
                             self._next_node.finish()
@@ -217,7 +219,7 @@ class Receiver:
             try:
                 self._settings.space.check(directory, plan.data, mounts, self._cancel)
             except OSError as error:
-                place = os.path.dirname(self._bases[0].path) or "."
+                place = os.path.dirname(self._bases[0].path.rstrip("/")) or "."
                 raise OSError(error.errno, error.strerror, place) from None
 
     def _entry(self, source: int, name: bytes) -> Entry | None:
@@ -325,6 +327,7 @@ class Receiver:
         if entry is None or self._is_skipped(entry):
             return
         try:
+            entry.check_file()
             try:
                 os.symlink(message.target, os.fsencode(entry.name), dir_fd=entry.directory)
             except FileExistsError:
@@ -461,6 +464,7 @@ class Receiver:
 
     def _create(self, file: File, entry: Entry) -> NewFile:
         """Create the file, with its memory, but without its name."""
+        entry.check_file()
         if entry.path in self._made:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
         device = self._check_mount(entry, file.on_mount)

@@ -167,9 +167,10 @@ class RemoteCopies:
                     outcomes[place] = failure(error, destination.path)
             loading = Download(file, [end.parts for end in ends.values()], self._pool)
             try:
-                failed = self._load(loading, file, list(ends.values()), progress, cancel)
+                failed = self._load(loading, file, mounts, list(ends.values()), progress, cancel)
                 for place, end in ends.items():
-                    outcomes[place] = self._finish(file, end, end.parts.error or failed, began, progress, cancel)
+                    ended = end.parts.error or failed
+                    outcomes[place] = self._finish(file, loading.size, end, ended, began, progress, cancel)
             except BaseException:  # for example by progress()
                 for end in ends.values():
                     end.discard(keep=self._settings.options.partial)
@@ -186,22 +187,34 @@ class RemoteCopies:
         self,
         loading: Download,
         file: RemoteFile,
+        mounts: Mounts,
         ends: Sequence[_Destination],
         progress: Progress,
         cancel: Cancellation,
     ) -> OSError | None:
         """Load the parts; the error that ended it for all destinations."""
-        kept = min((end.kept for end in ends), default=0)
+        resumed = min((end.kept for end in ends), default=0)
 
         def report(moved: int) -> None:
             if progress is not None:
                 count = len(ends)  # it counts the bytes of all copies
-                moved = min(kept + moved, file.size) * count
-                progress(CopyProgress(moved, file.size * count, {"remote": moved - kept * count, "kept": kept * count}))
+                kept = 0 if loading.is_whole else resumed
+                size = max(loading.size, moved)
+                moved = min(kept + moved, size) * count
+                progress(CopyProgress(moved, size * count, {"remote": moved - kept * count, "kept": kept * count}))
+
+        def check_space(more: int) -> None:
+            for end in ends:
+                try:
+                    self._settings.space.check(end.fd, more, mounts[os.fstat(end.fd).st_dev], cancel)
+                except OSError as error:
+                    end.parts.error = error
 
         try:
             if ends:
-                loading.run(report, lambda: cancel.cancelled)
+                loading.run(report, lambda: cancel.cancelled, check_space)
+                for end in ends:
+                    end.kept = 0 if loading.is_whole else end.kept
         except OSError as error:
             return error
         return None
@@ -209,6 +222,7 @@ class RemoteCopies:
     def _finish(
         self,
         file: RemoteFile,
+        size: int,
         end: _Destination,
         error: OSError | None,
         began: float,
@@ -223,18 +237,18 @@ class RemoteCopies:
                 raise error
             if self._settings.options.verify:
                 blocks, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
-                digest = self._verify(file.checksum, file.size, blocks, again, source, name, progress)
+                digest = self._verify(file.checksum, size, blocks, again, source, name, progress)
             end.complete()
         except OSError as failed:
             # What differs from the store's checksum is not continued.
             differs = error is None and failed.errno == errno.EIO
             left = end.discard(keep=self._settings.options.partial and not differs)
             outcome = failed if isinstance(failed, CopyError) else failure(failed, source, name)
-            outcome.left, outcome.bytes_total = left, file.size
+            outcome.left, outcome.bytes_total = left, size
             return outcome
-        paths = {"remote": file.size - end.kept, "kept": end.kept}
+        paths = {"remote": size - end.kept, "kept": end.kept}
         moved = {path: count for path, count in paths.items() if count}
-        return CopyResult(source, name, file.size, time.monotonic() - began, "remote", moved, sha256=digest)
+        return CopyResult(source, name, size, time.monotonic() - began, "remote", moved, sha256=digest)
 
     def _verify(
         self,
@@ -395,7 +409,8 @@ def copy_to_each(
         finding = waiting.start(lambda: stores.find(urls.parse(source), recursive=False))
         (file,) = waiting.result(finding, lambda: cancel.cancelled)
     except ValueError:
-        error = CopyError(errno.EINVAL, "names several files", source)
+        text = "names several files ([[], [?] and [*] stand for the characters [, ? and *)"
+        error = CopyError(errno.EINVAL, text, source)
         return [error] * len(destinations)
     except OSError as failed:
         return [failure(failed, source)] * len(destinations)

@@ -13,6 +13,12 @@ from gpufs.units import bytes_text
 
 _LEAST_METADATA: Final = 16 << 20  # of the default
 _UNLIMITED: Final = 1 << 62  # or more, in version 1 of cgroups
+# Of versions 2 and 1: the controller in /proc/self/cgroup, where the groups are, the names of their files, and what
+# memory.stat calls the bytes that are freed on demand, with those of the groups below.
+_VERSIONS: Final = (
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +52,21 @@ def _cgroups(root: Path, controller: str, base: str) -> Iterator[Path]:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes that could still be used) of every memory cgroup (version 2) from our own up to the root."""
+    """(limit, bytes that could still be used) of the memory cgroups of both versions, from our own up to the root."""
     limits = []
-    for group in _cgroups(root, "", "sys/fs/cgroup"):
-        if (bound := numbers(group / "memory.max").get("")) is not None:
-            reclaimable = numbers(group / "memory.stat").get("inactive_file", 0)
-            used = max(numbers(group / "memory.current").get("", 0) - reclaimable, 0)
-            limits.append((bound, max(bound - used, 0)))
+    for controller, base, bound_file, used_file, reclaimable_name in _VERSIONS:
+        for group in _cgroups(root, controller, base):
+            bound = numbers(group / bound_file).get("", _UNLIMITED)
+            if bound < _UNLIMITED:
+                reclaimable = numbers(group / "memory.stat").get(reclaimable_name, 0)
+                used = max(numbers(group / used_file).get("", 0) - reclaimable, 0)
+                limits.append((bound, max(bound - used, 0)))
     return limits
 
 
 def is_memory_limited(root: Path = Path("/")) -> bool:
     """Return whether a cgroup, of either version, limits the memory of this process."""
-    groups = _cgroups(root, "memory", "sys/fs/cgroup/memory")
-    bounds = [numbers(group / "memory.limit_in_bytes").get("", 0) for group in groups]
-    return bool(_cgroup_limits(root)) or any(0 < bound < _UNLIMITED for bound in bounds)
+    return bool(_cgroup_limits(root))
 
 
 def memory_of_machine(root: Path = Path("/")) -> Memory:

@@ -13,20 +13,29 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from math import prod
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from gpufs.formats import FormatError
+from gpufs.formats.budget import TENSOR_BYTES, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.safetensors import without_garbage_collection
 
 MAGIC: Final = b"PK\x03\x04"
+EMPTY_MAGIC: Final = b"PK\x05\x06"  # of an archive without members
 _LOCAL_HEADER_BYTES: Final = 30
 # Where a member's local header has the lengths of the name and of the extra field, which come between it and the data.
 _NAME_LENGTH: Final = slice(26, 28)
 _EXTRA_LENGTH: Final = slice(28, 30)
-_MAX_MEMBERS: Final = 1 << 20
+# Of the directory, of which zipfile keeps all entries at once: a few hundred thousand.
+_MAX_DIRECTORY: Final = 32 << 20
 _PICKLE: Final = "data.pkl"
-_MAX_PICKLE: Final = 1 << 28
+_MAX_PICKLE: Final = 1 << 26
 _MAX_DIMENSIONS: Final = 64
+_MAX_DEPTH: Final = 100
+_MAX_NAME: Final = 4096
+_MAX_NUMBER: Final = (1 << 63) - 1
+_SHOWN: Final = 100  # characters of what a file contains, in messages
 # The names of safetensors for the storages of torch. An untyped storage has its dtype in the tensor.
 _STORAGES: Final = {
     "DoubleStorage": "F64",
@@ -79,7 +88,10 @@ class _Reader(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(self._size - self._position, 0)
-        data = self._read(self._position, left if size < 0 else min(size, left)) if left else b""
+        count = left if size < 0 else min(size, left)
+        if count > _MAX_DIRECTORY:
+            raise FormatError(f"its directory has {count} bytes; at most {_MAX_DIRECTORY} are read")
+        data = self._read(self._position, count) if count else b""
         self._position += len(data)
         return data
 
@@ -107,10 +119,10 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
     try:
         with zipfile.ZipFile(_Reader(size, read)) as archive:
             listed = archive.infolist()
+    except FormatError as error:
+        raise FormatError(f"the zip archive is too large: {error}") from None
     except (zipfile.BadZipFile, OSError, ValueError, OverflowError, UnicodeError, NotImplementedError) as error:
         raise FormatError(f"the zip archive is damaged: {error}") from None
-    if len(listed) > _MAX_MEMBERS:
-        raise FormatError(f"the zip archive has {len(listed)} members; at most {_MAX_MEMBERS} are read")
     members: dict[str, Member] = {}
     for info in listed:
         if info.is_dir():
@@ -140,18 +152,34 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
 
 # ---- files of torch.save() ----
 
+# What a pickle can contain here, besides numbers, texts and containers. All of it is immutable, so the checks at its
+# creation hold.
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+
+class Storage(NamedTuple):
     """A member of the archive that tensors lie in. ``dtype``: of its elements, by safetensors' name."""
 
     dtype: str
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of the pickle, in elements of ``dtype`` from the start of its storage."""
+class Dtype(NamedTuple):
+    """A dtype of torch, by safetensors' name."""
+
+    name: str
+
+
+class Size(NamedTuple):
+    """A torch.Size."""
+
+    shape: tuple[int, ...]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the pickle, in elements of ``dtype`` from the start of its storage.
+
+    ``conjugated``, ``negated``: whether its elements are the conjugates, or the negatives, of those that are stored.
+    """
 
     storage: Storage
     dtype: str
@@ -160,80 +188,129 @@ class StoredTensor:
     strides: tuple[int, ...]
     requires_grad: bool
     is_parameter: bool = False
+    conjugated: bool = False
+    negated: bool = False
 
     def place(self, itemsize: int) -> tuple[int, int]:
         """Return the offset in the file and the number of its bytes. FormatError if the file does not have them all."""
         member = self.storage.member
-        if len(self.shape) != len(self.strides):
-            raise FormatError(
-                f"a tensor in {member.name!r} has {len(self.shape)} extents and {len(self.strides)} strides"
-            )
+        if 0 in self.shape:
+            return member.offset, 0
         start = self.offset * itemsize
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
-        count = 0 if 0 in self.shape else (1 + last) * itemsize
+        count = (1 + last) * itemsize
         if start + count > member.bytes:
             raise FormatError(f"a tensor ends at byte {start + count} of {member.name!r}, which has {member.bytes}")
         return member.offset + start, count
 
 
-@dataclass(frozen=True, slots=True)
-class _StorageType:
+Leaf: TypeAlias = StoredTensor | Storage | Dtype | Size
+
+
+class _StorageType(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Dtype:
-    name: str
-
-
 def _sizes(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if len(numbers) > _MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in numbers):
+    numbers = tuple(values) if type(values) in (tuple, list) else values.shape
+    if len(numbers) > _MAX_DIMENSIONS or not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
+        raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
+    if prod(numbers) > _MAX_NUMBER:
+        raise FormatError(f"a tensor of the pickle has more than {_MAX_NUMBER} elements")
+    return numbers
+
+
+def _size(values: Any = ()) -> Size:
+    return Size(_sizes(values))
+
+
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, _: Any = None, metadata: Any = None
+) -> StoredTensor:
+    """As torch._utils._rebuild_tensor_v2. The hooks before the metadata are ignored by torch.load, too."""
+    if type(storage) is not Storage or type(offset) is not int or not 0 <= offset <= _MAX_NUMBER:
+        raise FormatError("a tensor of the pickle has no storage, or its offset is not an unsigned number")
+    extents, steps = _sizes(shape), _steps(strides)
+    if len(extents) != len(steps):
+        raise FormatError(f"a tensor of the pickle has {len(extents)} extents and {len(steps)} strides")
+    bits = metadata if type(metadata) is dict else {}
+    unknown = [str(key)[:_SHOWN] for key in bits if key not in ("conj", "neg")]
+    if unknown:
+        raise FormatError(f"a tensor of the pickle has {unknown[0]!r}, which is not known: use torch.load()")
+    tensor = StoredTensor(storage, storage.dtype, offset, extents, steps, bool(requires_grad))
+    return tensor._replace(conjugated=bool(bits.get("conj")), negated=bool(bits.get("neg")))
+
+
+def _steps(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values) if type(values) in (tuple, list) else ()
+    if not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
         raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
     return numbers
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, *_: Any) -> StoredTensor:
-    """As torch._utils._rebuild_tensor_v2. What follows are hooks and metadata, which torch.load ignores here, too."""
-    if type(storage) is not Storage or type(offset) is not int or offset < 0:
-        raise FormatError("a tensor of the pickle has no storage, or its offset is not an unsigned number")
-    return StoredTensor(storage, storage.dtype, offset, _sizes(shape), _sizes(strides), bool(requires_grad))
-
-
 def _tensor_of_dtype(
-    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any, *_: Any
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    requires_grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
 ) -> StoredTensor:
     """As torch._utils._rebuild_tensor_v3, for dtypes whose storage is untyped."""
-    if type(dtype) is not _Dtype:
+    if type(dtype) is not Dtype:
         raise FormatError("a tensor of the pickle has no dtype")
-    tensor = _tensor(storage, offset, shape, strides, requires_grad)
-    return StoredTensor(tensor.storage, dtype.name, tensor.offset, tensor.shape, tensor.strides, tensor.requires_grad)
+    return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata)._replace(dtype=dtype.name)
 
 
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
     """As torch._utils._rebuild_parameter."""
     if type(data) is not StoredTensor:
         raise FormatError("a parameter of the pickle is not a tensor")
-    return StoredTensor(
-        data.storage, data.dtype, data.offset, data.shape, data.strides, bool(requires_grad), is_parameter=True
-    )
+    return data._replace(requires_grad=bool(requires_grad), is_parameter=True)
+
+
+def _ordered_dict() -> OrderedDict[Any, Any]:
+    return OrderedDict()
 
 
 _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): _sizes,
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch", "Size"): _size,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch.storage", "UntypedStorage"): _StorageType("U8"),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch", element.name): _Dtype(dtype) for dtype, element in IN_SAFETENSORS.items() if element.dlpack >= 0},
+    **{("torch", element.name): Dtype(dtype) for dtype, element in IN_SAFETENSORS.items() if element.dlpack >= 0},
 }
 
+# What one instruction of a pickle may add: an object, and its place in a container or in the memo.
+_STEP_BYTES: Final = 64
+# The instructions that torch.save() writes, in all protocols.
+_INSTRUCTIONS: Final = (
+    "PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE "
+    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
+    "BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
+    "APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
+).split()
+_ATOMS: Final = (str, int, float, bool, bytes, type(None))
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, folder: str, members: Mapping[str, Member]) -> None:
+
+class _Unpickler(pickle._Unpickler):
+    """Runs a pickle within a budget. It builds what is listed above, and changes lists and dicts alone.
+
+    The base class is the one in Python: instructions of the other one cannot be replaced.
+    """
+
+    # What the base class has and its types lack.
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, data: bytes, folder: str, members: Mapping[str, Member], budget: Budget) -> None:
         super().__init__(io.BytesIO(data))
+        self.budget = budget
         self._folder = folder
         self._members = members
 
@@ -241,8 +318,8 @@ class _Unpickler(pickle.Unpickler):
         allowed = _ALLOWED.get((module, name))
         if allowed is None:
             raise FormatError(
-                f"the pickle needs {module}.{name}, which is neither a tensor nor a container: use torch.load(), if "
-                "you trust the file's author"
+                f"the pickle needs {f'{module}.{name}'[:_SHOWN]}, which is neither a tensor nor a container: use "
+                "torch.load(), if you trust the file's author"
             )
         return allowed
 
@@ -251,10 +328,78 @@ class _Unpickler(pickle.Unpickler):
         if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
             raise FormatError("the pickle refers to something that is not a storage")
         kind, key = identifier[1:3]
+        if type(kind) is not _StorageType or type(key) is not str:
+            raise FormatError("the pickle refers to something that is not a storage")
         member = self._members.get(f"{self._folder}data/{key}")
-        if type(kind) is not _StorageType or member is None:
-            raise FormatError(f"the pickle refers to storage {key!r}, which the archive does not have")
+        if member is None:
+            raise FormatError(f"the pickle refers to storage {key[:_SHOWN]!r}, which the archive does not have")
         return Storage(kind.dtype, member)
+
+    def load_appends(self) -> None:
+        items = self.pop_mark()
+        if type(self.stack[-1]) is not list:
+            raise FormatError("the pickle appends to something that is not a list")
+        self.stack[-1].extend(items)
+
+    def load_append(self) -> None:
+        item = self.stack.pop()
+        if type(self.stack[-1]) is not list:
+            raise FormatError("the pickle appends to something that is not a list")
+        self.stack[-1].append(item)
+
+    def load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in (dict, OrderedDict):
+            raise FormatError("the pickle sets items of something that is not a dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # The hash of a nested tuple can take for ever.
+            if not isinstance(key, _ATOMS) and not (type(key) is tuple and all(isinstance(one, _ATOMS) for one in key)):
+                raise FormatError("the pickle has a dict with keys that are neither texts nor numbers")
+            self.budget.take(0)  # colliding keys take time
+            target[key] = value
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        # The dict of a module has its version in an attribute.
+        if type(self.stack[-1]) is not OrderedDict or type(state) is not dict:
+            raise FormatError("the pickle sets attributes of something that is not a dict of a module")
+        if any(type(name) is not str or hasattr(OrderedDict, name) for name in state):
+            raise FormatError("the pickle replaces attributes of a dict")
+        vars(self.stack[-1]).update(state)
+
+
+def _within_budget(instruction: Callable[[Any], None]) -> Callable[[Any], None]:
+    def step(unpickler: _Unpickler) -> None:
+        unpickler.budget.take(_STEP_BYTES)
+        instruction(unpickler)
+
+    return step
+
+
+def _dispatch() -> dict[int, Callable[[Any], None]]:
+    """Return what carries out each instruction, by its code."""
+    own = {
+        "APPEND": _Unpickler.load_append,
+        "APPENDS": _Unpickler.load_appends,
+        "SETITEM": _Unpickler.load_setitem,
+        "SETITEMS": _Unpickler.load_setitems,
+        "BUILD": _Unpickler.load_build,
+    }
+    table = {}
+    for name in _INSTRUCTIONS:
+        code = getattr(pickle, name)[0]
+        table[code] = _within_budget(own.get(name, pickle._Unpickler.dispatch[code]))
+    return table
+
+
+_Unpickler.dispatch = _dispatch()
 
 
 def pickle_name(names: Mapping[str, Member]) -> str | None:
@@ -262,8 +407,9 @@ def pickle_name(names: Mapping[str, Member]) -> str | None:
     return next((name for name in names if name.endswith(f"/{_PICKLE}")), None)
 
 
+@without_garbage_collection()
 def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
-    """Read what torch.save() has written, with a StoredTensor in the place of each tensor.
+    """Read what torch.save() has written, with a Leaf in the place of each tensor, storage, dtype and size.
 
     Parameters
     ----------
@@ -280,7 +426,8 @@ def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
     Raises
     ------
     FormatError
-        The archive is damaged, or its pickle needs more than tensors and containers.
+        The archive is damaged, or its pickle needs more than tensors and containers, or more time or memory than
+        headers may take.
     """
     members = read_members(size, read)
     name = pickle_name(members)
@@ -288,23 +435,78 @@ def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
         raise FormatError("the zip archive has no data.pkl, so it is not a file of torch.save()")
     folder = name.removesuffix(_PICKLE)
     order = members.get(f"{folder}byteorder")
-    if order is not None and read(order.offset, order.bytes).strip() != b"little":
+    if order is not None and read(order.offset, min(order.bytes, _SHOWN)).strip() != b"little":
         raise FormatError("the tensors were written on a machine of another byte order: load them with torch.load()")
     place = members[name]
     if place.bytes > _MAX_PICKLE:
         raise FormatError(f"the pickle has {place.bytes} bytes; at most {_MAX_PICKLE} are read")
     try:
-        return _Unpickler(read(place.offset, place.bytes), folder, members).load()
+        return _Unpickler(read(place.offset, place.bytes), folder, members, Budget()).load()
     except FormatError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
-        raise FormatError(f"the pickle is damaged: {type(error).__name__}: {error}") from None
+        text = " ".join(str(error).split())[:_SHOWN]
+        raise FormatError(f"the pickle is damaged: {type(error).__name__}: {text}") from None
 
 
-def named(value: Any, name: str = "") -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them."""
-    if isinstance(value, StoredTensor):
-        yield name, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from named(item, f"{name}.{key}" if name else str(key))
+def named(value: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them.
+
+    FormatError if it is nested too deeply, or what it shares makes too many names.
+    """
+    budget = Budget()
+    without: set[int] = set()  # containers that lead to no tensor
+
+    def below(value: Any, name: str, depth: int) -> Iterator[tuple[str, StoredTensor]]:
+        if isinstance(value, StoredTensor):
+            budget.take(TENSOR_BYTES + len(name))
+            yield name, value
+        elif type(value) in (dict, OrderedDict, list, tuple) and id(value) not in without:
+            budget.take(_STEP_BYTES)
+            _check_depth(depth)
+            found = False
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                path = f"{name}.{key}" if name else str(key)
+                if len(path) > _MAX_NAME:
+                    raise FormatError(f"the name {path[:_SHOWN]!r}... has {len(path)} characters")
+                for pair in below(item, path, depth + 1):
+                    found = True
+                    yield pair
+            if not found:
+                without.add(id(value))
+
+    return below(value, "", 0)
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise FormatError(f"the pickle has containers that are nested more than {_MAX_DEPTH} deep")
+
+
+def restore(value: Any, make: Callable[[Leaf], Any]) -> Any:
+    """Return the object that was saved. ``make`` makes what stands for a leaf; what was one object stays one."""
+    known: dict[int, Any] = {}
+
+    def made(value: Any, depth: int) -> Any:
+        if isinstance(value, (StoredTensor, Storage, Dtype, Size)):
+            if id(value) not in known:
+                known[id(value)] = make(value)
+            return known[id(value)]
+        if type(value) not in (dict, OrderedDict, list, tuple):
+            return value
+        if id(value) in known:
+            return known[id(value)]
+        _check_depth(depth)
+        if type(value) is tuple:
+            known[id(value)] = result = tuple(made(item, depth + 1) for item in value)
+            return result
+        known[id(value)] = result = type(value)()  # first: it may contain itself
+        if type(value) is list:
+            result.extend(made(item, depth + 1) for item in value)
+        else:
+            result.update((key, made(item, depth + 1)) for key, item in value.items())
+        if type(value) is OrderedDict:
+            vars(result).update(vars(value))
+        return result
+
+    return made(value, 0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpufs.formats import FormatError
+from gpufs.formats.budget import TENSOR_BYTES, Budget
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -15,8 +16,9 @@ _DEFAULT_ALIGNMENT: Final = 32
 _MAX_DIMENSIONS: Final = 4
 # Bytes read at once. Headers have some MiB: the vocabulary is in them.
 _WINDOW: Final = 1 << 20
-_MAX_TENSORS: Final = 1 << 20
+_MAX_NESTED: Final = 8  # arrays of arrays
 _MAX_TEXT: Final = 1 << 24
+_SHOWN: Final = 100  # characters of a name, in messages
 _STRING: Final = 8
 _ARRAY: Final = 9
 # The scalar types of metadata, by number.
@@ -96,6 +98,7 @@ class _Cursor:
         self._window = b""
         self._start = 0  # of the window in the file
         self.position = 0
+        self.budget = Budget()
 
     def take(self, count: int) -> bytes:
         if count > self._size - self.position:
@@ -114,9 +117,10 @@ class _Cursor:
         length = self.number("<Q")
         if length > _MAX_TEXT:
             raise FormatError(f"a text of the header has {length} bytes; at most {_MAX_TEXT} are read")
+        self.budget.take(TENSOR_BYTES + length)  # of what it is the name, or the value
         return self.take(length).decode(errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, nested: int = 0) -> Any:
         """Return a value of the metadata. Arrays are only counted: they are vocabularies."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
@@ -129,7 +133,12 @@ class _Cursor:
             self.skip(count * struct.calcsize(_SCALARS[inner]))
         elif inner == _STRING:
             for _ in range(count):
+                self.budget.take(0)
                 self.skip(self.number("<Q"))
+        elif inner == _ARRAY and nested < _MAX_NESTED:
+            for _ in range(count):
+                self.budget.take(0)
+                self.value(_ARRAY, nested + 1)
         else:
             raise FormatError(f"the metadata has an array of type {inner}, which is not known")
         return f"array of {count}"
@@ -167,11 +176,14 @@ def read_gguf(size: int, read: Callable[[int, int], bytes]) -> tuple[list[GgufTe
     if cursor.take(len(MAGIC)) != MAGIC:
         raise FormatError("the file does not begin with GGUF")
     version = cursor.number("<I")
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+        text = (
+            "the file is big-endian, for machines of that byte order: gguf-convert-endian FILE little, of the package"
+        )
+        raise FormatError(f"{text} gguf, converts it")
     if version not in _VERSIONS:
         raise FormatError(f"the file has version {version} of GGUF; 2 and 3 are known")
     count, pairs = cursor.number("<Q"), cursor.number("<Q")
-    if count > _MAX_TENSORS or pairs > _MAX_TENSORS:
-        raise FormatError(f"the header counts {count} tensors and {pairs} values; at most {_MAX_TENSORS} are read")
     metadata: dict[str, str] = {}
     alignment = _DEFAULT_ALIGNMENT
     for _ in range(pairs):
@@ -189,10 +201,10 @@ def read_gguf(size: int, read: Callable[[int, int], bytes]) -> tuple[list[GgufTe
     end = 0
     for tensor in tensors:
         if tensor.name in names:
-            raise FormatError(f"tensor {tensor.name!r} appears twice")
+            raise FormatError(f"tensor {tensor.name[:_SHOWN]!r} appears twice")
         names.add(tensor.name)
         if tensor.offset < end:
-            raise FormatError(f"tensor {tensor.name!r} overlaps the one before it")
+            raise FormatError(f"tensor {tensor.name[:_SHOWN]!r} overlaps the one before it")
         end = max(end, tensor.offset + tensor.bytes)
     return tensors, metadata
 
@@ -201,24 +213,24 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.text()
     dimensions = cursor.number("<I")
     if dimensions > _MAX_DIMENSIONS:
-        raise FormatError(f"tensor {name!r} has {dimensions} dimensions; GGUF has at most {_MAX_DIMENSIONS}")
+        raise FormatError(f"tensor {name[:_SHOWN]!r} has {dimensions} dimensions; GGUF has at most {_MAX_DIMENSIONS}")
     shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions))
     return name, tuple(reversed(shape)), cursor.number("<I"), cursor.number("<Q")
 
 
 def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, size: int) -> GgufTensor:
     if kind not in TYPES:
-        raise FormatError(f"tensor {name!r} has type {kind}, which is not known")
+        raise FormatError(f"tensor {name[:_SHOWN]!r} has type {kind}, which is not known")
     type_name, block, block_bytes = TYPES[kind]
     row = shape[-1] if shape else 1
     if row % block:
-        raise FormatError(f"tensor {name!r} has rows of {row} elements, which are not whole blocks of {block}")
+        raise FormatError(f"tensor {name[:_SHOWN]!r} has rows of {row} elements, which are not whole blocks of {block}")
     rows = 1
     for extent in shape[:-1]:
         rows *= extent
     row_bytes = row // block * block_bytes
     count = rows * row_bytes
     if start + offset + count > size:
-        raise FormatError(f"tensor {name!r} ends at {start + offset + count}, and the file has {size} bytes")
+        raise FormatError(f"tensor {name[:_SHOWN]!r} ends at {start + offset + count}, and the file has {size} bytes")
     stored = shape if block == 1 else (*shape[:-1], row_bytes)
     return GgufTensor(name, type_name, block, shape, stored, start + offset, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -21,6 +21,7 @@ NPY_MAGIC: Final = b"\x93NUMPY"
 _NPY_PREFIX_BYTES = 12
 # What numpy reads at most, unless it may unpickle.
 _NPY_HEADER_BYTES = 10_000
+_SHOWN: Final = 100  # characters of a name, in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def read_layout(name: str, size: int, read: Callable[[int, int], bytes]) -> Layo
     if not name.endswith(".safetensors"):
         if prefix.startswith(gguf.MAGIC):
             return _gguf_layout(size, read)
-        if prefix.startswith(archives.MAGIC):
+        if prefix.startswith((archives.MAGIC, archives.EMPTY_MAGIC)):
             try:
                 return _archive_layout(size, read)
             except FormatError:
@@ -133,13 +134,36 @@ def _archive_layout(size: int, read: Callable[[int, int], bytes]) -> Layout | No
     if archives.pickle_name(members) is not None:
         places = [_place_of_stored(*item) for item in archives.named(archives.read_torch_archive(size, read))]
         return Layout("torch.save", tuple(sorted(places, key=lambda place: place.offset)))
-    arrays = []
+    arrays, others = read_npz(members, read)
+    if members and not arrays:
+        return None
+    return Layout("npz", tuple(arrays), others or None)
+
+
+def read_npz(
+    members: Mapping[str, archives.Member], read: Callable[[int, int], bytes]
+) -> tuple[list[TensorPlace], dict[str, str]]:
+    """Return the arrays of an npz file, and why each other member is not one, both by their names in numpy."""
+    arrays: list[TensorPlace] = []
+    others: dict[str, str] = {}
     for name, member in members.items():
-        if not name.endswith(".npy"):
-            return None
-        place = read_npy(member.bytes, partial(_read_from, read, member.offset))
-        arrays.append(replace(place, name=name.removesuffix(".npy"), offset=member.offset + place.offset))
-    return Layout("npz", tuple(arrays)) if arrays else None
+        shown = name.removesuffix(".npy")
+        if shown == name:
+            others[name] = "not an array"
+            continue
+        try:
+            place = read_npy(member.bytes, partial(_read_from, read, member.offset))
+        except ObjectsError:
+            others[shown] = "an array of Python objects"
+            continue
+        except FormatError as error:
+            raise FormatError(f"member {name[:_SHOWN]!r}: {error}") from None
+        arrays.append(replace(place, name=shown, offset=member.offset + place.offset))
+    return arrays, others
+
+
+class ObjectsError(FormatError):
+    """An array contains Python objects."""
 
 
 def _read_from(read: Callable[[int, int], bytes], start: int, offset: int, count: int) -> bytes:
@@ -153,6 +177,8 @@ def _place_of_stored(name: str, tensor: archives.StoredTensor) -> TensorPlace:
     dtype = tensor.dtype
     if count != elements * bits // 8:
         dtype += " strided"  # other elements lie between those of the tensor, so its bytes are not its numbers
+    # Nor are they its numbers if torch conjugates or negates them when it reads.
+    dtype += " conjugated" * tensor.conjugated + " negated" * tensor.negated
     columns = tuple(accumulate(tensor.shape[:-1], mul, initial=1))  # the strides if the first index changes fastest
     fortran = len(tensor.shape) > 1 and tensor.strides == columns and tensor.strides[-1] != 1
     return TensorPlace(name, dtype, bits, tensor.shape, offset, count, fortran)
@@ -187,7 +213,7 @@ def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
             raise FormatError(f"the shape {list(shape)} has a negative extent")
         count *= extent
     if dtype.hasobject:
-        raise FormatError("the array contains Python objects, whose size is not in the header")
+        raise ObjectsError("the array contains Python objects, whose size is not in the header")
     if count * dtype.itemsize > size - offset:
         raise FormatError(
             f"{list(shape)} elements of {dtype} need {count * dtype.itemsize} bytes; the file has {size - offset} "
@@ -260,6 +286,8 @@ def recognize(prefix: bytes) -> Format | None:
             return kind
     if prefix.startswith(archives.MAGIC):
         return _kind_of_zip(prefix)
+    if prefix.startswith(archives.EMPTY_MAGIC):
+        return Format("zip", "it has no members")
     if prefix[_TAR_MAGIC : _TAR_MAGIC + 5] == b"ustar":
         return Format("tar", _UNPACK)
     # A pickle begins with its protocol, and from protocol 4 on with a frame.

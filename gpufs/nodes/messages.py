@@ -82,6 +82,7 @@ class Request(msgspec.Struct, tag=True):
     """What the other side shall do: send ``sources``, or receive them as ``destination``.
 
     ``forward``: HOST:PATH of the machines that get the files from the other side, each from the one before it.
+    What reaches them is not in it: a peer names files, and never a command.
     """
 
     sends: bool
@@ -95,8 +96,6 @@ class Request(msgspec.Struct, tag=True):
     verify: bool = False
     fsync: bool = False
     forward: list[Path] = []
-    shell: Text = ""  # the command that reaches them
-    program: Text = ""  # their gpufs
 
 
 class Plan(msgspec.Struct, tag=True):

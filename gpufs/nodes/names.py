@@ -8,7 +8,11 @@ from typing import Final, NamedTuple
 
 # The first colon comes before any slash. An IPv6 address is in brackets.
 _NAME: Final = re.compile(r"((?:[^@:/]+@)?(?:\[[^]/]*\]|[^:/\[]*)):(.*)", re.DOTALL)
-_HOST: Final = re.compile(r"(?:[^\s@:/-][^\s@:/]*@)?(?:\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s\[\]@-][^\s\[\]@]*)")
+# What shells treat specially is not part of a name, as ssh(1) has it: commands in its configuration get both. No part
+# begins with a dash, so none is an option.
+_USER: Final = r"(?!-)[^\s\x00-\x1f\x7f'`\";&<>|(){}$\[\]@:/]+(?<!\\)"
+_PLAIN: Final = r"(?!-)[^\s\x00-\x1f\x7f'`\";&<>|(){}$\\\[\]@]+"
+_HOST: Final = re.compile(rf"((?:{_USER}@)?)(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|({_PLAIN}))")
 
 
 class NodeName(NamedTuple):
@@ -40,5 +44,9 @@ def parse(name: str) -> NodeName:
 
 
 def ssh_argument(host: str) -> str:
-    """Return a host as ssh(1) takes it: an IPv6 address has no brackets there."""
-    return host.replace("[", "").replace("]", "")
+    """Return a host as ssh(1) takes it: an IPv6 address has no brackets there. OSError EINVAL if it is not a host."""
+    match = _HOST.fullmatch(host)
+    if match is None:
+        raise OSError(errno.EINVAL, "is not a host", host)
+    user, address, name = match.groups()
+    return user + (address or name)

@@ -55,9 +55,15 @@ class NextNode:
         What this machine was asked for. ``forward`` is not empty.
     cancel : Cancel
         Ends it.
+    shell, program : str
+        What reaches the next machine, and gpufs there; "" for ssh and gpufs.
     """
 
-    def __init__(self, upstream: Channel, request: Request, cancel: Cancel) -> None:
+    def __init__(
+        self, upstream: Channel, request: Request, cancel: Cancel, *, shell: str = "", program: str = ""
+    ) -> None:
+        self._shell = shell
+        self._program = program
         targets = [names.parse(os.fsdecode(name)) for name in request.forward]
         self._hosts = [target.host for target in targets]
         path, forward = os.fsencode(targets[0].path), request.forward[1:]
@@ -89,7 +95,7 @@ class NextNode:
             self._cancel.cancel()
 
     def _run(self) -> None:
-        shell, program = self._request.shell, self._request.program
+        shell, program = self._shell, self._program
         try:
             with connected(self._hosts, shell=shell, program=program, cancel=self._cancel, notice=self._notice) as peer:
                 peer.request(self._request)

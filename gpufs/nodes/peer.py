@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import threading
+import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,16 @@ def our_hello() -> Hello:
     return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True)
 
 
+def encoded(text: str) -> str:
+    """Return a command as one word that no shell changes. decoded() reverses it."""
+    return urllib.parse.quote(text, safe="")
+
+
+def decoded(word: str) -> str:
+    """Return the command that encoded() has made a word of."""
+    return urllib.parse.unquote(word)
+
+
 class Peer:
     """gpufs on another machine.
 
@@ -45,11 +56,15 @@ class Peer:
         The command that runs a program there; it gets the host and the program as arguments.
     program : str
         What is run there, as the remote shell takes it.
+    passes_on : bool
+        Whether it passes files on to other machines, by the same two commands.
     cancel : Cancel, optional
         Once it is cancelled all calls of ``channel`` raise ChannelError ECANCELED.
     """
 
-    def __init__(self, host: str, shell: str, program: str, cancel: Cancel | None = None) -> None:
+    def __init__(
+        self, host: str, shell: str, program: str, cancel: Cancel | None = None, *, passes_on: bool = False
+    ) -> None:
         self.host = host
         self.has_nixl = self._passes_on = False
         try:
@@ -58,8 +73,12 @@ class Peer:
             raise OSError(errno.EINVAL, f"cannot be split into words: {error}", shell) from None
         if not words or not program.split():
             raise OSError(errno.EINVAL, "an empty command is given", host)
+        if os.path.basename(words[0]) == SHELL:
+            words.append("--")  # after its options: what follows is the host
         # ssh joins its arguments by spaces, and the remote shell parses the whole.
         command: Sequence[str] = [*words, ssh_argument(host), *program.split(), COMMAND]
+        if passes_on and (shell, program) != (SHELL, PROGRAM):
+            command = [*command, f"--shell={encoded(shell)}", f"--program={encoded(program)}"]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
@@ -162,7 +181,7 @@ def connected(
 ) -> Iterator[Peer]:
     """Start gpufs on the first of a chain of machines. Errors of the connection become errors for the user. OSError."""
     host, *behind = hosts
-    peer = Peer(host, shell or SHELL, program or PROGRAM, cancel)
+    peer = Peer(host, shell or SHELL, program or PROGRAM, cancel, passes_on=bool(behind))
     try:
         peer.greet()
         yield peer

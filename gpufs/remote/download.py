@@ -16,6 +16,7 @@ from gpufs.remote import errors, waiting
 from gpufs.remote.errors import StoreError
 from gpufs.remote.stores import RemoteFile
 from gpufs.remote.waiting import END_SECONDS, Workers
+from gpufs.remote.web import WholeFile
 
 PART_BYTES: Final = 16 << 20
 # Each has a connection, and a chunk of about 1 MiB in memory.
@@ -41,7 +42,8 @@ class Parts:
     def __init__(self, fd: int, file: RemoteFile) -> None:
         self.fd = fd
         self.error: OSError | None = None  # of writing to it, which ends it
-        self._source = {"url": file.url.text, "size": file.size, "version": file.version, "part": PART_BYTES}
+        # Others may read the file: no query, which may be signed, and no password.
+        self._source = {"url": file.url.shown, "size": file.size, "version": file.version, "part": PART_BYTES}
         self._count = -(-file.size // PART_BYTES)
         self._finished = 0  # one bit for each part: an attribute's value is at most 64 KiB long
         self._size = file.size
@@ -79,11 +81,17 @@ class Parts:
             if error.errno != errno.ENODATA:
                 raise
 
+    def restart(self) -> None:
+        """Forget the parts: the file is loaded from its start."""
+        self._finished = 0
+        self.end()
+
     @property
     def bytes_done(self) -> int:
         """The bytes of the finished parts."""
-        sizes = (min(PART_BYTES, self._size - part * PART_BYTES) for part in range(self._count) if not self.needs(part))
-        return sum(sizes)
+        done = self._finished.bit_count() * PART_BYTES
+        last_is_done = self._count > 0 and not self.needs(self._count - 1)
+        return done - (self._count * PART_BYTES - self._size) * last_is_done
 
 
 class Download:
@@ -106,25 +114,33 @@ class Download:
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # guards moved
         self.moved = 0  # bytes that have arrived
+        self.size = file.size  # may be another one once the file has been loaded as a whole
+        self.is_whole = False  # whether it has been loaded from its start
         self.running: list[Future[None]] = []  # parts that may still be written, although run() has ended
 
-    def run(self, report: Callable[[int], None], cancelled: Callable[[], bool]) -> None:
-        """Load the missing parts.
+    def run(
+        self, report: Callable[[int], None], cancelled: Callable[[], bool], check_space: Callable[[int], None]
+    ) -> None:
+        """Load the missing parts, or the whole file where a web server's answers for parts do not fit together.
 
         ``report`` is called about ten times a second with the bytes that have arrived. OSError ECANCELED once
-        ``cancelled``; StoreError if the store fails.
+        ``cancelled``; StoreError if the store fails. ``check_space`` is called with the bytes that the file has more
+        than was known, and sets the errors of destinations.
         """
+        if self._file.is_plain:
+            self._run(lambda _: self._load_whole(check_space), [0], report, cancelled)
+            return
         parts = range(-(-self._file.size // PART_BYTES))
         needed = [part for part in parts if any(end.needs(part) for end in self._destinations)]
         try:
-            self._run(lambda part: self._load(part, 1, ranges=True), needed, report, cancelled)
+            self._run(self._load, needed, report, cancelled)
         except StoreError as error:
-            if error.errno != errno.EOPNOTSUPP:
+            # The server sends whole files only; or it names the parts differently, as several servers behind one
+            # address do, and all parts must be of one file.
+            if error.errno not in (errno.EOPNOTSUPP, errno.ESTALE) or self._file.whole is None or self.running:
                 raise
-            self.moved = 0
             self._stopped.clear()
-            # The server sends whole files only.
-            self._run(lambda part: self._load(part, len(parts), ranges=False), [0], report, cancelled)
+            self._run(lambda _: self._load_whole(check_space), [0], report, cancelled)
 
     def _run(
         self,
@@ -147,16 +163,16 @@ class Download:
             self._stopped.set()
             self.running += wait([part for part in pending if not part.cancel()], END_SECONDS).not_done
 
-    def _load(self, part: int, count: int, *, ranges: bool) -> None:
-        """Load ``count`` parts from the first, ``part``, on, in one request; in more if it ends early."""
+    def _load(self, part: int) -> None:
+        """Load a part in one request; in more if it ends early."""
         offset = part * PART_BYTES
-        end = min(offset + count * PART_BYTES, self._file.size)
+        end = min(offset + PART_BYTES, self._file.size)
         tries = 0
         while offset < end:
             before = offset
             try:
-                for chunk in self._chunks(offset, end, ranges=ranges):
-                    self._write(part, count, chunk, offset)
+                for chunk in self._chunks(offset, end):
+                    self._write(part, chunk, offset)
                     offset += len(chunk)
                 if offset < end:
                     text = f"the store sent too few bytes: a range ended at {offset} instead of {end}"
@@ -168,19 +184,56 @@ class Download:
                 if tries == errors.TRIES:
                     raise
                 errors.wait(tries, self._stopped)
-        for each in range(part, part + count):
-            for destination in self._destinations:
-                try:
-                    if destination.error is None and destination.needs(each):
-                        destination.finish(each)
-                except OSError as error:
-                    destination.error = error
+        for destination in self._destinations:
+            try:
+                if destination.error is None and destination.needs(part):
+                    destination.finish(part)
+            except OSError as error:
+                destination.error = error
 
-    def _chunks(self, offset: int, end: int, *, ranges: bool) -> Iterator[memoryview]:
+    def _load_whole(self, check_space: Callable[[int], None]) -> None:
+        """Load the file by one request. After a failure it begins again: the next answer may be another file."""
+        assert self._file.whole is not None
+        self.is_whole = True
+        for destination in self._destinations:
+            try:
+                destination.restart()
+            except OSError as error:
+                destination.error = error
+        for number in range(1, errors.TRIES + 1):
+            try:
+                done = self._receive_whole(self._file.whole(), check_space)
+                break
+            except StoreError as error:
+                if not error.transient or number == errors.TRIES:
+                    raise
+                errors.wait(number, self._stopped)
+        self.size = done
+        for destination in self._destinations:
+            try:
+                if destination.error is None:
+                    os.ftruncate(destination.fd, done)
+            except OSError as error:
+                destination.error = error
+
+    def _receive_whole(self, answer: WholeFile, check_space: Callable[[int], None]) -> int:
+        self.moved = 0
+        try:
+            if answer.size is not None and answer.size > self.size:
+                check_space(answer.size - self.size)
+                self.size = answer.size
+            for chunk in answer:
+                self._check_stopped()
+                self._write(None, memoryview(chunk), self.moved)
+                self.moved += len(chunk)
+        finally:
+            answer.close()
+        return self.moved
+
+    def _chunks(self, offset: int, end: int) -> Iterator[memoryview]:
         """Yield what a request returns, until the download has stopped."""
-        for chunk in self._file.read(offset, end, ranges=ranges):
-            if self._stopped.is_set():
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        for chunk in self._file.read(offset, end):
+            self._check_stopped()
             offset += len(chunk)
             if offset > end:
                 raise StoreError(errno.EIO, "the store sent more than was requested", self._file.url.shown)
@@ -188,11 +241,15 @@ class Download:
                 self.moved += len(chunk)
             yield memoryview(chunk)
 
-    def _write(self, part: int, count: int, chunk: memoryview, offset: int) -> None:
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    def _write(self, part: int | None, chunk: memoryview, offset: int) -> None:
         """Write a chunk to all destinations that lack its part."""
         left = False
         for destination in self._destinations:
-            if destination.error is not None or (count == 1 and not destination.needs(part)):
+            if destination.error is not None or (part is not None and not destination.needs(part)):
                 continue
             try:
                 done = 0

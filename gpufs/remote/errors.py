@@ -23,7 +23,11 @@ _NO_CREDENTIALS: Final = re.compile(
 # Of a connection: refused, reset, silent, or ended early. The store of web servers has the name HTTP, too.
 _CONNECTION: Final = re.compile(r"(?<!Generic )HTTP error: ")
 _REGION: Final = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IncorrectEndpoint")
+_CERTIFICATE: Final = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _RETRIED_STATUS: Final = (408, 429)
+# Of object_store, which parses the keys of a list.
+_ODD_KEY: Final = re.compile(r'Encountered object with invalid path: .*?[Pp]ath ("[^"]*")')
+_NOT_IMPLEMENTED: Final = 501
 _FIRST_SECONDS: Final = 0.25
 _MOST_SECONDS: Final = 8.0
 # About 24 s in all.
@@ -59,13 +63,21 @@ def failure(error: Exception, url: Url) -> StoreError:
     text = str(error)
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
+    if (found := _CERTIFICATE.search(text)) is not None:
+        return certificate_failure(found[1], url)
+    if (found := _ODD_KEY.search(text)) is not None:
+        odd = f"the key {found[1]} has an empty part, one that is . or .., or a control character"
+        what = "with it a directory cannot be listed: name the other files, or a directory below"
+        return StoreError(errno.EINVAL, f"{odd}; {what}", url.shown)
+    if "InvalidObjectState" in text:
+        return StoreError(errno.EACCES, "is archived (Glacier): restore the object first", url.shown)
     if "NoSuchBucket" in text:
         return StoreError(errno.ENOENT, f"the bucket {url.place} does not exist", url.shown)
     if status in (404, 410) or (isinstance(error, FileNotFoundError) and not status):
         return StoreError(errno.ENOENT, f"the file{' or its bucket' * url.is_bucket} does not exist", url.shown)
     if isinstance(error, exceptions.NotSupportedError):
         return StoreError(errno.EOPNOTSUPP, "the server sends whole files only", url.shown)
-    if isinstance(error, exceptions.PreconditionError) or status == 412:
+    if isinstance(error, exceptions.PreconditionError) or status in (412, 416):
         return StoreError(errno.ESTALE, "has changed during the copy: copy it again", url.shown)
     if _REGION.search(text):
         region = re.search(r"expecting '([\w-]+)'|<Region>([\w-]+)<", text)
@@ -80,8 +92,31 @@ def failure(error: Exception, url: Url) -> StoreError:
     if url.scheme == "s3" and status == 400:  # HEAD has no body that says why
         text = "the request is refused: AWS_REGION is not the bucket's, or the credentials have expired"
         return StoreError(errno.EINVAL, text, url.shown)
-    transient = status in _RETRIED_STATUS or status >= 500 or (not status and _CONNECTION.search(text) is not None)
+    transient = _is_transient(status) or (not status and _CONNECTION.search(text) is not None)
     return StoreError(errno.EIO, _reason(text), url.shown, transient=transient)
+
+
+def of_status(status: int, url: Url) -> StoreError:
+    """Return the error for a web server's status."""
+    if status in (404, 410):
+        return StoreError(errno.ENOENT, "the file does not exist", url.shown)
+    if status in (401, 403):
+        what = "access is denied" if status == 403 else "the credentials are missing or wrong"
+        return StoreError(errno.EACCES, f"{what}: {_CREDENTIALS[url.scheme]}", url.shown)
+    transient = _is_transient(status)
+    return StoreError(
+        errno.EIO, f"the server does not answer as expected: status {status}", url.shown, transient=transient
+    )
+
+
+def _is_transient(status: int) -> bool:
+    return status in _RETRIED_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
+
+
+def certificate_failure(reason: str, url: Url) -> StoreError:
+    """Return the error for a certificate that is not trusted."""
+    text = f"the server's certificate is not trusted ({reason}): SSL_CERT_FILE names a file with that of its authority"
+    return StoreError(errno.EPROTO, text, url.shown)
 
 
 def _reason(text: str) -> str:

@@ -1,14 +1,20 @@
-"""Models on the Hugging Face Hub: their files, with sizes and checksums. Credentials are those of huggingface_hub."""
+"""Models, datasets and spaces on the Hugging Face Hub: their files, with sizes and checksums.
+
+Credentials are those of huggingface_hub.
+"""
 
 from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from gpufs.remote.checksums import Checksum
 from gpufs.remote.errors import StoreError, retried
 from gpufs.remote.stores import RemoteFile, open_store
 from gpufs.remote.urls import Url
+from gpufs.remote.web import WholeFile
 
 
 def list_files(url: Url) -> list[RemoteFile]:
@@ -19,16 +25,16 @@ def list_files(url: Url) -> list[RemoteFile]:
     except ModuleNotFoundError:
         raise StoreError(errno.ENOPKG, "hf:// needs huggingface_hub: pip install 'gpufs[hub]'", url.shown) from None
 
-    def ask() -> hub.ModelInfo:
+    def ask() -> Any:
         try:
-            return hub.HfApi().model_info(url.place, revision=url.revision, files_metadata=True)
+            return hub.HfApi().repo_info(url.place, repo_type=url.kind, revision=url.revision, files_metadata=True)
         except errors.GatedRepoError:
             text = "access is denied: set HF_TOKEN, and accept the model's conditions on its page"
             raise StoreError(errno.EACCES, text, url.shown) from None
         except errors.RevisionNotFoundError:
             raise StoreError(errno.ENOENT, f"the revision {url.revision} does not exist", url.shown) from None
         except errors.RepositoryNotFoundError:
-            text = f"the model {url.place} does not exist, or it is private: set HF_TOKEN"
+            text = f"the {url.kind} {url.place} does not exist, or it is private: set HF_TOKEN"
             raise StoreError(errno.ENOENT, text, url.shown) from None
         except errors.HFValidationError as error:
             raise StoreError(errno.EINVAL, " ".join(str(error).split()), url.shown) from None
@@ -48,14 +54,28 @@ def list_files(url: Url) -> list[RemoteFile]:
     files = []
     for entry in sorted(model.siblings or [], key=lambda entry: entry.rfilename):
         # The commit, not the branch: all files are of one state.
-        address = hub.hf_hub_url(url.place, entry.rfilename, revision=model.sha, endpoint=hub.constants.ENDPOINT)
+        address = hub.hf_hub_url(
+            url.place, entry.rfilename, repo_type=url.kind, revision=model.sha, endpoint=hub.constants.ENDPOINT
+        )
         revision = f"@{url.revision}" if url.revision else ""
-        text = f"hf://{url.place}{revision}/{entry.rfilename}"
+        kind = "" if url.kind == "model" else f"{url.kind}s/"
+        text = f"hf://{kind}{url.place}{revision}/{entry.rfilename}"
         of_file = replace(url, text=text, key=entry.rfilename)
-        store = open_store(replace(of_file, text=address), headers=headers)
+        at = replace(of_file, text=address)
+        store = open_store(at, headers=headers)
         sha256 = entry.lfs.sha256 if entry.lfs is not None else None
         checksum = Checksum("sha256", sha256) if sha256 else Checksum("git", entry.blob_id or "")
         # Its ETag is that of the server to which the Hub redirects.
-        file = RemoteFile(of_file, entry.rfilename, entry.size or 0, None, checksum.value, checksum, store, "")
+        file = RemoteFile(
+            of_file,
+            entry.rfilename,
+            entry.size or 0,
+            None,
+            checksum.value,
+            checksum,
+            store,
+            "",
+            partial(WholeFile, at, headers),
+        )
         files.append(file)
     return files

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import os
 import posixpath
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.remote.checksums import Checksum, of_etag
 from gpufs.remote.errors import TRIES, StoreError, failure, retried
 from gpufs.remote.urls import Url, is_safe
+from gpufs.remote.web import WholeFile, authorization
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore
 
 # Each chunk is written as it arrives. The kernel passes at most 1 MiB to a mount at a time.
 _CHUNK_BYTES: Final = 1 << 20
+_QUESTIONS: Final = 16  # about empty objects, at a time
 # A connection from which nothing comes for so long is ended, and the range is requested again.
 _SILENT: Final = timedelta(seconds=30)
+_environment: Final = threading.Lock()
 # Of one request. It only ends what trickles for ever.
 _LONGEST: Final = timedelta(hours=1)
 
@@ -45,6 +52,10 @@ class RemoteFile:
         What changes with the content, "" if nothing is known.
     checksum : Checksum or None
         Of its content, if the store has one.
+    whole : callable or None
+        Requests the whole file at once, where a web server has it.
+    is_plain : bool
+        Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
     """
 
     url: Url
@@ -55,19 +66,19 @@ class RemoteFile:
     checksum: Checksum | None
     _store: ObjectStore = field(repr=False)
     _key: str = field(repr=False)
+    whole: Callable[[], WholeFile] | None = field(default=None, repr=False)
+    is_plain: bool = False
 
-    def read(self, start: int, end: int, *, ranges: bool = True) -> Iterator[bytes]:
+    def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes of a range in order. They may end early.
 
-        ``ranges``: False requests the whole file, and skips what is before the range. StoreError if the store fails:
-        EOPNOTSUPP if it sends whole files only.
+        StoreError if the store fails: EOPNOTSUPP if it sends whole files only, ESTALE if it has another file now.
         """
         import obstore
 
-        options: Any = {"range": (start, end)} if ranges else {}
+        options: Any = {"range": (start, end)}
         if self.etag is not None and not self.etag.startswith("W/"):  # a weak one matches nothing
             options["if_match"] = self.etag
-        offset = start if ranges else 0
         with translated(self.url):
             result = obstore.get(self._store, self._key, options=options)
         etag = result.meta["e_tag"]
@@ -79,10 +90,7 @@ class RemoteFile:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
-            first = max(start - offset, 0)
-            offset += len(chunk)
-            if first < len(chunk):
-                yield chunk[first:] if first else chunk
+            yield chunk
 
 
 @contextmanager
@@ -110,16 +118,39 @@ def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = N
 
         # The URL says http, or the variable with the store's endpoint does.
         client: ClientConfig = {"allow_http": True, "timeout": _LONGEST, "read_timeout": _SILENT}
-        if headers:
-            client["default_headers"] = headers
+        sent = dict(headers or {})
+        if url.is_web and (header := authorization(url)) is not None:
+            sent["authorization"] = header
+        if sent:
+            client["default_headers"] = sent
         retry: Any = {"max_retries": retries}
         if url.scheme == "s3":
-            return S3Store(url.place, client_options=client, retry_config=retry)
+            with _certificates():
+                return S3Store(url.place, client_options=client, retry_config=retry)
         if url.scheme == "gs":
             return GCSStore(url.place, client_options=client, retry_config=retry)
         if url.scheme == "az":
             return AzureStore(url.place, client_options=client, retry_config=retry)
-        return HTTPStore.from_url(url.text, client_options=client, retry_config=retry)
+        return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
+
+
+@contextmanager
+def _certificates() -> Iterator[None]:
+    """Use the certificates that AWS_CA_BUNDLE names, as AWS's programs do: they are read when a store is opened."""
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    if not bundle:
+        yield
+        return
+    with _environment:
+        before = os.environ.get("SSL_CERT_FILE")
+        os.environ["SSL_CERT_FILE"] = bundle
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["SSL_CERT_FILE"]
+            else:
+                os.environ["SSL_CERT_FILE"] = before
 
 
 def find(url: Url, *, recursive: bool) -> list[RemoteFile]:
@@ -137,10 +168,15 @@ def find(url: Url, *, recursive: bool) -> list[RemoteFile]:
         store = open_store(url)
         if not url.is_pattern and not url.is_directory:
             try:
-                return [_bucket_file(store, url)]
+                file = _bucket_file(store, url)
             except StoreError as error:
                 if error.errno != errno.ENOENT:
                     raise
+            else:
+                if recursive and _has_files_below(store, url):
+                    text = "is an object and a directory: end it with a slash for the directory, or leave out -r"
+                    raise StoreError(errno.EINVAL, text, url.shown)
+                return [file]
         found = _listed(store, url)
     return _select(url, found, recursive=recursive)
 
@@ -149,7 +185,10 @@ def _select(url: Url, found: list[RemoteFile], *, recursive: bool) -> list[Remot
     """Return those of the files that the URL names, with their paths below it."""
     prefix = url.key if url.is_directory else f"{url.key}/"
     if url.is_pattern:
-        files = [replace(one, path=posixpath.basename(one.url.key)) for one in found if _matches(one.url.key, url.key)]
+        # A pattern that matches nothing may be the name itself, as in a shell.
+        matching = [one for one in found if _matches(one.url.key, url.key)]
+        matching = matching or [one for one in found if one.url.key == url.key]
+        files = [replace(one, path=posixpath.basename(one.url.key)) for one in matching]
         if not files:
             raise StoreError(errno.ENOENT, "no file matches", url.shown)
     elif files := [replace(one, path=url.name) for one in found if one.url.key == url.key]:
@@ -175,9 +214,10 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 def _web_file(url: Url) -> RemoteFile:
+    store = open_store(url)
     import obstore
 
-    store = open_store(url)
+    whole = partial(WholeFile, url)
 
     def ask() -> Any:
         with translated(url):
@@ -187,15 +227,25 @@ def _web_file(url: Url) -> RemoteFile:
         with translated(url):
             return obstore.get(store, "", options={"range": (0, 1)}).meta
 
-    try:
-        meta = retried(ask)
-    except StoreError as error:
-        if error.errno not in (errno.EACCES, errno.EIO) or error.transient:
-            raise
-        meta = retried(ask_by_get)  # a URL that is signed for GET alone
-    # What a server does not report is the time 0.
-    version = meta["e_tag"] or (str(meta["last_modified"]) if meta["last_modified"].timestamp() else "")
-    return RemoteFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "")
+    # Not all servers answer HEAD, or a request for a part: a URL may be signed for GET alone, and what a program makes
+    # at the moment may have no length, or the length 0 in the answer to HEAD.
+    meta: Any = None
+    for question in (ask, ask_by_get):
+        try:
+            meta = retried(question)
+        except StoreError as error:
+            denied = error.errno == errno.EACCES and question is ask_by_get
+            if error.errno in (errno.ENOENT, errno.EPROTO) or error.transient or denied:
+                raise
+            meta = None
+        if meta is not None and meta["size"]:
+            break
+    else:
+        return RemoteFile(url, url.name, 0, None, "", None, store, "", whole, is_plain=True)
+    # What a server does not report is the time 0. Another query may name another file of the same time.
+    time = meta["last_modified"]
+    version = meta["e_tag"] or (str(time) if time.timestamp() and not url.has_query else "")
+    return RemoteFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "", whole)
 
 
 def _bucket_file(store: ObjectStore, url: Url) -> RemoteFile:
@@ -229,13 +279,31 @@ def _listed(store: ObjectStore, url: Url) -> list[RemoteFile]:
     metas = sorted(retried(ask), key=lambda meta: str(meta["path"]))
     found = [_of_meta(store, root.below(meta["path"]), meta) for meta in metas]
     # Some tools store an empty object to make a directory. Its key ends with a slash, which obstore removes.
-    return [file for file in found if file.size or exists(file.url)]
+    empty = [file for file in found if not file.size]
+    with ThreadPoolExecutor(_QUESTIONS) as threads:
+        real = {file.url.key for file, there in zip(empty, threads.map(_is_there, empty), strict=True) if there}
+    return [file for file in found if file.size or file.url.key in real]
+
+
+def _is_there(file: RemoteFile) -> bool:
+    return _has(file._store, file.url)
+
+
+def _has_files_below(store: ObjectStore, url: Url) -> bool:
+    import obstore
+
+    with translated(url):
+        return any(len(batch) > 0 for batch in obstore.list(store, url.key, chunk_size=1))
 
 
 def exists(url: Url) -> bool:
     """Return whether an object store has a file."""
+    return _has(open_store(url), url)
+
+
+def _has(store: ObjectStore, url: Url) -> bool:
     try:
-        _bucket_file(open_store(url), url)
+        _bucket_file(store, url)
     except StoreError as error:
         if error.errno == errno.ENOENT:
             return False

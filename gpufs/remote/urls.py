@@ -12,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUCKETS: Final = ("s3", "gs", "az")
 _SCHEMES: Final = (*_BUCKETS, "http", "https", "hf")
+# What the Hub has, by the first part of its URLs, as huggingface_hub has them; models need none.
+HUB_KINDS: Final = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _PATTERN: Final = re.compile(r"[*?[]")
 
 
@@ -31,6 +33,8 @@ class Url:
         The path there, without a slash at its start. Of a web server's file: unquoted, without the query.
     revision : str or None
         Of a model on the Hub.
+    kind : str
+        What the Hub has there: "model", "dataset" or "space".
     """
 
     text: str
@@ -38,6 +42,7 @@ class Url:
     place: str
     key: str
     revision: str | None = None
+    kind: str = "model"
 
     @property
     def shown(self) -> str:
@@ -46,6 +51,17 @@ class Url:
             return self.text
         parts = urlsplit(self.text)
         return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+    @property
+    def without_user(self) -> str:
+        """The URL of a web server without user and password, which are sent as a header."""
+        parts = urlsplit(self.text)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+    @property
+    def has_query(self) -> bool:
+        """Whether a web server may send another file of the same path."""
+        return self.is_web and bool(urlsplit(self.text).query)
 
     @property
     def is_web(self) -> bool:
@@ -116,13 +132,20 @@ def parse(text: str) -> Url:
 
 
 def _parse_hub(text: str, rest: str) -> Url:
-    organisation, _, rest = rest.partition("/")
-    model, _, key = rest.partition("/")
+    kind, _, below = rest.partition("/")
+    if kind in ("buckets", "collections", "papers"):
+        raise _refused(
+            text, f"names {kind} of the Hub: models, hf://datasets/ORG/NAME and hf://spaces/ORG/NAME are copied"
+        )
+    if kind not in HUB_KINDS:
+        kind, below = "models", rest
+    organisation, _, below = below.partition("/")
+    model, _, key = below.partition("/")
     model, at, revision = model.partition("@")
     if not organisation or not model or (at and not revision):
-        raise _refused(text, "is not like hf://ORG/MODEL[@REVISION][/FILE]")
+        raise _refused(text, "is not like hf://[datasets/ | spaces/]ORG/MODEL[@REVISION][/FILE]")
     _check_parts(text, key)
-    return Url(text, "hf", f"{organisation}/{model}", key, unquote(revision) or None)
+    return Url(text, "hf", f"{organisation}/{model}", key, unquote(revision) or None, HUB_KINDS[kind])
 
 
 def _check_parts(text: str, key: str) -> None:

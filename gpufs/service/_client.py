@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from gpufs import protocol
+from gpufs import protocol, threads
 from gpufs._version import __version__
 from gpufs.protocol import (
     Attach,
@@ -95,7 +95,11 @@ class ClientConnection:
                 channel.say_goodbye(errno.ESHUTDOWN, "the mount is ending")
             raise
         finally:
-            self._record.close()
+            if self._record.held:
+                with trio.CancelScope(shield=True):
+                    await threads.run_to_the_end(self._record.close)
+            else:
+                self._record.close()
             self._sock.close()
             channel.leave_place()
             ending = trio.current_effective_deadline() == -math.inf

@@ -225,20 +225,25 @@ class ClientLeases:
             self._hold(client_lease, lease)
         if writable:
             served.mount.inode_written(ino)
+        self._keep(message.id, client_lease)
+        return lease
+
+    def _keep(self, number: int, client_lease: _ClientLease) -> None:
+        """Note the lease, as it is now, for the next daemon."""
+        holder = client_lease.holder
         self._record.add(
             KeptLease(
-                message.id,
-                ino,
-                message.mode,
+                number,
+                holder.ino,
+                holder.mode,
                 kept_path(holder.path),
                 holder.private,
                 client_lease.read_only,
                 client_lease.device,
-                lease.bytes,
+                holder.bytes,
                 holder.since,
             )
         )
-        return lease
 
     async def _refresh(self, message: Refresh, client_lease: _ClientLease | None) -> None:
         if client_lease is not None and client_lease.holder.revoked:
@@ -247,8 +252,15 @@ class ClientLeases:
             raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
         if client_lease is None or client_lease.lease is None:
             raise OSError(errno.EBADF, "nothing is attached under this number")
-        await self._channel.in_thread(client_lease.lease.refresh, client_lease.resources)
-        await self._answer(message.id, client_lease, client_lease.lease, message.start)
+        lease = client_lease.lease
+
+        def refresh() -> None:
+            lease.refresh()
+            client_lease.holder.bytes = lease.bytes
+            self._keep(message.id, client_lease)
+
+        await self._channel.in_thread(refresh, client_lease.resources)
+        await self._answer(message.id, client_lease, lease, message.start)
 
     async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> None:
         await self._end(message.id, client_lease)

@@ -213,6 +213,8 @@ class Record:
         self._keeper = keeper
         self._keys = (_CONNECTION_KEYS.start + 2 * number, _CONNECTION_KEYS.start + 2 * number + 1)
         self._sock = sock
+        # One message to the keeper at a time. The event loop never takes it: a keeper that is stopped reads nothing.
+        self._sending = threading.Lock()
         self._lock = threading.Lock()  # guards all below
         self._entries: dict[_Key, Entry] = {}
         self._slots: dict[_Key, int] = {}
@@ -243,29 +245,37 @@ class Record:
 
     def add(self, entry: KeptLease | KeptRegistration) -> None:
         """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
-        self._put(entry)
-        with self._lock:
-            if self._keeper is None or self._held:
-                return
-            record = os.memfd_create("gpufs-client")
-            try:
-                self._held = (os.dup(self._sock.fileno()), record)
-            except OSError:
-                os.close(record)
-                raise
-            for key, noted in self._entries.items():
-                self._write(key, noted)
-            self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
+        with self._sending:
+            self._put(entry)
+            with self._lock:
+                keeper = self._keeper
+                if keeper is None or self._held:
+                    return
+                record = os.memfd_create("gpufs-client")
+                try:
+                    held = self._held = (os.dup(self._sock.fileno()), record)
+                except OSError:
+                    os.close(record)
+                    raise
+                for key, noted in self._entries.items():
+                    self._write(key, noted)
+            keeper.hold(dict(zip(self._keys, held, strict=True)))
+
+    @property
+    def held(self) -> bool:
+        """Whether the keeper has the connection, so that close() may block."""
+        return bool(self._held)
 
     def close(self) -> None:
-        """The connection ends."""
-        with self._lock:
-            held, self._held = self._held, ()
-            keeper, self._keeper = self._keeper, None
-        if held and keeper is not None:
-            keeper.drop(self._keys)
-        for descriptor in held:
-            os.close(descriptor)
+        """The connection ends. May block."""
+        with self._sending:
+            with self._lock:
+                held, self._held = self._held, ()
+                keeper, self._keeper = self._keeper, None
+            if held and keeper is not None:
+                keeper.drop(self._keys)
+            for descriptor in held:
+                os.close(descriptor)
 
     def _put(self, entry: Entry) -> None:
         key = _key(entry)
@@ -390,7 +400,8 @@ def _restore_client(
 def _open_again(mount: Mount, lease: KeptLease, peer: Peer) -> Lease | None:
     try:
         with mount.buffer(lease.ino) as buffer:
-            return Lease(buffer, writable=lease.mode == READ_WRITE, label=str(peer))
+            # What the file has grown by is not the client's: it may be a hole, without memory.
+            return Lease(buffer, writable=lease.mode == READ_WRITE, label=str(peer), again=lease.bytes)
     except OSError as failure:
         log.error("the lease of %s on %s is lost: %s", peer, lease.path, failure.strerror or failure)
         return None

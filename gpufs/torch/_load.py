@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import OrderedDict
+import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,16 @@ class _File:
     def stored(self, tensor: archives.StoredTensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of torch.save(). Those that shared a storage when they were saved share one again."""
         tensor.place(dtype.itemsize)  # raises FormatError if the storage has fewer bytes
-        member = tensor.storage.member
+        data = self.storage(tensor.storage)
+        elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return elements.as_strided(tensor.shape, tensor.strides, tensor.offset)
+
+    def storage(self, storage: archives.Storage) -> torch.Tensor:
+        """Return the bytes of a storage of torch.save()."""
+        member = storage.member
         if member.offset not in self._storages:
             self._storages[member.offset] = self._placed(self._bytes(member.offset, member.bytes, _LARGEST_ITEM))
-        data = self._storages[member.offset]
-        elements = data[: member.bytes // dtype.itemsize * dtype.itemsize].view(dtype)
-        return elements.as_strided(tensor.shape, tensor.strides, tensor.offset)
+        return self._storages[member.offset]
 
     def _bytes(self, offset: int, count: int, itemsize: int) -> torch.Tensor:
         data = self._memory.tensor(offset, count)
@@ -76,7 +81,8 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     Returns
     -------
     dict of str to torch.Tensor, or object
-        The tensors by name. For npy the tensor itself. For ``torch.save()`` the object that was saved: nested dicts and
+        The tensors by name. For npy the tensor itself. Members of an npz file that are not tensors, such as texts, are
+        left out with a warning that names them. For ``torch.save()`` the object that was saved: nested dicts and
         lists keep their form.
 
         GGUF tensors of a quantised type are their raw blocks, as uint8 in the shape that ``gguf.GGUFReader`` gives
@@ -105,18 +111,18 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     if os.path.isdir(name) or name.endswith(".json"):
         return load_file(name, device, mode=mode)
     magic = _first_bytes(name)
-    if not magic.startswith((gguf.MAGIC, layout.NPY_MAGIC, archives.MAGIC)):
+    if not magic.startswith((gguf.MAGIC, layout.NPY_MAGIC, archives.MAGIC, archives.EMPTY_MAGIC)):
         return load_file(name, device, mode=mode)
     file = _File(name, mode, device)
     try:
         if magic.startswith(gguf.MAGIC):
             return _load_gguf(file)
         if magic.startswith(layout.NPY_MAGIC):
-            return _array(file, layout.read_npy(file.size, file.read), 0)
+            return _array(file, layout.read_npy(file.size, file.read))
         members = archives.read_members(file.size, file.read)
         if archives.pickle_name(members) is not None:
-            return _restore(archives.read_torch_archive(file.size, file.read), file, {})
-        return _load_npz(file, members)
+            return archives.restore(archives.read_torch_archive(file.size, file.read), partial(_leaf, file))
+        return _load_npz(name, file, members)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
 
@@ -143,51 +149,64 @@ def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _load_npz(file: _File, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
+def _load_npz(path: str, file: _File, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
+    arrays, others = layout.read_npz(members, file.read)
+    if members and not arrays:
+        raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {min(members)!r}")
     tensors = {}
-    for name, member in members.items():
-        if not name.endswith(".npy"):
-            raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {name!r}")
-
-        def read(offset: int, count: int, start: int = member.offset) -> bytes:
-            return file.read(start + offset, count)
-
-        tensors[name.removesuffix(".npy")] = _array(file, layout.read_npy(member.bytes, read), member.offset)
+    for place in arrays:
+        if _dtype_of(place) is None:
+            others[place.name] = f"of numpy's type {place.dtype}"
+        else:
+            tensors[place.name] = _array(file, place)
+    if others:
+        text = ", ".join(f"{name} ({why})" for name, why in others.items())
+        warnings.warn(f"{path}: left out, because they are not tensors: {text}. numpy.load() reads them", stacklevel=3)
     return tensors
 
 
-def _array(file: _File, place: layout.TensorPlace, start: int) -> torch.Tensor:
+def _dtype_of(place: layout.TensorPlace) -> torch.dtype | None:
     try:
-        dtype = torch.from_numpy(np.empty(0, place.dtype)).dtype
+        return torch.from_numpy(np.empty(0, place.dtype)).dtype
     except (TypeError, ValueError):
-        raise FormatError(f"torch has no dtype for numpy's {place.dtype}: use numpy.load()") from None
-    offset = start + place.offset
+        return None
+
+
+def _array(file: _File, place: layout.TensorPlace) -> torch.Tensor:
+    dtype = _dtype_of(place)
+    if dtype is None:
+        raise FormatError(f"torch has no dtype for numpy's {place.dtype}: use numpy.load()")
     if not place.fortran_order:
-        return file.tensor(dtype, offset, place.bytes, place.shape)
-    return file.tensor(dtype, offset, place.bytes, place.shape[::-1]).permute(*reversed(range(len(place.shape))))
+        return file.tensor(dtype, place.offset, place.bytes, place.shape)
+    shape = place.shape[::-1]
+    return file.tensor(dtype, place.offset, place.bytes, shape).permute(*reversed(range(len(shape))))
 
 
-def _restore(value: Any, file: _File, known: dict[int, torch.Tensor]) -> Any:
-    """Return the saved object, with tensors. ``known``: by what they were in the pickle, so that tied ones stay one."""
-    if isinstance(value, archives.StoredTensor):
-        if id(value) not in known:
-            known[id(value)] = _stored(value, file)
-        return known[id(value)]
-    if isinstance(value, dict):
-        restored = type(value)((key, _restore(item, file, known)) for key, item in value.items())
-        if isinstance(value, OrderedDict):  # the dict of a module has its version in an attribute
-            vars(restored).update(vars(value))
-        return restored
-    if isinstance(value, (list, tuple)):
-        return type(value)(_restore(item, file, known) for item in value)
-    return value
+def _leaf(file: _File, value: archives.Leaf) -> Any:
+    """Return what stands for a part of the saved object, as torch.load() has it."""
+    if isinstance(value, archives.Size):
+        return torch.Size(value.shape)
+    name = value.name if isinstance(value, archives.Dtype) else value.dtype
+    if name not in TORCH_DTYPES:
+        raise FormatError(f"torch {torch.__version__} has no dtype for {name}")
+    dtype = TORCH_DTYPES[name]
+    if isinstance(value, archives.Dtype):
+        return dtype
+    return _storage(value, file, dtype) if isinstance(value, archives.Storage) else _stored(value, file, dtype)
 
 
-def _stored(value: archives.StoredTensor, file: _File) -> torch.Tensor:
-    if value.dtype not in TORCH_DTYPES:
-        raise FormatError(f"torch {torch.__version__} has no dtype for {value.dtype}")
-    dtype = TORCH_DTYPES[value.dtype]
+def _storage(value: archives.Storage, file: _File, dtype: torch.dtype) -> torch.TypedStorage:
+    return torch.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=file.storage(value).untyped_storage(), dtype=dtype, _internal=True
+    )
+
+
+def _stored(value: archives.StoredTensor, file: _File, dtype: torch.dtype) -> torch.Tensor:
     tensor = file.stored(value, dtype)
+    if value.conjugated:
+        tensor = tensor.conj()
+    if value.negated:
+        tensor = torch._neg_view(tensor)  # torch has no public name for it
     trainable = value.requires_grad and file.mode != "r"
     if value.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=trainable)

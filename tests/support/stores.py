@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -66,11 +67,16 @@ class WebServer:
     released: threading.Event = field(default_factory=threading.Event)
     ranges: bool = True
     head: int = 200  # the answer to HEAD
+    head_length: int | None = None  # what it says about the size
+    length: bool = True  # whether answers have one; without, the end of the connection ends them
+    mirrors: int = 1  # servers behind the address, each with an ETag of its own
+    authorization: str | None = None  # what it wants to get
     etags: bool = True
     answer: tuple[int, bytes] | None = None  # to everything
     authorizations: list[str] = field(default_factory=list)  # that clients have sent
     redirects_to: WebServer | None = None  # what serves the files of models, as the Hub has another server do
     url: str = ""
+    answered: int = 0
     # Takes the place of a file's content, for those that do not fit into memory.
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -161,8 +167,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             self._describe_model(path.removeprefix("/api/models/"))
             return
+        if path.startswith("/api/datasets/"):
+            self._describe_model(path.removeprefix("/api/"))
+            return
         if "/resolve/" in path:
             self._redirect(path)
+            return
+        if store.authorization not in (None, self.headers.get("Authorization")):
+            self._send(401)
             return
         content = store.content(path)
         if content is None:
@@ -170,15 +182,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         size, read = content
         # It looks like the MD5 of the content and is none, as that of an object encrypted by KMS.
-        etag = f'"{hashlib.md5(path.encode() + read(0, min(size, 64))).hexdigest()}"'
+        store.answered += 1
+        etag = (
+            f'"{store.answered % store.mirrors or ""}{hashlib.md5(path.encode() + read(0, min(size, 64))).hexdigest()}"'
+        )
         headers = {"ETag": etag} if store.etags else {}
         if self.headers.get("If-Match") not in (None, etag):
             self._send(412)
             return
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
         start, end = (int(found[1]), min(int(found[2]) + 1, size)) if found and store.ranges else (0, size)
+        if body and found and start >= size and store.ranges:
+            self._send(416)
+            return
         if not body:
-            self._send_head(200, size, headers)
+            self._send_head(200, size if store.head_length is None else store.head_length, headers)
             return
         store.requests.append(Request(path, start, end))
         if store.held is not None and start >= store.held:
@@ -187,7 +205,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send_head(self, status: int, length: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(length), **headers}.items():
+        if not self.server.store.length:
+            self.close_connection = True
+            headers = {"Connection": "close", **headers}
+        else:
+            headers = {"Content-Length": str(length), **headers}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
 
@@ -265,12 +288,15 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextmanager
-def web_server() -> Iterator[WebServer]:
-    """Run a web server on this machine."""
+def web_server(context: ssl.SSLContext | None = None) -> Iterator[WebServer]:
+    """Run a web server on this machine. With a context it is one for https, named localhost."""
     store = WebServer()
     with _Server(("127.0.0.1", 0), _Handler) as server:
         server.store = store
         store.url = f"http://127.0.0.1:{server.server_port}"
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            store.url = f"https://localhost:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

@@ -121,6 +121,19 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
   });
 }
 
+gpufs_status gpufs_lease_open_again(gpufs_handle buffer, uint32_t flags, uint64_t bytes, const char* label,
+                                    gpufs_handle* lease) {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
+    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
+    const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
+    if (!owner.ok()) return owner.status();
+    Result<std::shared_ptr<Buffer::Lease>> opened =
+        found.lease_again((flags & GPUFS_LEASE_WRITE) != 0, bytes, label == nullptr ? "" : label);
+    if (!opened.ok()) return opened.status();
+    return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
+  });
+}
+
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info) {
   return with_handle<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
     *info = {found.bytes(), found.address(), found.placement()};

@@ -159,6 +159,8 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // or a load uses the memory, and where the device is full: Lease::placement() has the outcome.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
                                                std::optional<std::uint64_t> placement = std::nullopt);
+  // A lease of the last process, on the first `bytes` alone: the buffer may have grown since, by holes perhaps.
+  virtual Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label);
 
   [[nodiscard]] virtual KeptContents kept() const { return {}; }
   // After restore() and watch(): completes a shift that the last process had begun.

@@ -77,6 +77,7 @@ class ExtentBuffer : public Buffer {
                                     std::uint64_t bytes) const override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
                                        std::optional<std::uint64_t> placement) override;
+  Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label) override;
   [[nodiscard]] KeptContents kept() const override;
   void watch(std::function<void()> moved) override { moved_ = std::move(moved); }
   // Before anybody else has the buffer.
@@ -221,7 +222,7 @@ class ExtentBuffer : public Buffer {
   Status copy_hole(std::uint64_t offset, std::uint64_t end, Wait wait);
 
   // ---- extent_buffer_lease.cc: leases. Those named _locked need state_mutex_. ----
-  // Makes the memory of [0, size()) exist where it will stay. Needs mutation_mutex_.
+  // Makes the memory of [0, *bytes) exist where it will stay, or all of it if there is less. Needs mutation_mutex_.
   Status fix_for_lease(bool writable, bool exports, std::optional<std::uint64_t> placement, std::uint64_t* bytes);
   // Lets the driver move memory again, if no lease forbids that. Needs mutation_mutex_.
   void unfix_unless_leased();

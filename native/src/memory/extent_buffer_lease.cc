@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -47,14 +48,15 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
     return placement_;
   }
   Status refresh() override {
-    if (!wanted_) return refresh(std::nullopt);
-    Status status = refresh(wanted_);
-    return lacks_memory(status.error()) ? refresh(std::nullopt) : status;
+    constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
+    Status status = fix(kAll, wanted_);
+    return wanted_ && lacks_memory(status.error()) ? fix(kAll, std::nullopt) : status;
   }
-  Status refresh(std::optional<std::uint64_t> placement) {
-    return buffer_->retry_when_full([this, placement] {
+  // Leases at most so many bytes of the buffer.
+  Status fix(std::uint64_t most, std::optional<std::uint64_t> placement) {
+    return buffer_->retry_when_full([this, most, placement] {
       const std::lock_guard mutation(buffer_->mutation_mutex_);
-      std::uint64_t bytes = 0;
+      std::uint64_t bytes = most;
       Status status = buffer_->fix_for_lease(writable_, exports_, placement, &bytes);
       if (!status.ok()) return status;
       std::shared_ptr<AddressRange> range = bytes > 0 ? buffer_->range_ : nullptr;
@@ -89,6 +91,14 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   std::shared_ptr<AddressRange> range_;  // keeps the address valid when the buffer moves to a larger range
 };
 
+Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease_again(bool writable, std::uint64_t bytes,
+                                                                 std::string label) {
+  auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable, true,
+                                             std::move(label), std::nullopt);
+  if (Status status = lease->fix(bytes, std::nullopt); !status.ok()) return status;
+  return std::shared_ptr<Lease>(std::move(lease));
+}
+
 Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool exports, std::string label,
                                                            std::optional<std::uint64_t> placement) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable,
@@ -104,7 +114,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
   }
   if (shift_.step != 0) return torn();
   (void)release_unused(TimePoint::max());  // which could not go back later
-  const std::uint64_t size = this->size();
+  const std::uint64_t size = std::min(this->size(), *bytes);
   *bytes = size;
   if (size == 0) return {};
   const Extent contents = placed(0, size);

@@ -1,0 +1,33 @@
+"""What reading the header of one file may take: another user may have written it."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from gpufs.formats import FormatError
+
+# A file of 100,000 tensors takes about half of either in the slowest format, torch.save().
+SECONDS: Final = 10.0
+BYTES: Final = 256 << 20
+# What is kept of a tensor, besides its name.
+TENSOR_BYTES: Final = 1 << 10
+_CHECKED_STEPS: Final = 256
+
+
+class Budget:
+    """The time and memory that one header may take. Time is that of this thread alone, not that of a slow disk."""
+
+    def __init__(self) -> None:
+        self._bytes = BYTES
+        self._steps = 0
+        self._end = time.thread_time() + SECONDS
+
+    def take(self, count: int) -> None:
+        """Take memory, and check the time now and then. FormatError if nothing is left."""
+        self._bytes -= count
+        if self._bytes < 0:
+            raise FormatError(f"its header needs more than {BYTES >> 20} MiB of memory")
+        self._steps += 1
+        if self._steps % _CHECKED_STEPS == 0 and time.thread_time() > self._end:
+            raise FormatError(f"its header takes more than {SECONDS:g} s to read")
