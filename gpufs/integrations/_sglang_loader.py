@@ -14,6 +14,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
 from gpufs.integrations._module_state import ModuleState
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import (
     RELOAD_REFUSED,
@@ -63,17 +64,21 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             return load()  # type: ignore[no-any-return]
         if pieces.uses_memory_saver():
             raise ValueError(SLEEP_REFUSED.format(option="--enable-memory-saver"))
+        phases = Phases()
+        shared = self._find_shared(model_config, device_config)
+        phases.end("find the file")
         server = ModelServer(
             logger=logger,
             load=load,
-            build=partial(pieces.build, self.load_config, model_config),
+            build=partial(pieces.build, phases, self.load_config, model_config),
             restored_on_failure=pieces.restored_on_failure,
             reason_against=lambda model: pieces.reason_against(model) or self._reason_against(),
             attributes=lambda _: self._attributes,
             moved=pieces.rebind,
             ranks=pieces.ranks(),
+            phases=phases,
         )
-        loaded = get_model(server, self._find_shared(model_config, device_config))
+        loaded = get_model(server, shared)
         self.preloaded_weights_bytes = loaded.preloaded_bytes
         if loaded.shared is not None:
             refuse_reload(loaded.model)

@@ -26,6 +26,7 @@ from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
 from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
 from gpufs.integrations._module_state import set_attributes
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, fill
 from gpufs.integrations._sharing import device_name, file_identity
 
@@ -133,7 +134,7 @@ def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
     return "-".join(parts)
 
 
-def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
+def build(phases: Phases, load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
     """Build a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
 
     Raises
@@ -145,8 +146,10 @@ def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model: torch.nn.Module = _initialize_model(model_config, load_config, quantisation)
+        phases.end("build the model")
         expected = {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
         fill(model, weights)
+        phases.end("fill it")
     set_attributes(model, weights.attributes)
     rebind(model)
     for prefix, module in model.named_modules():
@@ -156,6 +159,7 @@ def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn
     for name, parameter in model.named_parameters():
         if name in expected and expected[name] != (parameter.shape, parameter.dtype):
             raise RuntimeError(f"{name} has another shape or dtype than this engine expects")
+    phases.end("finish it")
     return model.eval()
 
 

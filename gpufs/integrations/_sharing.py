@@ -8,10 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 from gpufs import mounting
 from gpufs.client._daemons import status_of
 from gpufs.formats import FormatError
+from gpufs.formats.safetensors import without_garbage_collection
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, move_to_shared
 from gpufs.units import bytes_text
 
@@ -73,6 +74,8 @@ class ModelServer:
     ranks
         The process group whose ranks each load a part of the model, as the servers' classes describe it. All call
         :func:`get_model`, with weights of their own.
+    phases
+        Where the time of this load goes.
     """
 
     logger: logging.Logger
@@ -83,6 +86,7 @@ class ModelServer:
     attributes: Callable[[torch.nn.Module], Mapping[str, Any]]
     moved: Callable[[torch.nn.Module], None]
     ranks: Any
+    phases: Phases = field(default_factory=Phases)
 
     def all_agree(self, answer: bool) -> bool:
         """Return whether all ranks say yes. Loading may need all of them, so they load together or map together."""
@@ -113,12 +117,12 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     """
     if not server.all_agree(shared is not None) or shared is None:
         return Loaded(server.load())
-    weights = open_weights(shared)
+    weights = open_weights(shared, phases=server.phases)
     was_there = server.all_agree(weights is not None)
     if not was_there:
         del weights
         with _claim(server, shared) as mine:
-            weights = open_weights(shared, server.logger, claimed=mine)
+            weights = open_weights(shared, server.logger, claimed=mine, phases=server.phases)
             if not server.all_agree(weights is not None):
                 model = server.load()
                 if mine and weights is None:
@@ -134,7 +138,12 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
 
 
 def open_weights(
-    shared: SharedWeights, logger: logging.Logger | None = None, *, verify: bool = True, claimed: bool = False
+    shared: SharedWeights,
+    logger: logging.Logger | None = None,
+    *,
+    verify: bool = True,
+    claimed: bool = False,
+    phases: Phases | None = None,
 ) -> OpenWeights | None:
     """Attach shared weights. None if there are none that can be used.
 
@@ -142,13 +151,13 @@ def open_weights(
     ----------
     logger : logging.Logger, optional
         Where to say why weights that are there cannot be used.
-    verify : bool
+    verify, phases
         As for :meth:`SharedWeights.open`.
     claimed : bool
         Whether their name is claimed, so that damaged ones can be removed.
     """
     try:
-        return shared.open(verify=verify)
+        return shared.open(verify=verify, phases=phases)
     except (FormatError, OSError) as error:
         if claimed and isinstance(error, FormatError):
             shared.discard()
@@ -188,9 +197,8 @@ def _claim(server: ModelServer, shared: SharedWeights) -> Iterator[bool]:
 
 def _map(server: ModelServer, weights: OpenWeights) -> torch.nn.Module | None:
     """Build a model from shared weights. None if a rank fails."""
-    start = time.perf_counter()
     try:
-        with server.restored_on_failure():
+        with without_garbage_collection(), server.restored_on_failure():
             try:
                 model = server.build(weights)
             except Exception:
@@ -202,18 +210,18 @@ def _map(server: ModelServer, weights: OpenWeights) -> torch.nn.Module | None:
         server.logger.warning("%s does not fit this engine, which loads weights of its own: %r", weights.path, error)
         return None
     server.logger.info(
-        "Mapped %s (%s%s) in %.2f seconds",
+        "Mapped %s (%s%s) in %s",
         weights.path,
         bytes_text(weights.bytes),
         ", a private copy, since this user may not write to the file" if weights.private else "",
-        time.perf_counter() - start,
+        server.phases,
     )
     return model
 
 
 def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
     """Publish the weights of a model, and move the model to the published memory. None if that is not possible."""
-    start = time.perf_counter()
+    server.phases.end("load and process")
     reason = server.reason_against(model)
     if reason is None:
         try:
@@ -227,11 +235,12 @@ def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights)
     server.moved(model)
     gc.collect()
     torch.cuda.empty_cache()
+    server.phases.end("publish")
     server.logger.info(
-        "Published the weights as %s (%s) in %.2f seconds. Later engines map them",
+        "Published the weights as %s (%s) in %s. Later engines map them",
         shared.path,
         bytes_text(weights.bytes),
-        time.perf_counter() - start,
+        server.phases,
     )
     return weights
 

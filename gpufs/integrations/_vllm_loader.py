@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import SharedWeights, named_tensors
 from gpufs.integrations._sharing import (
     SLEEP_REFUSED,
@@ -61,17 +63,21 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
             return load()  # type: ignore[no-any-return]
+        phases = Phases()
+        shared = self._find_shared(vllm_config, model_config)
+        phases.end("find the file")
         server = ModelServer(
             logger=logger,
             load=load,
-            build=partial(pieces.build, *arguments),
+            build=partial(pieces.build, phases, *arguments),
             restored_on_failure=partial(pieces.restored_on_failure, vllm_config.compilation_config),
             reason_against=lambda model: pieces.reason_against(model) or self._emptied(model),
             attributes=pieces.export_model_attrs,
             moved=lambda _: None,
             ranks=get_tp_group(),
+            phases=phases,
         )
-        loaded = get_model(server, self._find_shared(vllm_config, model_config))
+        loaded = get_model(server, shared)
         if loaded.shared is not None:
             refuse_reload(loaded.model)
         return loaded.model
@@ -88,6 +94,10 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             weights = open_weights(shared, verify=False) if shared is not None else None
             if weights is not None and not weights.private:
                 total += weights.bytes
+        if total:
+            # vLLM has just collected garbage, and does so three times more when it loads the model, which takes longer
+            # than mapping the weights. What is frozen is left out. vLLM itself freezes when it has started.
+            gc.freeze()
         return total
 
     def _find_shared(self, vllm_config: Any, model_config: Any) -> SharedWeights | None:

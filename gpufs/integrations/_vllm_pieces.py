@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.weight_cache.utils import export_model_att
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, fill
 from gpufs.integrations._sharing import device_name, file_identity
 
@@ -113,7 +114,7 @@ def weights_label(model_config: Any, key: dict[str, Any]) -> str:
     return "-".join(parts)
 
 
-def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
+def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
     """Build a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
 
     Raises
@@ -125,8 +126,10 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        phases.end("build the model")
         check_ipc_quant_support(model)
         fill(model, weights)
+        phases.end("fill it")
         for name, value in weights.attributes.items():
             setattr(model, name, value)
         with weights_already_processed():
@@ -136,6 +139,7 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
             for attribute, value in vars(module).items():
                 if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
                     raise RuntimeError(f"{name}.{attribute} is computed when the model is built, and is not a buffer")
+        phases.end("finish it")
         return model.eval()
 
 
