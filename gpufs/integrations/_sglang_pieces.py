@@ -28,7 +28,7 @@ from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 from gpufs.integrations._module_state import set_attributes
 from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, fill
-from gpufs.integrations._sharing import device_name, file_identity
+from gpufs.integrations._sharing import device_name
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
 REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
@@ -84,8 +84,18 @@ def reason_against(model: torch.nn.Module) -> str | None:
     return None
 
 
-def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> dict[str, Any]:
-    """Return all that decides about processed weights."""
+def reason_to_keep_checkpoint() -> str | None:
+    """Return who else may load a model's files after this group of ranks has published its weights. None if nobody."""
+    arguments = get_context().resolved_server_args_dict()
+    if arguments["pp_size"] > 1 or arguments["dp_size"] > 1:
+        return "ranks of other groups load from the same files"
+    if arguments["speculative_algorithm"] is not None:
+        return "a draft model may be in the same files"
+    return None
+
+
+def weights_key(model_config: Any, load_config: Any, files: Sequence[list[Any]]) -> dict[str, Any]:
+    """Return all that decides about processed weights. files: their identities."""
     parallel = get_parallel()
     settings = {
         "settings": _settings(),
@@ -95,7 +105,7 @@ def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> di
         "draft": [model_config.is_draft_model, load_config.draft_model_idx],
         "torch": torch.__version__,
         "device": device_name(),
-        "files": [file_identity(file) for file in sorted(files)],
+        "files": files,
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {

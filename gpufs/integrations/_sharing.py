@@ -43,6 +43,7 @@ class LoaderSettings:
     - share: false gives the engine weights of its own.
     - mount: the mount that keeps shared weights. Otherwise it is the one that has the model's files, or the only one
       that has the engine's GPU.
+    - keep_checkpoint: false frees the tensors in the model's own files on a mount once the weights are published.
     - trust: a list of users whose shared weights are used, besides one's own, root's and those of the mount's owner.
 
     others: the remaining keys, for the server's own loader.
@@ -52,7 +53,13 @@ class LoaderSettings:
         self.others = dict(extra or {})
         self.share: bool = self.others.pop("share", True)
         self.mount: str | None = self.others.pop("mount", None)
+        self.keep_checkpoint: bool = self.others.pop("keep_checkpoint", True)
         self.trusted = tuple(str(user) for user in self.others.pop("trust", ()))
+        if not self.keep_checkpoint and not self.share:
+            raise ValueError(
+                '--model-loader-extra-config: "keep_checkpoint": false frees the checkpoint of shared weights, and '
+                'with "share": false none are shared: leave one of the two out'
+            )
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ class ModelServer:
     ranks
         The process group whose ranks each load a part of the model, as the servers' classes describe it. All call
         :func:`get_model`, with weights of their own.
+    released
+        Whether files of the model have freed their tensors. Then ``load`` raises an exception.
     phases
         Where the time of this load goes.
     """
@@ -86,6 +95,7 @@ class ModelServer:
     attributes: Callable[[torch.nn.Module], Mapping[str, Any]]
     moved: Callable[[torch.nn.Module], None]
     ranks: Any
+    released: bool = False
     phases: Phases = field(default_factory=Phases)
 
     def all_agree(self, answer: bool) -> bool:
@@ -119,6 +129,9 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
         return Loaded(server.load())
     weights = open_weights(shared, phases=server.phases)
     was_there = server.all_agree(weights is not None)
+    if not was_there and server.released:
+        open_weights(shared, server.logger)  # which logs what is wrong with them. Damaged ones are not removed
+        return Loaded(server.load())
     if not was_there:
         del weights
         with _claim(server, shared) as mine:
@@ -260,12 +273,6 @@ def device_name() -> str:
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return f"{properties.name} {properties.major}.{properties.minor}"
-
-
-def file_identity(path: str) -> list[Any]:
-    """Return what changes whenever the contents of a file do. Two copies of a model have different ones."""
-    status = os.stat(path)
-    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 # ---- the directory of a device ----

@@ -23,6 +23,8 @@ from vllm.distributed import (
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
+    get_world_group,
 )
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import _materialize_remaining_meta_tensors
@@ -37,13 +39,14 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, fill
-from gpufs.integrations._sharing import device_name, file_identity
+from gpufs.integrations._sharing import device_name
 
 __all__ = [
     "build",
     "export_model_attrs",
     "obstacle",
     "reason_against",
+    "reason_to_keep_checkpoint",
     "restored_on_failure",
     "weights_key",
     "weights_label",
@@ -69,8 +72,18 @@ def reason_against(model: torch.nn.Module) -> str | None:
     return None
 
 
-def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> dict[str, Any]:
-    """Return all that decides about processed weights.
+def reason_to_keep_checkpoint(vllm_config: Any) -> str | None:
+    """Return who else may load a model's files after this group of ranks has published its weights. None if nobody."""
+    if get_world_group().world_size != get_tp_group().world_size or get_dp_group().world_size > 1:
+        return "ranks of other groups load from the same files"
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft.model == vllm_config.model_config.model:
+        return "the draft model is in the same files"
+    return None
+
+
+def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]]) -> dict[str, Any]:
+    """Return all that decides about processed weights. files: their identities.
 
     vLLM's own key knows only the headers of the files, which two fine-tuned models have in common, and not the settings
     that select kernels, whose weights have different layouts. Here the identities of the files stand for their headers.
@@ -98,7 +111,7 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> di
         "onednn": getattr(vllm_ops, "_supports_onednn", None),
         "torch": torch.__version__,
         "device": device_name(),
-        "files": [file_identity(file) for file in sorted(files)],
+        "files": files,
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}
