@@ -136,21 +136,23 @@ def test_members_that_are_not_tensors(root: Path) -> None:
     assert gpufs.torch.load(root / "empty.npz") == {}
 
 
-def gguf(tensors: list[tuple[str, tuple[int, ...], int, int]], data: bytes, version: int = 3) -> bytes:
+def gguf(
+    tensors: list[tuple[str, tuple[int, ...], int, int]], data: bytes, version: int = 3, alignment: int = 64
+) -> bytes:
     """The bytes of a GGUF file. tensors: name, extents from the fastest on, type, offset."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
     header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), 4)
-    header += text("general.alignment") + struct.pack("<II", 4, 64)
+    header += text("general.alignment") + struct.pack("<II", 4, alignment)
     header += text("words") + struct.pack("<IIQ", 9, 8, 3) + text("a") + text("") + text("ccc")
     nested = struct.pack("<IQ2H", 2, 2, 1, 2) + struct.pack("<IQ", 8, 1) + text("a")
     header += text("nested") + struct.pack("<IIQ", 9, 9, 2) + nested
     header += text("numbers") + struct.pack("<IIQ3H", 9, 2, 3, 1, 2, 3)
     for name, extents, kind, offset in tensors:
         header += text(name) + struct.pack(f"<I{len(extents)}QIQ", len(extents), *extents, kind, offset)
-    return header + bytes(-len(header) % 64) + data
+    return header + bytes(-len(header) % alignment) + data
 
 
 def test_gguf(root: Path) -> None:
@@ -165,6 +167,27 @@ def test_gguf(root: Path) -> None:
     assert [tensor.untyped_storage().nbytes() for tensor in found.values()] == [48, 72]
     assert (found["q"].ggml_type, found["q"].ggml_shape) == ("Q4_0", (2, 64))
     assert np.array_equal(found["q"].numpy(), blocks.reshape(2, 36))
+
+
+def test_alignment_of_each_format(root: Path) -> None:
+    """What the formats' writers promise holds in memory. Arrays that are not aligned to their elements are copied."""
+    sizes = [1, 3, 257, 1000]
+    torch.save({size: torch.rand(size) for size in sizes}, root / "state.pt")
+    np.save(root / "array.npy", np.arange(100.0))
+    (root / "model.gguf").write_bytes(gguf([("a", (1,), 0, 0), ("b", (4,), 0, 32)], bytes(48), alignment=32))
+    arrays = {"a" * length: np.arange(300.0) for length in range(1, 17)}
+    np.savez(root / "arrays.npz", **arrays)  # type: ignore[arg-type]
+
+    saved_tensors = gpufs.torch.load(root / "state.pt").values()
+    assert {tensor.data_ptr() % 64 for tensor in saved_tensors} == {0}
+    assert gpufs.torch.load(root / "array.npy").data_ptr() % 64 == 0
+    assert {tensor.data_ptr() % 32 for tensor in gpufs.torch.load(root / "model.gguf").values()} == {0}
+    listed = json.loads(gpufs_command("inspect", "--json", root / "arrays.npz").stdout)["tensors"]
+    assert any(one["offset"] % 8 for one in listed)
+    found = gpufs.torch.load(root / "arrays.npz")
+    for name, array in arrays.items():
+        assert found[name].data_ptr() % 8 == 0
+        assert np.array_equal(found[name].numpy(), array)
 
 
 class Evil:

@@ -18,6 +18,8 @@ from support.mounting import REPOSITORY, Mounter
 from support.processes import NOBODY, PATIENCE
 from support.vllm_engine import Outcome
 
+import gpufs.torch as gpufs_torch
+
 PYTHON = Path(os.environ.get("GPUFS_VLLM_PYTHON", REPOSITORY / "build" / "vllm-venv" / "bin" / "python"))
 pytestmark = pytest.mark.slow
 
@@ -89,6 +91,44 @@ def test_vllm_keeps_weights_apart(servers: Servers[Outcome]) -> None:
         read = servers.bytes_read()
         assert servers.start(model=other, extra=mount).tokens == expected[1], damage
         assert servers.bytes_read() == read, damage
+
+
+def test_vllm_frees_a_published_checkpoint(servers: Servers[Outcome]) -> None:
+    """With keep_checkpoint=false the weights are in memory once; what no longer works says how it does again."""
+    release = {"keep_checkpoint": False}
+    files = sorted(servers.model.glob("*.safetensors"))
+    other = servers.scratch / "model"  # the same model on the machine's disk, whose files stay
+    contents = [(other / file.name).read_bytes() for file in files]
+    expected = servers.start(load_format="auto").tokens
+    assert servers.start(extra={**release, "mount": str(servers.mount.path)}, model=other).tokens == expected
+    assert [(other / file.name).read_bytes() for file in files] == contents
+    for published in servers.published():
+        published.unlink()
+
+    assert servers.start(extra=release).tokens == expected
+    (published,) = servers.published()
+    used = os.statvfs(servers.mount.device)
+    assert (used.f_blocks - used.f_bfree) * used.f_frsize < published.stat().st_size + 16 * MIB
+    assert max(file.stat().st_size for file in files) < MIB
+    read = servers.bytes_read()
+    found = servers.start()
+    assert (found.tokens, found.external_bytes) == (expected, published.stat().st_size)
+    assert servers.bytes_read() - read < MIB  # headers of the checkpoint
+    for load_format, dtype in (("gpufs", "float32"), ("auto", "bfloat16")):
+        with pytest.raises(AssertionError) as failed:
+            servers.start(load_format=load_format, options={"dtype": dtype})
+        assert "safetensors" in str(failed.value)
+        assert ("gpufs cp -rL" in str(failed.value)) == (load_format == "gpufs")
+    with pytest.raises(gpufs_torch.FormatError):
+        gpufs_torch.load_file(files[0])
+    assert servers.published() == [published]
+
+    make_model(servers.scratch / "changed", seed=1)
+    shutil.copytree(servers.scratch / "changed", servers.model, dirs_exist_ok=True)
+    changed = servers.start(load_format="auto").tokens
+    assert changed != expected
+    assert servers.start().tokens == changed
+    assert len(servers.published()) == 2
 
 
 def test_vllm_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> None:

@@ -24,6 +24,8 @@ MAX_HEADER_BYTES = 100_000_000
 DATA_ALIGNMENT = 4096
 # Readers allow no gaps between tensors, so publish() fills those in a pool by tensors with such names.
 PADDING_NAME = "gpufs.padding."
+# In the metadata of a file that has freed its tensors, because a model server has published what it made of them.
+RELEASED_KEY = "gpufs.released"
 _MAX_NUMBER = 2**64 - 1
 # What may be an integer that JSON and Python read as different values. Names of tensors may match, too.
 _UNUSUAL_INTEGER = re.compile(r"-0|[0-9]{20}")
@@ -103,6 +105,11 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
         if size != entry.end - entry.start:
             raise FormatError(f"tensor {name!r} needs {size} bytes and has {entry.end - entry.start}")
     if end != data_bytes:
+        if metadata is not None and RELEASED_KEY in metadata:
+            raise FormatError(
+                "a model server has freed the tensors after it had published the weights (keep_checkpoint: false): "
+                "copy the file here again"
+            )
         raise FormatError(f"the tensors end at {end} and the file's data at {data_bytes}")
     return Header(dict(entries), metadata)
 

@@ -13,7 +13,9 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
+from gpufs.integrations._checkpoint import Checkpoint, release
 from gpufs.integrations._module_state import ModuleState
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import (
     RELOAD_REFUSED,
@@ -56,32 +58,47 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=others))
 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
-        load = partial(super().load_model, model_config=model_config, device_config=device_config)
+        load_own = partial(super().load_model, model_config=model_config, device_config=device_config)
         if self._settings.share and pieces is None:
             logger.warning("The engine loads weights of its own: this SGLang shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
-            return load()  # type: ignore[no-any-return]
+            return load_own()  # type: ignore[no-any-return]
         if pieces.uses_memory_saver():
             raise ValueError(SLEEP_REFUSED.format(option="--enable-memory-saver"))
+        phases = Phases()
+        checkpoint, shared = self._find_shared(model_config, device_config)
+        phases.end("find the file")
+
+        def load() -> torch.nn.Module:
+            if checkpoint is not None and shared is not None:
+                checkpoint.check(shared)
+            return load_own()  # type: ignore[no-any-return]
+
         server = ModelServer(
             logger=logger,
             load=load,
-            build=partial(pieces.build, self.load_config, model_config),
+            build=partial(pieces.build, phases, self.load_config, model_config),
             restored_on_failure=pieces.restored_on_failure,
             reason_against=lambda model: pieces.reason_against(model) or self._reason_against(),
             attributes=lambda _: self._attributes,
             moved=pieces.rebind,
             ranks=pieces.ranks(),
+            released=checkpoint is not None and bool(checkpoint.released),
+            phases=phases,
         )
-        loaded = get_model(server, self._find_shared(model_config, device_config))
+        loaded = get_model(server, shared)
+        if not self._settings.keep_checkpoint:
+            release(server, loaded, checkpoint, pieces.reason_to_keep_checkpoint())
         self.preloaded_weights_bytes = loaded.preloaded_bytes
         if loaded.shared is not None:
             refuse_reload(loaded.model)
             setattr(loaded.model, pieces.REASON_AGAINST_CHANGES, RELOAD_REFUSED)
         return loaded.model
 
-    def _find_shared(self, model_config: Any, device_config: Any) -> SharedWeights | None:
-        """Return where the weights of this engine are to be shared; None if they are not."""
+    def _find_shared(
+        self, model_config: Any, device_config: Any
+    ) -> tuple[Checkpoint, SharedWeights] | tuple[None, None]:
+        """Return the model's files, and where the weights of this engine are to be shared. None if they are not."""
         try:
             reason = pieces.obstacle(self.load_config, model_config)
             if reason is None:
@@ -89,15 +106,16 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 device = torch.device(name if name == "cpu" else f"{name}:{device_config.gpu_id}")
                 directory = device_directory(device, model_config.model_path, self._settings.mount)
                 _, files, _ = self._prepare_weights(model_config.model_path, model_config.revision, False)
-                key = pieces.weights_key(model_config, self.load_config, files)
+                checkpoint = Checkpoint(files)
+                key = pieces.weights_key(model_config, self.load_config, [*checkpoint.identities.values()])
                 label = pieces.weights_label(model_config, key)
-                return SharedWeights(directory, "sglang", label, key, self._settings.trusted)
+                return checkpoint, SharedWeights(directory, "sglang", label, key, self._settings.trusted)
         except NoDirectoryError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  SGLang's pieces are private and may fail in any way
             reason = repr(error)
         logger.warning("The engine loads weights of its own: %s", reason)
-        return None
+        return None, None
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: torch.device) -> None:
         state = ModuleState(model)

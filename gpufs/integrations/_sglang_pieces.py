@@ -26,8 +26,9 @@ from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
 from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
 from gpufs.integrations._module_state import set_attributes
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, fill
-from gpufs.integrations._sharing import device_name, file_identity
+from gpufs.integrations._sharing import device_name
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
 REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
@@ -83,8 +84,18 @@ def reason_against(model: torch.nn.Module) -> str | None:
     return None
 
 
-def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> dict[str, Any]:
-    """Return all that decides about processed weights."""
+def reason_to_keep_checkpoint() -> str | None:
+    """Return who else may load a model's files after this group of ranks has published its weights. None if nobody."""
+    arguments = get_context().resolved_server_args_dict()
+    if arguments["pp_size"] > 1 or arguments["dp_size"] > 1:
+        return "ranks of other groups load from the same files"
+    if arguments["speculative_algorithm"] is not None:
+        return "a draft model may be in the same files"
+    return None
+
+
+def weights_key(model_config: Any, load_config: Any, files: Sequence[list[Any]]) -> dict[str, Any]:
+    """Return all that decides about processed weights. files: their identities."""
     parallel = get_parallel()
     settings = {
         "settings": _settings(),
@@ -94,7 +105,7 @@ def weights_key(model_config: Any, load_config: Any, files: Sequence[str]) -> di
         "draft": [model_config.is_draft_model, load_config.draft_model_idx],
         "torch": torch.__version__,
         "device": device_name(),
-        "files": [file_identity(file) for file in sorted(files)],
+        "files": files,
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {
@@ -133,7 +144,7 @@ def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
     return "-".join(parts)
 
 
-def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
+def build(phases: Phases, load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
     """Build a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
 
     Raises
@@ -145,8 +156,10 @@ def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model: torch.nn.Module = _initialize_model(model_config, load_config, quantisation)
+        phases.end("build the model")
         expected = {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
         fill(model, weights)
+        phases.end("fill it")
     set_attributes(model, weights.attributes)
     rebind(model)
     for prefix, module in model.named_modules():
@@ -156,6 +169,7 @@ def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn
     for name, parameter in model.named_parameters():
         if name in expected and expected[name] != (parameter.shape, parameter.dtype):
             raise RuntimeError(f"{name} has another shape or dtype than this engine expects")
+    phases.end("finish it")
     return model.eval()
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 from gpufs import mounting
 from gpufs.client._daemons import status_of
 from gpufs.formats import FormatError
+from gpufs.formats.safetensors import without_garbage_collection
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, move_to_shared
 from gpufs.units import bytes_text
 
@@ -42,6 +43,7 @@ class LoaderSettings:
     - share: false gives the engine weights of its own.
     - mount: the mount that keeps shared weights. Otherwise it is the one that has the model's files, or the only one
       that has the engine's GPU.
+    - keep_checkpoint: false frees the tensors in the model's own files on a mount once the weights are published.
     - trust: a list of users whose shared weights are used, besides one's own, root's and those of the mount's owner.
 
     others: the remaining keys, for the server's own loader.
@@ -51,7 +53,13 @@ class LoaderSettings:
         self.others = dict(extra or {})
         self.share: bool = self.others.pop("share", True)
         self.mount: str | None = self.others.pop("mount", None)
+        self.keep_checkpoint: bool = self.others.pop("keep_checkpoint", True)
         self.trusted = tuple(str(user) for user in self.others.pop("trust", ()))
+        if not self.keep_checkpoint and not self.share:
+            raise ValueError(
+                '--model-loader-extra-config: "keep_checkpoint": false frees the checkpoint of shared weights, and '
+                'with "share": false none are shared: leave one of the two out'
+            )
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,10 @@ class ModelServer:
     ranks
         The process group whose ranks each load a part of the model, as the servers' classes describe it. All call
         :func:`get_model`, with weights of their own.
+    released
+        Whether files of the model have freed their tensors. Then ``load`` raises an exception.
+    phases
+        Where the time of this load goes.
     """
 
     logger: logging.Logger
@@ -83,6 +95,8 @@ class ModelServer:
     attributes: Callable[[torch.nn.Module], Mapping[str, Any]]
     moved: Callable[[torch.nn.Module], None]
     ranks: Any
+    released: bool = False
+    phases: Phases = field(default_factory=Phases)
 
     def all_agree(self, answer: bool) -> bool:
         """Return whether all ranks say yes. Loading may need all of them, so they load together or map together."""
@@ -113,12 +127,15 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     """
     if not server.all_agree(shared is not None) or shared is None:
         return Loaded(server.load())
-    weights = open_weights(shared)
+    weights = open_weights(shared, phases=server.phases)
     was_there = server.all_agree(weights is not None)
+    if not was_there and server.released:
+        open_weights(shared, server.logger)  # which logs what is wrong with them. Damaged ones are not removed
+        return Loaded(server.load())
     if not was_there:
         del weights
         with _claim(server, shared) as mine:
-            weights = open_weights(shared, server.logger, claimed=mine)
+            weights = open_weights(shared, server.logger, claimed=mine, phases=server.phases)
             if not server.all_agree(weights is not None):
                 model = server.load()
                 if mine and weights is None:
@@ -134,7 +151,12 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
 
 
 def open_weights(
-    shared: SharedWeights, logger: logging.Logger | None = None, *, verify: bool = True, claimed: bool = False
+    shared: SharedWeights,
+    logger: logging.Logger | None = None,
+    *,
+    verify: bool = True,
+    claimed: bool = False,
+    phases: Phases | None = None,
 ) -> OpenWeights | None:
     """Attach shared weights. None if there are none that can be used.
 
@@ -142,13 +164,13 @@ def open_weights(
     ----------
     logger : logging.Logger, optional
         Where to say why weights that are there cannot be used.
-    verify : bool
+    verify, phases
         As for :meth:`SharedWeights.open`.
     claimed : bool
         Whether their name is claimed, so that damaged ones can be removed.
     """
     try:
-        return shared.open(verify=verify)
+        return shared.open(verify=verify, phases=phases)
     except (FormatError, OSError) as error:
         if claimed and isinstance(error, FormatError):
             shared.discard()
@@ -188,9 +210,8 @@ def _claim(server: ModelServer, shared: SharedWeights) -> Iterator[bool]:
 
 def _map(server: ModelServer, weights: OpenWeights) -> torch.nn.Module | None:
     """Build a model from shared weights. None if a rank fails."""
-    start = time.perf_counter()
     try:
-        with server.restored_on_failure():
+        with without_garbage_collection(), server.restored_on_failure():
             try:
                 model = server.build(weights)
             except Exception:
@@ -202,18 +223,18 @@ def _map(server: ModelServer, weights: OpenWeights) -> torch.nn.Module | None:
         server.logger.warning("%s does not fit this engine, which loads weights of its own: %r", weights.path, error)
         return None
     server.logger.info(
-        "Mapped %s (%s%s) in %.2f seconds",
+        "Mapped %s (%s%s) in %s",
         weights.path,
         bytes_text(weights.bytes),
         ", a private copy, since this user may not write to the file" if weights.private else "",
-        time.perf_counter() - start,
+        server.phases,
     )
     return model
 
 
 def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
     """Publish the weights of a model, and move the model to the published memory. None if that is not possible."""
-    start = time.perf_counter()
+    server.phases.end("load and process")
     reason = server.reason_against(model)
     if reason is None:
         try:
@@ -227,11 +248,12 @@ def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights)
     server.moved(model)
     gc.collect()
     torch.cuda.empty_cache()
+    server.phases.end("publish")
     server.logger.info(
-        "Published the weights as %s (%s) in %.2f seconds. Later engines map them",
+        "Published the weights as %s (%s) in %s. Later engines map them",
         shared.path,
         bytes_text(weights.bytes),
-        time.perf_counter() - start,
+        server.phases,
     )
     return weights
 
@@ -251,12 +273,6 @@ def device_name() -> str:
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return f"{properties.name} {properties.major}.{properties.minor}"
-
-
-def file_identity(path: str) -> list[Any]:
-    """Return what changes whenever the contents of a file do. Two copies of a model have different ones."""
-    status = os.stat(path)
-    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 # ---- the directory of a device ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,8 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from gpufs.integrations._checkpoint import Checkpoint, release
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import SharedWeights, named_tensors
 from gpufs.integrations._sharing import (
     SLEEP_REFUSED,
@@ -54,24 +57,37 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
         arguments = vllm_config, model_config, prefix
-        load = partial(super().load_model, *arguments)
+        load_own = partial(super().load_model, *arguments)
         if self._settings.share and model_config.enable_sleep_mode:
             raise ValueError(SLEEP_REFUSED.format(option="--enable-sleep-mode"))
         if self._settings.share and pieces is None:
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
-            return load()  # type: ignore[no-any-return]
+            return load_own()  # type: ignore[no-any-return]
+        phases = Phases()
+        checkpoint, shared = self._find_shared(vllm_config, model_config)
+        phases.end("find the file")
+
+        def load() -> torch.nn.Module:
+            if checkpoint is not None and shared is not None:
+                checkpoint.check(shared)
+            return load_own()  # type: ignore[no-any-return]
+
         server = ModelServer(
             logger=logger,
             load=load,
-            build=partial(pieces.build, *arguments),
+            build=partial(pieces.build, phases, *arguments),
             restored_on_failure=partial(pieces.restored_on_failure, vllm_config.compilation_config),
             reason_against=lambda model: pieces.reason_against(model) or self._emptied(model),
             attributes=pieces.export_model_attrs,
             moved=lambda _: None,
             ranks=get_tp_group(),
+            released=checkpoint is not None and bool(checkpoint.released),
+            phases=phases,
         )
-        loaded = get_model(server, self._find_shared(vllm_config, model_config))
+        loaded = get_model(server, shared)
+        if not self._settings.keep_checkpoint:
+            release(server, loaded, checkpoint, pieces.reason_to_keep_checkpoint(vllm_config))
         if loaded.shared is not None:
             refuse_reload(loaded.model)
         return loaded.model
@@ -84,31 +100,36 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             configs.append(speculative.draft_model_config)
         total = 0
         for model_config in configs:
-            shared = self._find_shared(vllm_config, model_config)
+            _, shared = self._find_shared(vllm_config, model_config)
             weights = open_weights(shared, verify=False) if shared is not None else None
             if weights is not None and not weights.private:
                 total += weights.bytes
+        if total:
+            # vLLM has just collected garbage, and does so three times more when it loads the model, which takes longer
+            # than mapping the weights. What is frozen is left out. vLLM itself freezes when it has started.
+            gc.freeze()
         return total
 
-    def _find_shared(self, vllm_config: Any, model_config: Any) -> SharedWeights | None:
-        """Return where the weights of this engine are to be shared; None if they are not."""
+    def _find_shared(self, vllm_config: Any, model_config: Any) -> tuple[Checkpoint, SharedWeights] | tuple[None, None]:
+        """Return the model's files, and where the weights of this engine are to be shared. None if they are not."""
         if not self._settings.share or pieces is None:
-            return None
+            return None, None
         reason = pieces.obstacle(vllm_config)
         if reason is None:
             try:
                 device = torch.device(self.load_config.device or vllm_config.device_config.device)
                 directory = device_directory(device, model_config.model, self._settings.mount)
                 _, files, *_ = self._prepare_weights(model_config.model, None, model_config.revision, False, None)
-                key = pieces.weights_key(vllm_config, model_config, files)
+                checkpoint = Checkpoint(files)
+                key = pieces.weights_key(vllm_config, model_config, [*checkpoint.identities.values()])
                 label = pieces.weights_label(model_config, key)
-                return SharedWeights(directory, "vllm", label, key, self._settings.trusted)
+                return checkpoint, SharedWeights(directory, "vllm", label, key, self._settings.trusted)
             except NoDirectoryError as error:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001  vLLM's pieces are private and may fail in any way
                 reason = repr(error)
         logger.warning("The engine loads weights of its own: %s", reason)
-        return None
+        return None, None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         self._elements = {name: tensor.numel() for name, tensor in named_tensors(model).items()}

@@ -23,6 +23,8 @@ from vllm.distributed import (
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
+    get_world_group,
 )
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import _materialize_remaining_meta_tensors
@@ -35,14 +37,16 @@ from vllm.model_executor.model_loader.weight_cache.utils import export_model_att
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, fill
-from gpufs.integrations._sharing import device_name, file_identity
+from gpufs.integrations._sharing import device_name
 
 __all__ = [
     "build",
     "export_model_attrs",
     "obstacle",
     "reason_against",
+    "reason_to_keep_checkpoint",
     "restored_on_failure",
     "weights_key",
     "weights_label",
@@ -68,8 +72,18 @@ def reason_against(model: torch.nn.Module) -> str | None:
     return None
 
 
-def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> dict[str, Any]:
-    """Return all that decides about processed weights.
+def reason_to_keep_checkpoint(vllm_config: Any) -> str | None:
+    """Return who else may load a model's files after this group of ranks has published its weights. None if nobody."""
+    if get_world_group().world_size != get_tp_group().world_size or get_dp_group().world_size > 1:
+        return "ranks of other groups load from the same files"
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft.model == vllm_config.model_config.model:
+        return "the draft model is in the same files"
+    return None
+
+
+def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]]) -> dict[str, Any]:
+    """Return all that decides about processed weights. files: their identities.
 
     vLLM's own key knows only the headers of the files, which two fine-tuned models have in common, and not the settings
     that select kernels, whose weights have different layouts. Here the identities of the files stand for their headers.
@@ -97,7 +111,7 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[str]) -> di
         "onednn": getattr(vllm_ops, "_supports_onednn", None),
         "torch": torch.__version__,
         "device": device_name(),
-        "files": [file_identity(file) for file in sorted(files)],
+        "files": files,
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}
@@ -113,7 +127,7 @@ def weights_label(model_config: Any, key: dict[str, Any]) -> str:
     return "-".join(parts)
 
 
-def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
+def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
     """Build a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
 
     Raises
@@ -125,8 +139,10 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        phases.end("build the model")
         check_ipc_quant_support(model)
         fill(model, weights)
+        phases.end("fill it")
         for name, value in weights.attributes.items():
             setattr(model, name, value)
         with weights_already_processed():
@@ -136,6 +152,7 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
             for attribute, value in vars(module).items():
                 if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
                     raise RuntimeError(f"{name}.{attribute} is computed when the model is built, and is not a buffer")
+        phases.end("finish it")
         return model.eval()
 
 

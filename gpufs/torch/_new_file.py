@@ -86,6 +86,14 @@ class NewFile:
             failure = OSError(number, f"{os.strerror(number)}; {size} bytes are needed")
             raise failure_of_mount(failure, str(self._path)) from None
 
+    def write(self, data: bytes) -> None:
+        """Write the whole contents, which are small."""
+        try:
+            with open(self._file, "wb", closefd=False) as file:
+                file.write(data)
+        except OSError as error:
+            raise failure_of_mount(error, str(self._path)) from None
+
     def attach(self) -> gpufs.DeviceArray:
         """Return the file's bytes as an array."""
         try:

@@ -19,6 +19,8 @@ from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
 _MAX_SPREAD = 1.25
 _LARGEST_ALIGNMENT = 4096
+# Kernels load several elements at a time, and are fastest at addresses such as those that torch allocates.
+_ALIGNMENT = 256
 _FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _Source = torch.nn.Module | Mapping[str, torch.Tensor]
@@ -96,12 +98,17 @@ def publish(
     ``tensor.contiguous()`` to have it written under its own name. Tensors that share only a part of their memory, or
     that are spread widely in it, are written as separate contiguous ones.
 
+    Each tensor of 256 bytes or more begins at a multiple of 256. The space behind one whose size is not a multiple of
+    256 may be a tensor called ``gpufs.padding.N``, since safetensors allows no gaps. ``gpufs.torch`` hides these, and
+    publishes none that it is called with. In the file of a pool, tensors stay where torch has put them: that is a
+    multiple of 512, except for views of a part of another tensor.
+
     Examples
     --------
     >>> gpufs.torch.publish(model, "/mnt/gpufs/gpu0/model.safetensors").nbytes  # doctest: +SKIP
     8589934592
     """
-    chosen = _tensors(source, buffers)
+    chosen = {name: value for name, value in _tensors(source, buffers).items() if not name.startswith(PADDING_NAME)}
     tensors = {name: _plain(name, tensor) for name, tensor in chosen.items()}
     records = _describe(source, chosen)
     parts, layouts = _lay_out(tensors)
@@ -157,20 +164,21 @@ def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor])
     base = pool.bytes.data_ptr() + pool.header_bytes
     entries: dict[str, HeaderEntry] = {}
     end = 0
-
-    def pad(until: int) -> None:
-        if until > end:
-            entries[f"{PADDING_NAME}{len(entries)}"] = HeaderEntry("U8", (until - end,), end, until)
-
     for name, part in sorted(parts.items(), key=lambda item: item[1].data_ptr() if item[1].nbytes else 0):
         start = part.data_ptr() - base if part.nbytes else end
         if start < end:
             return None
-        pad(start)
+        _pad(entries, end, start)
         entries[name] = _entry(name, part, start)
         end = entries[name].end
-    pad(len(pool.bytes) - pool.header_bytes)
+    _pad(entries, end, len(pool.bytes) - pool.header_bytes)
     return entries
+
+
+def _pad(entries: dict[str, HeaderEntry], start: int, end: int) -> None:
+    """Add an entry for unused bytes, if there are any."""
+    if start < end:
+        entries[f"{PADDING_NAME}{len(entries)}"] = HeaderEntry("U8", (end - start,), start, end)
 
 
 def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
@@ -251,19 +259,24 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
 
 
 def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
-    """Return the header's entries.
+    """Return the header's entries, with padding between them where it is needed.
 
     Tensors whose size is a multiple of a larger power of two come first. So each begins at a multiple of the largest
-    power of two, up to 4096, that its size is a multiple of, without gaps.
+    power of two, up to 4096, that its size is a multiple of. Only behind a large tensor of another size there may be
+    padding, and small tensors come last.
     """
 
-    def alignment(name: str) -> int:
-        return min(parts[name].nbytes & -parts[name].nbytes, _LARGEST_ALIGNMENT)
+    def order(name: str) -> tuple[bool, int]:
+        size = parts[name].nbytes
+        return size >= _ALIGNMENT, min(size & -size, _LARGEST_ALIGNMENT)
 
-    entries = {}
+    entries: dict[str, HeaderEntry] = {}
     end = 0
-    for name in sorted(parts, key=alignment, reverse=True):
-        entries[name] = _entry(name, parts[name], end)
+    for name in sorted(parts, key=order, reverse=True):
+        large, power = order(name)
+        start = end + -end % max(power, _ALIGNMENT if large else 1)
+        _pad(entries, end, start)
+        entries[name] = _entry(name, parts[name], start)
         end = entries[name].end
     return entries
 

@@ -377,6 +377,8 @@ def test_a_model_built_in_a_pool_is_published_without_a_copy(gpu: GpufsMount) ->
         assert torch.equal(plain[name], value.cpu())
     with gpufs.torch.safe_open(file, "pt", device="cuda") as opened:
         assert set(opened.keys()) == set(built.state_dict())
+        tensors = opened.get_tensors()
+    assert not [name for name, tensor in tensors.items() if tensor.nbytes >= 256 and tensor.data_ptr() % 256]
 
 
 def test_tensors_outlive_their_pool(gpu: GpufsMount) -> None:

@@ -1,0 +1,147 @@
+"""The files of a model: what identifies them, and how they free their tensors once an engine has published the weights.
+
+A file that has freed its tensors keeps its name and its header. The metadata in the header have the identity that the
+file had before, so it still leads to the published weights. Every reader of safetensors refuses it: data are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gpufs.formats import FormatError
+from gpufs.formats.safetensors import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    RELEASED_KEY,
+    build_header,
+    header_bytes,
+    parse_header,
+    parse_json,
+)
+from gpufs.integrations._shared_weights import SharedWeights
+from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
+from gpufs.torch._new_file import NewFile
+from gpufs.units import bytes_text
+
+
+class Checkpoint:
+    """The files of a model as they are now.
+
+    Attributes
+    ----------
+    identities : dict of str to list
+        By the path of each file what changes whenever its contents do. Two copies of a model have different ones.
+    released : list of str
+        The files that have freed their tensors.
+    """
+
+    def __init__(self, files: Iterable[str]) -> None:
+        before = {file: _identity_before(file) for file in sorted(files)}
+        self.identities = {file: identity or _identity(file) for file, identity in before.items()}
+        self.released = [file for file, identity in before.items() if identity is not None]
+
+    def check(self, shared: SharedWeights) -> None:
+        """Raise FormatError, with the remedy, if the model cannot be loaded because tensors are freed."""
+        for file in self.released:
+            raise FormatError(
+                f'{file} has freed its tensors ("keep_checkpoint": false), and no published weights are good for this '
+                f"engine: they would be {shared.path}. Copy the model to {os.path.dirname(file)} again (gpufs cp -rL), "
+                f"or start the engine with the settings of weights in {shared.path.parent}"
+            )
+
+    def free_tensors(self) -> tuple[int, str | None]:
+        """Free the tensors in all files. Programs that have a file open or attached keep the old one.
+
+        Returns
+        -------
+        freed : int
+            Bytes.
+        reason : str or None
+            Why the first of the files that keep their tensors does.
+        """
+        freed = 0
+        reason = None
+        for file, identity in self.identities.items():
+            if file in self.released:
+                continue
+            try:
+                freed += _free_tensors(Path(file), identity)
+            except (OSError, FormatError) as error:
+                reason = reason or str(error)
+        return freed, reason
+
+
+def release(server: ModelServer, loaded: Loaded, checkpoint: Checkpoint | None, obstacle: str | None) -> None:
+    """Free the tensors of a checkpoint if all ranks use published weights. All ranks call this.
+
+    Parameters
+    ----------
+    server, loaded
+        The engine and its model.
+    checkpoint
+        None if the engine does not share its weights.
+    obstacle
+        Why others still need the tensors; None if nobody does.
+    """
+    if not server.all_agree(loaded.shared is not None):
+        obstacle = "the weights of this engine are its own"
+    if server.ranks.rank_in_group != 0:
+        return
+    freed = 0
+    if obstacle is None and checkpoint is not None:
+        freed, obstacle = checkpoint.free_tensors()
+    if obstacle is not None:
+        server.logger.warning("The checkpoint keeps its tensors: %s", obstacle)
+    if freed:
+        server.logger.info(
+            "Freed the tensors of the checkpoint (%s), since its weights are published. An engine with other settings "
+            "needs the checkpoint again",
+            bytes_text(freed),
+        )
+
+
+def _identity(path: str) -> list[Any]:
+    status = os.stat(path)
+    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _identity_before(path: str) -> list[Any] | None:
+    """Return the identity that a file had before it freed its tensors; None if it has them."""
+    if os.stat(path).st_size > LENGTH_BYTES + MAX_HEADER_BYTES:
+        return None
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = header_bytes(file.read(LENGTH_BYTES), size)
+            if LENGTH_BYTES + length < size:
+                return None
+            identity = parse_json(parse_json(file.read(length).decode())["__metadata__"][RELEASED_KEY])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the server reports what is wrong with it
+    return identity if type(identity) is list else None
+
+
+def _free_tensors(path: Path, identity: list[Any]) -> int:
+    """Replace a file by its header; return the bytes that this frees. FormatError if it must stay as it is."""
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path} is a link")
+    if not is_on_mount(path):
+        raise FormatError(f"{path} does not lie on a mount")
+    if status.st_uid != os.geteuid():
+        raise FormatError(f"{path} belongs to user {status.st_uid}")
+    with path.open("rb", buffering=0) as file:
+        length = header_bytes(file.read(LENGTH_BYTES), status.st_size)
+        header = parse_header(file.read(length), status.st_size - LENGTH_BYTES - length)
+    metadata = {**(header.metadata or {}), RELEASED_KEY: json.dumps(identity)}
+    with NewFile(path) as new:
+        new.write(build_header(header.entries.items(), metadata))
+        if _identity(str(path)) != identity:
+            raise FormatError(f"{path} has changed since it was loaded")
+        new.take_name()
+    return status.st_size
