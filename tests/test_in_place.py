@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -195,6 +196,51 @@ def test_modes(weights: Path) -> None:
     assert safetensors.torch.load_file(weights)["a"][0] == 0
     in_program(script, weights, mode="r+")
     assert safetensors.torch.load_file(weights)["a"][0] == 42
+
+
+WRITES = {
+    "in place": 'load_file(sys.argv[1])["a"].add_(1)',
+    "in a thread": 'threading.Thread(target=load_file(sys.argv[1])["a"].zero_).start(); time.sleep(60)',
+    "a small file": "torch.from_dlpack(gpufs.attach_many([sys.argv[1]])[0]).zero_()",
+    "training": """
+module = torch.nn.Linear(4000, 1, bias=False)
+module.load_state_dict({"weight": load_file(sys.argv[1])["a"].view(1, 4000)}, assign=True)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+for _ in range(3):
+    module(torch.ones(2, 4000)).sum().backward()
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_write_to_read_only_tensors_explains_itself(weights: Path, what: str) -> None:
+    """One line names the file. The program ends as it would otherwise, and faulthandler shows where."""
+    program = f"import sys, threading, time, gpufs, torch\nfrom safetensors.torch import load_file\n{WRITES[what]}"
+    for words in ((), ("-X", "faulthandler"))[: 2 if what == "in place" else 1]:
+        command = [*GPUFS, "run", sys.executable, *words, "-c", program, weights]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
+        assert done.returncode == -signal.SIGSEGV
+        lines = [line for line in done.stderr.splitlines() if line.startswith("gpufs: ")]
+        assert len(lines) == 1
+        assert what == "a small file" or str(weights) in lines[0]
+        assert ("Segmentation fault" in done.stderr) == bool(words)
+
+
+def test_other_faults_are_as_ever(weights: Path) -> None:
+    """A handler of the program's own, signals that others send, and faults elsewhere."""
+    load = "import ctypes, faulthandler, os, signal, sys, safetensors.torch\n"
+    load += "tensors = safetensors.torch.load_file(sys.argv[1])\n"
+    for fault in ("ctypes.string_at(0)", "os.kill(os.getpid(), signal.SIGSEGV)", "signal.raise_signal(signal.SIGSEGV)"):
+        for words in ((), ("-X", "faulthandler"))[: 2 if "ctypes" in fault else 1]:
+            command = [*GPUFS, "run", sys.executable, *words, "-c", load + fault, weights]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
+            assert done.returncode == -signal.SIGSEGV
+            assert "gpufs: " not in done.stderr
+            assert ("Segmentation fault" in done.stderr) == bool(words)
+    handled = "signal.signal(signal.SIGSEGV, lambda *_: os._exit(7))\n" + load + "signal.raise_signal(signal.SIGSEGV)"
+    command = [*GPUFS, "run", sys.executable, "-c", f"import os, signal\n{handled}", weights]
+    assert subprocess.run(command, timeout=10 * PATIENCE, check=False).returncode == 7
 
 
 def test_in_a_running_program(weights: Path) -> None:

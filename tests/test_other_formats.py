@@ -58,6 +58,7 @@ def test_files_of_torch_save(root: Path) -> None:
     assert vars(found["state"]) == vars(saved["state"])
     for one, other in zip(tensors_in(torch.load(path)), tensors_in(found), strict=True):
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        assert other.untyped_storage().data_ptr() % 64 == 0
     changed = gpufs.torch.load(path, mode="r+")
     assert changed["views"][0].untyped_storage().data_ptr() == changed["views"][1].untyped_storage().data_ptr()
     changed["views"][2][0][3] = 42
@@ -112,6 +113,7 @@ def test_arrays_of_numpy(root: Path) -> None:
     assert found.keys() == arrays.keys()
     for name, array in np.load(root / "arrays.npz").items():
         assert found[name].untyped_storage().nbytes() == array.nbytes
+        assert found[name].data_ptr() % array.itemsize == 0
         assert found[name].numpy().dtype == array.dtype
         assert np.array_equal(found[name].numpy(), array)
     changed = gpufs.torch.load(root / "array.npy", mode="r+")
@@ -164,6 +166,7 @@ def test_gguf(root: Path) -> None:
     found = gpufs.torch.load(path)
     assert list(found) == ["w", "q"]
     assert np.array_equal(found["w"].numpy(), plain)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())  # as the file's header says
     assert [tensor.untyped_storage().nbytes() for tensor in found.values()] == [48, 72]
     assert (found["q"].ggml_type, found["q"].ggml_shape) == ("Q4_0", (2, 64))
     assert np.array_equal(found["q"].numpy(), blocks.reshape(2, 36))

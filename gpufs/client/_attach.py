@@ -15,6 +15,7 @@ from gpufs._naming import named_in
 from gpufs.client import _daemons, _ends
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection, Memory
+from gpufs.drivers import HOST
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
@@ -31,6 +32,10 @@ _WHY_A_COPY: Final[dict[Mode, str]] = {
     "r": 'a program that may not write to the file gets a private copy (mode "r+", or `--trust-readers`)',
     "c": 'mode "c" is a private copy here',
 }
+_READ_ONLY_HERE: Final = (
+    "{path} is read-only in this program, which has written to it; "
+    'gpufs run --mode c, or mode="c" of a function, keeps changes private'
+)
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -242,6 +247,8 @@ def _map(
             close_all([piece.fd for piece in pieces])
             raise
         try:
+            if mode == READ and answer.driver == HOST:
+                mapping.explain_writes(_READ_ONLY_HERE.format(path=path))
             _add(mapping, pieces, answer, path)
             return Attachment(path, mode, connection, mapping, answer)
         except BaseException:

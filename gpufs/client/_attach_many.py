@@ -17,6 +17,7 @@ from gpufs._naming import named_in
 from gpufs.client import _daemons, _space
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach
+from gpufs.drivers import HOST
 from gpufs.exceptions import failure_of_mount
 from gpufs.modes import READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
@@ -235,4 +236,9 @@ def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mappin
         with Lease(buffer) as lease:
             mapping = Mapping(engine.driver, address, writable=False, private=mode != READ, reserve=reserve)
             mapping.add(lease.pieces())
+            if mode == READ and engine.driver == HOST:
+                mapping.explain_writes(
+                    "a file of attach_many() is read-only in this program, which has written to it; "
+                    'mode="c" keeps changes private'
+                )
             return mapping

@@ -114,6 +114,18 @@ class Mapping(Handle):
         read: Bytes = ffi.buffer(content)[:]
         return read
 
+    def explain_writes(self, reason: str) -> None:
+        """Have a line printed when this program writes to the mapping, which is host memory that it may only read.
+
+        The write is SIGSEGV, which does what it would do otherwise, after the line.
+
+        Parameters
+        ----------
+        reason
+            The line, for standard error.
+        """
+        check(lib.gpufs_mapping_explain_writes(self._handle, text("reason", reason)))
+
     def _info(self) -> Any:
         info = ffi.new("gpufs_mapping_info *")
         check(lib.gpufs_mapping_info_get(self._handle, info))

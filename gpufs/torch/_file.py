@@ -25,6 +25,7 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
+from gpufs.torch._alignment import misplaced
 from gpufs.torch._memory import FileMemory
 from gpufs.torch._record import TensorRecord, parse_records, span
 
@@ -67,6 +68,9 @@ class TensorFile:
             self._check_records()
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
+        # With r+ a change must reach the file.
+        address = memory.address + self._start
+        self._misplaced = frozenset() if mode == "r+" else misplaced(self._entries, self._start, address)
         # The bytes that several tensors lie in, by their name in the header: such tensors share a storage.
         self._in_several = {self._owner(name) for name, record in self.records.items() if record.same_as is not None}
         self._shared: dict[str, torch.Tensor] = {}
@@ -135,7 +139,7 @@ class TensorFile:
         return self._record(name).strides
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor in place; a copy if its address is not a multiple of its dtype's size."""
+        """Return the tensor in place; a copy if its address does not suit its dtype, or kernels."""
         dtype = self._dtype(name)
         typed = self._bytes_of(self._owner(name), dtype.itemsize).view(dtype)
         strides = self.strides(name)
@@ -148,7 +152,7 @@ class TensorFile:
             return shared
         entry = self._entries[owner]
         data = self._memory.tensor(self._start + entry.start, entry.end - entry.start)
-        if data.data_ptr() % itemsize:
+        if data.data_ptr() % itemsize or owner in self._misplaced:
             data = data.clone()
         return self._shared.setdefault(owner, data) if owner in self._in_several else data
 
@@ -228,7 +232,9 @@ def load_file(
     Returns
     -------
     dict of str to torch.Tensor
-        Ordered by offset. A tensor whose address is not a multiple of its dtype's size is a private copy.
+        Ordered by offset. A tensor whose address is not a multiple of its dtype's size is a private copy. Unless
+        ``mode`` is "r+", so are tensors that odd sizes before them have put beside multiples of 16: those of 256 bytes
+        or more, the smallest first, up to 16 MiB of a file.
 
     Raises
     ------

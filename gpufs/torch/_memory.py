@@ -30,7 +30,7 @@ class FileMemory:
         self.mode = array.mode
         self._attached = array._open()
         self._driver = self._attached.driver
-        self._address = array.address
+        self.address = array.address
         self._number = array.__dlpack_device__()[1]
         self._device = torch.device("cpu" if self._driver == HOST else f"cuda:{self._number}")  # cuda: also for HIP
         with _lock:
@@ -40,7 +40,7 @@ class FileMemory:
         """Return ``count`` bytes from ``offset`` on as a tensor that is all of its storage."""
         if not count:  # at no address, as torch has it: the address is that of the next tensor
             return torch.empty(0, dtype=torch.uint8, device=self._device)
-        address = self._address + offset
+        address = self.address + offset
         tensor: torch.Tensor = from_dlpack(bytes_capsule(self, self._driver, self._number, address, count))
         return tensor
 
@@ -56,15 +56,15 @@ class FileMemory:
         count = (last + 1) * part.itemsize
         if part.untyped_storage().nbytes() == count:
             return part
-        offset = part.data_ptr() - self._address
+        offset = part.data_ptr() - self.address
         if not 0 <= offset <= self.size - count:  # a part of a private copy
             return part.clone()
         return self.tensor(offset, count).view(part.dtype).as_strided(part.shape, part.stride())
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is memory of this file."""
-        end = self._address + self.size
-        return tensor.device.type == self._device.type and self._address <= tensor.data_ptr() < end
+        end = self.address + self.size
+        return tensor.device.type == self._device.type and self.address <= tensor.data_ptr() < end
 
 
 def file_of(tensor: torch.Tensor) -> FileMemory | None:

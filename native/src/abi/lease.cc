@@ -15,6 +15,7 @@
 #include "abi/handles.h"
 #include "base/unique_fd.h"
 #include "drivers/driver.h"
+#include "drivers/host/write_notice.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
 
@@ -29,6 +30,7 @@ struct Mapping {
   std::mutex mutex;  // guards the range's growth
   const std::shared_ptr<Device> device;
   const std::unique_ptr<ImportedRange> range;  // destroyed before the device
+  std::unique_ptr<WriteNotice> notice;         // destroyed before the range; guarded by `mutex`
 };
 
 // The devices that mappings of this process use, each opened once and kept: making a GPU's context takes 100 ms.
@@ -208,6 +210,16 @@ gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* in
   return with_handle<Mapping>(mapping, [&](Mapping& found) -> Status {
     const std::lock_guard lock(found.mutex);
     *info = {found.range->base(), found.range->bytes(), found.range->capacity(), found.device->info().index};
+    return {};
+  });
+}
+
+gpufs_status gpufs_mapping_explain_writes(gpufs_handle mapping, const char* text) {
+  return with_handle<Mapping>(mapping, [&](Mapping& found) -> Status {
+    const std::lock_guard lock(found.mutex);
+    found.notice.reset();
+    const ImportedRange& range = *found.range;
+    found.notice = WriteNotice::watch(range.base(), static_cast<std::size_t>(range.capacity()), text);
     return {};
   });
 }

@@ -1,0 +1,30 @@
+// Explains why a program ends that writes to memory which it may only read: a line on standard error names the file.
+// Such a write is SIGSEGV. The handler prints the text of the range that was written to, restores the handler before it
+// and returns: the write is repeated, and everything else happens as without this handler, also under Python's
+// faulthandler. A faulthandler that is enabled later comes first, and then there is no line.
+// Ownership: the mapping's owner has a WriteNotice, and destroys it before munmap(2).
+// Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+namespace gpufs {
+
+class WriteNotice {
+ public:
+  // The first call installs the handler. Null without a free slot: the program then ends without a word.
+  static std::unique_ptr<WriteNotice> watch(std::uintptr_t start, std::size_t bytes, std::string_view text);
+  ~WriteNotice();
+  WriteNotice(const WriteNotice&) = delete;
+  WriteNotice& operator=(const WriteNotice&) = delete;
+
+ private:
+  explicit WriteNotice(std::size_t slot) : slot_(slot) {}
+
+  const std::size_t slot_;
+};
+
+}  // namespace gpufs
