@@ -19,6 +19,9 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 import gpufs.torch  # noqa: E402
 
 
+pytestmark = pytest.mark.driver
+
+
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     sizes = {"embed": (128, 64), "up": (64, 256), "norm": (128,), "down": (256, 64)}

@@ -26,6 +26,8 @@ from support.surviving import mounted
 
 import gpufs
 
+pytestmark = pytest.mark.driver
+
 SIZES = (1, 5000, 64 * KIB, 2 * MIB - 100, 2 * MIB, 5 * MIB + 12345)
 
 

@@ -29,6 +29,7 @@ IN_PLACE: Final = "by gpufs run"
 WAYS: Final = (TMPFS, "from the mount", IN_PLACE)
 _FIGURES: Final = (
     ("first_token_s", "process start to first token, s"),
+    ("import_s", "of it imports, s"),
     ("load_s", "first load, s"),
     ("second_load_s", "second load, s"),
     ("gpu_gib", "GPU memory of the program, GiB"),
@@ -71,6 +72,9 @@ def print_table(reports: dict[str, list[dict[str, Any]]]) -> bool:
     for length in reports[TMPFS][0]["forward_ms"]:
         title = f"forward of {length} tokens, ms"
         row(title, {way: [report["forward_ms"][length] for report in reports[way]] for way in ways})
+    for length in reports[TMPFS][0]["device_ms"]:
+        title = f"the device alone, {length} tokens, ms"
+        row(title, {way: [report["device_ms"][length] for report in reports[way]] for way in ways})
     print(f"{'addresses of weights mod 16':34}" + "".join(f"{reports[way][0]['mod_16']!s:>24}" for way in ways))
     results = {way: {json.dumps(report["results"]) for report in reports[way]} for way in ways}
     equal = len(set.union(*results.values())) == 1
