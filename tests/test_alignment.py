@@ -18,7 +18,6 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import gpufs.torch  # noqa: E402
 
-
 pytestmark = pytest.mark.driver
 
 

@@ -64,7 +64,7 @@ def measured(work: Any, runs: int) -> float:
 
 
 def replayed(work: Any) -> float:
-    """Return the milliseconds that work takes on the device alone, as a CUDA graph; what Python takes does not count."""
+    """Return the milliseconds that work takes on the device, as a CUDA graph: without what Python takes."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

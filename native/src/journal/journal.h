@@ -40,7 +40,7 @@ struct Key {
 class Journal {
  public:
   // Another one is refused.
-  static constexpr std::uint32_t kFormat = 1;
+  static constexpr std::uint32_t kFormat = 2;
   // Of one value.
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
 
