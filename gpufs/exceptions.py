@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
+import re
 
 from gpufs._naming import named_in
 
@@ -50,4 +52,17 @@ def failure_of_mount(error: OSError, path: str) -> OSError:
     number = error.errno or errno.EIO
     if number in (*DEAD, *_CONNECTION_ENDED):
         error = OSError(number := errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-    return class_of(number)(number, text_of(error), path)
+    text = text_of(error)
+    return class_of(number)(number, _with_user_name(text) if number == errno.EDQUOT else text, path)
+
+
+def _with_user_name(text: str) -> str:
+    """Return the text of a user's limit, in which the daemon has the number: looking up a name may take it long."""
+
+    def name(found: re.Match[str]) -> str:
+        try:
+            return pwd.getpwuid(int(found[1])).pw_name
+        except (KeyError, OverflowError):
+            return found[1]
+
+    return re.sub(r"(?<=\buser )(\d+)(?= on gpu)", name, text)

@@ -53,8 +53,8 @@ class MountStatus:
     path
         The mountpoint.
     state
-        "ok", or why it is not: "dead", "no answer", or another word of `gpufs status`. Unless it is "ok", other
-        attributes may be unknown.
+        "ok", or why it is not: "dead", "no answer", "detached" (unmounted, and still in use), or another word of
+        `gpufs status`. Unless it is "ok", other attributes may be unknown.
     error
         Why the state is not "ok"; None if it is.
     pid

@@ -129,6 +129,12 @@ def test_damaged_headers_are_reported_with_their_figures(root: Path, name: str, 
     assert fails(2, "diff", root / name, root / name)
 
 
+def test_a_header_that_would_fill_the_memory(root: Path) -> None:
+    header = b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"
+    (root / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "MiB of memory" in fails(1, "inspect", root / "model.safetensors")
+
+
 def test_differences_of_tensors(root: Path, host: Path) -> None:
     ours = {name: torch.arange(1000, dtype=torch.float32) for name in ("same", "other", "kind", "gone")}
     theirs = {name: tensor.clone() for name, tensor in ours.items() if name != "gone"}

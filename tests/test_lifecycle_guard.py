@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import resource
 import signal
@@ -99,6 +100,8 @@ def test_a_later_mount_stays(mount: Mounter, number: signal.Signals) -> None:
     fd = os.open(mounted.device / "held", os.O_RDWR | os.O_CREAT)
     try:
         run("umount", "-l", mounted.path)
+        (seen,) = (one for one in json.loads(run(*GPUFS, "status", "--json").stdout) if one["pid"] == mounted.pid)
+        assert (seen["mountpoint"], seen["state"]) == (str(mounted.path), "detached")
         run(*GPUFS, "mount", mounted.path, "--driver", "host", "--memory", "64M")
         (mounted.device / "file").write_bytes(b"another's")
         mounted.signal(number)

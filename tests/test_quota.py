@@ -6,6 +6,7 @@ import itertools
 import json
 import mmap
 import os
+import pwd
 import random
 import shutil
 import time
@@ -273,6 +274,20 @@ def test_a_copy_into_a_limited_directory_is_refused_with_figures(limited: GpufsM
     assert (done.returncode, "4.0 MiB" in done.stderr, "3.0 MiB" in done.stderr) == (1, True, True), done
     assert list(folder.iterdir()) == []
     assert quotas(limited)["gpu0/small", None] == (0, 3 * MIB)
+
+
+def test_a_users_limit_names_the_user(limited: GpufsMount) -> None:
+    limited.device.chmod(0o777)
+    path = limited.device / "sparse"
+
+    def text() -> str:
+        path.touch()
+        os.truncate(path, 2 * LIMIT)
+        with pytest.raises(library.QuotaExceeded) as caught:
+            library.attach(path, "r+")
+        return str(caught.value)
+
+    assert f"user {pwd.getpwuid(NOBODY).pw_name} on gpu0" in as_nobody(text)
 
 
 # ---- who sets and sees them ----

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,9 @@ def test_metrics_are_served_by_http(mount: Mounter) -> None:
 
     try:
         found = metrics_of(wait_until(scraped, PATIENCE, "the server"))
+        with ThreadPoolExecutor(8) as scrapers:
+            pages = list(scrapers.map(lambda _: scraped(), range(64)))
+        assert all(metrics_of(page)["gpufs_up"] == found["gpufs_up"] for page in pages)
     finally:
         server.terminate()
         server.wait(PATIENCE)

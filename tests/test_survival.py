@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from errno import EEXIST, EIO, ENOENT
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,20 @@ def test_restart(survivor: Survivor) -> None:
         assert survivor.pid not in (0, former)
     assert os.pread(open_file.fileno(), 8, 8 * 99_999) == b"contents"
     open_file.close()
+
+
+def test_restart_during_a_takeover(survivor: Survivor) -> None:
+    """The daemon that has answered dies before it is asked: the next one is."""
+    for round_number in range(6):
+        (keeper,) = survivor.keepers()
+        os.kill(keeper, signal.SIGUSR1)  # forgets the deaths
+        former = survivor.pid
+        with subprocess.Popen([*GPUFS, "restart", survivor.path], stderr=subprocess.PIPE, text=True) as child:
+            time.sleep(0.1 + 0.05 * round_number)
+            with suppress(ProcessLookupError):
+                os.kill(former, signal.SIGKILL)
+            _, errors = child.communicate(timeout=PATIENCE)
+        assert (child.returncode, errors) == (0, "")
 
 
 def test_restart_refuses(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ command gets one line about it, and goes on with the other mounts.
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
 from typing import Any, Final
@@ -21,15 +22,23 @@ _MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many de
 
 Show = Callable[[Any], object]
 
+_asking = threading.Lock()  # the threads of `gpufs metrics --listen` ask one after the other
 _unended: list[int] = []  # processes that we have started and not reaped
 
 
 def ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
     """Call functions in parallel that may never return. Return for each its value, one that JSON has, or an OSError.
 
+    Thread-safe.
+
     ``show`` makes what is printed of a value. The OSErrors are those that the functions raised, ETIMEDOUT for those
     that do not return, EFBIG for values that are too long, EPROTO for those that cannot be shown.
     """
+    with _asking:
+        return _ask(questions, show, timeout)
+
+
+def _ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> list[Any]:
     results: list[Any] = [OSError(ETIMEDOUT, f"no answer within {timeout:g} seconds") for _ in questions]
     children: dict[int, tuple[Process, int]] = {}  # index of the question: process, descriptor of its answer
     _reap()

@@ -98,6 +98,24 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
     return [pid for pid in _processes() if _serves(pid, mountpoint, entry)]
 
 
+def detached() -> list[tuple[str, int]]:
+    """Find daemons whose mount is no longer visible, but in use: its former path, and the process."""
+    found = []
+    visible = {entry.device for entry in mounting.mounts()}
+    for pid in _processes():
+        try:
+            words = _words(pid, os.stat(f"/proc/{pid}").st_uid)
+            if b"gpufs.daemon" not in words[:-1]:
+                continue
+            held = _links(pid)
+        except OSError:
+            continue
+        devices = _devices(held)
+        if mounting.FUSE_DEVICE in held and devices and not devices & visible:
+            found.append((os.fsdecode(words[-1]), pid))
+    return found
+
+
 def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> AbstractContextManager[list["Process"]]:
     """Find daemons as :func:`daemons` does, and hold each until the context ends."""
     return _hold(lambda pid: _serves(pid, mountpoint, entry))

@@ -34,6 +34,18 @@ def statuses(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeou
     ]
 
 
+def detached() -> list[dict[str, Any]]:
+    """Return the status, as of :func:`statuses`, of mounts that are no longer visible while programs use them."""
+    visible = {entry.mountpoint for entry in mounting.mounts()}
+    found: list[dict[str, Any]] = []
+    for path, pid in _mounts.detached():
+        # By its path a later mount would be ended.
+        remedy = f"kill {pid}" if path in visible else f"gpufs umount --force {path}"
+        status = {"mountpoint": path, "source": None, "state": "detached", "error": f"in use: {remedy} ends it"}
+        found.append({**status, "pid": pid, "driver": None, "devices": []})
+    return found
+
+
 def _basics(entry: mounting.MountEntry, state: str = "ok", error: str | None = None) -> dict[str, Any]:
     return {
         "mountpoint": entry.mountpoint,

@@ -1,11 +1,12 @@
 """gpufs restart: hands mounts over to the installed version of gpufs."""
 
+import os
 import signal
 import time
 
 import click
 
-from gpufs import config
+from gpufs import config, mounting
 from gpufs.cli import _mounts, _queries
 from gpufs.cli._options import complete_mounts, for_each_mount, timeout_option
 from gpufs.cli._output import Failure, complain
@@ -44,24 +45,11 @@ def _restart(path: str, timeout: float) -> None:
     """Restart one mount, and wait until it answers again. Raise Failure."""
     entry = _mounts.mounted_at(path)
     began = time.monotonic()
-    (status,) = _queries.statuses([entry], lambda _: [], timeout)
-    former = status["pid"]
-    if status["state"] == "ok":
-        _check(path, status)
-        # Not the process that the mount names: another user may serve it.
-        holding, number = _mounts.open_daemons(entry.mountpoint, entry), signal.SIGUSR2
-        problem = "its process is not found: only root and the user who mounted it may restart it"
-    else:
-        holding, number = _mounts.open_keepers(entry.mountpoint, entry), signal.SIGUSR1
-        problem = str(status["error"])
-    with holding as processes:
-        if not processes:
-            raise Failure(f"{path}: {problem}")
-        try:
-            for process in processes:
-                process.signal(number)
-        except PermissionError:
-            raise Failure(f"{path}: only root and the user who mounted it may restart it") from None
+    while (former := _ask_to_restart(path, entry, timeout)) is None:
+        # Its daemon has just died, or been replaced: the next one answers in a moment.
+        if time.monotonic() - began > timeout:
+            raise Failure(f"{path}: its process is not found, although the mount answers")
+        time.sleep(_PAUSE)
     while True:
         left = timeout - (time.monotonic() - began)
         if left <= 0:
@@ -72,6 +60,33 @@ def _restart(path: str, timeout: float) -> None:
             print(f"{path}: process {status['pid']} serves the mount with version {status['version']}, {seconds:.1f} s")
             return
         time.sleep(_PAUSE)
+
+
+def _ask_to_restart(path: str, entry: mounting.MountEntry, timeout: float) -> int | None:
+    """Signal the mount's daemon, or its keeper where no daemon answers. Raise Failure.
+
+    Return the number of the daemon's process, 0 for none. None if it was not found.
+    """
+    (status,) = _queries.statuses([entry], lambda _: [], timeout)
+    if status["state"] == "ok":
+        _check(path, status)
+        # Not the process that the mount names: another user may serve it.
+        holding, number = _mounts.open_daemons(entry.mountpoint, entry), signal.SIGUSR2
+    else:
+        holding, number = _mounts.open_keepers(entry.mountpoint, entry), signal.SIGUSR1
+    with holding as processes:
+        if not processes and status["state"] != "ok":
+            raise Failure(f"{path}: {status['error']}")
+        if not processes and os.geteuid() in (0, entry.uid):
+            return None
+        try:
+            if not processes:
+                raise PermissionError
+            for process in processes:
+                process.signal(number)
+        except PermissionError:
+            raise Failure(f"{path}: only root and the user who mounted it may restart it") from None
+    return status["pid"] or 0
 
 
 def _check(path: str, status: dict[str, object]) -> None:

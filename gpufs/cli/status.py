@@ -36,6 +36,7 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
         print(_verdict(statuses))
         return
     if mountpoint is None:
+        statuses += _queries.detached()
         if as_json:
             print(json_text(statuses))
             return

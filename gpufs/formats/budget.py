@@ -15,6 +15,19 @@ TENSOR_BYTES: Final = 1 << 10
 _CHECKED_STEPS: Final = 256
 
 
+# What a number, a text or a container of JSON takes at least, with its place in a container.
+_ELEMENT_BYTES: Final = 64
+
+
+def check_json(text: str) -> None:
+    """Raise FormatError if JSON would take more memory than a header may. Each element has one of these characters."""
+    elements = sum(map(text.count, ",[{"))
+    if elements * _ELEMENT_BYTES > BYTES:
+        raise FormatError(
+            f"its header has {elements} elements of JSON: they need more than {BYTES >> 20} MiB of memory"
+        )
+
+
 class Budget:
     """The time and memory that one header may take. Time is that of this thread alone, not that of a slow disk."""
 

@@ -16,6 +16,7 @@ from math import isinf
 from typing import Any, NamedTuple, NoReturn
 
 from gpufs.formats import FormatError
+from gpufs.formats.budget import check_json
 from gpufs.formats.element_types import IN_SAFETENSORS
 
 LENGTH_BYTES = 8
@@ -84,6 +85,8 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
     """Check a header and the offsets in it against the data_bytes bytes that follow it."""
     try:
         fields = parse_json(text.decode("utf-8"))
+    except FormatError:
+        raise
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the header is not valid JSON: {error}") from None
     if type(fields) is not dict:
@@ -115,7 +118,11 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON as strictly as the format asks: ValueError for a key that appears twice, NaN, or half a character."""
+    """Read JSON as strictly as the format asks: ValueError for a key that appears twice, NaN, or half a character.
+
+    FormatError if it has more elements than a header may have.
+    """
+    check_json(text)
     value = json.loads(
         text,
         object_pairs_hook=_unique,
