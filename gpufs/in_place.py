@@ -143,9 +143,11 @@ def _lies_on_mount(path: str | os.PathLike[str]) -> bool:
 def _open(path: str | os.PathLike[str], device: Any) -> Any:
     """Open the file in place; None if that is impossible: then safetensors reads it, or reports what is wrong."""
     from gpufs.torch._file import InPlaceFile
+    from gpufs.torch._gpu_errors import explain_gpu_errors
     from gpufs.torch._private_buffers import copy_registered_buffers
 
     copy_registered_buffers()
+    explain_gpu_errors()
     try:
         return InPlaceFile(path, device, cast(Mode, os.environ.get(IN_PLACE_VARIABLE, "r")))
     except (OSError, ValueError) as error:

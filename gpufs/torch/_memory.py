@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from gpufs.client._array import DeviceArray
 from gpufs.drivers import HOST
 from gpufs.engine import bytes_capsule
+from gpufs.modes import READ
 from gpufs.torch._report import loading
 
 _lock = threading.Lock()
@@ -72,6 +73,12 @@ class FileMemory:
         """Return whether the tensor is memory of this file."""
         end = self.address + self.size
         return tensor.device.type == self.device.type and self.address <= tensor.data_ptr() < end
+
+
+def read_only_on_gpus() -> list[str]:
+    """Return the files on GPUs that this program may not write to."""
+    with _lock:
+        return sorted({file.counts.path for file in _files if file.mode == READ and file.device.type != "cpu"})
 
 
 class _Share:
