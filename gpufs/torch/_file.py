@@ -380,13 +380,13 @@ class InPlaceFile(safe_open):
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, mode: Mode) -> None:
         super().__init__(filename, device=device, mode=mode)
-        program.opened()
+        program.opened(self)
 
     def __exit__(self, *_: object) -> None:
         """Close the file. Tensors that it gave stay valid."""
         if self._checkpoint is not None:
             self._checkpoint = None
-            program.closed()
+            program.closed(self)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor in place."""

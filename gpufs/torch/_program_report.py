@@ -8,10 +8,12 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 from gpufs.modes import REPORT_VARIABLE
-from gpufs.torch._report import QUIET_SECONDS, LoadReport, loading
+from gpufs.torch._report import LoadReport, loading
 
+_POLL_SECONDS = 1.0
 _REMEDIES = {
     "dtype": 'convert the checkpoint, or load it with dtype="auto"',
     "device": "copy the files to that device's directory of the mount",
@@ -19,18 +21,18 @@ _REMEDIES = {
 
 
 class _Program:
-    """The files that the program has open in place. Thread-safe."""
+    """A program that opens files in place. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open = 0
         self._thread: threading.Thread | None = None  # prints the table
         self._snapshot: LoadReport | None = None  # of a table that is not printed yet
         self._process = 0
 
-    def opened(self) -> None:
+    def opened(self, file: Any) -> None:
+        """Note that the program has opened a file."""
         with self._lock:
-            self._open += 1
+            loading.open_files.add(file)
             if REPORT_VARIABLE not in os.environ:
                 return
             if self._process != os.getpid():  # also in a forked child, which has no threads of its parent
@@ -41,10 +43,11 @@ class _Program:
                 self._thread = threading.Thread(target=self._print_when_over, name="gpufs report", daemon=True)
                 self._thread.start()
 
-    def closed(self) -> None:
+    def closed(self, file: Any) -> None:
+        """Note that it has closed the file. With the last one it has loaded all, as far as libraries show it."""
         with self._lock:
-            self._open -= 1
-            if self._open:
+            loading.open_files.discard(file)
+            if loading.open_files:
                 return
             report = loading.report()
             self._snapshot = report
@@ -52,8 +55,8 @@ class _Program:
             _warn(report)
 
     def _print_when_over(self) -> None:
-        while (left := QUIET_SECONDS - loading.quiet_for()) > 0:
-            time.sleep(left)
+        while (left := loading.seconds_left()) > 0:
+            time.sleep(min(left, _POLL_SECONDS))  # a file that is closed makes it shorter
         with self._lock:
             self._thread = self._snapshot = None
             _print(loading.report())

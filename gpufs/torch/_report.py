@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from gpufs._naming import named_in
 from gpufs.units import bytes_text
 
 Reason = Literal["dtype", "device", "alignment", "buffer", "not mapped", "program"]
-# A loading is over when nothing has been opened or taken for so long.
-QUIET_SECONDS: Final = 2.0
+# A loading is over when nothing has been opened or taken for so long; longer while files are open, since a library may
+# convert one tensor after the other.
+_QUIET_SECONDS: Final = 2.0
+_QUIET_WITH_OPEN_FILES: Final = 60.0
 _MOST_FILES: Final = 1000  # in one report; the rest is one row
 _OTHER_FILES: Final = "other files"
 _TEXTS: Final[dict[str, str]] = {
@@ -176,6 +179,8 @@ class Loading:
     _lock: Any = field(default_factory=threading.Lock)
     _files: dict[str, Counts] = field(default_factory=dict)
     _last: float = 0.0
+    # The open files of programs that know nothing of gpufs. A program may drop one without closing it.
+    open_files: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     _ended: bool = True
     warned: bool = False  # that most is copied
 
@@ -186,16 +191,17 @@ class Loading:
     def opened(self, path: str) -> Counts:
         """Return the counts of a file that is opened now."""
         with self._lock:
-            if self._ended or self.quiet_for() > QUIET_SECONDS:
+            if self._ended or self.seconds_left() <= 0:
                 self._files = {}
                 self._ended = self.warned = False
             self.touch()
             name = path if path in self._files or len(self._files) < _MOST_FILES else _OTHER_FILES
             return self._files.setdefault(name, Counts(name))
 
-    def quiet_for(self) -> float:
-        """Return how long nothing has been loaded, in seconds."""
-        return time.monotonic() - self._last
+    def seconds_left(self) -> float:
+        """Return when the loading is over if nothing else is loaded; 0 or less if it is."""
+        quiet = _QUIET_WITH_OPEN_FILES if self.open_files else _QUIET_SECONDS
+        return self._last + quiet - time.monotonic()
 
     def end(self) -> None:
         """Let the next file begin another loading."""
@@ -219,9 +225,9 @@ loading: Final = Loading()
 def last_report() -> LoadReport | None:
     """Return what this program has got in place when it last loaded something, and what was copied.
 
-    It covers all files that were opened together, without a pause of two seconds, by the functions of ``gpufs.torch``
-    and, after :func:`use_in_place` or under ``gpufs run``, by any library. Call it while the model exists: a tensor
-    that is gone counts as dropped by the program. The next file that is opened begins another report.
+    It covers all files that were opened together, without a pause of two seconds between them: by the functions of
+    ``gpufs.torch``, and by any library after :func:`use_in_place` or under ``gpufs run``. Call it while the model
+    exists: a tensor that is gone counts as dropped by the program. The next file that is opened begins another report.
 
     Returns
     -------
