@@ -143,14 +143,20 @@ def _lies_on_mount(path: str | os.PathLike[str]) -> bool:
 def _open(path: str | os.PathLike[str], device: Any) -> Any:
     """Open the file in place; None if that is impossible: then safetensors reads it, or reports what is wrong."""
     from gpufs.torch._file import InPlaceFile
+    from gpufs.torch._gpu_errors import explain_gpu_errors
     from gpufs.torch._private_buffers import copy_registered_buffers
 
     copy_registered_buffers()
+    explain_gpu_errors()
     try:
-        return InPlaceFile(path, "pt", device, mode=cast(Mode, os.environ.get(IN_PLACE_VARIABLE, "r")))
+        return InPlaceFile(path, device, cast(Mode, os.environ.get(IN_PLACE_VARIABLE, "r")))
     except (OSError, ValueError) as error:
         import logging
 
+        from gpufs.torch._report import loading
+
+        name = os.fspath(path)
+        loading.opened(name).copied("not mapped", os.stat(name).st_size, tensors=0)
         logging.getLogger("gpufs").warning("%s is copied instead of used in place: %s", os.fspath(path), error)
         return None
 
@@ -179,8 +185,25 @@ def _replace_setter(modeling: ModuleType) -> None:
     _put("set_module_tensor_to_device", original, copying_buffers(original))
 
 
+def _replace_materialize(core_model_loading: ModuleType) -> None:
+    """Have the report see what transformers makes of each tensor."""
+    original = getattr(core_model_loading, "_materialize_copy", None)
+    if original is None or getattr(original, "of_gpufs", False):
+        return
+
+    def _materialize_copy(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        made = original(tensor, *arguments, **named)
+        note = getattr(tensor, "became", None)  # of a TensorSlice
+        if note is not None:
+            note(made)
+        return made
+
+    _put("_materialize_copy", original, _materialize_copy)
+
+
 _REPLACEMENTS: Final = {
     "accelerate.utils.modeling": _replace_setter,
     "safetensors": _replace_safe_open,
+    "transformers.core_model_loading": _replace_materialize,
     "transformers.modeling_utils": _replace_warmup,
 }

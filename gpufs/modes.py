@@ -9,6 +9,8 @@ READ_WRITE: Final = "r+"
 COPY_ON_WRITE: Final = "c"
 # The environment's variable with the mode in which a program's safetensors files are used in place.
 IN_PLACE_VARIABLE: Final = "GPUFS_IN_PLACE"
+# With it, such programs print what is in place and what was copied.
+REPORT_VARIABLE: Final = "GPUFS_IN_PLACE_REPORT"
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 
 

@@ -79,7 +79,11 @@ def test_commands_and_options_that_are_shown_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_variables_that_are_named_exist(page: Path) -> None:
-    known = {knob.variable for knob in config.KNOBS} | {config.CONFIG_VARIABLE, modes.IN_PLACE_VARIABLE}
+    known = {knob.variable for knob in config.KNOBS} | {
+        config.CONFIG_VARIABLE,
+        modes.IN_PLACE_VARIABLE,
+        modes.REPORT_VARIABLE,
+    }
     if page.name not in ("protocol.md", "offline.md"):
         assert set(re.findall(r"\bGPUFS_[A-Z_]+\b", page.read_text())) <= known
 

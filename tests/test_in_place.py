@@ -198,6 +198,76 @@ def test_modes(weights: Path) -> None:
     assert safetensors.torch.load_file(weights)["a"][0] == 42
 
 
+def test_what_is_reported_of_a_loading(root: Path, tmp_path: Path, weights: Path) -> None:
+    """last_report() knows what is in place, what was copied and why, also where a library did it."""
+    sizes: Any = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    model: Any = transformers.ResNetModel(transformers.ResNetConfig(**sizes))
+    model.save_pretrained(tmp_path / "model")
+    subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", root], check=True, timeout=PATIENCE)
+    script = """
+        import os, safetensors.torch, torch, transformers
+        import gpufs.torch
+        model, weights, sparse = sys.argv[1:]
+        def found():
+            report = gpufs.torch.last_report()
+            amounts = {"in place": report.in_place, **report.copied}
+            return {name: [amount.tensors, amount.nbytes] for name, amount in amounts.items()}
+        answers = [gpufs.torch.last_report()]
+        for dtype in ("auto", torch.bfloat16):
+            one = transformers.AutoModel.from_pretrained(model, dtype=dtype)
+            answers.append(found())
+        tensors = safetensors.torch.load_file(weights)
+        answers.append(found())
+        del tensors["a"]
+        half = gpufs.torch.load_file(weights, "meta")
+        answers.append(found())
+        safetensors.torch.load_file(sparse)
+        answers.append([found(), [file.path for file in gpufs.torch.last_report().files]])
+        print(json.dumps(answers))
+    """
+    sparse = root / "sparse.safetensors"
+    header = json.dumps({"a": {"dtype": "U8", "shape": [8 << 20], "data_offsets": [0, 8 << 20]}}).encode()
+    sparse.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(sparse, 8 + len(header) + (8 << 20))
+    nothing, same, bfloat16, whole, moved, holes = in_program(script, root / "model", weights, sparse)
+
+    assert nothing is None
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    assert same["in place"] == [len(parameters), sum(one.nbytes for one in parameters)]
+    assert same["buffer"][0] == len(buffers)
+    assert sum(amount[0] for amount in same.values()) == len(parameters) + len(buffers)
+    assert bfloat16["in place"][0] == 0
+    assert bfloat16["dtype"][0] >= len(parameters)
+    assert whole == {"in place": [2, 17200]}
+    assert moved == {"in place": [0, 0], "device": [2, 17200]}
+    assert holes == [{"in place": [0, 0], "not mapped": [0, sparse.stat().st_size]}, [str(sparse)]]
+
+
+def test_a_program_prints_what_was_copied(weights: Path) -> None:
+    """`gpufs run --report` prints a table when the loading is over, or at the end. Else a warning says if most is."""
+    script = "import sys, time, torch\nfrom safetensors.torch import load_file\n"
+    runs = {
+        "runs on": "weights = load_file(sys.argv[1]); time.sleep(60 * (len(sys.argv) > 2))",
+        "ends": "def main(): weights = load_file(sys.argv[1])\nmain()",
+        "copies": "weights = load_file(sys.argv[1], 'meta')",
+    }
+    for what, text in runs.items():
+        for words in ((), ("--report",)):
+            command = [*GPUFS, "run", *words, sys.executable, "-c", script + text, str(weights)]
+            if what == "runs on" and words:
+                with subprocess.Popen([*command, "longer"], stderr=subprocess.PIPE, text=True) as process:
+                    assert process.stderr is not None
+                    lines = [process.stderr.readline() for _ in range(3)]
+                    process.kill()
+            else:
+                lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+            if not words:
+                assert len(lines) == (what == "copies")
+                continue
+            assert str(weights) in lines[1]
+            assert ("2 tensors" in lines[2]) == (what != "copies")
+
+
 WRITES = {
     "in place": 'load_file(sys.argv[1])["a"].add_(1)',
     "in a thread": 'threading.Thread(target=load_file(sys.argv[1])["a"].zero_).start(); time.sleep(60)',

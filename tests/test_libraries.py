@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -71,6 +72,17 @@ def test_libraries_give_the_same_results_without_reading_a_weight(mount: Mounter
     assert {name for name, found in in_place.items() if not found[0]} == {"another dtype"}
     assert plain_bytes > 90 << 20
     assert bytes_in_place < 4 << 20  # configurations and vocabularies
+
+    # Merging an adapter writes to the weights.
+    merge = [*map(str, program), "merge", str(mounted.device / "models")]
+    answers = []
+    for words in ([], [*GPUFS, "run", "--mode", "c"], [*GPUFS, "run"]):
+        done = subprocess.run([*words, *merge], capture_output=True, text=True, timeout=600, env=environment)
+        answers.append((done.returncode, done.stdout.splitlines()[-1:]))
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 0
+    assert answers[2] == (-signal.SIGSEGV, [])
+    assert "llama/model-" in next(line for line in done.stderr.splitlines() if line.startswith("gpufs: "))
 
 
 def bytes_read(mountpoint: Path) -> int:

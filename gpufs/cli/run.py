@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure
-from gpufs.modes import IN_PLACE_VARIABLE, MODES
+from gpufs.modes import IN_PLACE_VARIABLE, MODES, REPORT_VARIABLE
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?$")
 _FIRST_LINE_BYTES: Final = 256
@@ -49,6 +49,7 @@ def _programs(directory: str, beginning: str) -> list[str]:
     help="r: tensors are read-only, a program that writes to one ends. r+: changes go into the file. "
     "c: changes stay private to the program.",
 )
+@click.option("--report", is_flag=True, help="Print what is in place and what was copied, when a model is loaded.")
 @click.argument(
     "words",
     metavar="PROGRAM [ARGUMENT]...",
@@ -57,7 +58,7 @@ def _programs(directory: str, beginning: str) -> list[str]:
     type=click.UNPROCESSED,
     shell_complete=_complete_words,
 )
-def command(mode: str, words: tuple[str, ...]) -> None:
+def command(mode: str, report: bool, words: tuple[str, ...]) -> None:
     """Run PROGRAM so that it uses safetensors files of a mount in place, without a copy.
 
     For Python programs that load weights with safetensors, or with a library that is built on it: transformers,
@@ -73,7 +74,7 @@ def command(mode: str, words: tuple[str, ...]) -> None:
     program = shutil.which(words[0])
     if program is None:
         raise Failure(f"{words[0]}: no such program", 127)
-    environment = {**os.environ, IN_PLACE_VARIABLE: mode}
+    environment = {**os.environ, IN_PLACE_VARIABLE: mode, **({REPORT_VARIABLE: "1"} if report else {})}
     python = _python_of(program)
     if python is not None and not _has_gpufs(python, environment):
         raise Failure(f"{python}, which runs {words[0]}, has no gpufs: install it there, {python} -m pip install gpufs")

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from gpufs.config import kinds
 from gpufs.config.knobs import BY_NAME, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
-from gpufs.modes import IN_PLACE_VARIABLE
+from gpufs.modes import IN_PLACE_VARIABLE, REPORT_VARIABLE
 
 SYSTEM_FILE: Final = Path("/etc/gpufs.toml")
 CONFIG_VARIABLE: Final = "GPUFS_CONFIG"
@@ -108,7 +108,12 @@ def load(
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a line for each unknown variable of the environment that begins as a knob's does, with a suggestion."""
-    known = [CONFIG_VARIABLE, IN_PLACE_VARIABLE, *(knob.variable for knob in (*KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT))]
+    known = [
+        CONFIG_VARIABLE,
+        IN_PLACE_VARIABLE,
+        REPORT_VARIABLE,
+        *(knob.variable for knob in (*KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT)),
+    ]
     return [
         f"the environment variable {name} is unknown and has no effect{suggestion(name, known)}"
         for name in environ

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from gpufs.torch._module import attach_module, load_model
     from gpufs.torch._pool import pool
     from gpufs.torch._publish import Published, publish
+    from gpufs.torch._report import Amount, FileReport, LoadReport, last_report
 
 # What is loaded when it is first asked for: programs that load files in place need none of it.
 _MODULES = {
+    "Amount": "_report",
+    "FileReport": "_report",
+    "LoadReport": "_report",
     "Published": "_publish",
     "attach_module": "_module",
+    "last_report": "_report",
     "load": "_load",
     "load_model": "_module",
     "pool": "_pool",
@@ -33,9 +38,13 @@ _MODULES = {
 }
 
 __all__ = [
+    "Amount",
+    "FileReport",
     "FormatError",
+    "LoadReport",
     "Published",
     "attach_module",
+    "last_report",
     "load",
     "load_file",
     "load_model",

@@ -27,6 +27,7 @@ from gpufs.formats.safetensors import (
 from gpufs.modes import Mode
 from gpufs.torch._alignment import misplaced
 from gpufs.torch._memory import FileMemory
+from gpufs.torch._program_report import program
 from gpufs.torch._record import TensorRecord, parse_records, span
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class TensorFile:
         except OSError as error:
             raise link_error(error, self.path) from None
         self.private = memory.private
+        self.device = memory.device
+        self.counts = memory.counts
         self._memory = memory
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
@@ -88,7 +91,7 @@ class TensorFile:
                 raise FormatError(f"tensor {name!r} lies in {owner!r}, which is not in the file")
             if record.shape is not None and record.strides is not None:
                 entry = self._entries[owner]
-                elements = (entry.end - entry.start) // self._dtype(name).itemsize
+                elements = (entry.end - entry.start) // self.dtype(name).itemsize
                 if span(record.shape, record.strides) > elements:
                     raise FormatError(f"tensor {name!r} ends beyond the bytes of {owner!r}")
 
@@ -115,7 +118,8 @@ class TensorFile:
         """Return the bytes that the tensor lies in."""
         return self._entries[self._owner(name)]
 
-    def _dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the tensor's dtype. TypeError if this torch does not have it."""
         dtype = self.entry(name).dtype
         if dtype not in TORCH_DTYPES:
             raise TypeError(f"{self.path}: torch {torch.__version__} has no dtype for {dtype} of tensor {name!r}")
@@ -140,8 +144,10 @@ class TensorFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor in place; a copy if its address does not suit its dtype, or kernels."""
-        dtype = self._dtype(name)
-        typed = self._bytes_of(self._owner(name), dtype.itemsize).view(dtype)
+        dtype = self.dtype(name)
+        return self._shaped(name, self._bytes_of(self._owner(name), dtype.itemsize).view(dtype))
+
+    def _shaped(self, name: str, typed: torch.Tensor) -> torch.Tensor:
         strides = self.strides(name)
         return typed.view(self.shape(name)) if strides is None else typed.as_strided(self.shape(name), strides)
 
@@ -151,14 +157,27 @@ class TensorFile:
         if shared is not None:
             return shared
         entry = self._entries[owner]
-        data = self._memory.tensor(self._start + entry.start, entry.end - entry.start)
-        if data.data_ptr() % itemsize or owner in self._misplaced:
+        offset, count = self._start + entry.start, entry.end - entry.start
+        data = self._memory.tensor(offset, count)
+        if owner in self._misplaced or data.data_ptr() % itemsize:
             data = data.clone()
+            self.counts.copied("alignment", count)
         return self._shared.setdefault(owner, data) if owner in self._in_several else data
+
+    def moved(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
+        """Return a tensor of this file, or a copy on the device that is asked for."""
+        moved = tensor if device is None else tensor.to(device)
+        self.counts.became(tensor.dtype, tensor.device, moved)
+        return moved
 
     def part(self, name: str, index: Any) -> torch.Tensor:
         """Return a part of the tensor; in place where torch's indexing gives a view."""
-        return self._memory.separate(self.tensor(name)[index])
+        owner, dtype = self._owner(name), self.dtype(name)
+        entry = self._entries[owner]
+        whole = self._memory.uncounted(self._start + entry.start, entry.end - entry.start)
+        if owner in self._in_several or owner in self._misplaced or whole.data_ptr() % dtype.itemsize:
+            return self._memory.separate(self.tensor(name)[index])
+        return self._memory.separate(self._shaped(name, whole.view(dtype))[index])
 
 
 def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
@@ -192,8 +211,8 @@ class Checkpoint:
 
     def tensor(self, name: str, device: Device = None) -> torch.Tensor:
         """Return the tensor in place; a copy if it is on another device than the one asked for."""
-        tensor = self.places[name].tensor(name)
-        return tensor if device is None else tensor.to(device)
+        file = self.places[name]
+        return file.moved(file.tensor(name), device)
 
     def memory(self, name: str) -> tuple[object, ...]:
         """Return what is equal for tensors that are the same bytes of a file in the same layout."""
@@ -271,8 +290,13 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a part of the tensor; a view where torch's indexing gives one."""
-        part = self._checkpoint.places[self._name].part(self._name, index)
-        return part if self._device is None else part.to(self._device)
+        file = self._checkpoint.places[self._name]
+        return file.moved(file.part(self._name, index), self._device)
+
+    def became(self, result: torch.Tensor) -> None:
+        """Note what a library has made of the tensor, for the report."""
+        file = self._checkpoint.places[self._name]
+        file.counts.became(file.dtype(self._name), file.device, result)
 
 
 @named_in("gpufs.torch")
@@ -354,6 +378,16 @@ class safe_open:
 
 class InPlaceFile(safe_open):
     """What programs get in the place of safetensors' open files; see gpufs/in_place.py. Its errors are safetensors'."""
+
+    def __init__(self, filename: str | os.PathLike[str], device: Device, mode: Mode) -> None:
+        super().__init__(filename, device=device, mode=mode)
+        program.opened(self)
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file. Tensors that it gave stay valid."""
+        if self._checkpoint is not None:
+            self._checkpoint = None
+            program.closed(self)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor in place."""

@@ -58,10 +58,15 @@ class _File:
 
     def _bytes(self, offset: int, count: int, itemsize: int) -> torch.Tensor:
         data = self._memory.tensor(offset, count)
-        return data.clone() if data.data_ptr() % itemsize else data
+        if data.data_ptr() % itemsize:
+            data = data.clone()
+            self._memory.counts.copied("alignment", count)
+        return data
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._device is None else tensor.to(self._device)
+        moved = tensor if self._device is None else tensor.to(self._device)
+        self._memory.counts.became(tensor.dtype, tensor.device, moved)
+        return moved
 
 
 @named_in("gpufs.torch")

@@ -16,6 +16,8 @@ from torch.utils.dlpack import from_dlpack
 from gpufs.client._array import DeviceArray
 from gpufs.drivers import HOST
 from gpufs.engine import bytes_capsule
+from gpufs.modes import READ
+from gpufs.torch._report import loading
 
 _lock = threading.Lock()
 _files: weakref.WeakSet[FileMemory] = weakref.WeakSet()  # those that are attached; guarded by _lock
@@ -32,21 +34,29 @@ class FileMemory:
         self._driver = self._attached.driver
         self.address = array.address
         self._number = array.__dlpack_device__()[1]
-        self._device = torch.device("cpu" if self._driver == HOST else f"cuda:{self._number}")  # cuda: also for HIP
+        self.device = torch.device("cpu" if self._driver == HOST else f"cuda:{self._number}")  # cuda: also for HIP
+        self.counts = loading.opened(array.path)
         with _lock:
             _files.add(self)
 
     def tensor(self, offset: int, count: int) -> torch.Tensor:
         """Return ``count`` bytes from ``offset`` on as a tensor that is all of its storage."""
+        return self._tensor(offset, count, _Share(self, count))
+
+    def _tensor(self, offset: int, count: int, owner: object) -> torch.Tensor:
         if not count:  # at no address, as torch has it: the address is that of the next tensor
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
         address = self.address + offset
-        tensor: torch.Tensor = from_dlpack(bytes_capsule(self, self._driver, self._number, address, count))
+        tensor: torch.Tensor = from_dlpack(bytes_capsule(owner, self._driver, self._number, address, count))
         return tensor
 
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes from ``offset`` on, after the current stream's work."""
-        return self.tensor(offset, count).cpu().numpy().tobytes()
+        return self.uncounted(offset, count).cpu().numpy().tobytes()
+
+    def uncounted(self, offset: int, count: int) -> torch.Tensor:
+        """As tensor(), for what the program does not get."""
+        return self._tensor(offset, count, self)
 
     def separate(self, part: torch.Tensor) -> torch.Tensor:
         """Return the same elements in a storage that has no others than those between its first and last."""
@@ -54,17 +64,34 @@ class FileMemory:
             return part.clone()
         last = sum((extent - 1) * stride for extent, stride in zip(part.shape, part.stride(), strict=True))
         count = (last + 1) * part.itemsize
-        if part.untyped_storage().nbytes() == count:
-            return part
         offset = part.data_ptr() - self.address
-        if not 0 <= offset <= self.size - count:  # a part of a private copy
-            return part.clone()
+        if not 0 <= offset <= self.size - count:  # a copy, or a part of one
+            return part if part.untyped_storage().nbytes() == count else part.clone()
         return self.tensor(offset, count).view(part.dtype).as_strided(part.shape, part.stride())
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is memory of this file."""
         end = self.address + self.size
-        return tensor.device.type == self._device.type and self.address <= tensor.data_ptr() < end
+        return tensor.device.type == self.device.type and self.address <= tensor.data_ptr() < end
+
+
+def read_only_on_gpus() -> list[str]:
+    """Return the files on GPUs that this program may not write to."""
+    with _lock:
+        return sorted({file.counts.path for file in _files if file.mode == READ and file.device.type != "cpu"})
+
+
+class _Share:
+    """What a tensor in place keeps alive, so that the report knows of it."""
+
+    __slots__ = ("_file", "_number")
+
+    def __init__(self, file: FileMemory, nbytes: int) -> None:
+        self._file = file
+        self._number = file.counts.take(nbytes)
+
+    def __del__(self) -> None:
+        self._file.counts.drop(self._number)
 
 
 def file_of(tensor: torch.Tensor) -> FileMemory | None:

@@ -31,6 +31,7 @@ def _private(value: Tensor) -> Tensor:
         return value
     copy = value.detach().clone()
     vars(copy).update(vars(value))  # marks that libraries set
+    file.counts.copied("buffer", copy.nbytes)
     return copy
 
 
@@ -41,9 +42,14 @@ def copying_buffers(set_tensor: Callable[..., None]) -> Callable[..., None]:
     def set_module_tensor_to_device(
         module: torch.nn.Module, tensor_name: str, device: Any, value: Any = None, *rest: Any, **named: Any
     ) -> None:
-        owner, _, name = tensor_name.rpartition(".")
-        if isinstance(value, torch.Tensor) and name in module.get_submodule(owner)._buffers:
+        prefix, _, name = tensor_name.rpartition(".")
+        owner = module.get_submodule(prefix)
+        file = file_of(value) if isinstance(value, torch.Tensor) else None
+        if name in owner._buffers:
             value = _private(value)
         set_tensor(module, tensor_name, device, value, *rest, **named)
+        made = getattr(owner, name)
+        if file is not None and name in owner._parameters and not made.is_meta:
+            file.counts.became(value.dtype, value.device, made)
 
     return set_module_tensor_to_device

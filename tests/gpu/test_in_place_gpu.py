@@ -69,6 +69,23 @@ def json_of(*words: str | Path) -> Any:
     return json.loads(subprocess.run([*GPUFS, *words, "--json"], check=True, capture_output=True).stdout)
 
 
+def test_a_write_to_read_only_weights_explains_itself(gpu: GpufsMount) -> None:
+    """torch raises the GPU's error in a later call. The line after it names the file."""
+    path = gpu.device / "model.safetensors"
+    gpufs.torch.publish({"weight": torch.ones(1000, 1000)}, path)
+    program = """
+import sys, safetensors.torch, torch
+weight = safetensors.torch.load_file(sys.argv[1], device="cuda:0")["weight"]
+weight.add_(1)
+torch.cuda.synchronize()
+"""
+    for mode, code in (("r", 1), ("c", 0)):
+        command = [*GPUFS, "run", "--mode", mode, sys.executable, "-c", program, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert (f"gpufs: a write to the weights may be the cause: {path}" in done.stderr) == bool(code)
+
+
 def test_publishing_nothing_leaves_a_pool_alone(gpu: GpufsMount) -> None:
     path = gpu.device / "model.safetensors"
     pool = gpufs.torch.pool(path, 1 << 20)

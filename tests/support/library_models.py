@@ -1,6 +1,6 @@
 """A program that knows nothing of gpufs: it loads small models with several libraries, and prints what they compute.
 
-Usage: PROGRAM make DIR, which writes the models, or PROGRAM use DIR.
+Usage: PROGRAM make DIR, which writes the models, PROGRAM use DIR, or PROGRAM merge DIR.
 """
 
 import importlib.util
@@ -100,8 +100,17 @@ def use(folder: Path) -> dict[str, Any]:
     return found
 
 
+def merge(folder: Path) -> list[Any]:
+    """Merge an adapter into the weights that were loaded."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    merged: Any = peft.PeftModel.from_pretrained(model, str(folder / "adapter"))
+    return [merged.merge_and_unload()(TOKENS).logits.sum().item()]
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]))
+    elif sys.argv[1] == "merge":
+        print(json.dumps(merge(Path(sys.argv[2]))))
     else:
         print(json.dumps(use(Path(sys.argv[2]))))
