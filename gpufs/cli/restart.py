@@ -21,8 +21,8 @@ def command(mountpoints: tuple[str, ...], every: bool, timeout: float) -> int:
     """Serve MOUNTPOINT by a new daemon of the installed version.
 
     Files, names, open files and attached memory stay as they are; programs wait for a moment. Refused before anything
-    stops if the mount does not survive its daemon, or if the installed version cannot continue it. Where daemons fail one
-    after the other, the next one waits for up to a minute: this command starts it now.
+    stops if the mount does not survive its daemon, or if the installed version cannot continue it. Where daemons fail
+    one after the other, the next one waits for up to a minute: this command starts it now.
     """
 
     def work(mountpoint: str) -> None:
