@@ -21,8 +21,8 @@
 //   RELEASED handles   Files that were closed while the keeper answered the kernel's requests.
 //   READY time         That was all. The time is when the death was noticed, in nanoseconds of CLOCK_MONOTONIC.
 //
-// A daemon that has answered requests is replaced at once. After one that has died before, or soon after twenty in a row,
-// the keeper waits: a second, and twice as long each time, up to a minute. In a long pause it answers the kernel's
+// A daemon that has answered requests is replaced at once. After one that has died before, or soon after twenty in a
+// row, the keeper waits: a second, and twice as long each time, up to a minute. In a long pause it answers the kernel's
 // requests with EIO, so that programs do not hang, and that a request that the daemon dies of goes away. SIGUSR1 ends
 // the pause. A memfd with the name gpufs-keeper-state has lines for `gpufs status`: how many daemons have failed, when
 // the next one starts (nanoseconds of CLOCK_MONOTONIC; 0: not by itself), and what the last one died of.
