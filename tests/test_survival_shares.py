@@ -1,4 +1,4 @@
-"""What one plain user can take of what another daemon needs to continue a mount: descriptors, the journal's memory."""
+"""What one plain user can take of what the next daemon needs: descriptors, and the journal's memory."""
 
 from __future__ import annotations
 

@@ -380,16 +380,20 @@ class Serving:
         self._stop_serving()
 
     async def _watch_flags(self) -> None:
-        """Follow a remount, which may change which reads set access times. Return at the next change of any mount."""
+        """Follow a remount, which may change which reads set access times. Return after a change of any mount."""
         with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - never waits
             changes = select.poll()
             changes.register(mountinfo, select.POLLPRI)
-            now = mounting.entry_with(self.entry.identity)
-            if now is not None and now.flags != self._flags:
-                mountpoint.set_access_times(self.mount, now.flags)
-                self._flags = now.flags
+            self._follow_flags()
             # Abandoned at the end: unmounting wakes the thread up.
             await threads.run(changes.poll, abandon_on_cancel=True)
+            self._follow_flags()  # at once: the pause that comes next is for many changes one after the other
+
+    def _follow_flags(self) -> None:
+        now = mounting.entry_with(self.entry.identity)
+        if now is not None and now.flags != self._flags:
+            mountpoint.set_access_times(self.mount, now.flags)
+            self._flags = now.flags
 
     async def _watch_end(self) -> None:
         await trio.lowlevel.wait_readable(self.mount.ended_fd)

@@ -21,8 +21,8 @@
 //   RELEASED handles   Files that were closed while the keeper answered the kernel's requests.
 //   READY time         That was all. The time is when the death was noticed, in nanoseconds of CLOCK_MONOTONIC.
 //
-// A daemon that has answered requests is replaced at once. After one that has died before, or soon for the fourth time,
-// the keeper waits: a second, and twice as long each time, up to a minute. In a long pause it answers the kernel's
+// A daemon that has answered requests is replaced at once. After one that has died before, or soon after twenty in a
+// row, the keeper waits: a second, and twice as long each time, up to a minute. In a long pause it answers the kernel's
 // requests with EIO, so that programs do not hang, and that a request that the daemon dies of goes away. SIGUSR1 ends
 // the pause. A memfd with the name gpufs-keeper-state has lines for `gpufs status`: how many daemons have failed, when
 // the next one starts (nanoseconds of CLOCK_MONOTONIC; 0: not by itself), and what the last one died of.
@@ -80,8 +80,8 @@ constexpr std::uint64_t kConnection = 1;  // the key of /dev/fuse
 constexpr int kDaemonSocket = 3;          // the number of a new daemon's end
 constexpr std::int32_t kNotifyResend = 7;
 constexpr std::size_t kRequestBytes = std::size_t{17} << 20;  // the largest WRITE of a mount, and its header
-constexpr auto kBriefly = std::chrono::seconds(2);        // a daemon that has answered for longer counts as a good one
-constexpr unsigned kBriefAtOnce = 3;                      // so many others are replaced at once, too
+constexpr auto kBriefly = std::chrono::seconds(1);        // a daemon that has answered for longer counts as a good one
+constexpr unsigned kBriefAtOnce = 20;                     // so many others are replaced at once, too
 constexpr auto kLongestPause = std::chrono::seconds(60);  // before a start
 constexpr auto kRefusesFrom = std::chrono::seconds(4);    // in pauses of this length requests are answered with EIO
 constexpr int kLookMilliseconds = 20;                     // between looks at a daemon that has closed its socket

@@ -74,12 +74,12 @@ TEST_P(BufferFaultsTest, MovingOutOfASlotFails) {
   EXPECT_EQ(buffer->write(300, pattern(kMiB, 2)).error(), EIO);  // to memory of its own
   plan->copy_within.at(1);
   EXPECT_EQ(buffer->lease(true, false, "").error(), EIO);
-  plan->populate.at(1, 1, ENOSPC);
+  plan->populate.at(1, 10, ENOSPC);
   EXPECT_EQ(buffer->write(300, pattern(kMiB, 2)).error(), ENOSPC);
   plan->populate.clear();
   plan->sharing.at(1, 1, EOPNOTSUPP);
   EXPECT_EQ(buffer->lease(true, true, "").error(), EOPNOTSUPP);
-  plan->populate.at(1, 1, ENOSPC);
+  plan->populate.at(1, 10, ENOSPC);
   EXPECT_EQ(buffer->lease(true, true, "").error(), ENOSPC);
   plan->populate.clear();
   expect_unchanged();

@@ -57,8 +57,9 @@ class BufferFixture : public ::testing::Test {
     return made.take();
   }
 
+  // Without what the device has as soon as it is needed: slabs that are kept without files.
   std::uint64_t used(std::size_t device = 0) {
-    const MemoryInfo memory = contexts.at(device)->device().memory().take();
+    const MemoryInfo memory = contexts.at(device)->memory().take();
     return memory.total_bytes - memory.free_bytes;
   }
 

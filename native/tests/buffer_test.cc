@@ -168,6 +168,25 @@ TEST_F(BufferTest, SmallFilesMoveOutWhenTheyGrow) {
   EXPECT_TRUE(all_zero(contents(*buffer, 10, 9 * kMiB - 10)));
 }
 
+TEST_F(BufferTest, OneFileAfterTheOtherTakesTheSameSlabs) {
+  start(16 * kMiB, 65536);
+  const auto data = pattern(65536, 1);
+  const auto grow = [&] {
+    const auto buffer = make();
+    for (std::size_t bytes = 512; bytes <= data.size(); bytes *= 2) write(*buffer, 0, std::span(data).first(bytes));
+    EXPECT_EQ(contents(*buffer), data);
+  };
+  grow();
+  expect_nothing_left();
+  const int before = plan->populate.calls();
+  for (int files = 0; files < 10; ++files) grow();
+  EXPECT_EQ(plan->populate.calls(), before);
+  // A full device gets their memory.
+  const auto large = make();
+  write(*large, 0, pattern(16 * kMiB, 2));
+  EXPECT_EQ(contents(*large), pattern(16 * kMiB, 2));
+}
+
 TEST_F(BufferTest, MovingOutWaitsForWritersAndLosesNothing) {
   start(64 * kMiB, 65536);
   const auto buffer = make();

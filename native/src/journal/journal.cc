@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <bitset>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -421,10 +422,12 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
     release(offset);
     return true;
   });
-  std::set<std::size_t> size_classes;  // that have fewer values now
-  for (const std::uint64_t offset : obsolete) size_classes.insert(block(offset).size_class);
+  std::bitset<kSizeClasses> smaller;  // the size classes that have fewer values now
+  for (const std::uint64_t offset : obsolete) smaller.set(block(offset).size_class);
   commit(fresh, obsolete);
-  for (const std::size_t size_class : size_classes) compact(size_class);
+  for (std::size_t size_class = 0; size_class < kSizeClasses; ++size_class) {
+    if (smaller[size_class]) compact(size_class);
+  }
 
   under_way_.erase(under_way_.find(began));
   const std::uint64_t oldest = under_way_.empty() ? UINT64_MAX : *under_way_.begin();

@@ -76,6 +76,7 @@ void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {
   memory.reset();
   charge().settle(0);
   charge().release_addresses(address_bytes_);
+  device()->reclaim().released();  // on the host driver it counted as memory of the device
   {
     const std::lock_guard lock(mutex_);
     gone_ = true;

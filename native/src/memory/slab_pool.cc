@@ -27,7 +27,8 @@ SlabPool::SlabPool(DeviceContext& context, std::uint64_t largest)
       granule_(context.info().granule),
       largest_(largest),
       free_slabs_(class_for(largest) + 1),
-      free_slots_(free_slabs_.size()) {}
+      free_slots_(free_slabs_.size()),
+      spares_(free_slabs_.size()) {}
 
 SlabPool::~SlabPool() = default;  // every slot keeps the pool, so all are back
 
@@ -64,7 +65,13 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
       if (!may_add_slab) return Status(ENOSPC, "no slot of that size is free");
       if (Status added = add_slab(size_class, wait); !added.ok()) return added;
     }
-    const std::uint64_t offset = *candidates.begin();
+    auto chosen = candidates.begin();
+    if (spares_[size_class] == *chosen && candidates.size() > 1) ++chosen;
+    const std::uint64_t offset = *chosen;
+    if (spares_[size_class] == offset) {
+      spares_[size_class].reset();
+      context_.account(static_cast<std::int64_t>(granule_));
+    }
     Slab& slab = slabs_.at(offset);
     used_before = !slab.returned.empty();
     const std::size_t index = used_before ? slab.returned.back() : slab.fresh;
@@ -173,13 +180,28 @@ void SlabPool::put_back(std::uint64_t offset, std::size_t index) {
     count_free(slab.size_class, 1);
   }
   if (slab.returned.size() < slab.fresh) return;
+  if (!slab.emptying && !spares_[slab.size_class]) {
+    spares_[slab.size_class] = offset;
+    context_.account(-static_cast<std::int64_t>(granule_));
+    context_.reclaim().released();
+    return;
+  }
   if (!slab.emptying) {
     candidates.erase(offset);
     count_free(slab.size_class, -static_cast<std::ptrdiff_t>(slots(slab)));
   }
+  release_slab(offset);
+}
+
+void SlabPool::release_slab(std::uint64_t offset) {
+  std::optional<std::uint64_t>& spare = spares_[slabs_.at(offset).size_class];
+  if (spare == offset) {
+    spare.reset();
+  } else {
+    context_.account(-static_cast<std::int64_t>(granule_));
+  }
   slabs_.erase(offset);
   memory_->release(offset, granule_);
-  context_.account(-static_cast<std::int64_t>(granule_));
   context_.reclaim().released();
 }
 
@@ -219,6 +241,7 @@ void SlabPool::reopen(std::uint64_t offset) {
   const auto found = slabs_.find(offset);
   if (found == slabs_.end()) return;  // it has been freed
   Slab& slab = found->second;
+  if (slab.returned.size() == slab.fresh) return release_slab(offset);
   slab.emptying = false;
   if (free_slots(slab) == 0) return;
   free_slabs_[slab.size_class].insert(offset);

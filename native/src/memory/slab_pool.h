@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <vector>
@@ -78,6 +79,8 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   Status add_slab(std::size_t size_class, Wait wait);
   void put_back(std::uint64_t slab, std::size_t index);
   // The rest needs mutex_, too.
+  // Without files: its memory goes back to the device.
+  void release_slab(std::uint64_t offset);
   [[nodiscard]] std::size_t slots(const Slab& slab) const;
   [[nodiscard]] std::size_t free_slots(const Slab& slab) const;
   // So many slots more, or fewer, are free in slabs that are not being emptied. Reports to the context what compact()
@@ -100,6 +103,9 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   std::map<std::uint64_t, Slab> slabs_;              // by offset in the memory
   std::vector<std::set<std::uint64_t>> free_slabs_;  // by size class: slabs with a free slot, filled from the lowest
   std::vector<std::size_t> free_slots_;              // by size class, in these slabs
+  // By size class: a slab without files, kept for the next one. A file that grows through the sizes would else take a
+  // granule for each. It counts as free memory, and compact() releases it.
+  std::vector<std::optional<std::uint64_t>> spares_;
 
   std::mutex compact_mutex_;  // one compact() at a time; taken before the mutexes of buffers
 };

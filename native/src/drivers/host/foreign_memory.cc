@@ -93,7 +93,10 @@ class SharedFile final : public ForeignMapping {
  private:
   // No data above the offset, or a file that has become shorter: the end of the memory.
   [[nodiscard]] std::uint64_t seek(std::uint64_t offset, int whence) const {
-    const off_t found = ::lseek(file_.get(), static_cast<off_t>(start_ + offset), whence);
+    // The program shares the position of its descriptor, which must stay.
+    const UniqueFd own(::open(("/proc/self/fd/" + std::to_string(file_.get())).c_str(), O_RDONLY | O_CLOEXEC));
+    if (!own.valid()) return whence == SEEK_DATA ? offset : end_ - start_;  // all of it is data
+    const off_t found = ::lseek(own.get(), static_cast<off_t>(start_ + offset), whence);
     return (found < 0 ? end_ : static_cast<std::uint64_t>(found)) - start_;
   }
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -23,6 +24,9 @@ namespace {
 
 // A signal makes fallocate(2) of a memfd undo all its work. In steps, a signal costs one step only.
 constexpr std::uint64_t kAllocateStep = std::uint64_t{256} << 20;
+
+// In place of the bytes that the keeper's descriptor is of, which is of all: other programs may write to the memory.
+constexpr std::uint64_t kShared = 1;
 
 int retrying_fallocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) {
   while (::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
@@ -41,10 +45,10 @@ HostFile::HostFile(UniqueFd fd, std::shared_ptr<Ledger> limit, std::shared_ptr<S
                    std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number, std::uint64_t key)
     : keeper_(std::move(keeper)),
       number_(number),
-      key_(key),
       fd_(std::move(fd)),
       limit_(std::move(limit)),
-      all_shared_(std::move(shared)) {}
+      all_shared_(std::move(shared)),
+      key_(key) {}
 
 HostFile::~HostFile() {
   if (number_ != 0) keeper_->drop(key_);
@@ -77,15 +81,20 @@ Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limi
                                                     std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
                                                     std::span<const Extent> populated) {
   std::vector<MemoryKeeper::Piece> kept = keeper->take(number);
-  if (kept.size() != 1) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
+  if (kept.empty()) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
+  std::ranges::sort(kept, std::ranges::greater(), &MemoryKeeper::Piece::bytes);  // share() may have been interrupted
+  for (std::size_t i = 1; i < kept.size(); ++i) keeper->drop(kept[i].key);
   const std::shared_ptr<HostFile> file(new HostFile(std::move(kept.front().descriptor), std::move(limit),
                                                     std::move(shared), std::move(keeper), number, kept.front().key));
   for (const auto& [offset, bytes] : populated) {
     if (!file->limit_->take(bytes)) return Status(ENOSPC, "the device has become smaller than its files");
     for (std::uint64_t granule = offset; granule < offset + bytes; granule += kHostGranule) file->own_.insert(granule);
   }
-  file->share();  // other programs may have it still
-  file->release_foreign();
+  if (kept.front().bytes == kShared) {  // other programs may have it still
+    file->shared_ = true;
+    file->all_shared_->add(file);
+    file->release_foreign();
+  }
   return file;
 }
 
@@ -123,6 +132,10 @@ void HostFile::share() {
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(shared_, true)) return;
+    if (number_ != 0) {  // the next process must know
+      const std::uint64_t fresh = keeper_->hold(number_, 0, kShared, fd());
+      keeper_->drop(std::exchange(key_, fresh));
+    }
   }
   all_shared_->add(weak_from_this());
 }

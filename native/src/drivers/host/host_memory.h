@@ -63,13 +63,13 @@ class HostFile : public std::enable_shared_from_this<HostFile> {
 
   const std::shared_ptr<MemoryKeeper> keeper_;
   const std::uint64_t number_;  // 0: not kept
-  const std::uint64_t key_;     // of its descriptor
   const UniqueFd fd_;
   const std::shared_ptr<Ledger> limit_;
   const std::shared_ptr<SharedHostFiles> all_shared_;
 
   std::mutex mutex_;  // guards all below; held over changes of the file's memory
   bool shared_ = false;
+  std::uint64_t key_;            // of its descriptor
   std::set<std::uint64_t> own_;  // offsets of the buffer's granules, which are charged
 };
 
