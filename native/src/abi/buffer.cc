@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -46,11 +47,12 @@ gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint
     for (;;) {
       // In this order: memory that is no longer expected is free for others.
       const std::uint64_t seen = reclaim.release_count();
-      if (reclaim.expected_bytes() == 0 || std::chrono::steady_clock::now() >= deadline) return {};
+      const std::optional<Reclaim::TimePoint> until = reclaim.expected_until();
+      if (!until || std::chrono::steady_clock::now() >= deadline) return {};
       const Result<MemoryInfo> memory = device.memory();
       if (!memory.ok()) return memory.status();
       if (std::min(memory.value().free_bytes, found.charge().available()) >= bytes) return {};
-      reclaim.wait_for_release(seen, deadline);
+      reclaim.wait_for_release(seen, std::min(deadline, *until));
     }
   });
 }
