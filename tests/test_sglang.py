@@ -235,6 +235,15 @@ def test_engines_share_weights(servers: Servers[Outcome]) -> None:
     assert servers.published() == [published]
 
 
+def test_a_published_checkpoint_is_freed(servers: Servers[Outcome]) -> None:
+    """With keep_checkpoint=false the model's files keep their headers alone, and later engines need no more."""
+    expected = servers.start(load_format="auto").tokens
+    assert servers.start(extra={"keep_checkpoint": False}).tokens == expected
+    assert all(file.stat().st_size < MIB for file in servers.model.glob("*.safetensors"))
+    assert servers.start().tokens == expected
+    assert len(servers.published()) == 1
+
+
 def test_keeps_weights_apart(servers: Servers[Outcome]) -> None:
     """Another dtype has weights of its own, also under the other's name; damaged ones are replaced."""
     other = {"dtype": "float32"}

@@ -15,6 +15,7 @@ from typing import Any
 
 from gpufs.formats import FormatError
 from gpufs.formats.safetensors import (
+    DATA_ALIGNMENT,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     RELEASED_KEY,
@@ -112,11 +113,11 @@ def _identity(path: str) -> list[Any]:
 
 def _identity_before(path: str) -> list[Any] | None:
     """Return the identity that a file had before it freed its tensors; None if it has them."""
-    if os.stat(path).st_size > LENGTH_BYTES + MAX_HEADER_BYTES:
-        return None
+    size = os.stat(path).st_size
+    if size % DATA_ALIGNMENT or size > LENGTH_BYTES + MAX_HEADER_BYTES:
+        return None  # as of nearly all files with tensors: these are not read
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
             length = header_bytes(file.read(LENGTH_BYTES), size)
             if LENGTH_BYTES + length < size:
                 return None

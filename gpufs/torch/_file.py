@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
-from gpufs.torch._alignment import misplaced
+from gpufs.torch._alignment import ALIGNMENT, misplaced
 from gpufs.torch._memory import FileMemory
 from gpufs.torch._program_report import program
 from gpufs.torch._record import TensorRecord, parse_records, span
@@ -42,6 +43,7 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     if hasattr(torch, torch_name := _PACKED.get(name, element.name))
 }
 _NO_RECORD = TensorRecord()
+_log: Final = logging.getLogger("gpufs")
 
 
 def stored_elements(dtype: str) -> int:
@@ -54,8 +56,9 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
+        placement = file_placement(self.path)
         try:
-            memory = FileMemory(attach(self.path, mode=mode, placement=file_placement(self.path)))
+            memory = FileMemory(attach(self.path, mode=mode, placement=placement))
         except OSError as error:
             raise link_error(error, self.path) from None
         self.private = memory.private
@@ -71,9 +74,16 @@ class TensorFile:
             self._check_records()
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
+        aligned = placement is None or (memory.address - placement) % ALIGNMENT == 0
+        if not aligned:
+            _log.warning(
+                "%s: its tensors are not aligned, which makes computing slower: another program uses the file's memory as "
+                "it lies, or the device is full",
+                self.path,
+            )
         # With r+ a change must reach the file.
-        address = memory.address + self._start
-        self._misplaced = frozenset() if mode == "r+" else misplaced(self._entries, self._start, address)
+        copies = aligned and mode != "r+"
+        self._misplaced = misplaced(self._entries, memory.address + self._start) if copies else frozenset()
         # The bytes that several tensors lie in, by their name in the header: such tensors share a storage.
         self._in_several = {self._owner(name) for name, record in self.records.items() if record.same_as is not None}
         self._shared: dict[str, torch.Tensor] = {}

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from support.mounting import REPOSITORY, GpufsMount
+from support.surviving import Survivor
 
 Outcome = TypeVar("Outcome")
 
@@ -30,7 +31,7 @@ class Servers(Generic[Outcome]):
     outcome: type[Outcome]
     python: Path
     environment: Mapping[str, str]
-    mount: GpufsMount
+    mount: GpufsMount | Survivor
     model: Path
     scratch: Path
     log: str = ""
@@ -73,25 +74,66 @@ def python_path(folder: Path, group: str, program: str, *plugins: str) -> str:
     return os.pathsep.join(map(str, (package.parent, REPOSITORY, REPOSITORY / "tests")))
 
 
-def make_model(folder: Path, seed: int, width: int = 512) -> int:
-    """Writes a small random model; returns the bytes of its weights."""
+def make_model(folder: Path, seed: int, width: int = 512, layers: int = 6, shards: str = "20MB") -> int:
+    """Writes a random model, small by default; returns the bytes of its weights. shards: the largest size of a file."""
     import transformers
 
-    torch.manual_seed(seed)
-    config = transformers.Qwen3Config(
-        vocab_size=4 * width,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=6,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 128,
-        head_dim=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
+    config = transformers.Qwen3Config(**_form(width, layers), intermediate_size=3 * width)
+    return _write(transformers.Qwen3ForCausalLM, config, folder, seed, shards)
+
+
+def make_experts(folder: Path, seed: int, width: int = 512) -> int:
+    """Writes a small random mixture of 8 experts, of which each token has 2."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        **_form(width, layers=4),
+        intermediate_size=width,
+        moe_intermediate_size=width // 2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
     )
-    module: Any = transformers.Qwen3ForCausalLM(config).bfloat16()
-    module.save_pretrained(folder, max_shard_size="20MB")
+    return _write(transformers.Qwen3MoeForCausalLM, config, folder, seed, "20MB")
+
+
+def _form(width: int, layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 4 * width,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 128,
+        "head_dim": 64,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+
+
+def _write(kind: Any, config: Any, folder: Path, seed: int, shards: str) -> int:
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        module = kind(config).bfloat16()
+    module.save_pretrained(folder, max_shard_size=shards)
     return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def quantise_to_fp8(folder: Path, target: Path) -> None:
+    """Writes a model with the linear layers' weights in FP8 and one scale for each of them, a scalar."""
+    target.mkdir()
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            if name.endswith("proj.weight"):
+                scale = tensor.float().abs().max() / torch.finfo(torch.float8_e4m3fn).max
+                tensors[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale"] = scale
+            else:
+                tensors[name] = tensor
+    safetensors.torch.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    quantisation = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
 
 
 def quantise_model(folder: Path, target: Path) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +18,11 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 class Settings(NamedTuple):
-    """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings."""
+    """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings.
+
+    stops: a folder. Before "load", "generate" and "end" the engine creates a file of that name there, and waits for
+    "NAME-go".
+    """
 
     model: str
     load_format: str = "gpufs"
@@ -23,15 +30,25 @@ class Settings(NamedTuple):
     onednn: bool = False
     attempts: tuple[str, ...] = ()
     options: dict[str, Any] = {}  # noqa: RUF012  not changed
+    stops: str | None = None
 
 
 class Outcome(NamedTuple):
-    """private_bytes: memory of this process alone. external_bytes: what the loader says about shared weights."""
+    """private_bytes: memory of this process alone. external_bytes: what the loader says about shared weights.
+
+    start_seconds: until the engine is there. load_seconds: of loading the model alone, which takes own_bytes of this
+    process' memory (torch's on a GPU) and device_bytes of the whole device's. log: what the plug-in says.
+    """
 
     tokens: list[int]
     private_bytes: int
     external_bytes: int
     errors: list[str]
+    start_seconds: float
+    load_seconds: float
+    own_bytes: int
+    device_bytes: int
+    log: list[str]
 
 
 def main() -> None:
@@ -45,6 +62,9 @@ def main() -> None:
     if not settings.onednn:
         operations._supports_onednn = False
     gpufs.integrations.vllm.register()
+    log: list[str] = []
+    loads = measure_loads(settings.stops, PluginLog(log))
+    start = time.perf_counter()
     llm = LLM(
         model=settings.model,
         load_format=settings.load_format,
@@ -54,16 +74,78 @@ def main() -> None:
         max_model_len=64,
         **{"dtype": "bfloat16", **settings.options},
     )
+    start_seconds = time.perf_counter() - start
+    stop(settings.stops, "generate")
     (output,) = llm.generate(
         [{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=16, detokenize=False), use_tqdm=False
     )
     ctypes.CDLL(None).malloc_trim(0)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    private = private_bytes()
     config = llm.llm_engine.vllm_config
     external = get_model_loader(config.load_config).get_external_weight_memory(config)
     errors = [try_to(attempt, llm) for attempt in settings.attempts]
-    outcome = Outcome(list(output.outputs[0].token_ids), int(status["RssAnon"].split()[0]) << 10, external, errors)
+    stop(settings.stops, "end")
+    load = loads[0] if loads else (0.0, 0, 0)  # none where ranks are processes of their own
+    outcome = Outcome(list(output.outputs[0].token_ids), private, external, errors, start_seconds, *load, log)
     print(json.dumps(outcome._asdict()), file=sys.__stdout__, flush=True)
+
+
+class PluginLog(logging.Handler):
+    """Collects what the plug-in logs."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "vllm.gpufs":
+            self._lines.append(record.getMessage())
+
+
+def measure_loads(stops: str | None, log: logging.Handler) -> list[tuple[float, int, int]]:
+    """Returns a list that gets seconds, own_bytes and device_bytes of each load of a model. log: of the loads."""
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    on_gpu = torch.cuda.is_available()
+    loads: list[tuple[float, int, int]] = []
+    load_model = Worker.load_model
+
+    def memory() -> tuple[int, int]:
+        if not on_gpu:
+            return private_bytes(), 0
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.memory_allocated(), total - free
+
+    def measured(self: Any, **named: Any) -> None:
+        stop(stops, "load")
+        own, device = memory()
+        logging.getLogger("vllm").addHandler(log)  # vLLM has configured its loggers by now, and removed all handlers
+        start = time.perf_counter()
+        load_model(self, **named)
+        seconds = time.perf_counter() - start
+        after = memory()
+        loads.append((seconds, after[0] - own, after[1] - device))
+
+    Worker.load_model = measured
+    return loads
+
+
+def private_bytes() -> int:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
+
+
+def stop(folder: str | None, name: str) -> None:
+    if folder is None:
+        return
+    Path(folder, name).touch()
+    for _ in range(6000):
+        if os.path.exists(f"{folder}/{name}-go"):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"nothing created {folder}/{name}-go")
 
 
 def try_to(attempt: str, llm: Any) -> str:
