@@ -16,7 +16,7 @@ def misplaced(entries: Mapping[str, HeaderEntry], address: int) -> frozenset[str
     """Return the tensors that are worth a copy at an aligned address.
 
     A file lies in memory where most bytes of its tensors are aligned. Some follow tensors of odd sizes and cannot be
-    aligned together with the others. The smallest of those are copied, up to 16 MiB in sum, so that few tensors are left.
+    aligned together with the others. The smallest of those are copied, up to 16 MiB in sum, so that few are left.
 
     Parameters
     ----------

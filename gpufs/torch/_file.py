@@ -77,8 +77,8 @@ class TensorFile:
         aligned = placement is None or (memory.address - placement) % ALIGNMENT == 0
         if not aligned:
             _log.warning(
-                "%s: its tensors are not aligned, which makes computing slower: another program uses the file's memory as "
-                "it lies, or the device is full",
+                "%s: its tensors are not aligned, which makes computing slower: another program uses the file's memory "
+                "as it lies, or the device is full",
                 self.path,
             )
         # With r+ a change must reach the file.
