@@ -10,13 +10,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
+import safetensors.torch
+import torch
 from support.cli import gpufs as command
 
-torch = pytest.importorskip("torch")
-safetensors_torch = pytest.importorskip("safetensors.torch")
-
-import gpufs.torch  # noqa: E402
+import gpufs.torch
 
 pytestmark = pytest.mark.driver
 
@@ -29,7 +29,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 def with_header(path: Path, phase: int) -> None:
     """Write a file whose data begins at this remainder of 256, as a writer with other metadata would."""
-    safetensors_torch.save_file(weights(), path, metadata={"format": "pt"})
+    safetensors.torch.save_file(weights(), path, metadata={"format": "pt"})
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length].rstrip(), content[8 + length :]
@@ -89,7 +89,6 @@ def test_most_bytes_are_aligned_where_not_all_can_be(root: Path) -> None:
 
 @pytest.mark.parametrize("form", ["torch.save", "npz", "npy"])
 def test_other_formats_are_aligned_too(form: str, root: Path, host: Path) -> None:
-    numpy = pytest.importorskip("numpy")
     tensor = torch.randn(300, 64)
     source = host / "source"
     if form == "torch.save":
