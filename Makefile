@@ -47,6 +47,7 @@ test-gpu:
 
 bench-gpu:
 	@scripts/bench-gpu
+	@.venv/bin/python bench/gpu/programs.py
 
 wheel: build
 	@scripts/wheel

@@ -16,7 +16,7 @@ from errno import EBUSY
 from pathlib import Path
 
 import pytest
-from support.attaching import wait_for_leases
+from support.attaching import Attacker, wait_for_leases
 from support.cli import gpufs as command
 from support.data import KIB, MIB, noise
 from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
@@ -25,6 +25,8 @@ from support.processes import PATIENCE, wait_until
 from support.surviving import mounted
 
 import gpufs
+from gpufs import protocol
+from gpufs.syscalls import close_all
 
 pytestmark = pytest.mark.driver
 
@@ -156,6 +158,23 @@ def test_memory_in_use_does_not_move(file: Path) -> None:
             os.truncate(file, MIB)
         assert refused.value.errno == EBUSY
     assert placement_of(file, 32) == 32
+
+
+def test_who_may_only_read_moves_a_file_once(file: Path, shared_mount: GpufsMount, driver: str) -> None:
+    """Each move makes all others wait."""
+    file.write_bytes(noise(5 * MIB))
+    with Attacker((shared_mount.path / ".gpufs" / "socket").read_text().strip()) as client:
+        client.greet()
+        found = []
+        for number, (flags, wanted) in enumerate(((os.O_RDONLY, 8), (os.O_RDONLY, 16), (os.O_RDWR, 24)), 1):
+            fd = os.open(file, flags)
+            answer, received = client.ask(protocol.Attach(number, "r", wanted), [fd])
+            close_all([fd, *received])
+            found.append((answer["private"], answer["placement"]))
+            client.ask(protocol.Detach(number))
+    reader = (driver != "host", 8)
+    second = (True, 16) if reader[0] else (False, 8)  # a private copy is the reader's own
+    assert found == [reader, second, (False, 24)]
 
 
 @pytest.mark.parametrize("wrong", [-8, 256, 3.5, "8"])

@@ -11,6 +11,7 @@ Needs torch and transformers. The model has random weights in the form of Qwen3-
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -88,6 +89,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each way runs (default: 3)")
     parser.add_argument("--tokens", default="512,2048,8192", help="lengths of the forward passes")
     args = parser.parse_args()
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        return print(f"whole programs are left out: {', '.join(missing)} is not installed")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch, mounted(Path(scratch) / "mount") as device:
         model = Path(scratch) / "model"
         subprocess.run([sys.executable, PROGRAM, model, "--make", str(args.layers)], check=True)

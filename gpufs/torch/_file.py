@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from gpufs._naming import named_in
-from gpufs.client._attach import attach
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
-from gpufs.formats.placement import file_placement
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -26,7 +23,7 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
-from gpufs.torch._alignment import ALIGNMENT, misplaced
+from gpufs.torch._alignment import misplaced
 from gpufs.torch._memory import FileMemory
 from gpufs.torch._program_report import program
 from gpufs.torch._record import TensorRecord, parse_records, span
@@ -43,7 +40,6 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     if hasattr(torch, torch_name := _PACKED.get(name, element.name))
 }
 _NO_RECORD = TensorRecord()
-_log: Final = logging.getLogger("gpufs")
 
 
 def stored_elements(dtype: str) -> int:
@@ -56,9 +52,8 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
-        placement = file_placement(self.path)
         try:
-            memory = FileMemory(attach(self.path, mode=mode, placement=placement))
+            memory = FileMemory.attach(self.path, mode)
         except OSError as error:
             raise link_error(error, self.path) from None
         self.private = memory.private
@@ -74,15 +69,8 @@ class TensorFile:
             self._check_records()
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
-        aligned = placement is None or (memory.address - placement) % ALIGNMENT == 0
-        if not aligned:
-            _log.warning(
-                "%s: its tensors are not aligned, which makes computing slower: another program uses the file's memory "
-                "as it lies, or the device is full",
-                self.path,
-            )
         # With r+ a change must reach the file.
-        copies = aligned and mode != "r+"
+        copies = memory.aligned and mode != "r+"
         self._misplaced = misplaced(self._entries, memory.address + self._start) if copies else frozenset()
         # The bytes that several tensors lie in, by their name in the header: such tensors share a storage.
         self._in_several = {self._owner(name) for name, record in self.records.items() if record.same_as is not None}

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import gpufs
 from gpufs._naming import named_in
 from gpufs.formats import FormatError, archives, gguf, layout
 from gpufs.formats.checkpoint import link_error
-from gpufs.formats.placement import file_placement
 from gpufs.modes import Mode
 from gpufs.torch._file import TORCH_DTYPES, Device, load_file
 from gpufs.torch._memory import FileMemory
@@ -29,7 +27,7 @@ class _File:
 
     def __init__(self, path: str, mode: Mode, device: Device) -> None:
         try:
-            self._memory = FileMemory(gpufs.attach(path, mode=mode, placement=file_placement(path)))
+            self._memory = FileMemory.attach(path, mode)
         except OSError as error:
             raise link_error(error, path) from None
         self._device = device

@@ -7,18 +7,25 @@ it one. All of them keep the file attached.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import weakref
+from typing import Final, Self
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpufs.client._array import DeviceArray
+from gpufs.client._attach import attach
 from gpufs.drivers import HOST
 from gpufs.engine import bytes_capsule
-from gpufs.modes import READ
+from gpufs.formats.placement import END, file_placement, placement_of
+from gpufs.modes import COPY_ON_WRITE, READ, Mode
+from gpufs.torch._alignment import ALIGNMENT
 from gpufs.torch._report import loading
 
+_log: Final = logging.getLogger("gpufs")
 _lock = threading.Lock()
 _files: weakref.WeakSet[FileMemory] = weakref.WeakSet()  # those that are attached; guarded by _lock
 
@@ -27,6 +34,7 @@ class FileMemory:
     """The attached memory of one file. It stays attached until this object and all its tensors are gone."""
 
     def __init__(self, array: DeviceArray) -> None:
+        self.aligned = True  # its contents begin where they should
         self.size = array.size
         self.private = array.private
         self.mode = array.mode
@@ -38,6 +46,28 @@ class FileMemory:
         self.counts = loading.opened(array.path)
         with _lock:
             _files.add(self)
+
+    @classmethod
+    def attach(cls, path: str, mode: Mode) -> Self:
+        """Attach a file where its tensors are aligned, as far as others who use it leave that possible."""
+        if mode == COPY_ON_WRITE or not os.access(path, os.W_OK):
+            # It may be a private copy, which is made once: where it begins must be known before.
+            return cls(attach(path, mode=mode, placement=file_placement(path)))
+        array = attach(path, mode=mode)
+        # Read in place: a program that starts again reads nothing through the mount.
+        placement = placement_of(path, array.size, lambda offset, count: array[offset : offset + count].tobytes())
+        if placement is None or array.address % END == placement:
+            return cls(array)
+        array.close()  # its lease would keep the file where it is
+        memory = cls(attach(path, mode=mode, placement=placement))
+        memory.aligned = (memory.address - placement) % ALIGNMENT == 0
+        if not memory.aligned:
+            _log.warning(
+                "%s: its tensors are not aligned, which makes computing slower: another program uses the file's memory "
+                "as it lies, or the device is full",
+                path,
+            )
+        return memory
 
     def tensor(self, offset: int, count: int) -> torch.Tensor:
         """Return ``count`` bytes from ``offset`` on as a tensor that is all of its storage."""

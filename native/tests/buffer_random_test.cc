@@ -243,6 +243,10 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     std::vector<std::byte> found(size);
     ASSERT_OK(file.buffer->device()->device().copy_out(found.data(), file.lease->address(), size));
     ASSERT_TRUE(testing::same_bytes(found, file.bytes));
+    const std::uint64_t before = file.lease->placement();
+    std::vector<std::byte> beside(before);
+    ASSERT_OK(file.buffer->device()->device().copy_out(beside.data(), file.lease->address() - before, before));
+    ASSERT_TRUE(testing::all_zero(beside));
     if (!earlier || earlier->bytes() == 0) return;
     found.resize(earlier->bytes());
     ASSERT_OK(file.buffer->device()->device().copy_out(found.data(), earlier->address(), found.size()));

@@ -170,11 +170,13 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
 
 // A hole of the source: what exists here becomes zeros, what does not stays a hole.
 Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end, Wait wait) {
-  const SnapshotPointer now = current();
-  for (const Extent& extent : inside(now->extents, now->placement + offset, now->placement + end)) {
+  SnapshotPointer now = current();
+  const std::uint64_t first = now->placement;
+  const Extents existing = inside(now->extents, first + offset, first + end);
+  now.reset();  // a shrink waits for its end, with the mutex that a write needs
+  for (const Extent& extent : existing) {
     WritePin target;
-    Status status =
-        acquire_write(extent.offset - now->placement, extent.end() - now->placement, &target, {.wait = wait});
+    Status status = acquire_write(extent.offset - first, extent.end() - first, &target, {.wait = wait});
     if (status.ok()) status = context_->device().zero(target.address(), extent.bytes);
     if (!status.ok()) return status;
   }

@@ -632,7 +632,9 @@ Status ExtentBuffer::restore(const KeptContents& contents) {
   }
   account();
   // While a shift is in progress, its scratch is above the size.
-  return shift_.step != 0 ? Status() : zero_existing(snapshot_->placement + contents.size, UINT64_MAX);
+  if (shift_.step != 0) return {};
+  Status status = zero_existing(0, snapshot_->placement);
+  return status.ok() ? zero_existing(snapshot_->placement + contents.size, UINT64_MAX) : status;
 }
 
 }  // namespace gpufs

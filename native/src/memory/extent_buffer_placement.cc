@@ -91,7 +91,9 @@ Status ExtentBuffer::run_shift() {
     shift_ = {};
   }
   moved_();
-  return zero_existing(to + size, extents.front().end());
+  // Programs that map the memory see what is beside the contents, too.
+  Status status = zero_existing(0, to);
+  return status.ok() ? zero_existing(to + size, extents.front().end()) : status;
 }
 
 Status ExtentBuffer::complete_shift() {
