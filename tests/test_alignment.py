@@ -18,8 +18,6 @@ from support.cli import gpufs as command
 
 import gpufs.torch
 
-pytestmark = pytest.mark.driver
-
 
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
