@@ -1,4 +1,5 @@
-"""Kills a program ten times and starts it again: the weights stay where they are, and no byte of them is loaded.
+"""Kills a program ten times and starts it again: the weights stay where they are. Of the file only the header is
+read, which says what is where.
 
 Usage: python examples/restart.py DIRECTORY [STARTS]     a directory of a mount, for example /mnt/gpufs/gpu0
 """

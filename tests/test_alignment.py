@@ -67,6 +67,19 @@ def test_tensors_are_aligned_with_every_header(root: Path, host: Path) -> None:
         )
 
 
+def test_memory_in_use_stays_and_a_warning_says_so(root: Path, host: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with_header(host / "source", 8)
+    file = root / "held.safetensors"
+    command("cp", host / "source", file)
+    with gpufs.attach(file, "r+", placement=0):
+        held = gpufs.torch.load_file(file)
+        assert held["up"].data_ptr() % 16 == 8
+        assert torch.equal(held["up"].cpu(), weights()["up"])
+        assert [record.levelname for record in caplog.records if str(file) in record.getMessage()] == ["WARNING"]
+        del held
+    assert gpufs.torch.load_file(file)["up"].data_ptr() % 256 == 0
+
+
 def test_most_bytes_are_aligned_where_not_all_can_be(root: Path) -> None:
     """A tensor of odd size puts those behind it at odd addresses."""
     first = {"odd": torch.arange(5, dtype=torch.uint8), "large": torch.ones(4096, dtype=torch.uint8)}

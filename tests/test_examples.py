@@ -23,13 +23,13 @@ def run_example(name: str, *arguments: str | Path) -> str:
 
 
 def test_restart(mount: Mounter) -> None:
-    """A program that starts again loads nothing: not one byte is read from the file."""
+    """A program that starts again loads nothing: only the header of the file is read."""
     device = mount(memory=256 * MIB).device
     lines = run_example("restart.py", device, "2").splitlines()
     assert len(lines) == 3
     found = re.search(r"(\d+) bytes of (\d+)", lines[-1])
     assert found is not None
-    assert int(found[1]) == 0
+    assert int(found[1]) < 2 * 16_384  # two starts
     assert int(found[2]) == (device / "small-model.safetensors").stat().st_size > 10 * MIB
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -42,40 +42,35 @@ def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
 
 
 def file_placement(path: str) -> int | None:
-    """Choose the placement of a file by what is in it, as :func:`placement_of`. None if it cannot be read."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            return placement_of(path, size, lambda offset, count: os.pread(file.fileno(), count, offset))
-    except OSError:  # whatever uses the file reports why
-        return None
-
-
-def placement_of(path: str, size: int, read: Callable[[int, int], bytes]) -> int | None:
     """Choose the placement of a file by what is in it.
 
     Parameters
     ----------
     path
-        Its name.
-    size
-        Its bytes.
-    read
-        ``read(offset, count)`` returns bytes of it.
+        The file.
 
     Returns
     -------
     int or None
-        As :func:`best_placement`. None for a file that has no tensors, or is damaged: whatever uses it reports why.
+        As :func:`best_placement`. None for a file that cannot be read, has no tensors, or is damaged: whatever uses it
+        reports why.
     """
+    if not os.path.isfile(path):  # opening a FIFO would wait
+        return None
     try:
-        prefix = read(0, min(size, safetensors.LENGTH_BYTES + 1))
-        if prefix.endswith(b"{"):
-            return best_placement(_in_safetensors(read(0, size_of_header(prefix, size))))
-        from gpufs.formats import layout  # which programs of safetensors alone need not load
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
 
-        found = layout.read_layout(path, size, read)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, FormatError):
+            def read(offset: int, count: int) -> bytes:
+                return os.pread(file.fileno(), count, offset)
+
+            prefix = read(0, safetensors.LENGTH_BYTES + 1)
+            if prefix.endswith(b"{"):
+                return best_placement(_in_safetensors(read(0, size_of_header(prefix, size))))
+            from gpufs.formats import layout  # which programs of safetensors alone need not load
+
+            found = layout.read_layout(path, size, read)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, FormatError):
         return None
     if found is None or not found.tensors:
         return None

@@ -8,7 +8,6 @@ it one. All of them keep the file attached.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from typing import Final, Self
@@ -20,8 +19,8 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._attach import attach
 from gpufs.drivers import HOST
 from gpufs.engine import bytes_capsule
-from gpufs.formats.placement import END, file_placement, placement_of
-from gpufs.modes import COPY_ON_WRITE, READ, Mode
+from gpufs.formats.placement import file_placement
+from gpufs.modes import READ, Mode
 from gpufs.torch._alignment import ALIGNMENT
 from gpufs.torch._report import loading
 
@@ -50,17 +49,10 @@ class FileMemory:
     @classmethod
     def attach(cls, path: str, mode: Mode) -> Self:
         """Attach a file where its tensors are aligned, as far as others who use it leave that possible."""
-        if mode == COPY_ON_WRITE or not os.access(path, os.W_OK):
-            # It may be a private copy, which is made once: where it begins must be known before.
-            return cls(attach(path, mode=mode, placement=file_placement(path)))
-        array = attach(path, mode=mode)
-        # Read in place: a program that starts again reads nothing through the mount.
-        placement = placement_of(path, array.size, lambda offset, count: array[offset : offset + count].tobytes())
-        if placement is None or array.address % END == placement:
-            return cls(array)
-        array.close()  # its lease would keep the file where it is
+        # The header is read before, not in place: of programs that start together one would keep it from moving.
+        placement = file_placement(path)
         memory = cls(attach(path, mode=mode, placement=placement))
-        memory.aligned = (memory.address - placement) % ALIGNMENT == 0
+        memory.aligned = placement is None or (memory.address - placement) % ALIGNMENT == 0
         if not memory.aligned:
             _log.warning(
                 "%s: its tensors are not aligned, which makes computing slower: another program uses the file's memory "
