@@ -166,13 +166,13 @@ gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpuf
 enum { GPUFS_LEASE_WRITE = 1, GPUFS_LEASE_LOCAL = 2, GPUFS_MAPPING_PRIVATE = 4 };
 
 typedef struct {
-  uint64_t bytes;   /* of the buffer, from its start */
-  uint64_t address; /* of the first byte in this process, while the lease is open; refreshing may change it */
+  uint64_t bytes;     /* of the buffer, from its start */
+  uint64_t address;   /* of the first byte in this process, while the lease is open; refreshing may change it */
   uint64_t placement; /* where in the memory of the pieces the first byte lies */
 } gpufs_lease_info;
 
-/* One piece of memory: [offset, offset+bytes) of the buffer's memory, at the start of the descriptor for GPUs, at `offset` of it
- * on the host driver. */
+/* One piece of memory: [offset, offset+bytes) of the buffer's memory, at the start of the descriptor for GPUs, at
+ * `offset` of it on the host driver. */
 typedef struct {
   uint64_t offset;
   uint64_t bytes;

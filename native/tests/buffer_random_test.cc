@@ -232,8 +232,8 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     if (!allowed(lease.status(), file)) return;
     const std::uint64_t size = file.bytes.size();
     // Nobody else uses the file, and a device with as much free memory as the file has has enough for a scratch.
-    const bool moves = !file.lease && size > 0 && !file.buffer->device()->info().reserve_copies &&
-                       !file.accounts[0] && !file.accounts[1] && !faults_;
+    const bool moves = !file.lease && size > 0 && !file.buffer->device()->info().reserve_copies && !file.accounts[0] &&
+                       !file.accounts[1] && !faults_;
     file.lease = lease.take();
     if (size == 0) return;
     ASSERT_EQ(file.lease->address() % kPlacementEnd, file.lease->placement());

@@ -115,9 +115,8 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
     }
     const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
     if (!owner.ok()) return owner.status();
-    Result<std::shared_ptr<Buffer::Lease>> opened =
-        found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label,
-                    wanted);
+    Result<std::shared_ptr<Buffer::Lease>> opened = found.lease(
+        (flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label, wanted);
     if (!opened.ok()) return opened.status();
     return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
   });

@@ -14,9 +14,9 @@
 //  - Where the driver must unmap a piece to release a part of it, readers and writers of that piece wait at a gate.
 //
 // Offsets are those of the file; positions are those of its memory, which begins at a granule. A position is the offset
-// plus the placement, 0 for most files. Public functions take offsets, and so do pins and sizes; what a snapshot, a list
-// or a limit says is in positions, as all that the driver is asked for. The placement is the snapshot's: it changes only
-// under both mutexes, while nobody uses the memory (extent_buffer_placement.cc).
+// plus the placement, 0 for most files. Public functions take offsets, and so do pins and sizes; what a snapshot, a
+// list or a limit says is in positions, as all that the driver is asked for. The placement is the snapshot's: it
+// changes only under both mutexes, while nobody uses the memory (extent_buffer_placement.cc).
 //
 // One list, ahead_, has the memory that was taken before the contents needed it. Growth adds to it, and fallocate(2)
 // removes from it what it asked for. trim() releases all of it that no contents, no pin for writing and no

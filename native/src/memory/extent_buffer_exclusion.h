@@ -1,5 +1,6 @@
 // Keeps writers, or all users of a part, out of an ExtentBuffer while its memory changes.
-// Ownership: on the stack of the function that changes the memory and has mutation_mutex_, one at a time for each buffer.
+// Ownership: on the stack of the function that changes the memory and has mutation_mutex_, one at a time for each
+// buffer.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,8 @@ class ExtentBuffer::Exclusion {
     return true;
   }
 
-  // Nobody uses the buffer when this returns true, or begins to. False: somebody still does at the deadline, or a load is
-  // in progress.
+  // Nobody uses the buffer when this returns true, or begins to. False: somebody still does at the deadline, or a load
+  // is in progress.
   [[nodiscard]] bool stop_everybody(TimePoint deadline) {
     {
       std::unique_lock lock(buffer_.state_mutex_);

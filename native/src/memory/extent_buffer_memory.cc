@@ -430,8 +430,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     in_use = !writers_.empty() || !claims_.empty();
     removed = unused_locked();
     if (!removed.empty()) {
-      exclusion.limit_writers_locked(
-          round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule_));
+      exclusion.limit_writers_locked(round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule_));
       // Readers use nothing above the size, and writers there are left out: only what moves has users.
       moves = exclusion.close_gate_locked(removed);
     }

@@ -3,8 +3,9 @@
 // A shift moves the contents to another placement, over the memory that they have. They go in steps: a step's bytes are
 // copied into a scratch above the end, the step is noted in the record that the next process finds, and then they are
 // copied from there to their new place. The scratch has two halves in turn, so that the half of the noted step is whole
-// until the next step is noted. A process that dies in between leaves a record from which the next one goes on. Contents
-// that move up begin with the last bytes, others with the first: a step writes only where earlier steps have read.
+// until the next step is noted. A process that dies in between leaves a record from which the next one goes on.
+// Contents that move up begin with the last bytes, others with the first: a step writes only where earlier steps have
+// read.
 //
 // Takes: the scratch, memory of the file's device and owner until the shift ends; and up to one granule more where the
 // contents then reach beyond their last one. A full device gives one granule. Readers and writers wait meanwhile: 2 ms
