@@ -241,7 +241,7 @@ class DeviceArray:
             raise ValueError("the array is not contiguous: make a view of the whole first, then take the part")
         if self._offset % min(element.bytes, _WORD):
             raise ValueError(
-                f"the array begins at byte {self._offset}, of its memory, where {element.name} is not aligned: copy it"
+                f"the array begins at byte {self._offset} of its memory, where {element.name} is not aligned: copy it"
             )
         if shape is None:
             extents = self._shape if element == self._element else (-1,)

@@ -160,7 +160,7 @@ def attach(
     Returns
     -------
     DeviceArray
-        The file's bytes, as an array of uint8. ``address % 256`` tells where they lie.
+        The file's bytes, as an array of uint8. ``address % 256`` is where they begin.
 
     Raises
     ------

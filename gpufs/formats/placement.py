@@ -11,7 +11,7 @@ from gpufs.formats import FormatError, safetensors
 
 END: Final = 256  # a GPU's allocations are aligned to that, and so are the tensors of a file whose data begins there
 _WORD: Final = 8  # the strictest alignment of an element
-_LOADS: Final = 16  # the bytes that a kernel loads at a time: tensors at other addresses take slower kernels, or none
+LOAD_BYTES: Final = 16  # of a kernel at a time: tensors at other addresses take slower kernels, or none
 
 
 def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
@@ -37,7 +37,7 @@ def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
 
     return max(
         range(END),
-        key=lambda placement: (aligned(placement, _LOADS), aligned(placement, END), placement % _WORD == 0),
+        key=lambda placement: (aligned(placement, LOAD_BYTES), aligned(placement, END), placement % _WORD == 0),
     )
 
 
@@ -66,7 +66,7 @@ def file_placement(path: str) -> int | None:
 
             prefix = read(0, safetensors.LENGTH_BYTES + 1)
             if prefix.endswith(b"{"):
-                return best_placement(_in_safetensors(read(0, size_of_header(prefix, size))))
+                return best_placement(_in_safetensors(read(0, _data_start(prefix, size))))
             from gpufs.formats import layout  # which programs of safetensors alone need not load
 
             found = layout.read_layout(path, size, read)
@@ -77,8 +77,8 @@ def file_placement(path: str) -> int | None:
     return best_placement((tensor.offset, tensor.bytes) for tensor in found.tensors)
 
 
-def size_of_header(prefix: bytes, size: int) -> int:
-    """Return the bytes before the data of a safetensors file."""
+def _data_start(prefix: bytes, size: int) -> int:
+    """Return the offset at which the tensors of a safetensors file begin."""
     return safetensors.LENGTH_BYTES + safetensors.header_bytes(prefix, size)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from gpufs.formats.placement import LOAD_BYTES
 from gpufs.formats.safetensors import HeaderEntry
 
-ALIGNMENT: Final = 16
 _SMALLEST: Final = 256  # bytes; smaller tensors take no time
 _MOST_BYTES: Final = 16 << 20  # of one file
 
@@ -28,7 +28,7 @@ def misplaced(entries: Mapping[str, HeaderEntry], address: int) -> frozenset[str
     odd = (
         (entry.end - entry.start, name)
         for name, entry in entries.items()
-        if entry.end - entry.start >= _SMALLEST and (address + entry.start) % ALIGNMENT
+        if entry.end - entry.start >= _SMALLEST and (address + entry.start) % LOAD_BYTES
     )
     chosen, left = set(), _MOST_BYTES
     for size, name in sorted(odd):

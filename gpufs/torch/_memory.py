@@ -19,9 +19,8 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._attach import attach
 from gpufs.drivers import HOST
 from gpufs.engine import bytes_capsule
-from gpufs.formats.placement import file_placement
+from gpufs.formats.placement import LOAD_BYTES, file_placement
 from gpufs.modes import READ, Mode
-from gpufs.torch._alignment import ALIGNMENT
 from gpufs.torch._report import loading
 
 _log: Final = logging.getLogger("gpufs")
@@ -52,7 +51,7 @@ class FileMemory:
         # The header is read before, not in place: of programs that start together one would keep it from moving.
         placement = file_placement(path)
         memory = cls(attach(path, mode=mode, placement=placement))
-        memory.aligned = placement is None or (memory.address - placement) % ALIGNMENT == 0
+        memory.aligned = placement is None or (memory.address - placement) % LOAD_BYTES == 0
         if not memory.aligned:
             _log.warning(
                 "%s: its tensors are not aligned, which makes computing slower: another program uses the file's memory "
