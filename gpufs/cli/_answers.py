@@ -42,17 +42,21 @@ def _ask(questions: Sequence[Callable[[], Any]], show: Show, timeout: float) -> 
     results: list[Any] = [OSError(ETIMEDOUT, f"no answer within {timeout:g} seconds") for _ in questions]
     children: dict[int, tuple[Process, int]] = {}  # index of the question: process, descriptor of its answer
     _reap()
+    # An interrupt within fork() prints a traceback in the child, and one just after it leaves a child that nobody ends.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for place, question in enumerate(questions):
             try:
                 children[place] = _start(question, show)
             except OSError as error:  # too many mounts of other users
                 results[place] = error
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         hung = wait_for_end([process for process, _ in children.values()], timeout)
         for place, (process, answer) in children.items():
             if process not in hung:
                 results[place] = _read(answer)
     finally:  # also after KeyboardInterrupt
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for process, answer in children.values():
             os.close(answer)
             process.signal(signal.SIGKILL)
@@ -72,7 +76,7 @@ def _start(question: Callable[[], Any], show: Show) -> tuple[Process, int]:
         pid = os.fork()
         if pid == 0:
             try:
-                _answer(question, show, answer)
+                _answer(question, show, answer)  # with SIGINT blocked: the parent ends this process
             finally:
                 os._exit(0)  # also after an exception: the rest is the parent's
         _unended.append(pid)
