@@ -40,14 +40,19 @@ from gpufs import status
 from gpufs.statistics import find
 
 
+@pytest.fixture
+def survivor(driver: str, tmp_path: Path) -> Iterator[Survivor]:
+    with mounted(tmp_path / "mount", driver=driver) as made:
+        yield made
+
+
 @pytest.fixture(params=["host", "cuda"])
-def survivor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Survivor]:
+def of_each_driver(request: pytest.FixtureRequest, driver: str, tmp_path: Path) -> Iterator[Survivor]:
     """On the real driver of the run if it is a GPU's; otherwise on host memory, and over a fake library of CUDA."""
-    real = request.config.getoption("--driver")
     environment = {}
-    if real not in ("host", request.param):
-        pytest.skip(f"runs once on {real}")
-    if request.param == "cuda" and real == "host":
+    if driver not in ("host", request.param):
+        pytest.skip(f"runs once on {driver}")
+    if request.param == "cuda" and driver == "host":
         environment = fake_gpu.environment(tmp_path)
     with mounted(tmp_path / "mount", driver=request.param, environment=environment) as made:
         yield made
@@ -55,8 +60,9 @@ def survivor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Survivo
 
 @pytest.mark.driver
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
-def test_files_survive(survivor: Survivor, number: signal.Signals) -> None:
+def test_files_survive(of_each_driver: Survivor, number: signal.Signals) -> None:
     """Names, contents, attributes, links, holes, open files, listings and limits are what they were."""
+    survivor = of_each_driver
     device = survivor.device
     data = random.Random(0).randbytes(9 * MIB)
     (device / "large").write_bytes(data)
@@ -226,27 +232,27 @@ def _work_while_it_dies(survivor: Survivor, deaths: int, seed: int) -> None:
 
 
 @pytest.mark.driver
-def test_no_call_is_lost_or_done_twice(survivor: Survivor) -> None:
+def test_no_call_is_lost_or_done_twice(of_each_driver: Survivor) -> None:
     """Programs that change names and files all the time see no error while the daemon is killed again and again."""
-    _work_while_it_dies(survivor, 15, seed=1)
+    _work_while_it_dies(of_each_driver, 15, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(100, 600, 100))
-def test_no_call_is_lost_or_done_twice_for_long(survivor: Survivor, seed: int) -> None:
-    _work_while_it_dies(survivor, 100, seed)
+def test_no_call_is_lost_or_done_twice_for_long(of_each_driver: Survivor, seed: int) -> None:
+    _work_while_it_dies(of_each_driver, 100, seed)
 
 
 @pytest.mark.driver
-def test_keeper_dies(survivor: Survivor) -> None:
+def test_keeper_dies(of_each_driver: Survivor) -> None:
     """The daemon starts another keeper, and survives with it; if both die, the mount ends and can be unmounted."""
-    (survivor.device / "file").write_bytes(b"contents" * 1_000_000)
-    (former,) = survivor.keepers()
+    (of_each_driver.device / "file").write_bytes(b"contents" * 1_000_000)
+    (former,) = of_each_driver.keepers()
     os.kill(former, signal.SIGKILL)
-    wait_until(lambda: survivor.keepers() not in ([], [former]), PATIENCE, "another keeper")
-    survivor.kill()
-    assert (survivor.device / "file").read_bytes() == b"contents" * 1_000_000
+    wait_until(lambda: of_each_driver.keepers() not in ([], [former]), PATIENCE, "another keeper")
+    of_each_driver.kill()
+    assert (of_each_driver.device / "file").read_bytes() == b"contents" * 1_000_000
 
 
 def test_the_systemd_unit_removes_a_dead_mount(survivor: Survivor) -> None:
