@@ -17,6 +17,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "fio-io_uring": partial(programs.fio, "io_uring", ["--direct=1", "--iodepth=16"]),
     "fio-mmap": partial(programs.fio, "mmap", []),
     "twins": twins.twins,
+    "twins-killed": twins.killed_twins,
     "attached": programs.killed,
     "fuzz": programs.attacked,
     "stress-ng": programs.stress_ng,

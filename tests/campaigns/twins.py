@@ -17,6 +17,8 @@ import random
 import shutil
 import stat
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -24,9 +26,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.processes import run
+from support.processes import PATIENCE, run, wait_until
+from support.surviving import mounted
 
 from campaigns.harness import Missing, Place
+from gpufs import status
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -650,3 +654,48 @@ def twins(place: Place) -> str:
             for path in pair:
                 shutil.rmtree(path)
     return f"{rounds} rounds of {steps} calls on both, seed {seed}"
+
+
+# Prints the deaths. A process of its own: the campaign acts as other users, with all its threads.
+KILL = """
+import random, sys, time
+from pathlib import Path
+from support.surviving import Survivor
+
+mount, deaths = Survivor(Path(sys.argv[1])), int(sys.argv[2])
+chance = random.Random(int(sys.argv[3]))
+for number in range(deaths):
+    time.sleep(chance.random() * 0.4)
+    mount.kill()
+    print(number + 1, flush=True)
+"""
+
+
+def killed_twins(place: Place) -> str:
+    """The same while the daemon of the mount is killed again and again."""
+    if os.geteuid() != 0:
+        raise Missing("acts as several users")
+    deaths = 10 if place.quick else 200
+    seed = random.SystemRandom().randrange(1 << 30)
+    rounds = 0
+    place.host.chmod(0o755)  # for the other users
+    with mounted(place.host / "mount", "--allow-other") as mount, like_a_mount() as other:
+        words = [sys.executable, "-c", KILL, str(mount.path), str(deaths), str(seed)]
+        path = os.pathsep.join(sys.path)
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}) as killer:
+            try:
+                while killer.poll() is None:
+                    pair = (mount.device / f"r{rounds}", other / f"r{rounds}")
+                    for path_of_one in pair:
+                        path_of_one.mkdir()
+                        path_of_one.chmod(0o777)
+                    play(*pair, seed + rounds, 400)
+                    for path_of_one in pair:
+                        shutil.rmtree(path_of_one)
+                    rounds += 1
+            finally:
+                killer.kill()
+        if killer.returncode:
+            raise AssertionError(f"a daemon did not come back; seed {seed}")
+        wait_until(lambda: status(mount.path).devices[0].used_bytes == 0, PATIENCE, "the memory to be free")
+    return f"{deaths} deaths during {rounds} rounds of 400 calls on both, seed {seed}"
