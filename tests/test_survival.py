@@ -245,6 +245,33 @@ def test_no_call_is_lost_or_done_twice_for_long(of_each_driver: Survivor, seed: 
 
 
 @pytest.mark.driver
+def test_what_removed_files_held_is_not_seen_again(of_each_driver: Survivor) -> None:
+    """Also not where memory was taken and free when the daemon died: beside small files, and within a large file."""
+    device = of_each_driver.device
+    sizes = (300, 5_000, 20_000, 100_000, 3 * MIB)
+    for round_number in range(2):
+        for size in sizes:
+            (device / f"removed-{size}").write_bytes(b"x" * size)
+        (device / "small").write_bytes(b"small")
+        with open(device / "large", "wb", buffering=0) as large:
+            large.write(b"x" * 9 * MIB)
+            large.truncate(2 * MIB if round_number else 3 * MIB)
+        for size in sizes:
+            os.unlink(device / f"removed-{size}")
+        of_each_driver.kill()
+        for size in sizes:
+            with open(device / f"new-{size}", "w+b", buffering=0) as file:
+                os.pwrite(file.fileno(), b"end", size - 3)
+                assert os.pread(file.fileno(), size, 0) == bytes(size - 3) + b"end"
+        with open(device / "large", "r+b", buffering=0) as large:
+            end = large.seek(0, os.SEEK_END)
+            os.pwrite(large.fileno(), b"end", 9 * MIB)
+            assert os.pread(large.fileno(), 9 * MIB - end, end) == bytes(9 * MIB - end)
+        for name in os.listdir(device):
+            os.unlink(device / name)
+
+
+@pytest.mark.driver
 def test_keeper_dies(of_each_driver: Survivor) -> None:
     """The daemon starts another keeper, and survives with it; if both die, the mount ends and can be unmounted."""
     (of_each_driver.device / "file").write_bytes(b"contents" * 1_000_000)

@@ -18,6 +18,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "fio-mmap": partial(programs.fio, "mmap", []),
     "twins": twins.twins,
     "twins-killed": twins.killed_twins,
+    "twins-killed-cuda": partial(twins.killed_twins, driver="cuda"),
     "attached": programs.killed,
     "fuzz": programs.attacked,
     "stress-ng": programs.stress_ng,

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from support import fake_gpu
 from support.processes import PATIENCE, run, wait_until
 from support.surviving import mounted
 
@@ -671,27 +672,33 @@ for number in range(deaths):
 """
 
 
-def killed_twins(place: Place) -> str:
-    """The same while the daemon of the mount is killed again and again."""
+def killed_twins(place: Place, driver: str = "host") -> str:
+    """The same while the daemon of the mount is killed again and again. cuda: over the fake library."""
     if os.geteuid() != 0:
         raise Missing("acts as several users")
     deaths = 10 if place.quick else 200
     seed = random.SystemRandom().randrange(1 << 30)
     rounds = 0
     place.host.chmod(0o755)  # for the other users
-    with mounted(place.host / "mount", "--allow-other") as mount, like_a_mount() as other:
+    environment = {} if driver == "host" else fake_gpu.environment(place.host)
+    with (
+        mounted(place.host / "mount", "--allow-other", driver=driver, environment=environment) as mount,
+        like_a_mount() as other,
+    ):
+        ours = mount.device / "twins"
+        ours.mkdir()
         words = [sys.executable, "-c", KILL, str(mount.path), str(deaths), str(seed)]
-        path = os.pathsep.join(sys.path)
-        with subprocess.Popen(words, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}) as killer:
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, env=variables) as killer:
             try:
                 while killer.poll() is None:
-                    pair = (mount.device / f"r{rounds}", other / f"r{rounds}")
-                    for path_of_one in pair:
-                        path_of_one.mkdir()
-                        path_of_one.chmod(0o777)
+                    pair = (ours / f"r{rounds}", other / f"r{rounds}")
+                    for path in pair:
+                        path.mkdir()
+                        path.chmod(0o777)
                     play(*pair, seed + rounds, 400)
-                    for path_of_one in pair:
-                        shutil.rmtree(path_of_one)
+                    for path in pair:
+                        shutil.rmtree(path)
                     rounds += 1
             finally:
                 killer.kill()
