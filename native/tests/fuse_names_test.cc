@@ -166,6 +166,16 @@ TEST_F(SentAgainTest, WhatHasBeenDoneIsNotDoneAgain) {
   EXPECT_EQ(look_up("other").attr.size, 12345U);
 }
 
+TEST_F(SentAgainTest, TheKernelNeedNotAskForFsync) {
+  const std::uint64_t ino = create("file").as<fuse_entry_out>().nodeid;
+  fuse_fsync_in file{};
+  file.fh = open_file(ino, O_RDWR);
+  EXPECT_EQ(kernel->call(FUSE_FSYNC, ino, bytes_of(file)).error(), ENOSYS);
+  fuse_fsync_in directory{};
+  directory.fh = kernel->call(FUSE_OPENDIR, gpu, bytes_of(fuse_open_in{})).as<fuse_open_out>().fh;
+  EXPECT_EQ(kernel->call(FUSE_FSYNCDIR, gpu, bytes_of(directory)).error(), ENOSYS);
+}
+
 // ---- records that are damaged, or that a program closed while no process could note it ----
 
 TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {

@@ -247,6 +247,9 @@ class InodeTable {
   void charge_to(Inode& inode, std::shared_ptr<Account> account);
   // Charges a buffer that belongs to no inode to a user, whatever the limit.
   void charge_to_user(Buffer& buffer, std::uint32_t uid);
+  // Whether the kernel should ask for fsync(2), which has nothing to do for memory. It returns 0 for all of the mount
+  // and asks no more once it got ENOSYS; a mount that shows directories of the host, which has no journal, needs it.
+  [[nodiscard]] bool asks_for_fsync() const { return records_.journal() == nullptr; }
   [[nodiscard]] Quotas& quotas() { return quotas_; }
   [[nodiscard]] Records& records() const { return records_; }
 
