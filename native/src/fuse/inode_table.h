@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/status.h"
@@ -288,6 +289,21 @@ class InodeTable {
   [[nodiscard]] bool has_device(std::int32_t device) const;
   // Makes an inode known whose attributes are complete.
   Status insert(const std::shared_ptr<Inode>& inode);
+  // Before anybody else has an inode: its record is written whenever its contents move.
+  static void watch_contents(const std::shared_ptr<Inode>& inode);
+  // What restore() knows of the other records when it reads one.
+  struct Restoring {
+    std::map<std::int32_t, std::size_t> devices;    // how many inodes each has
+    std::unordered_set<std::uint64_t> directories;  // that have names
+    std::map<std::uint64_t, Status> lost;           // inodes, and why
+  };
+  // Restores the slabs of all devices.
+  Status restore_slabs(Restoring& known);
+  // Adds the inode of a record, whatever the limits are.
+  Result<std::shared_ptr<Inode>> restore_inode(InodeRecord& record, const Restoring& known);
+  void enter_restored(const std::shared_ptr<Inode>& inode);
+  // Adds the directories that have names and no record.
+  void restore_directories();
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
   [[nodiscard]] bool update_expected_locked(Inode& inode);
   // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all of a device at a time.
