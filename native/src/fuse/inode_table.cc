@@ -199,7 +199,7 @@ Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
   const std::lock_guard own(inode->mutex_);
   const std::uint64_t metadata = inode->metadata_locked();
   Metadata::Share* const share = metadata_.share_of(inode->attributes_.uid);
-  if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
+  if (!metadata_.take(share, metadata)) return metadata_full(inode->attributes_.uid);
   inode->charged_ = metadata;
   inode->charged_to_ = share;
   const std::unique_lock lock(inodes_mutex_);
@@ -210,6 +210,13 @@ Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
   if (inode->buffer_) ++file_counts_[inode->device_];
   inode->record_locked();
   return {};
+}
+
+Status InodeTable::metadata_full(std::uint32_t uid) const {
+  log_user_warning(uid, "No space left on device: names and attributes of user ", uid,
+                   " have reached the limit for metadata, which is ", metadata_limit(),
+                   " bytes for all and half of that for a plain user. Remove files, or mount with a larger --metadata");
+  return {ENOSPC, "the limit for metadata"};
 }
 
 void InodeTable::was_read(Inode& inode) const {
@@ -305,7 +312,7 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
     return 0;
   };
   if (change_metadata(*inode, more, 0, change) != 0) {
-    return Status(ENOSPC, "the limit for metadata");
+    return {ENOSPC, "the limit for metadata"};
   }
   if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
   return {};

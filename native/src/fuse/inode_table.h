@@ -230,7 +230,7 @@ class InodeTable {
   int change_metadata(Inode& inode, std::uint64_t names, std::uint64_t attribute_bytes, Change change) {
     const std::lock_guard lock(inode.mutex_);
     const std::uint64_t most = names * kNameBytes + inode.metadata_locked(attribute_bytes) - inode.metadata_locked();
-    if (!metadata_.take(inode.charged_to_, most)) return ENOSPC;
+    if (!metadata_.take(inode.charged_to_, most)) return metadata_full(inode.attributes_.uid).error();
     const int error = change(inode.attributes_, inode.extended_);
     if (error == 0) inode.record_locked();
     const std::uint64_t before = inode.charged_;
@@ -238,6 +238,8 @@ class InodeTable {
     metadata_.release(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
     return error;
   }
+  // ENOSPC, which it logs: a user cannot take more.
+  [[nodiscard]] Status metadata_full(std::uint32_t uid) const;
   [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_.limit(); }
   // Bytes of metadata that a user may still take.
   [[nodiscard]] std::uint64_t metadata_available(std::uint32_t uid) { return metadata_.available(uid); }
