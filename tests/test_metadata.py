@@ -85,6 +85,13 @@ def test_the_metadata_limit_holds(mount: Mounter, kind: Callable[[Path, int], No
     mounted.close()
 
 
+def test_the_log_says_what_the_limit_is(mount: Mounter) -> None:
+    mounted = mount("--metadata", "1M")
+    until_full(lambda n: (mounted.device / f"{n}").touch())
+    mounted.close()
+    assert "--metadata" in mounted.log.read_text()
+
+
 def test_replaced_attributes_free_their_memory(mount: Mounter) -> None:
     mounted = mount("--metadata", "1M")
     file = mounted.device / "file"

@@ -478,6 +478,19 @@ if "--takeover-fd" in sys.orig_argv and os.path.exists(BROKEN):
 """
 
 
+def test_the_size_of_a_device_stays(tmp_path: Path) -> None:
+    """By default it follows from the memory that is free at the beginning, of which the files take some."""
+    with mounted(tmp_path / "mount", memory=None) as mount:
+        size = os.statvfs(mount.device).f_blocks
+        with open(mount.device / "file", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 256 * MIB)
+        mount.kill()
+        assert os.statvfs(mount.device).f_blocks == size
+        mount.kill()
+        assert os.statvfs(mount.device).f_blocks == size
+        assert os.stat(mount.device / "file").st_blocks == 256 * MIB // 512
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_takeover_that_fails(tmp_path: Path, fault: str) -> None:
     """Whatever fails before the first answer, nothing is lost: `gpufs restart` works once the cause is gone."""

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import errno
+import functools
+import mmap
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import fake_gpu
-from support.cli import gpufs
+from support.cli import gpufs as command
 from support.data import MIB, noise
-from support.processes import NOBODY, as_nobody, as_other, errno_of, links_of
+from support.processes import NOBODY, PATIENCE, as_nobody, as_other, errno_of, in_child, links_of, wait_until
 from support.surviving import Survivor, mounted
+
+import gpufs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
 REFUSED = (errno.EDQUOT, errno.ENOSPC)
@@ -29,15 +36,17 @@ Make = Callable[..., Survivor]
 
 @pytest.fixture(params=["host", "cuda"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """make(*options, launcher=()): a mount with a directory of nobody's, over host memory and over a fake of CUDA."""
+    """make(*options, launcher=(), environment={}): a mount with a directory of nobody's, over host memory and over a
+    fake of CUDA."""
     folder = Path(tempfile.mkdtemp())  # which all users may search, as they may not search tmp_path
     folder.chmod(0o711)
-    environment = fake_gpu.environment(tmp_path) if request.param == "cuda" else {}
+    fake = fake_gpu.environment(tmp_path) if request.param == "cuda" else {}
     contexts = []
 
-    def mount(*options: str, launcher: tuple[str, ...] = ()) -> Survivor:
+    def mount(*options: str, launcher: tuple[str, ...] = (), environment: dict[str, str] | None = None) -> Survivor:
         words = ("--allow-other", *options)
-        context = mounted(folder / "mount", *words, driver=request.param, environment=environment, launcher=launcher)
+        variables = fake | (environment or {})
+        context = mounted(folder / "mount", *words, driver=request.param, environment=variables, launcher=launcher)
         contexts.append(context)
         made = context.__enter__()
         place = made.device / "nobodys"
@@ -125,7 +134,7 @@ def test_descriptors_are_shared(make: Make) -> None:
     others.touch()
     others.chmod(0o666)
     as_other(lambda: others.write_bytes(content))
-    gpufs("cp", __file__, mount.device / "copied")
+    command("cp", __file__, mount.device / "copied")
 
     mount.kill()
 
@@ -142,3 +151,64 @@ def test_descriptors_are_shared(make: Make) -> None:
     (folder / "0").unlink()
     (mount.device / "many" / "0").unlink()
     as_nobody(lambda: create(folder / "again"))
+
+
+@pytest.mark.parametrize("make", ["cuda"], indirect=True)
+def test_pieces_of_one_file_are_shared(make: Make) -> None:
+    """On a GPU each piece of a sparse file takes a descriptor."""
+    mount = make(launcher=WITH_FEW_DESCRIPTORS)
+    sparse = mount.device / "nobodys/sparse"
+
+    def fill() -> int:
+        with open(sparse, "wb", buffering=0) as file:
+            for number in range(DESCRIPTORS):
+                if code := errno_of(os.posix_fallocate, file.fileno(), number * 4 * MIB, 1):
+                    assert code in REFUSED
+                    return number
+                os.pwrite(file.fileno(), b"x", number * 4 * MIB)
+        return DESCRIPTORS
+
+    made = as_nobody(fill)
+    assert 50 < made < DESCRIPTORS // 2
+    (mount.device / "roots").write_bytes(noise(3 * MIB, 2))
+    mount.kill()
+    assert (mount.device / "roots").read_bytes() == noise(3 * MIB, 2)
+    with open(sparse, "rb") as file:
+        assert all(os.pread(file.fileno(), 1, number * 4 * MIB) == b"x" for number in range(made))
+
+
+@pytest.mark.parametrize("make", ["host"], indirect=True)
+def test_registrations_share_descriptors(make: Make, tmp_path: Path) -> None:
+    """Those of one user leave some for root's, which the next daemon has. Here all have 8, and each takes 2."""
+    (tmp_path / "sitecustomize.py").write_text("import gpufs.service._kept as kept\nkept._MOST_DESCRIPTORS = 8\n")
+    mount = make(environment={"PYTHONPATH": os.fspath(tmp_path)})
+    end, ends = os.pipe()
+
+    def hold(folder: Path, count: int) -> None:
+        os.close(ends)
+        memory = os.memfd_create("memory")
+        os.ftruncate(memory, 8192)
+        array = np.frombuffer(mmap.mmap(memory, 8192), np.uint8)
+        with ExitStack() as held:
+            for number in range(count):
+                held.enter_context(gpufs.register(array, folder / f"{number}"))
+            (folder / "ready").touch()
+            os.read(end, 1)
+
+    holders = []
+    try:
+        for folder, count, uid in ((mount.device / "nobodys", 3, NOBODY), (mount.device / "roots", 2, 0)):
+            folder.mkdir(exist_ok=True)
+            work = functools.partial(in_child, functools.partial(hold, folder, count), uid=uid, gid=uid)
+            holders.append(threading.Thread(target=work))
+            holders[-1].start()
+            wait_until((folder / "ready").exists, PATIENCE, "the registrations")
+        for _ in range(2):
+            mount.kill()
+            assert sorted(os.listdir(mount.device / "nobodys")) == ["0", "1", "ready"]
+            assert sorted(os.listdir(mount.device / "roots")) == ["0", "1", "ready"]
+    finally:
+        os.close(ends)
+        for holder in holders:
+            holder.join()
+        os.close(end)

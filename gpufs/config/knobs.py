@@ -110,8 +110,9 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.size(1 << 20, 1 << 46),
         None,
         "Host memory for names, inodes, extended attributes and targets of symbolic links. Beyond it: ENOSPC. A user "
-        "other than root and the one who mounts may take half of it.",
-        default_text="a sixteenth of this machine's or container's memory",
+        "other than root and the one who mounts may take half of it. A file takes 2.2 KiB, and delays a daemon that "
+        "takes over by about 3 us: 100,000 files by 0.3 s.",
+        default_text="a sixteenth of this machine's or container's memory, 512 MiB at most",
     ),
     Knob(
         "slab_file_bytes",

@@ -11,7 +11,10 @@ from gpufs.config.knobs import GRANULE, ConfigError
 from gpufs.drivers import HOST
 from gpufs.units import bytes_text
 
-_LEAST_METADATA: Final = 16 << 20  # of the default
+# Of the default. Each file delays a daemon that takes over by some 3 us. Half of the most is a plain user's share, and
+# costs a third of a second.
+_LEAST_METADATA: Final = 16 << 20
+_MOST_METADATA: Final = 512 << 20
 _UNLIMITED: Final = 1 << 62  # or more, in version 1 of cgroups
 # Of versions 2 and 1: the controller in /proc/self/cgroup, where the groups are, the names of their files, and what
 # memory.stat calls the bytes that are freed on demand, with those of the groups below.
@@ -81,7 +84,7 @@ def memory_of_machine(root: Path = Path("/")) -> Memory:
 
 def metadata_memory(metadata: int | None) -> int:
     """Return bytes for the metadata of a mount; ``metadata`` is the user's choice, if any."""
-    return metadata or max(memory_of_machine().total_bytes // 16, _LEAST_METADATA)
+    return metadata or min(max(memory_of_machine().total_bytes // 16, _LEAST_METADATA), _MOST_METADATA)
 
 
 def host_devices(devices: int | Sequence[str]) -> int:

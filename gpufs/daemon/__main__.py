@@ -71,7 +71,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
         counters = environment.CountersFile(runtime, request.mountpoint)
         service.sweep(runtime)
         parts.callback(counters.remove)
-        opened, notes = open_engine(values, counters.path)
+        opened, notes = open_engine(values, counters.path, again=taken is not None)
         parts.callback(opened.close)
         with _start_failures():
             engine.io_configure(opened, **config.io_options(values))

@@ -18,10 +18,13 @@ from gpufs.units import bytes_text
 _GIB: Final = float(1 << 30)
 
 
-def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.Engine, list[str]]:
+def open_engine(
+    values: dict[str, Any], statistics_path: str, *, again: bool = False
+) -> tuple[engine.Engine, list[str]]:
     """Return the engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
 
-    The driver ``auto`` takes host memory only if the machine has no GPU and none is asked for by name.
+    The driver ``auto`` takes host memory only if the machine has no GPU and none is asked for by name. ``again``: for a
+    mount that is taken over, whatever memory the machine has now.
     """
     wanted: str = values["driver"]
     reasons: dict[str, engine.EngineError] = {}
@@ -29,7 +32,7 @@ def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.En
         if reasons and driver == HOST:
             _refuse_host_memory(values["devices"], reasons)
         try:
-            opened = _open(driver, values, statistics_path)
+            opened = _open(driver, values, statistics_path, again)
         except config.ConfigError as failure:
             raise StartFailure(errno.EINVAL, str(failure)) from None
         except engine.EngineError as failure:
@@ -50,11 +53,12 @@ def open_engine(values: dict[str, Any], statistics_path: str) -> tuple[engine.En
     return opened, notes
 
 
-def _open(driver: str, values: dict[str, Any], statistics_path: str) -> engine.Engine:
+def _open(driver: str, values: dict[str, Any], statistics_path: str, again: bool) -> engine.Engine:
     devices, memory = values["devices"], values["memory"] or 0
     if driver == HOST:
         devices = config.host_devices(devices)
-        memory = config.host_memory(values["memory"], devices)
+        if not again or not memory:
+            memory = config.host_memory(values["memory"], devices)
     return engine.Engine(
         driver,
         devices=devices,

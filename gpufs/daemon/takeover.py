@@ -3,15 +3,16 @@
 import errno
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
-from gpufs import engine, mounting
+from gpufs import config, engine, mounting
 from gpufs.daemon import guard
 from gpufs.daemon.keeper import Keeper, Key, new_memfd, receive_held
 from gpufs.daemon.logs import Log
 from gpufs.daemon.mountpoint import present
 from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
+from gpufs.drivers import HOST
 
 _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
 _FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
@@ -51,7 +52,8 @@ def prepare(
         A descriptor of the process with which the mount ends; -1 for none.
     """
     listed = {**entry._asdict(), "flags": sorted(entry.flags)}
-    text = json.dumps({"request": request.encode().decode(), "entry": listed}).encode()
+    lasting = replace(request, config=request.config | _chosen(request, mount.engine))
+    text = json.dumps({"request": lasting.encode().decode(), "entry": listed}).encode()
     held: dict[int, int] = {
         Key.CONNECTION: connection,
         Key.JOURNAL: mount.journal_fd,
@@ -63,6 +65,14 @@ def prepare(
         held[Key.LOG] = logs.fd
     keeper.hold(held)
     instruct(keeper, request, entry, survives=True)
+
+
+def _chosen(request: MountRequest, opened: engine.Engine) -> dict[str, Any]:
+    """Return the knobs whose defaults depend on the machine as it is now: files take of its memory."""
+    chosen = {"driver": opened.driver, "metadata": config.metadata_memory(request.config["metadata"])}
+    if opened.driver == HOST:
+        chosen |= {"memory": opened.devices[0].info.total_bytes, "devices": len(opened.devices)}
+    return chosen
 
 
 def instruct(keeper: Keeper, request: MountRequest, entry: mounting.MountEntry, survives: bool) -> None:

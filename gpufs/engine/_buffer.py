@@ -348,8 +348,6 @@ class Lease(Handle):
     placement
         Where in its memory the first byte should lie, below 256, so that what the program uses is aligned. The contents
         move there unless others use them, or the device is full: see :attr:`placement`. None: it does not matter.
-    again
-        For the holder of a lease of a process that has ended: the bytes that it had. The buffer may have grown since.
 
     Raises
     ------
@@ -378,18 +376,19 @@ class Lease(Handle):
         label: str = "",
         local: bool = False,
         placement: int | None = None,
-        again: int | None = None,
     ) -> None:
         instance("buffer", Buffer, buffer)
         flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_LEASE_LOCAL if local else 0)
         handle = ffi.new("gpufs_handle *")
-        if again is None:
-            place = -1 if placement is None else unsigned("placement", placement)
-            check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), place, handle))
-        else:
-            size = unsigned("again", again)
-            check(lib.gpufs_lease_open_again(buffer._handle, flags, size, text("label", label), handle))
+        place = -1 if placement is None else unsigned("placement", placement)
+        check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), place, handle))
         self._own(handle[0])
+
+    @classmethod
+    def _adopt(cls, handle: int) -> "Lease":
+        lease = cls.__new__(cls)
+        lease._own(handle)
+        return lease
 
     def _info(self) -> Any:
         info = ffi.new("gpufs_lease_info *")

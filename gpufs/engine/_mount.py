@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Final, Literal
 
 from gpufs.engine._binding import EngineError, Handle, check
-from gpufs.engine._buffer import Buffer
+from gpufs.engine._buffer import Buffer, Lease
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
 from gpufs.engine._native import ffi, lib
@@ -31,6 +31,7 @@ _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
 _NUMBER = ffi.typeof("uint64_t *")
 _TEXT = ffi.typeof("const char **")
+_HANDLE = ffi.typeof("gpufs_handle *")
 
 
 @dataclass(slots=True)
@@ -365,6 +366,16 @@ class Mount(Handle):
         handle = ffi.new("gpufs_handle *")
         check(lib.gpufs_mount_buffer(self._handle, ino, handle))
         return Buffer._adopt(self.engine, handle[0])
+
+    def lease_again(self, ino: int, size: int, *, writable: bool, label: str) -> Lease:
+        """Open a lease that another process had on the first ``size`` bytes of a file. ``label``: as of Lease.
+
+        EngineError ENOENT without such a file.
+        """
+        handle = ffi.new(_HANDLE)
+        flags = lib.GPUFS_LEASE_WRITE if writable else 0
+        check(lib.gpufs_lease_open_again(self._handle, ino, flags, size, label.encode(), handle))
+        return Lease._adopt(handle[0])
 
     def inode_register(
         self,

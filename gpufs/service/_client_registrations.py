@@ -81,7 +81,7 @@ class ClientRegistrations:
 
     def _register(self, registration: "_Registration", message: Register, shared: int, taken: list[int]) -> None:
         holder = registration.holder
-        number = registration.number = self._served.register(holder.ino, message, shared, taken)
+        number = registration.number = self._served.register(holder, message, shared, taken)
         path = kept_path(holder.path)
         self._record.add(KeptRegistration(message.id, holder.ino, path, holder.bytes, holder.since, number))
 

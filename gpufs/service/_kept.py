@@ -10,9 +10,12 @@ import contextlib
 import errno
 import heapq
 import logging
+import mmap
 import os
+import resource
 import socket
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,7 +28,7 @@ from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
 from gpufs.service._channel import Peer, peer_of
 from gpufs.service._resources import Keeping
-from gpufs.syscalls import close_all
+from gpufs.syscalls import close_all, trusted
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,10 @@ log = logging.getLogger(__name__)
 _CONNECTION_KEYS: Final = range(1 << 20, 1 << 31)
 _REGISTRATION_KEYS: Final = range(1 << 31, 1 << 32)
 _KEYS_OF_ONE: Final = MAX_MEMORY_PIECES + 1
-_MOST_DESCRIPTORS: Final = 1 << 14  # of all registrations. Those beyond end with the daemon
+# Of all registrations: so many descriptors, or this part of those that this process may have. A plain user has half of
+# what the others have left. Registrations beyond end with the daemon.
+_MOST_DESCRIPTORS: Final = 1 << 14
+_PART_OF_DESCRIPTORS: Final = 8
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
 _PATH_CHARACTERS: Final = 500
 
@@ -84,17 +90,21 @@ class KeptRegistrations:
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
     _held: dict[int, list[int]] = field(default_factory=dict)  # descriptors that stay open here, by their number
     _free: list[int] = field(default_factory=list)  # numbers below the largest, a heap
-    _descriptors: int = 0
+    _users: dict[int, int] = field(default_factory=dict)  # by number
+    _counts: Counter[int] = field(default_factory=Counter)  # descriptors, by user
 
-    def hold(self, memory: RegisteredMemory, descriptors: Sequence[int]) -> int | None:
-        """Have the keeper hold a registration's memory. Return its number; None where it ends with the daemon."""
+    def hold(self, memory: RegisteredMemory, descriptors: Sequence[int], uid: int) -> int | None:
+        """Have the keeper hold a user's registered memory. Return its number; None where it ends with the daemon."""
         if self.keeper is None:
             return None
         copies: list[int] = []
         try:
             with self._lock:
-                if self._descriptors + 1 + len(descriptors) > _MOST_DESCRIPTORS:
-                    log.warning("registrations have too many pieces of memory: one of them ends with the daemon")
+                if (left := self._left(uid)) < 1 + len(descriptors):
+                    log.warning(
+                        "registered memory of user %d ends with the daemon: it takes %d descriptors, and %d are left",
+                        *(uid, 1 + len(descriptors), left),
+                    )
                     return None
                 copies.append(os.memfd_create("gpufs-registration"))
                 os.pwrite(copies[0], msgspec.json.encode(memory), 0)
@@ -102,7 +112,7 @@ class KeptRegistrations:
                     copies.append(os.dup(descriptor))
                 number = heapq.heappop(self._free) if self._free else len(self._held)
                 self._held[number] = copies
-                self._descriptors += len(copies)
+                self._enter(number, uid)
         except OSError as failure:
             close_all(copies)
             log.warning("a registration ends with the daemon: %s", failure.strerror)
@@ -114,6 +124,16 @@ class KeptRegistrations:
             raise
         return number
 
+    def _left(self, uid: int) -> int:
+        """How many descriptors a user may take now."""
+        most = min(_MOST_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _PART_OF_DESCRIPTORS)
+        left = most - self._counts.total()
+        return left if trusted(uid) else (left + self._counts[uid]) // 2 - self._counts[uid]
+
+    def _enter(self, number: int, uid: int) -> None:
+        self._users[number] = uid
+        self._counts[uid] += len(self._held[number])
+
     def drop(self, number: int) -> None:
         """A registration has ended."""
         with self._lock:
@@ -122,7 +142,7 @@ class KeptRegistrations:
             self.keeper.drop(range(_first_key(number), _first_key(number) + len(copies)))
         with self._lock:  # only now may another registration have its number
             del self._held[number]
-            self._descriptors -= len(copies)
+            self._counts[self._users.pop(number, -1)] -= len(copies)
             heapq.heappush(self._free, number)
         close_all(copies)
 
@@ -130,13 +150,13 @@ class KeptRegistrations:
         """Take over what the keeper holds of the former daemon. Before anything is registered."""
         for key in sorted(key for key in held if key in _REGISTRATION_KEYS):
             self._held.setdefault((key - _REGISTRATION_KEYS.start) // _KEYS_OF_ONE, []).append(held[key])
-        self._descriptors = sum(map(len, self._held.values()))
         self._free = [number for number in range(max(self._held, default=0)) if number not in self._held]
 
-    def register_again(self, mount: Mount, number: int | None, ino: int) -> None:
-        """Give a file the memory that it had. OSError if that is impossible."""
-        if number not in self._held:
+    def register_again(self, mount: Mount, number: int | None, ino: int, uid: int) -> None:
+        """Give a user's file the memory that it had. OSError if that is impossible."""
+        if number is None or number not in self._held:
             raise OSError(errno.ENODATA, "its memory was not kept")
+        self._enter(number, uid)
         first, *descriptors = self._held[number]
         memory = msgspec.json.decode(os.pread(first, os.fstat(first).st_size, 0), type=RegisteredMemory)
         memory.register(mount, ino, descriptors)
@@ -370,24 +390,18 @@ def _restore_client(
 ) -> KeptClient:
     sock = socket.socket(fileno=os.dup(socket_fd))
     peer = peer_of(sock)
-    slots: dict[int, Entry] = {}
-    for slot in range(-(-os.fstat(record).st_size // _SLOT_BYTES)):
-        data = os.pread(record, _SLOT_BYTES, slot * _SLOT_BYTES)
-        if data[0]:
-            try:
-                slots[slot] = msgspec.json.decode(data.split(b"\0")[0], type=Entry)
-            except msgspec.MsgspecError as failure:
-                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
+    slots = _read_slots(record, peer)
     first = next_message(sock)
     # What is still in the queue is not lost.
     queued = _noted(first)
     lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
     leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []
+    label = str(peer)
     for slot, entry in list(slots.items()):
         if isinstance(entry, KeptLease) and entry.private:
             leases.append((entry, None))
-        elif isinstance(entry, KeptLease) and (lease := _open_again(mount, entry, peer)) is not None:
+        elif isinstance(entry, KeptLease) and (lease := _open_again(mount, entry, label)) is not None:
             leases.append((entry, lease))
         elif isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer):
             registered.append(entry)
@@ -397,13 +411,28 @@ def _restore_client(
     return KeptClient(number, sock, peer, leases, registered, lost, (socket_fd, record), slots)
 
 
-def _open_again(mount: Mount, lease: KeptLease, peer: Peer) -> Lease | None:
+def _read_slots(record: int, peer: Peer) -> dict[int, Entry]:
+    """Return what a record has. There may be thousands of entries, and the mount answers nothing yet."""
+    slots: dict[int, Entry] = {}
+    decode = msgspec.json.Decoder(Entry).decode
+    size = os.fstat(record).st_size
+    with mmap.mmap(record, size, prot=mmap.PROT_READ) if size else contextlib.nullcontext(b"") as data:
+        for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
+            if not data[start]:
+                continue
+            try:
+                slots[slot] = decode(data[start : data.find(b"\0", start, start + _SLOT_BYTES)])
+            except msgspec.MsgspecError as failure:
+                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
+    return slots
+
+
+def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
     try:
-        with mount.buffer(lease.ino) as buffer:
-            # What the file has grown by is not the client's: it may be a hole, without memory.
-            return Lease(buffer, writable=lease.mode == READ_WRITE, label=str(peer), again=lease.bytes)
-    except OSError as failure:
-        log.error("the lease of %s on %s is lost: %s", peer, lease.path, failure.strerror or failure)
+        # What the file has grown by is not the client's: it may be a hole, without memory.
+        return mount.lease_again(lease.ino, lease.bytes, writable=lease.mode == READ_WRITE, label=label)
+    except (OSError, OverflowError) as failure:  # of numbers that cannot be
+        log.error("the lease of %s on %s is lost: %s", label, lease.path, failure)
         return None
 
 
@@ -414,8 +443,8 @@ def _register_again(mount: Mount, registrations: KeptRegistrations, entry: KeptR
     except OSError:
         return False  # it had no name, and no program had it open
     try:
-        registrations.register_again(mount, entry.number, entry.ino)
-    except (OSError, msgspec.MsgspecError) as failure:
+        registrations.register_again(mount, entry.number, entry.ino, peer.uid)
+    except (OSError, OverflowError, msgspec.MsgspecError) as failure:
         log.error("the file %s, which %s registered, is gone: %s", entry.path, peer, failure)
         mount.remove_names(entry.ino)
         mount.inode_release(entry.ino)

@@ -185,14 +185,15 @@ class ServedMount:
             copy.copy_from(buffer, size=size)
             return Lease(copy, label=label, placement=placement)
 
-    def register(self, ino: int, wanted: Register, memory: int, taken: list[int]) -> int | None:
-        """Make a client's memory the contents of a file. ``memory``: the descriptor that came with it, -1 for none.
+    def register(self, holder: Holder, wanted: Register, memory: int, taken: list[int]) -> int | None:
+        """Make a client's memory the contents of the holder's file.
 
-        ``taken`` gets the descriptors of the memory's pieces, which the caller closes. Returns the number of the memory
-        in ``registrations``; None if it ends with the daemon.
+        ``memory``: the descriptor that came with it, -1 for none. ``taken`` gets descriptors of the memory's pieces,
+        which the caller closes. Returns the number of the memory in ``registrations``; None if it ends with the daemon.
 
         OSError if the memory or the file is not what the client says, EXDEV if it is that of another device.
         """
+        ino = holder.ino
         index = self.mount.inode_get(ino).device
         if index < 0:
             raise OSError(EINVAL, "the file on the mount holds no device memory")
@@ -207,4 +208,4 @@ class ServedMount:
         descriptors = [memory] if wanted.kind == "file" else [piece.fd for piece in pieces]
         kept = RegisteredMemory.of(wanted, pieces)
         kept.register(self.mount, ino, descriptors)
-        return self.registrations.hold(kept, descriptors)
+        return self.registrations.hold(kept, descriptors, holder.peer.uid)

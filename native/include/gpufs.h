@@ -196,9 +196,9 @@ typedef struct {
  * does not matter. The contents move there unless others use them or the device is full: see the info. */
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
                               gpufs_handle* lease);
-/* Opens a lease of a process that has ended again, for the holder of the memory: its first `bytes` alone, although the
- * buffer may have grown since, by holes perhaps. */
-gpufs_status gpufs_lease_open_again(gpufs_handle buffer, uint32_t flags, uint64_t bytes, const char* label,
+/* Opens a lease on a file of a mount that a process had which has ended, for the holder of the memory: on its first
+ * `bytes` alone, although it may have grown since, by holes perhaps. */
+gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t flags, uint64_t bytes, const char* label,
                                     gpufs_handle* lease);
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info);
 /* Extends it to what the buffer has grown to. */

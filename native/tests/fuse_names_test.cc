@@ -166,6 +166,16 @@ TEST_F(SentAgainTest, WhatHasBeenDoneIsNotDoneAgain) {
   EXPECT_EQ(look_up("other").attr.size, 12345U);
 }
 
+TEST_F(SentAgainTest, TheKernelNeedNotAskForFsync) {
+  const std::uint64_t ino = create("file").as<fuse_entry_out>().nodeid;
+  fuse_fsync_in file{};
+  file.fh = open_file(ino, O_RDWR);
+  EXPECT_EQ(kernel->call(FUSE_FSYNC, ino, bytes_of(file)).error(), ENOSYS);
+  fuse_fsync_in directory{};
+  directory.fh = kernel->call(FUSE_OPENDIR, gpu, bytes_of(fuse_open_in{})).as<fuse_open_out>().fh;
+  EXPECT_EQ(kernel->call(FUSE_FSYNCDIR, gpu, bytes_of(directory)).error(), ENOSYS);
+}
+
 // ---- records that are damaged, or that a program closed while no process could note it ----
 
 TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {
@@ -198,6 +208,93 @@ TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {
   }
   mount->close_handle(fh);
   EXPECT_EQ(table->file(fh), nullptr);
+}
+
+// Whatever one record says, all other files stay, each with a name.
+TEST_F(SentAgainTest, OneBadRecordOfAnyKindLosesNothingElse) {
+  const std::uint64_t ino = create("file").as<fuse_entry_out>().nodeid;
+  open_file(ino, O_RDWR);
+  const auto directory = kernel->call(FUSE_MKDIR, gpu, with_name(bytes_of(fuse_mkdir_in{0755, 0}), "directory"))
+                             .as<fuse_entry_out>()
+                             .nodeid;
+  fuse_create_in new_file{};
+  new_file.flags = O_CREAT | O_RDWR;
+  new_file.mode = S_IFREG | 0644;
+  ASSERT_EQ(kernel->call(FUSE_CREATE, directory, with_name(bytes_of(new_file), "inner")).error(), 0);
+  ASSERT_EQ(kernel->call(FUSE_TMPFILE, gpu, with_name(bytes_of(new_file), "file")).error(), 0);
+  ASSERT_EQ(kernel->call(FUSE_SYMLINK, gpu, with_name(with_name({}, "symlink"), "target")).error(), 0);
+  ASSERT_EQ(kernel->call(FUSE_OPENDIR, gpu, bytes_of(fuse_open_in{})).error(), 0);
+  ASSERT_EQ(kernel->call(FUSE_SETXATTR, ino, set_attribute("user.one", "1", 0)).error(), 0);
+  ASSERT_TRUE(table->limit_user(0, 1000, 1 << 30).ok());
+  ASSERT_TRUE(mount->names().limit_directory(directory, 1 << 30).ok());
+  const std::size_t inodes = table->counts().inodes;
+  const auto copy = [this] {
+    struct stat status {};
+    EXPECT_EQ(::fstat(mount->journal()->fd(), &status), 0);
+    std::vector<char> bytes(static_cast<std::size_t>(status.st_size));
+    EXPECT_EQ(::pread(mount->journal()->fd(), bytes.data(), bytes.size(), 0), status.st_size);
+    UniqueFd fd(::memfd_create("copy", MFD_CLOEXEC));
+    EXPECT_EQ(::write(fd.get(), bytes.data(), bytes.size()), status.st_size);
+    return std::shared_ptr<journal::Journal>(journal::Journal::restore(std::move(fd)).take());
+  };
+  std::vector<std::pair<journal::Key, std::size_t>> records;  // and their sizes
+  for (std::uint32_t kind = 1; kind < 200; ++kind) {
+    mount->journal()->each(kind, [&](std::uint64_t id, std::span<const std::byte> value) {
+      records.emplace_back(journal::Key{kind, id}, value.size());
+    });
+  }
+  ASSERT_GT(records.size(), 15U);
+  const UniqueFd keeper(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  for (const auto& [key, size] : records) {
+    for (const int damage : {0x00, 0xff, 0x5a, 0x01, -1, -2}) {  // of all bytes, or half of them or all are missing
+      SCOPED_TRACE(std::to_string(key.kind) + " " + std::to_string(key.id) + " " + std::to_string(damage));
+      Bytes value(size, static_cast<std::byte>(damage));
+      options.journal = copy();
+      if (damage < 0) {
+        options.journal->each(key.kind, [&](std::uint64_t id, std::span<const std::byte> whole) {
+          if (id == key.id) value.assign(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size / 2));
+        });
+        if (damage == -2) value.clear();
+      }
+      journal::Transaction change(*options.journal);
+      change.put(key, value);
+      change.commit();
+      options.kept = std::make_shared<KeptMemory>(options.journal, keeper.get(), std::vector<KeptMemory::Held>{});
+      RelayPair device = make_relay_pair().take();
+      RelayPair relay = make_relay_pair().take();
+      const Result<std::shared_ptr<Mount>> restored =
+          Mount::create(std::move(device.native), std::move(relay.native), contexts, options);
+      ASSERT_TRUE(restored.ok()) << restored.status().message();
+      Namespace& names = restored.value()->names();
+      std::size_t named = 0;
+      for (const std::shared_ptr<Inode>& inode : restored.value()->table().all()) {
+        const std::optional<std::string> path = names.path_of(*inode);
+        if (path && names.find(*path) == inode) ++named;
+      }
+      EXPECT_GE(named, inodes - 2);  // one has no name
+      restored.value()->close();
+    }
+  }
+}
+
+TEST_F(SentAgainTest, AMissingDeviceIsAnError) {
+  create("file");
+  for (const std::uint64_t ino : {1000, 1001}) {
+    InodeRecord elsewhere;
+    elsewhere.attributes = file_attributes(ino);
+    elsewhere.attributes.device = 5;
+    elsewhere.contents = KeptContents{};
+    table->records().put_inode(elsewhere);
+  }
+  options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
+  mount->close();
+  mount.reset();
+  RelayPair device = make_relay_pair().take();
+  RelayPair relay = make_relay_pair().take();
+  const Result<std::shared_ptr<Mount>> created =
+      Mount::create(std::move(device.native), std::move(relay.native), contexts, options);
+  EXPECT_EQ(created.error(), ENODEV);
+  EXPECT_NE(created.status().message().find("gpu5"), std::string::npos);
 }
 
 TEST_F(NamesTest, MalformedNames) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -13,7 +14,11 @@
 #include <vector>
 
 #include "base/unique_fd.h"
+#include "bytes.h"
+#include "device/device_context.h"
 #include "fake_vendors.h"
+#include "memory/account.h"
+#include "memory/buffer.h"
 
 namespace gpufs::gpu_test {
 namespace {
@@ -167,6 +172,7 @@ TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
     ASSERT_OK(restore(filled, number, parts));
     for (const Extent& part : parts) expect_content(filled, part.offset, part.bytes);
     EXPECT_LE(keeper_->bytes(), 8 * kGranule);
+    filled.memory->release(filled.memory->surplus());
     filled.memory->release(parts);
     EXPECT_EQ(keeper_->bytes(), 0U);
     filled = {};
@@ -201,8 +207,75 @@ TEST_P(KeptGpuMemory, RestoredMemoryCountsTowardsTheCap) {
   ASSERT_OK(restore(filled, number, {&all, 1}));
   EXPECT_EQ(must(device().memory()).free_bytes, 2 * kGranule);
   EXPECT_EQ(take(device(), 0, kGranule).memory->populate(0, 3 * kGranule).error(), ENOSPC);
+  options.memory_bytes = 4 * kGranule;  // less than there is
+  die(filled, options);
+  ASSERT_OK(restore(filled, number, {&all, 1}));
+  EXPECT_EQ(must(device().memory()).free_bytes, 0U);
+  options.memory_bytes = 10 * kGranule;
+  die(filled, options);
+  ASSERT_OK(restore(filled, number, {&all, 1}));
   filled.memory->release(0, 8 * kGranule);
   EXPECT_EQ(must(device().memory()).free_bytes, 10 * kGranule);
+}
+
+TEST_P(KeptGpuMemory, MemoryAheadIsCountedAndComesBack) {
+  open_kept();
+  std::shared_ptr<Driver> driver = std::move(driver_);
+  std::shared_ptr<DeviceContext> context = must(DeviceContext::create(driver, 0));
+  std::shared_ptr<Buffer> buffer = must(Buffer::create(context, /*preallocates=*/true));
+  const std::vector<std::byte> data = pattern(kGranule, 3);
+  for (std::uint64_t at = 0; at < 9 * kGranule; at += kGranule) ASSERT_EQ(must(buffer->write(at, data)), data.size());
+  const std::uint64_t held = buffer->bytes_held();
+  ASSERT_GT(held, 9 * kGranule);
+  const KeptContents kept = buffer->kept();
+  keeper_ = keeper_->next();
+  buffer.reset();
+  context.reset();
+  driver = must(open_driver());
+  driver->devices().at(0)->set_keeper(keeper_);
+  context = must(DeviceContext::create(driver, 0));
+  buffer = must(Buffer::restore(context, kept));
+  EXPECT_EQ(buffer->bytes_held(), held);
+  EXPECT_EQ(context->held_bytes(), held);
+  std::vector<std::byte> back(kGranule);
+  const auto expect = [&](std::uint64_t at, const std::vector<std::byte>& expected) {
+    ASSERT_EQ(must(buffer->read(at, back, Wait::kAllowed)), back.size());
+    EXPECT_TRUE(back == expected);
+  };
+  ASSERT_OK(buffer->resize(held));
+  expect(held - kGranule, std::vector<std::byte>(kGranule));
+  ASSERT_OK(buffer->resize(9 * kGranule));
+  ASSERT_TRUE(buffer->trim(std::chrono::milliseconds(100)));
+  EXPECT_EQ(buffer->bytes_held(), 9 * kGranule);
+  EXPECT_EQ(keeper_->bytes(), 9 * kGranule);
+  for (std::uint64_t at = 0; at < 9 * kGranule; at += kGranule) expect(at, data);
+  buffer.reset();
+  context.reset();
+  EXPECT_EQ(keeper_->bytes(), 0U);
+}
+
+TEST_P(KeptGpuMemory, EachPieceCountsAsADescriptor) {
+  open_kept();
+  const auto share = std::make_shared<AddressSpace>(12)->share("user 7", /*plain=*/true);  // which has a third of them
+  const auto account = std::make_shared<Account>("user 7", Account::kNoLimit, share);
+  const std::shared_ptr<Driver> driver = std::move(driver_);
+  const std::shared_ptr<DeviceContext> context = must(DeviceContext::create(driver, 0));
+  const auto make = [&] {
+    std::shared_ptr<Buffer> made = must(Buffer::create(context));
+    made->charge().move(Charge::kOwner, account);
+    return made;
+  };
+  const std::shared_ptr<Buffer> sparse = make();
+  for (std::uint64_t at = 0; at < 4; ++at) ASSERT_OK(sparse->allocate(4 * at * kGranule, kGranule, false));
+  EXPECT_EQ(sparse->allocate(16 * kGranule, kGranule, false).error(), EDQUOT);
+  const std::shared_ptr<Buffer> other = make();
+  EXPECT_EQ(other->allocate(0, kGranule, false).error(), EDQUOT);
+  ASSERT_OK(sparse->resize(5 * kGranule));
+  ASSERT_OK(other->allocate(0, 8 * kGranule, false));
+  ASSERT_OK(other->punch(2 * kGranule, kGranule));
+  EXPECT_EQ(other->punch(4 * kGranule, kGranule).error(), EDQUOT);
+  ASSERT_OK(sparse->resize(0));
+  EXPECT_OK(other->punch(4 * kGranule, kGranule));
 }
 
 TEST_P(KeptGpuMemory, MemoryThatIsMissingIsAnError) {

@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <map>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -110,6 +112,21 @@ TEST_F(KeptHostMemoryTest, OtherFilesCostTheNextProcessNothing) {
   const std::vector<MemoryKeeper::Piece> own = keeper_->take(memory_->number());
   ASSERT_EQ(own.size(), 1U);
   EXPECT_EQ(bytes_after_takeover(own.front().descriptor.get()), static_cast<std::int64_t>(2 * kHostGranule));
+}
+
+TEST_F(KeptHostMemoryTest, WhatNoRecordHasGoesBack) {
+  const std::vector<MemoryKeeper::Piece> own = keeper_->take(memory_->number());
+  ASSERT_TRUE(memory_->populate(2 * kHostGranule, 3 * kHostGranule).ok());  // ahead, or about to be released
+  const auto restore = [&](const Extent& populated) {
+    return HostMemory::restore(std::make_shared<Ledger>(0), std::make_shared<SharedHostFiles>(), keeper_->next(),
+                               memory_->number(), std::span(&populated, 1));
+  };
+  const auto restored = restore(kFirst);  // although the device has become smaller than that
+  EXPECT_TRUE(restored.ok());
+  struct stat found {};
+  EXPECT_EQ(::fstat(own.front().descriptor.get(), &found), 0);
+  EXPECT_EQ(found.st_blocks * 512, static_cast<std::int64_t>(kHostGranule));
+  EXPECT_EQ(restore({0, 64 * kHostGranule}).error(), EPROTO);
 }
 
 TEST_F(KeptHostMemoryTest, ADeathWhileItIsSharedLosesNothing) {

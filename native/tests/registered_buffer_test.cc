@@ -315,6 +315,23 @@ TEST_F(RegisteredHostTest, ItCountsAsMemoryOfTheDevice) {
   EXPECT_EQ(must(context_->device().memory()).free_bytes, free);
 }
 
+TEST_F(RegisteredHostTest, ItsEndWakesThoseThatWaitForMemory) {
+  const auto buffer = registered(0, kBytes);
+  const std::uint64_t before = context_->reclaim().release_count();
+  EXPECT_TRUE(buffer->revoke(milliseconds(0)));
+  EXPECT_GT(context_->reclaim().release_count(), before);
+}
+
+TEST_F(RegisteredHostTest, TheProgramsPositionInItsFileStays) {
+  const auto buffer = registered(0, kBytes);
+  ASSERT_EQ(::lseek(fd_.get(), 1234, SEEK_SET), 1234);
+  EXPECT_EQ(buffer->seek_data(0).error(), ENXIO);
+  EXPECT_EQ(must(buffer->seek_hole(0)), 0U);
+  std::vector<std::byte> seen(kBytes);
+  ASSERT_EQ(must(buffer->read(0, seen, Wait::kAllowed)), seen.size());
+  EXPECT_EQ(::lseek(fd_.get(), 0, SEEK_CUR), 1234);
+}
+
 TEST_F(RegisteredHostTest, APinnedPartMayBeCutOff) {
   const std::vector<std::byte> data = pattern(kBytes, 3);
   ASSERT_EQ(::write(fd_.get(), data.data(), kBytes), static_cast<ssize_t>(kBytes));

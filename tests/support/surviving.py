@@ -61,10 +61,13 @@ def mounted(
     driver: str = "host",
     environment: dict[str, str] | None = None,
     launcher: tuple[str, ...] = (),
+    memory: str | None = "512M",
 ) -> Iterator[Survivor]:
-    """A mount in the background. launcher: a program and its options, which runs `gpufs mount`."""
+    """A mount in the background. launcher: a program and its options, which runs `gpufs mount`. memory: None for the
+    default."""
     path.mkdir(exist_ok=True)
-    words = ["--driver", driver, "--memory", "512M", "--log-file", str(path.with_name("log"))]
+    words = ["--driver", driver, "--log-file", str(path.with_name("log"))]
+    words += ["--memory", memory] if memory else []
     words += ["--devices", "1"] if driver == "host" else []
     command = [*launcher, *GPUFS, "mount", str(path), *words, *options]
     run(*command, env={**os.environ, **(environment or {})})

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <vector>
@@ -31,6 +32,7 @@ Result<gpufs_handle> HandleTable::put_entry(OpenHandle entry) {
   {
     const std::lock_guard lock(mutex_);
     if (entry.owner == 0 || entries_.contains(entry.owner)) {
+      if (entry.owner != 0) owned_.emplace(entry.owner, last_ + 1);
       entries_.emplace(++last_, std::move(entry));
       return last_;
     }
@@ -39,15 +41,21 @@ Result<gpufs_handle> HandleTable::put_entry(OpenHandle entry) {
   return Status(EBADF, "the handle's owner is closed");
 }
 
+HandleTable::Entries::node_type HandleTable::extract_locked(gpufs_handle handle) {
+  Entries::node_type extracted = entries_.extract(handle);
+  if (!extracted.empty()) owned_.erase({extracted.mapped().owner, handle});
+  return extracted;
+}
+
 Result<std::shared_ptr<void>> HandleTable::find(gpufs_handle handle, std::type_index type, bool remove) {
   if (forked_child.load(std::memory_order_relaxed)) return Status(EBADF, kForked);
-  decltype(entries_)::node_type removed;  // destroyed after the lock is released
+  Entries::node_type removed;  // destroyed after the lock is released
   const std::lock_guard lock(mutex_);
   const auto found = entries_.find(handle);
   if (found == entries_.end()) return Status(EBADF, "the handle is not open");
   if (found->second.type != type) return Status(EBADF, "the handle names an object of another kind");
   std::shared_ptr<void> object = found->second.object;
-  if (remove) removed = entries_.extract(found);
+  if (remove) removed = extract_locked(handle);
   return object;
 }
 
@@ -70,10 +78,10 @@ Status HandleTable::close(gpufs_handle handle) {
   if (close) {
     if (Status status = close(); !status.ok()) return status;
   }
-  decltype(entries_)::node_type closed;
+  Entries::node_type closed;
   {
     const std::lock_guard lock(mutex_);
-    closed = entries_.extract(handle);
+    closed = extract_locked(handle);
   }
   if (closed.empty()) return Status(EBADF, "the handle is not open");  // closed by another thread at the same time
   close_owned(handle);
@@ -85,15 +93,16 @@ void HandleTable::close_owned(gpufs_handle owner) {
   std::vector<gpufs_handle> owned;
   {
     const std::lock_guard lock(mutex_);
-    for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry) {
-      if (entry->second.owner == owner) owned.push_back(entry->first);
+    for (auto each = owned_.lower_bound({owner, 0}); each != owned_.end() && each->first == owner; ++each) {
+      owned.push_back(each->second);
     }
   }
+  std::ranges::reverse(owned);
   for (const gpufs_handle handle : owned) {
-    decltype(entries_)::node_type closing;
+    Entries::node_type closing;
     {
       const std::lock_guard lock(mutex_);
-      closing = entries_.extract(handle);
+      closing = extract_locked(handle);
     }
     if (closing.empty()) continue;  // closed by its user at the same time
     if (closing.mapped().close) (void)closing.mapped().close();

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <typeindex>
 #include <typeinfo>
 #include <utility>
@@ -65,13 +66,18 @@ class HandleTable {
     std::function<Status()> close;
   };
 
+  using Entries = std::map<gpufs_handle, OpenHandle>;
+
   Result<gpufs_handle> put_entry(OpenHandle entry);
+  // Removes a handle; empty if it is not open. Destroy the result after the lock is released.
+  Entries::node_type extract_locked(gpufs_handle handle);
   Result<std::shared_ptr<void>> find(gpufs_handle handle, std::type_index type, bool remove);
 
   // Guards all below. Innermost: nothing is called or destroyed while it is held.
   std::mutex mutex_;
-  std::map<gpufs_handle, OpenHandle> entries_;
-  gpufs_handle last_ = 0;  // handles are never reused
+  Entries entries_;
+  std::set<std::pair<gpufs_handle, gpufs_handle>> owned_;  // an owner, and what belongs to it
+  gpufs_handle last_ = 0;                                  // handles are never reused
 };
 
 }  // namespace gpufs

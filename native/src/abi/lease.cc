@@ -16,6 +16,8 @@
 #include "base/unique_fd.h"
 #include "drivers/driver.h"
 #include "drivers/host/write_notice.h"
+#include "fuse/inode_table.h"
+#include "fuse/mount.h"
 #include "gpufs.h"
 #include "memory/buffer.h"
 
@@ -122,16 +124,16 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
   });
 }
 
-gpufs_status gpufs_lease_open_again(gpufs_handle buffer, uint32_t flags, uint64_t bytes, const char* label,
+gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t flags, uint64_t bytes, const char* label,
                                     gpufs_handle* lease) {
-  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<fuse::Mount>(mount, [&](fuse::Mount& found) -> Status {
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
-    const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
-    if (!owner.ok()) return owner.status();
+    const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
+    if (!inode || !inode->buffer()) return Status(ENOENT, "no file with the inode " + std::to_string(ino));
     Result<std::shared_ptr<Buffer::Lease>> opened =
-        found.lease_again((flags & GPUFS_LEASE_WRITE) != 0, bytes, label == nullptr ? "" : label);
+        inode->buffer()->lease_again((flags & GPUFS_LEASE_WRITE) != 0, bytes, label == nullptr ? "" : label);
     if (!opened.ok()) return opened.status();
-    return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
+    return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), mount), lease);
   });
 }
 

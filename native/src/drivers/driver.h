@@ -141,6 +141,14 @@ class DeviceMemory {
   virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                             bool writable) = 0;
 
+  // After Device::restore_memory(): what exists beside the populated memory, because it lies in the same pieces. It is
+  // populated as well from then on, but has to be zeroed before it is used.
+  [[nodiscard]] virtual Extents surplus() const { return {}; }
+
+  // Descriptors of this process that it has, and how many more it takes at most to populate these spans.
+  [[nodiscard]] virtual std::uint64_t descriptors() const { return 0; }
+  [[nodiscard]] virtual std::uint64_t descriptors_for(std::span<const Extent> /*spans*/) { return 0; }
+
   // By which a MemoryKeeper knows it; 0: it is not kept.
   [[nodiscard]] virtual std::uint64_t number() const { return 0; }
 };
@@ -303,7 +311,7 @@ class Device {
   // OK if memory of create_memory() can be kept; else the reason for users.
   virtual Status check_keeping() { return {}; }
   // The memory with this number that the last process kept. populated: what exists of it, in ascending order; the rest
-  // is released. Once for each number.
+  // is released, or becomes DeviceMemory::surplus(). Once for each number. ENOENT, EPROTO: it was not kept like that.
   virtual Result<std::unique_ptr<DeviceMemory>> restore_memory(std::uint64_t /*number*/,
                                                                std::span<const Extent> /*populated*/) {
     return Status(EOPNOTSUPP, "this driver's memory dies with the process");

@@ -301,6 +301,10 @@ void BufferOperations::lseek(const File& file, Request& request, Responder respo
 
 void BufferOperations::flush(const File& /*file*/, Request& /*request*/, Responder responder) { responder.ok(); }
 
+void BufferOperations::fsync(const File& /*file*/, Request& /*request*/, Responder responder) {
+  table_.asks_for_fsync() ? responder.ok() : responder.error(ENOSYS);
+}
+
 void BufferOperations::fallocate(const File& file, Request& request, Responder responder) {
   const auto in = request.arguments<fuse_fallocate_in>();
   if (in.length == 0) return responder.error(EINVAL);

@@ -36,6 +36,7 @@ class BufferOperations {
   void fallocate(const File& file, Request& request, Responder responder);
   // FLUSH and FSYNC: memory has nothing to write back.
   void flush(const File& file, Request& request, Responder responder);
+  void fsync(const File& file, Request& request, Responder responder);
   void copy(const File& from, const File& to, const Request& request, const CopyRequest& copy, Responder responder);
 
  private:

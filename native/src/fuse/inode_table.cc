@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/pages.h"
 #include "fuse/extended_attributes.h"
 #include "memory/slab_pool.h"
 
@@ -183,19 +184,22 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, I
   return inode;
 }
 
+void InodeTable::watch_contents(const std::shared_ptr<Inode>& inode) {
+  if (!inode->buffer_) return;
+  inode->buffer_->watch([moved = std::weak_ptr<Inode>(inode)] {
+    const std::shared_ptr<Inode> found = moved.lock();
+    if (!found) return;
+    const std::lock_guard lock(found->mutex_);
+    found->record_locked();
+  });
+}
+
 Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
-  if (inode->buffer_) {  // while nobody else has it
-    inode->buffer_->watch([moved = std::weak_ptr<Inode>(inode)] {
-      const std::shared_ptr<Inode> found = moved.lock();
-      if (!found) return;
-      const std::lock_guard lock(found->mutex_);
-      found->record_locked();
-    });
-  }
+  watch_contents(inode);
   const std::lock_guard own(inode->mutex_);
   const std::uint64_t metadata = inode->metadata_locked();
   Metadata::Share* const share = metadata_.share_of(inode->attributes_.uid);
-  if (!metadata_.take(share, metadata)) return Status(ENOSPC, "the limit for metadata");
+  if (!metadata_.take(share, metadata)) return metadata_full(inode->attributes_.uid);
   inode->charged_ = metadata;
   inode->charged_to_ = share;
   const std::unique_lock lock(inodes_mutex_);
@@ -206,6 +210,13 @@ Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
   if (inode->buffer_) ++file_counts_[inode->device_];
   inode->record_locked();
   return {};
+}
+
+Status InodeTable::metadata_full(std::uint32_t uid) const {
+  log_user_warning(uid, "No space left on device: names and attributes of user ", uid,
+                   " have reached the limit for metadata, which is ", metadata_limit(),
+                   " bytes for all and half of that for a plain user. Remove files, or mount with a larger --metadata");
+  return {ENOSPC, "the limit for metadata"};
 }
 
 void InodeTable::was_read(Inode& inode) const {
@@ -301,7 +312,7 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
     return 0;
   };
   if (change_metadata(*inode, more, 0, change) != 0) {
-    return Status(ENOSPC, "the limit for metadata");
+    return {ENOSPC, "the limit for metadata"};
   }
   if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
   return {};
@@ -490,63 +501,118 @@ bool InodeTable::has_device(std::int32_t device) const {
   return device >= 0 && static_cast<std::size_t>(device) < devices_.size();
 }
 
+Status InodeTable::restore_slabs(Restoring& known) {
+  struct Small {
+    std::vector<std::uint64_t> inodes;
+    std::vector<std::uint64_t> memories;  // the number that the record of each has
+    Extents slots;
+  };
+  std::map<std::int32_t, Small> small;  // by device
+  records_.each_inode([&](const InodeRecord& record) {
+    ++known.devices[record.attributes.device];
+    if (!record.contents || record.contents->slot.bytes == 0) return;
+    Small& files = small[record.attributes.device];
+    files.inodes.push_back(record.attributes.ino);
+    files.memories.push_back(record.contents->memory);
+    files.slots.push_back(record.contents->slot);
+  });
+  for (auto& [device, files] : small) {
+    if (!has_device(device)) continue;  // see restore_inode()
+    std::map<std::uint64_t, std::size_t> counts;
+    for (const std::uint64_t memory : files.memories) ++counts[memory];
+    const std::uint64_t memory =
+        std::ranges::max_element(counts, {}, [](const auto& each) { return each.second; })->first;
+    for (std::size_t i = 0; i < files.slots.size(); ++i) {
+      if (files.memories[i] != memory) files.slots[i] = {};
+    }
+    SlabPool* const slabs = devices_[static_cast<std::size_t>(device)]->slabs();
+    Status restored = slabs == nullptr ? Status(EPROTO, "the device has no memory for small files")
+                                       : slabs->restore(memory, files.slots);
+    if (!restored.ok() && !is_bad_record(restored)) return restored;
+    for (std::size_t i = 0; i < files.slots.size(); ++i) {
+      if (!restored.ok()) {
+        known.lost.emplace(files.inodes[i], restored);
+      } else if (files.slots[i].bytes == 0) {
+        known.lost.emplace(files.inodes[i], Status(EPROTO, "no other small file lies where it should"));
+      }
+    }
+  }
+  return {};
+}
+
+void InodeTable::enter_restored(const std::shared_ptr<Inode>& inode) {
+  inode->restored_ = true;
+  watch_contents(inode);
+  inode->charged_ = inode->metadata_locked();
+  inode->charged_to_ = metadata_.share_of(inode->attributes_.uid);
+  metadata_.add(inode->charged_to_, inode->charged_);
+  inodes_.emplace(inode->ino_, inode);
+  if (inode->buffer_) ++file_counts_[inode->device_];
+}
+
+Result<std::shared_ptr<Inode>> InodeTable::restore_inode(InodeRecord& record, const Restoring& known) {
+  gpufs_attributes& attributes = record.attributes;
+  if (known.directories.contains(attributes.ino) && !S_ISDIR(attributes.mode)) {
+    return Status(EPROTO, "it has names, and is not a directory");
+  }
+  if (attributes.device < -1) return Status(EPROTO, "it is on no possible device");
+  if (attributes.device >= 0 && !has_device(attributes.device)) {
+    // A device that has files has a directory, too.
+    if (known.devices.at(attributes.device) == 1) return Status(EPROTO, "nothing else is on its device");
+    return missing_device(attributes.device);
+  }
+  std::shared_ptr<Buffer> buffer;
+  if (record.contents) {
+    if (attributes.device < 0 || !is_regular(attributes.mode)) return Status(EPROTO, "it cannot have contents");
+    Result<std::shared_ptr<Buffer>> restored =
+        Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *record.contents);
+    if (!restored.ok()) return restored.status();
+    buffer = restored.take();
+    buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
+  }
+  const Timestamp birth{record.birth_seconds, record.birth_nanoseconds};
+  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), record.references, birth, records_);
+  inode->writers_ever_ = record.writers_ever;
+  inode->created_open_ = record.created_open;
+  inode->names_.target = std::move(record.target);
+  if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
+  for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
+  enter_restored(inode);
+  return inode;
+}
+
 Status InodeTable::restore() {
   for (const auto& [user, bytes] : records_.user_limits()) {
     quotas_.limit_user(static_cast<std::int32_t>(user >> 32), static_cast<std::uint32_t>(user), bytes);
   }
-  std::vector<InodeRecord> inodes = records_.inodes();
+  Restoring known;
+  records_.each_name([&](std::uint64_t, const NameRecord& name) { known.directories.insert(name.directory); });
   // First all slots: the slabs must know which are free.
-  std::map<std::int32_t, std::pair<std::uint64_t, Extents>> slots;  // and their memory, by device
-  for (const InodeRecord& inode : inodes) {
-    if (!inode.contents || inode.contents->slot.bytes == 0) continue;
-    slots[inode.attributes.device].first = inode.contents->memory;
-    slots[inode.attributes.device].second.push_back(inode.contents->slot);
-  }
-  std::map<std::int32_t, Status> without_slots;  // devices whose small files are lost
-  for (const auto& [device, used] : slots) {
-    if (!has_device(device)) return missing_device(device);
-    SlabPool* const slabs = devices_[static_cast<std::size_t>(device)]->slabs();
-    Status restored = slabs == nullptr ? Status(EPROTO, "the device has no memory for small files")
-                                       : slabs->restore(used.first, used.second);
-    if (!restored.ok() && !is_bad_record(restored)) return restored;
-    if (!restored.ok()) without_slots.emplace(device, std::move(restored));
-  }
-  const auto lose = [this](std::uint64_t ino, const Status& reason) {
+  if (Status slabs = restore_slabs(known); !slabs.ok()) return slabs;
+  std::vector<std::shared_ptr<Inode>> incomplete;
+  Status failure;
+  records_.each_inode([&](InodeRecord& record) {
+    const std::uint64_t ino = record.attributes.ino;
+    if (!failure.ok() || known.lost.contains(ino)) return;
+    const Result<std::shared_ptr<Inode>> restored = restore_inode(record, known);
+    if (is_bad_record(restored.status())) {
+      known.lost.emplace(ino, restored.status());
+    } else if (!restored.ok()) {
+      failure = restored.status().with_context("inode " + std::to_string(ino));
+    } else if (record.contents && record.contents->shift.step != 0) {
+      incomplete.push_back(restored.value());
+    }
+  });
+  if (!failure.ok()) return failure;
+  for (const auto& [ino, reason] : known.lost) {
     log_error("inode ", ino, " is lost: ", reason.message());
     records_.remove_inode(ino);
-  };
-  for (InodeRecord& record : inodes) {
-    const gpufs_attributes& attributes = record.attributes;
-    std::shared_ptr<Buffer> buffer;
-    if (record.contents) {
-      if (!has_device(attributes.device)) return missing_device(attributes.device);
-      const auto lost_slot = without_slots.find(attributes.device);
-      if (record.contents->slot.bytes != 0 && lost_slot != without_slots.end()) {
-        lose(attributes.ino, lost_slot->second);
-        continue;
-      }
-      Result<std::shared_ptr<Buffer>> restored =
-          Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *record.contents);
-      if (is_bad_record(restored.status())) {
-        lose(attributes.ino, restored.status());
-        continue;
-      }
-      if (!restored.ok()) return restored.status().with_context("inode " + std::to_string(attributes.ino));
-      buffer = restored.take();
-      buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
-    }
-    const Timestamp birth{record.birth_seconds, record.birth_nanoseconds};
-    auto inode = std::make_shared<Inode>(attributes, std::move(buffer), record.references, birth, records_);
-    inode->restored_ = true;
-    inode->writers_ever_ = record.writers_ever;
-    inode->created_open_ = record.created_open;
-    inode->names_.target = std::move(record.target);
-    if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
-    for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
-    if (Status inserted = insert(inode); !inserted.ok()) return inserted;
-    // From now on the buffer's record is written with each step.
-    if (Status whole = inode->buffer_ ? inode->buffer_->complete_shift() : Status(); !whole.ok()) {
-      log_error("inode ", attributes.ino, ": ", whole.message());
+  }
+  restore_directories();
+  // From now on a buffer's record is written with each step.
+  for (const std::shared_ptr<Inode>& inode : incomplete) {
+    if (Status whole = inode->buffer_->complete_shift(); !whole.ok()) {
+      log_error("inode ", inode->ino_, ": ", whole.message());
     }
   }
   for (const auto& [fh, file] : records_.files()) {
@@ -562,6 +628,28 @@ Status InodeTable::restore() {
     if (file.writes) ++inode->open_writers_;
   }
   return {};
+}
+
+// Without its record a directory would be lost with all that is in it.
+void InodeTable::restore_directories() {
+  std::map<std::uint64_t, std::int32_t> missing;  // and their devices, which are those of what they have
+  records_.each_name([&](std::uint64_t, const NameRecord& name) {
+    const std::shared_ptr<Inode> inode = find(name.inode);
+    if (inode && !inodes_.contains(name.directory)) missing.emplace(name.directory, inode->device_);
+  });
+  for (const auto& [ino, device] : missing) {
+    log_error("directory ", ino, " has no record any more: it is root's now, with what is in it");
+    gpufs_attributes attributes{};
+    attributes.ino = ino;
+    attributes.mode = S_IFDIR | (ino == kRootInode ? 0555 : 0700);
+    attributes.nlink = 2;
+    attributes.blksize = kPageBytes;
+    attributes.device = ino == kRootInode ? -1 : device;
+    const auto inode = std::make_shared<Inode>(attributes, nullptr, 1, Timestamp::now(), records_);
+    enter_restored(inode);
+    const std::lock_guard lock(inode->mutex_);
+    inode->record_locked();
+  }
 }
 
 std::vector<std::uint64_t> InodeTable::doubtful() const {

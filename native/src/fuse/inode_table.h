@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/status.h"
@@ -229,7 +230,7 @@ class InodeTable {
   int change_metadata(Inode& inode, std::uint64_t names, std::uint64_t attribute_bytes, Change change) {
     const std::lock_guard lock(inode.mutex_);
     const std::uint64_t most = names * kNameBytes + inode.metadata_locked(attribute_bytes) - inode.metadata_locked();
-    if (!metadata_.take(inode.charged_to_, most)) return ENOSPC;
+    if (!metadata_.take(inode.charged_to_, most)) return metadata_full(inode.attributes_.uid).error();
     const int error = change(inode.attributes_, inode.extended_);
     if (error == 0) inode.record_locked();
     const std::uint64_t before = inode.charged_;
@@ -237,6 +238,8 @@ class InodeTable {
     metadata_.release(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
     return error;
   }
+  // ENOSPC, which it logs: a user cannot take more.
+  [[nodiscard]] Status metadata_full(std::uint32_t uid) const;
   [[nodiscard]] std::uint64_t metadata_limit() const { return metadata_.limit(); }
   // Bytes of metadata that a user may still take.
   [[nodiscard]] std::uint64_t metadata_available(std::uint32_t uid) { return metadata_.available(uid); }
@@ -247,6 +250,9 @@ class InodeTable {
   void charge_to(Inode& inode, std::shared_ptr<Account> account);
   // Charges a buffer that belongs to no inode to a user, whatever the limit.
   void charge_to_user(Buffer& buffer, std::uint32_t uid);
+  // Whether the kernel should ask for fsync(2), which has nothing to do for memory. It returns 0 for all of the mount
+  // and asks no more once it got ENOSYS; a mount that shows directories of the host, which has no journal, needs it.
+  [[nodiscard]] bool asks_for_fsync() const { return records_.journal() == nullptr; }
   [[nodiscard]] Quotas& quotas() { return quotas_; }
   [[nodiscard]] Records& records() const { return records_; }
 
@@ -285,6 +291,21 @@ class InodeTable {
   [[nodiscard]] bool has_device(std::int32_t device) const;
   // Makes an inode known whose attributes are complete.
   Status insert(const std::shared_ptr<Inode>& inode);
+  // Before anybody else has an inode: its record is written whenever its contents move.
+  static void watch_contents(const std::shared_ptr<Inode>& inode);
+  // What restore() knows of the other records when it reads one.
+  struct Restoring {
+    std::map<std::int32_t, std::size_t> devices;    // how many inodes each has
+    std::unordered_set<std::uint64_t> directories;  // that have names
+    std::map<std::uint64_t, Status> lost;           // inodes, and why
+  };
+  // Restores the slabs of all devices.
+  Status restore_slabs(Restoring& known);
+  // Adds the inode of a record, whatever the limits are.
+  Result<std::shared_ptr<Inode>> restore_inode(InodeRecord& record, const Restoring& known);
+  void enter_restored(const std::shared_ptr<Inode>& inode);
+  // Adds the directories that have names and no record.
+  void restore_directories();
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
   [[nodiscard]] bool update_expected_locked(Inode& inode);
   // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all of a device at a time.

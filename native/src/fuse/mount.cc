@@ -73,7 +73,7 @@ const Mount::FileHandler* Mount::file_handler(std::uint32_t opcode) {
       {FUSE_READ, sizeof(fuse_read_in), &Buffers::read, &Backing::read, nullptr},
       {FUSE_WRITE, sizeof(fuse_write_in), &Buffers::write, &Backing::write, nullptr},
       {FUSE_FLUSH, sizeof(fuse_flush_in), &Buffers::flush, &Backing::flush, nullptr},
-      {FUSE_FSYNC, sizeof(fuse_fsync_in), &Buffers::flush, &Backing::fsync, nullptr},
+      {FUSE_FSYNC, sizeof(fuse_fsync_in), &Buffers::fsync, &Backing::fsync, nullptr},
       {FUSE_LSEEK, sizeof(fuse_lseek_in), &Buffers::lseek, &Backing::lseek, &Mount::lseek_control_file},
       {FUSE_FALLOCATE, sizeof(fuse_fallocate_in), &Buffers::fallocate, &Backing::fallocate, &Mount::refuse_fallocate},
   };

@@ -340,6 +340,8 @@ bool NameOperations::serve_directory(Request& request, Responder& responder) {
     responder.error(EBADF);
   } else if (opcode == FUSE_READDIRPLUS) {
     list(*directory, request, std::move(responder));
+  } else if (opcode == FUSE_FSYNCDIR && !table_.asks_for_fsync()) {
+    responder.error(ENOSYS);
   } else {
     responder.ok();
   }

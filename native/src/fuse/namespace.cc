@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <climits>
 #include <mutex>
+#include <string>
+#include <vector>
 
 #include "base/log.h"
 #include "base/pages.h"
@@ -22,6 +24,11 @@ constexpr std::uint32_t kBufferBlock = 1 << 20;
 bool is_directory(const Inode& inode) { return S_ISDIR(inode.kind()); }
 
 bool is_special(std::string_view name) { return name == "." || name == ".." || name.empty(); }
+
+// Whether the kernel takes this name from a listing; it refuses the listing otherwise.
+bool is_possible(std::string_view name) {
+  return !is_special(name) && name.size() <= NAME_MAX && name.find('/') == name.npos && name.find('\0') == name.npos;
+}
 
 Status check_name(std::string_view name) {
   return name.size() > NAME_MAX ? Status(ENAMETOOLONG, "a name of more than 255 bytes") : Status();
@@ -391,34 +398,73 @@ Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t
 
 // ---- another process's names ----
 
+// Whether its name was lost, as opposed to removed: that would have set its links to 0.
+bool Namespace::lacks_name(const Inode& inode) {
+  return inode.names_.names.empty() && inode.ino() != InodeTable::kRootInode && !inode.names_.may_get_first_name &&
+         inode.attributes_.nlink != 0;
+}
+
+void Namespace::name_again(const InodePointer& inode) {
+  const InodePointer root = table_.find(InodeTable::kRootInode);
+  if (!root || inode->is_fixed()) return;
+  const std::string device = "gpu" + std::to_string(inode->device());
+  const std::string name = "lost+" + std::to_string(inode->ino());
+  const auto found = root->names_.entries.find(device);
+  if (found == root->names_.entries.end()) {
+    if (is_directory(*inode)) attach(*root, device, inode);  // it is the device's own
+  } else if (!found->second.inode->names_.entries.contains(name)) {
+    log_error("inode ", inode->ino(), " has lost its name: it is ", device, "/", name, " now");
+    attach(*found->second.inode, name, inode);
+  }
+}
+
+bool Namespace::restore_name(std::uint64_t id, const NameRecord& record, const InodePointer& directory,
+                             const InodePointer& inode) {
+  InodeNames& names = directory->names_;
+  if (!is_directory(*directory) || !is_possible(record.text)) return false;
+  // A directory has one name, and not below itself.
+  if (is_directory(*inode) &&
+      (inode->ino() == InodeTable::kRootInode || !inode->names_.names.empty() || contains(*inode, directory.get()))) {
+    return false;
+  }
+  const auto [entry, is_new] = names.entries.try_emplace(record.text);
+  if (!is_new) return false;
+  const std::uint64_t number = names.by_number.contains(record.number) ? names.next_number : record.number;
+  entry->second = {inode, number, id, {}};
+  entry->second.place = inode->names_.names.insert(inode->names_.names.end(), {directory.get(), &entry->first});
+  inode->names_.parent = directory;
+  names.by_number.emplace_hint(names.by_number.end(), number, entry);
+  names.next_number = std::max(names.next_number, number + 1);
+  if (is_directory(*inode)) ++names.subdirectories;
+  return true;
+}
+
 Status Namespace::restore() {
   {
     const std::unique_lock lock(mutex_);
-    for (const auto& [id, record] : records_.names()) {
-      const InodePointer directory = table_.find(record.directory);
+    std::vector<std::uint64_t> lost;
+    InodePointer directory;  // of the last one: mostly of many
+    records_.each_name([&](std::uint64_t id, const NameRecord& record) {
+      if (!directory || directory->ino() != record.directory) directory = table_.find(record.directory);
       const InodePointer inode = table_.find(record.inode);
-      if (!directory || !inode || directory->names_.entries.contains(record.text)) {
+      if (!directory || !inode || !restore_name(id, record, directory, inode)) {
         log_error("the name of inode ", record.inode, " in directory ", record.directory, " is lost");
-        records_.remove_name(id);
+        lost.push_back(id);
+      }
+    });
+    for (const std::uint64_t id : lost) records_.remove_name(id);
+    for (const auto& [ino, parent] : records_.unnamed()) {
+      const InodePointer inode = table_.find(ino);
+      if (!inode || is_directory(*inode)) {
+        records_.remove_unnamed(ino);
         continue;
       }
-      InodeNames& names = directory->names_;
-      const auto entry = names.entries.try_emplace(record.text).first;
-      entry->second = {inode, record.number, id, {}};
-      entry->second.place = inode->names_.names.insert(inode->names_.names.end(), {directory.get(), &entry->first});
-      inode->names_.parent = directory;
-      names.by_number.emplace(record.number, entry);
-      names.next_number = std::max(names.next_number, record.number + 1);
-      if (is_directory(*inode)) ++names.subdirectories;
-    }
-    for (const auto& [ino, directory] : records_.unnamed()) {
-      const InodePointer inode = table_.find(ino);
-      if (!inode) continue;
-      inode->names_.parent = table_.find(directory);
+      if (inode->names_.names.empty()) inode->names_.parent = table_.find(parent);
       inode->names_.may_get_first_name = true;
     }
     for (InodePointer& inode : table_.all()) {
       InodeNames& names = inode->names_;
+      if (lacks_name(*inode)) name_again(inode);
       const bool is_removed = names.names.empty() && inode->ino() != InodeTable::kRootInode;
       std::size_t links = names.names.size();
       if (is_directory(*inode)) {

@@ -120,6 +120,12 @@ class Namespace {
   void settle(InodePointer inode);
   // Swaps what two names lead to.
   void exchange(Inode& from, InodeNames::Entries::iterator one, Inode& to, InodeNames::Entries::iterator other);
+  [[nodiscard]] static bool lacks_name(const Inode& inode);
+  // In the directory of its device, for users to find.
+  void name_again(const InodePointer& inode);
+  // False if there can be no such name.
+  static bool restore_name(std::uint64_t id, const NameRecord& record, const InodePointer& directory,
+                           const InodePointer& inode);
   // Whether an inode is this directory or anywhere below it.
   [[nodiscard]] static bool contains(const Inode& directory, const Inode* inode);
 

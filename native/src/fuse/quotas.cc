@@ -84,6 +84,11 @@ bool Metadata::take(Share* share, std::uint64_t bytes) {
   return false;
 }
 
+void Metadata::add(Share* share, std::uint64_t bytes) {
+  all_.add(bytes);
+  move(nullptr, share, bytes);
+}
+
 void Metadata::release(Share* share, std::uint64_t bytes) {
   all_.release(bytes);
   if (share == nullptr) return;

@@ -69,6 +69,8 @@ class Metadata {
 
   // False, and nothing is taken, beyond a limit.
   [[nodiscard]] bool take(Share* share, std::uint64_t bytes);
+  // Regardless of all limits: it is restored.
+  void add(Share* share, std::uint64_t bytes);
   void release(Share* share, std::uint64_t bytes);
   // The owner of an inode has changed: moves what it takes, whatever the limits.
   void move(Share* from, Share* to, std::uint64_t bytes);

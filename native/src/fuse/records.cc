@@ -49,6 +49,7 @@ class Reader {
     rest_ = rest_.subspan(size);
     return found;
   }
+  [[nodiscard]] bool at_end() const { return rest_.empty(); }
   std::string text() {
     const std::span<const std::byte> found = bytes();
     return {reinterpret_cast<const char*>(found.data()), found.size()};
@@ -251,17 +252,20 @@ std::optional<Outcome> Records::done_before() const {
 
 // ---- what a new process finds ----
 
-std::vector<InodeRecord> Records::inodes() const {
-  return all<InodeRecord>(journal_.get(), kInode, [](std::uint64_t, Reader reader) {
+void Records::each_inode(const std::function<void(InodeRecord&)>& visit) const {
+  if (journal_ == nullptr) return;
+  journal_->each(kInode, [&](std::uint64_t ino, std::span<const std::byte> stored) {
+    Reader reader(stored);
     InodeRecord inode;
     inode.attributes = reader.number<gpufs_attributes>();
+    inode.attributes.ino = ino;
     inode.birth_seconds = reader.number<std::int64_t>();
     inode.birth_nanoseconds = reader.number<std::uint32_t>();
     inode.writers_ever = reader.number<std::uint32_t>();
     inode.references = reader.number<std::uint64_t>();
     inode.created_open = reader.number<bool>();
     inode.target = reader.text();
-    for (auto left = reader.number<std::uint64_t>(); left > 0; --left) {
+    for (auto left = reader.number<std::uint64_t>(); left > 0 && !reader.at_end(); --left) {
       std::string name = reader.text();
       const std::span<const std::byte> value = reader.bytes();
       inode.extended.emplace_back(std::move(name), std::vector(value.begin(), value.end()));
@@ -277,18 +281,20 @@ std::vector<InodeRecord> Records::inodes() const {
       contents.placement = reader.number<std::uint64_t>();
       contents.shift = reader.number<Shift>();
     }
-    return inode;
+    visit(inode);
   });
 }
 
-std::vector<std::pair<std::uint64_t, NameRecord>> Records::names() const {
-  return all<std::pair<std::uint64_t, NameRecord>>(journal_.get(), kName, [](std::uint64_t id, Reader reader) {
-    NameRecord name;
+void Records::each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const {
+  if (journal_ == nullptr) return;
+  NameRecord name;  // whose text keeps its memory
+  journal_->each(kName, [&](std::uint64_t id, std::span<const std::byte> value) {
+    Reader reader(value);
     name.directory = reader.number<std::uint64_t>();
     name.number = reader.number<std::uint64_t>();
     name.inode = reader.number<std::uint64_t>();
     name.text = reader.text();
-    return std::pair(id, name);
+    visit(id, name);
   });
 }
 

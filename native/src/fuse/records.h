@@ -117,9 +117,10 @@ class Records {
 
   // ---- what a new process finds ----
 
-  [[nodiscard]] std::vector<InodeRecord> inodes() const;
+  // Calls visit(record), or visit(id, record), for each of them. visit must not record anything.
+  void each_inode(const std::function<void(InodeRecord&)>& visit) const;
+  void each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> unnamed() const { return numbers(kUnnamed); }
-  [[nodiscard]] std::vector<std::pair<std::uint64_t, NameRecord>> names() const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, FileRecord>> files() const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> user_limits() const { return numbers(kUserLimit); }
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> directory_limits() const {

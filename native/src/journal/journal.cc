@@ -158,6 +158,7 @@ std::uint64_t Journal::read_segment(std::uint64_t start, std::uint64_t end, std:
       is_damaged(start) ? std::min(end, start + kUnitBytes) : start + segment_bytes(block(start).size_class);
   std::vector<std::uint64_t> live;
   std::vector<std::uint64_t> free;
+  auto next = entries_.end();  // where the last value is: the next one mostly has the next key
   for (std::uint64_t offset = start; offset < segment_end;) {
     if (is_damaged(offset)) {
       log_error("the journal is damaged at ", offset, ": what was there is lost");
@@ -168,13 +169,19 @@ std::uint64_t Journal::read_segment(std::uint64_t start, std::uint64_t end, std:
     const bool done = found.transaction.load() == committed;
     bool is_live =
         state == BlockState::kLive || (state == BlockState::kNew && done) || (state == BlockState::kReplaced && !done);
+    const auto enter = [&] {
+      const std::size_t known = entries_.size();
+      next = std::next(entries_.try_emplace(next, found.key, Entry{offset, 0}));
+      return entries_.size() > known;
+    };
     if (is_live && (found.value_bytes > bytes_of_class(found.size_class) - sizeof(Block) ||
-                    (!live.empty() && found.size_class != block(live.front()).size_class) ||
-                    !entries_.emplace(found.key, Entry{offset, 0}).second)) {
+                    (!live.empty() && found.size_class != block(live.front()).size_class) || !enter())) {
       log_error("the journal is damaged at ", offset, ": a value is lost");
       is_live = false;
     }
-    found.state.store(is_live ? BlockState::kLive : BlockState::kFree);
+    // Only where that is a change: the kernel maps pages that are only read many at a time.
+    const BlockState settled = is_live ? BlockState::kLive : BlockState::kFree;
+    if (state != settled) found.state.store(settled);
     (is_live ? live : free).push_back(offset);
     offset += bytes_of_class(found.size_class);
   }

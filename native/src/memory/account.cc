@@ -26,9 +26,9 @@ std::string size_text(std::uint64_t bytes) {
 
 }  // namespace
 
-AddressSpace::AddressSpace(std::uint64_t files) : most_files_(files) {}
+AddressSpace::AddressSpace(std::uint64_t descriptors) : most_descriptors_(descriptors) {}
 
-std::uint64_t AddressSpace::files_of_process() {
+std::uint64_t AddressSpace::descriptors_of_process() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return UINT64_MAX;
   return limit.rlim_cur / 4 * 3;
@@ -48,35 +48,35 @@ Status AddressSpace::check_bytes_locked(const Share& share, std::uint64_t bytes)
                     " more. Sparse files reserve their whole length: remove some, or make them shorter");
 }
 
-Status AddressSpace::check_files_locked(const Share& share, std::uint64_t files) const {
-  std::uint64_t most = most_files_ - std::min(files_ - share.files_, most_files_);
+Status AddressSpace::check_descriptors_locked(const Share& share, std::uint64_t descriptors) const {
+  std::uint64_t most = most_descriptors_ - std::min(descriptors_ - share.descriptors_, most_descriptors_);
   if (share.plain_) {
-    const std::uint64_t for_plain = most_files_ / 3 * 2;
-    const std::uint64_t others = plain_files_ - share.files_;
+    const std::uint64_t for_plain = most_descriptors_ / 3 * 2;
+    const std::uint64_t others = plain_descriptors_ - share.descriptors_;
     most = std::min(most, (for_plain - std::min(others, for_plain)) / 2);
   }
-  if (files == 0 || share.files_ + files <= most) return {};
-  return Status(
-      share.plain_ ? EDQUOT : ENOSPC,
-      std::string(share.plain_ ? "Disk quota exceeded: " : "No space left on device: ") + share.holder_ + " has " +
-          std::to_string(share.files_) + " files of the " + std::to_string(most) +
-          " that it may have now above slab_file_bytes: each takes a descriptor of the daemon. Remove some, or "
-          "mount with a higher hard limit on descriptors (ulimit -Hn)");
+  if (descriptors == 0 || share.descriptors_ + descriptors <= most) return {};
+  return Status(share.plain_ ? EDQUOT : ENOSPC,
+                std::string(share.plain_ ? "Disk quota exceeded: " : "No space left on device: ") + share.holder_ +
+                    " has " + std::to_string(share.descriptors_) + " of the " + std::to_string(most) +
+                    " descriptors that it may have now. Each file above slab_file_bytes takes one, on a GPU one for "
+                    "each piece of "
+                    "its memory. Remove some, or mount with a higher hard limit on descriptors (ulimit -Hn)");
 }
 
-Status AddressSpace::take(Share& share, std::uint64_t bytes, std::uint64_t files) {
+Status AddressSpace::take(Share& share, std::uint64_t bytes, std::uint64_t descriptors) {
   Status refused;
   {
     const std::lock_guard lock(mutex_);
     refused = check_bytes_locked(share, bytes);
-    if (refused.ok()) refused = check_files_locked(share, files);
+    if (refused.ok()) refused = check_descriptors_locked(share, descriptors);
     if (refused.ok()) {
       used_ += bytes;
       share.used_ += bytes;
-      files_ += files;
-      share.files_ += files;
+      descriptors_ += descriptors;
+      share.descriptors_ += descriptors;
       if (share.plain_) plain_used_ += bytes;
-      if (share.plain_) plain_files_ += files;
+      if (share.plain_) plain_descriptors_ += descriptors;
       return {};
     }
     if (share.reported_) return refused;
@@ -87,14 +87,14 @@ Status AddressSpace::take(Share& share, std::uint64_t bytes, std::uint64_t files
   return refused;
 }
 
-void AddressSpace::add(Share& share, std::uint64_t bytes, std::uint64_t files) {
+void AddressSpace::add(Share& share, std::uint64_t bytes, std::uint64_t descriptors) {
   const std::lock_guard lock(mutex_);
   used_ += bytes;  // modulo 2^64: it may be negative, as may the next ones
   share.used_ += bytes;
-  files_ += files;
-  share.files_ += files;
+  descriptors_ += descriptors;
+  share.descriptors_ += descriptors;
   if (share.plain_) plain_used_ += bytes;
-  if (share.plain_) plain_files_ += files;
+  if (share.plain_) plain_descriptors_ += descriptors;
   if (share.used_ <= share.used_at_refusal_ / 2) share.reported_ = false;
 }
 
@@ -129,12 +129,11 @@ void Charge::settle(std::uint64_t bytes) {
 
 void Charge::move(Payer payer, std::shared_ptr<Account> account) {
   const std::lock_guard lock(mutex_);
-  const std::uint64_t files = files_of(address_bytes_);
-  if (payer == kOwner && share_locked() != nullptr) share_locked()->release(address_bytes_, files);
+  if (payer == kOwner && share_locked() != nullptr) share_locked()->release(address_bytes_, descriptors_);
   accounts_[payer].swap(account);
   if (account != nullptr) account->release(bytes_);
   if (accounts_[payer] != nullptr) accounts_[payer]->add(bytes_);
-  if (payer == kOwner && share_locked() != nullptr) share_locked()->add(address_bytes_, files);
+  if (payer == kOwner && share_locked() != nullptr) share_locked()->add(address_bytes_, descriptors_);
 }
 
 void Charge::move_to_accounts_of(const Charge& other) {
@@ -150,8 +149,7 @@ AddressSpace::Share* Charge::share_locked() const {
 Status Charge::take_addresses(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   if (share_locked() != nullptr) {
-    const std::uint64_t files = files_of(address_bytes_ + bytes) - files_of(address_bytes_);
-    if (Status status = share_locked()->take(bytes, files); !status.ok()) return status;
+    if (Status status = share_locked()->take(bytes, 0); !status.ok()) return status;
   }
   address_bytes_ += bytes;
   return {};
@@ -159,9 +157,23 @@ Status Charge::take_addresses(std::uint64_t bytes) {
 
 void Charge::release_addresses(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  const std::uint64_t files = files_of(address_bytes_) - files_of(address_bytes_ - bytes);
-  if (share_locked() != nullptr) share_locked()->release(bytes, files);
+  if (share_locked() != nullptr) share_locked()->release(bytes, 0);
   address_bytes_ -= bytes;
+}
+
+Status Charge::take_descriptors(std::uint64_t more) {
+  const std::lock_guard lock(mutex_);
+  if (share_locked() != nullptr) {
+    if (Status status = share_locked()->take(0, more); !status.ok()) return status;
+  }
+  descriptors_ += more;
+  return {};
+}
+
+void Charge::settle_descriptors(std::uint64_t now) {
+  const std::lock_guard lock(mutex_);
+  if (share_locked() != nullptr && now != descriptors_) share_locked()->add(0, now - descriptors_);  // modulo 2^64
+  descriptors_ = now;
 }
 
 std::uint64_t Charge::available() const {

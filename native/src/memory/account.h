@@ -21,13 +21,13 @@ namespace gpufs {
 // 126 TiB. A file reserves addresses up to the end of its last memory, so a sparse file takes many with little memory.
 // Without a bound one user would leave none for stacks and mappings, and so stop the mount. Shared by its shares.
 //
-// A file with addresses of its own also takes a descriptor of its memory (on a GPU one for each piece of it), of which
-// the process may have RLIMIT_NOFILE. The same shares bound these: a quarter is for everything else, clients and
-// copies, and for the process that takes over.
+// A file with memory of its own also takes a descriptor of it, on a GPU one for each piece, of which the process may
+// have RLIMIT_NOFILE. The same shares bound these: a quarter is for everything else, clients and copies, and for the
+// process that takes over.
 class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
  public:
-  // files: how many files with addresses there may be, by default what RLIMIT_NOFILE allows now.
-  explicit AddressSpace(std::uint64_t files = files_of_process());
+  // descriptors: of memory, how many there may be, by default what RLIMIT_NOFILE allows now.
+  explicit AddressSpace(std::uint64_t descriptors = descriptors_of_process());
 
   static constexpr std::uint64_t kBytes = std::uint64_t{1} << 47;
   // The rest is for this process: stacks, slabs, host memory.
@@ -40,11 +40,10 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   class Share {
    public:
     // EDQUOT: beyond this user's share. ENOSPC: beyond what all files may take. Nothing is taken then.
-    // files: how many more have addresses.
-    Status take(std::uint64_t bytes, std::uint64_t files) { return space_->take(*this, bytes, files); }
+    Status take(std::uint64_t bytes, std::uint64_t descriptors) { return space_->take(*this, bytes, descriptors); }
     // Regardless of all bounds: the owner of a file has changed.
-    void add(std::uint64_t bytes, std::uint64_t files) { space_->add(*this, bytes, files); }
-    void release(std::uint64_t bytes, std::uint64_t files) { space_->add(*this, -bytes, -files); }
+    void add(std::uint64_t bytes, std::uint64_t descriptors) { space_->add(*this, bytes, descriptors); }
+    void release(std::uint64_t bytes, std::uint64_t descriptors) { space_->add(*this, -bytes, -descriptors); }
 
    private:
     friend class AddressSpace;
@@ -55,7 +54,7 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
     const std::string holder_;
     const bool plain_;
     std::uint64_t used_ = 0;  // guarded by the space's mutex, as are the next three
-    std::uint64_t files_ = 0;
+    std::uint64_t descriptors_ = 0;
     bool reported_ = false;  // a refusal was logged, and half of what was used then has not been released since
     std::uint64_t used_at_refusal_ = 0;
   };
@@ -66,19 +65,19 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   }
 
  private:
-  [[nodiscard]] static std::uint64_t files_of_process();
-  Status take(Share& share, std::uint64_t bytes, std::uint64_t files);
-  // EDQUOT, ENOSPC, or OK: whether the share may have so many more files.
-  [[nodiscard]] Status check_files_locked(const Share& share, std::uint64_t files) const;
+  [[nodiscard]] static std::uint64_t descriptors_of_process();
+  Status take(Share& share, std::uint64_t bytes, std::uint64_t descriptors);
+  // EDQUOT, ENOSPC, or OK: whether the share may have so many more descriptors.
+  [[nodiscard]] Status check_descriptors_locked(const Share& share, std::uint64_t descriptors) const;
   [[nodiscard]] Status check_bytes_locked(const Share& share, std::uint64_t bytes) const;
-  void add(Share& share, std::uint64_t bytes, std::uint64_t files);
+  void add(Share& share, std::uint64_t bytes, std::uint64_t descriptors);
 
-  const std::uint64_t most_files_;
+  const std::uint64_t most_descriptors_;
   std::mutex mutex_;  // guards all below, and what it says in the shares
   std::uint64_t used_ = 0;
   std::uint64_t plain_used_ = 0;
-  std::uint64_t files_ = 0;
-  std::uint64_t plain_files_ = 0;
+  std::uint64_t descriptors_ = 0;
+  std::uint64_t plain_descriptors_ = 0;
 };
 
 // Whether a call failed because the device is full or because a limit is reached.
@@ -111,6 +110,7 @@ class Charge {
   ~Charge() {
     settle(0);
     release_addresses(address_bytes_);
+    settle_descriptors(0);
   }
   Charge(const Charge&) = delete;
   Charge& operator=(const Charge&) = delete;
@@ -126,6 +126,9 @@ class Charge {
   // Before addresses are reserved. EDQUOT, ENOSPC: see AddressSpace::Share. Nothing is taken then.
   Status take_addresses(std::uint64_t bytes);
   void release_addresses(std::uint64_t bytes);
+  // Before memory is taken that has so many more descriptors, and after that: so many there are now.
+  Status take_descriptors(std::uint64_t more);
+  void settle_descriptors(std::uint64_t now);
   // The bytes that grow() takes at most.
   [[nodiscard]] std::uint64_t available() const;
   [[nodiscard]] bool shares_account(const Charge& other) const;
@@ -133,15 +136,14 @@ class Charge {
  private:
   using Accounts = std::array<std::shared_ptr<Account>, 2>;  // by Payer
   [[nodiscard]] Accounts accounts() const;
-  // How many files with addresses this is.
-  [[nodiscard]] static std::uint64_t files_of(std::uint64_t address_bytes) { return address_bytes == 0 ? 0 : 1; }
   // The owner's share; null without an owner.
   [[nodiscard]] AddressSpace::Share* share_locked() const;
 
   mutable std::mutex mutex_;  // guards all below
   Accounts accounts_;
   std::uint64_t bytes_ = 0;
-  std::uint64_t address_bytes_ = 0;  // counted to the owner
+  std::uint64_t address_bytes_ = 0;  // counted to the owner, as the next
+  std::uint64_t descriptors_ = 0;
 };
 
 }  // namespace gpufs

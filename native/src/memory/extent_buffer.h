@@ -170,6 +170,8 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::weak_ptr<ExtentBuffer> owner() {
     return std::static_pointer_cast<ExtentBuffer>(shared_from_this());
   }
+  // EPROTO: nothing can be restored from this.
+  [[nodiscard]] Status check_kept(const KeptContents& contents) const;
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
   [[nodiscard]] SnapshotPointer make_empty_snapshot(std::uint64_t placement = 0);
   void replace(SnapshotPointer next);

@@ -106,13 +106,15 @@ void ExtentBuffer::account() {
   const std::uint64_t held = slot != nullptr ? slot->bytes : own;
   held_.store(held, std::memory_order_release);
   charge().settle(held);
+  charge().settle_descriptors(memory_ == nullptr ? 0 : memory_->descriptors());
   if (released) context_->reclaim().released();
 }
 
 Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t replaced) {
   Status status = charge().grow(total_bytes(missing) - replaced);
   if (!status.ok()) return status;
-  status = memory_->populate(missing, wait);
+  status = charge().take_descriptors(memory_->descriptors_for(missing));
+  if (status.ok()) status = memory_->populate(missing, wait);
   if (!status.ok()) account();
   return status;
 }
@@ -174,6 +176,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   if (memory_ == nullptr) {
     Result<std::unique_ptr<DeviceMemory>> created = context_->device().create_memory();
     if (!created.ok()) return created.status();
+    if (Status status = charge().take_descriptors(created.value()->descriptors()); !status.ok()) return status;
     memory_ = created.take();
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
@@ -555,12 +558,15 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   const std::uint64_t first = round_up(offset, granule_);
   const std::uint64_t last = round_down(end, granule_);
   if (first >= last) return zero_existing(offset, end);
-  Status status = zero_existing(offset, first);
-  if (status.ok()) status = zero_existing(last, end);
-  if (!status.ok()) return status;
   const Extents existing = snapshot_->extents;
   const Extents removed = inside(existing, first, last);
-  if (removed.empty()) return {};
+  Status status;
+  if (!removed.empty() && !context_->info().cpu_addressable && memory_->descriptors() != 0) {
+    status = charge().take_descriptors(1);  // a piece with the hole in its middle becomes two
+  }
+  if (status.ok()) status = zero_existing(offset, first);
+  if (status.ok()) status = zero_existing(last, end);
+  if (removed.empty() || !status.ok()) return status;
   (void)detach(without(existing, first, last), removed, &exclusion, TimePoint::max());
   release(removed);
   return {};
@@ -609,7 +615,23 @@ KeptContents ExtentBuffer::kept() const {
   return contents;
 }
 
+Status ExtentBuffer::check_kept(const KeptContents& contents) const {
+  bool possible = contents.size <= kMaximumBytes && contents.placement < kPlacementEnd &&
+                  contents.shift.to < kPlacementEnd && (contents.slot.bytes == 0 || contents.placement == 0);
+  std::uint64_t last = 0;
+  for (const auto& [offset, bytes] : contents.extents) {
+    possible = possible && offset >= last && offset < 2 * kMaximumBytes && bytes - 1 < 2 * kMaximumBytes &&
+               (offset | bytes) % granule_ == 0;
+    last = offset + bytes;
+  }
+  // The scratch lies behind the contents in their extent.
+  const std::uint64_t reach = std::max(contents.placement, contents.shift.to) + contents.size;
+  if (contents.shift.step != 0) possible = possible && covered(contents.extents, 0, reach + 2 * kPlacementEnd);
+  return possible ? Status() : Status(EPROTO, "no file can be like that");
+}
+
 Status ExtentBuffer::restore(const KeptContents& contents) {
+  if (Status possible = check_kept(contents); !possible.ok()) return possible;
   const std::lock_guard mutation(mutation_mutex_);
   size_.store(contents.size, std::memory_order_release);
   if (contents.slot.bytes != 0) {
@@ -619,14 +641,21 @@ Status ExtentBuffer::restore(const KeptContents& contents) {
     Result<std::unique_ptr<DeviceMemory>> memory = context_->device().restore_memory(contents.memory, contents.extents);
     if (!memory.ok()) return memory.status();
     memory_ = memory.take();
-    const std::uint64_t bytes = std::bit_ceil(std::max(end_of(contents.extents), AddressSpace::kSmallRange));
-    Result<std::shared_ptr<AddressRange>> range = reserve_addresses(bytes, contents.extents);
+    const Extents surplus = memory_->surplus();
+    const Extents populated = joined(contents.extents, surplus);
+    const std::uint64_t bytes = std::bit_ceil(std::max(end_of(populated), AddressSpace::kSmallRange));
+    Result<std::shared_ptr<AddressRange>> range = reserve_addresses(bytes, populated);
     if (!range.ok()) return range.status();
     range_ = range.take();
+    for (const Extent& extent : surplus) {
+      Status zeroed = context_->device().zero(range_->base() + extent.offset, extent.bytes);
+      if (!zeroed.ok()) return zeroed;
+    }
+    ahead_ = surplus;
     replace(make_empty_snapshot(contents.placement));
     replace(make_snapshot(contents.extents));
     shift_ = contents.shift;
-    // Memory above the size is not in ahead_: fallocate(2) may have asked for it.
+    // Other memory above the size is not in ahead_: fallocate(2) may have asked for it.
     context_->reclaim().list_trimmable(this, weak_from_this());
   }
   account();

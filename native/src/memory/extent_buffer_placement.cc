@@ -103,7 +103,7 @@ Status ExtentBuffer::complete_shift() {
   log_info("continuing to move a file of ", size(), " bytes within its memory, at step ", shift_.step);
   if (Status status = run_shift(); !status.ok()) return status;
   // The scratch, which the last process had allocated.
-  ahead_ = inside(snapshot_->extents, round_up(snapshot_->placement + size(), granule_), kNoLimit);
+  ahead_ = joined(hidden(), inside(snapshot_->extents, round_up(snapshot_->placement + size(), granule_), kNoLimit));
   (void)release_unused(TimePoint::max());
   return {};
 }

@@ -52,6 +52,8 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(const std::share
   Status status = charge.take_addresses(addresses);
   if (!status.ok()) return status;
   buffer->address_bytes_ = addresses;
+  status = charge.take_descriptors(1);
+  if (!status.ok()) return status;
   if (device->info().cpu_addressable) status = charge.grow(buffer->bytes_held());
   if (!status.ok()) return status;
   Result<std::unique_ptr<ForeignMapping>> mapped = device->device().map_foreign(memory);
@@ -76,6 +78,7 @@ void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {
   memory.reset();
   charge().settle(0);
   charge().release_addresses(address_bytes_);
+  charge().settle_descriptors(0);
   device()->reclaim().released();  // on the host driver it counted as memory of the device
   {
     const std::lock_guard lock(mutex_);

@@ -102,34 +102,55 @@ std::shared_ptr<const SlabPool::Slot> SlabPool::make_slot(std::uint64_t slab, st
           }};
 }
 
-Status SlabPool::restore(std::uint64_t memory, std::span<const Extent> slots_in_use) {
+Status SlabPool::restore(std::uint64_t memory, std::span<Extent> slots_in_use) {
   const std::lock_guard lock(mutex_);
-  std::map<std::uint64_t, std::set<std::size_t>> used;  // indices, by slab
-  for (const Extent& slot : slots_in_use) {
-    const std::uint64_t slab = round_down(slot.offset, granule_);
-    const std::size_t index = static_cast<std::size_t>((slot.offset - slab) / slot.bytes);
-    if (slot.bytes != slot_bytes(class_for(slot.bytes)) || slot.bytes > largest_ ||
-        slot.offset != slab + index * slot.bytes || !used[slab].insert(index).second ||
-        slabs_.try_emplace(slab, Slab{class_for(slot.bytes), 0, {}, {}}).first->second.size_class !=
-            class_for(slot.bytes)) {
-      slabs_.clear();
-      return Status(EPROTO, "slots of small files overlap");
-    }
+  const auto slab_of = [this](const Extent& slot) { return round_down(slot.offset, granule_); };
+  std::map<std::uint64_t, std::vector<std::size_t>> votes;  // by slab: how many of its slots have each size
+  for (Extent& slot : slots_in_use) {
+    const bool possible = slot.bytes != 0 && slot.bytes <= largest_ &&
+                          slot.bytes == slot_bytes(class_for(slot.bytes)) && slot.offset % slot.bytes == 0 &&
+                          slot.offset < address_bytes();
+    if (!possible) slot = {};
+    if (!possible) continue;
+    std::vector<std::size_t>& sizes = votes[slab_of(slot)];
+    sizes.resize(free_slabs_.size());
+    ++sizes[class_for(slot.bytes)];
   }
   Extents populated;
-  for (const auto& [offset, slab] : slabs_) populated = joined(populated, {{offset, granule_}});
+  std::map<std::uint64_t, std::vector<bool>> used;  // by slab, for each slot
+  for (const auto& [offset, sizes] : votes) {
+    const auto size_class = static_cast<std::size_t>(std::ranges::max_element(sizes) - sizes.begin());
+    const Slab& slab = slabs_.emplace(offset, Slab{size_class, 0, {}, {}}).first->second;
+    used[offset].resize(slots(slab));
+    const bool follows = !populated.empty() && populated.back().end() == offset;
+    if (!follows) populated.push_back({offset, 0});
+    populated.back().bytes += granule_;
+  }
   Result<std::unique_ptr<DeviceMemory>> restored = context_.device().restore_memory(memory, populated);
-  if (!restored.ok()) return restored.status();
+  if (!restored.ok()) {
+    slabs_.clear();
+    return restored.status();
+  }
   memory_ = restored.take();
   Result<std::shared_ptr<AddressRange>> range = memory_->reserve(address_bytes(), populated);
   if (!range.ok()) return range.status();
   range_ = range.take();
+  for (Extent& slot : slots_in_use) {
+    if (slot.bytes == 0) continue;
+    const std::uint64_t slab = slab_of(slot);
+    const std::size_t index = static_cast<std::size_t>((slot.offset - slab) / slot.bytes);
+    if (slabs_.at(slab).size_class != class_for(slot.bytes) || used[slab][index]) {
+      slot = {};
+    } else {
+      used[slab][index] = true;
+    }
+  }
   for (auto& [offset, slab] : slabs_) {
     context_.account(static_cast<std::int64_t>(granule_));
     slab.fresh = slots(slab);  // which of the others were used is not known
     slab.owners.resize(slab.fresh);
     for (std::size_t index = 0; index < slab.fresh; ++index) {
-      if (!used[offset].contains(index)) slab.returned.push_back(index);
+      if (!used[offset][index]) slab.returned.push_back(index);
     }
     if (free_slots(slab) == 0) continue;
     free_slabs_[slab.size_class].insert(offset);

@@ -53,8 +53,8 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
                                            bool may_add_slab = true, Wait wait = Wait::kAllowed);
 
   // The slabs of the last process, in the memory with this number, with these slots in use. Before anything else. Each
-  // of the slots is then taken once.
-  Status restore(std::uint64_t memory, std::span<const Extent> slots);
+  // of the slots is then taken once. Those that cannot be are set to {}: no slot lies there, or another has it.
+  Status restore(std::uint64_t memory, std::span<Extent> slots);
   std::shared_ptr<const Slot> take_restored(const Extent& slot, std::weak_ptr<ExtentBuffer> owner);
 
   // Moves files out of slabs with few of them, until no slab can be freed or the deadline has passed. Waits for no file

@@ -222,7 +222,7 @@ Result<MemoryInfo> GpuDevice::memory(Wait wait) {
 Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   if (Status status = health(); !status.ok()) return status;
   auto self = shared_from_this();
-  if (virtual_memory_) return std::unique_ptr<DeviceMemory>(std::make_unique<VirtualMemory>(std::move(self)));
+  if (virtual_memory_) return VirtualMemory::create(std::move(self));
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
 }
 
@@ -292,9 +292,8 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, 
 }
 
 Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle) {
-  if (Status status = take(bytes); !status.ok()) return status;
   Status status = import_physical(descriptor, handle);
-  if (!status.ok()) taken_.release(bytes);
+  if (status.ok()) taken_.add(bytes);  // whatever the cap is now: it is there already
   return status;
 }
 

@@ -153,17 +153,19 @@ Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
   return {};
 }
 
-VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device)
-    : device_(std::move(device)),
-      granule_(device_->info().granule),
-      number_(device_->keeper() != nullptr ? device_->keeper()->new_memory() : 0) {}
+VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device, std::uint64_t number)
+    : device_(std::move(device)), granule_(device_->info().granule), number_(number) {}
+
+std::unique_ptr<DeviceMemory> VirtualMemory::create(std::shared_ptr<GpuDevice> device) {
+  const std::uint64_t number = device->keeper() != nullptr ? device->keeper()->new_memory() : 0;
+  return std::make_unique<VirtualMemory>(std::move(device), number);
+}
 
 Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_ptr<GpuDevice>& device,
                                                              std::uint64_t number, std::span<const Extent> populated) {
   const Current current(*device);
   if (!current.status().ok()) return current.status();
-  auto memory = std::make_unique<VirtualMemory>(device);
-  memory->number_ = number;
+  auto memory = std::make_unique<VirtualMemory>(device, number);
   std::vector<MemoryKeeper::Piece> kept = device->keeper()->take(number);
   // Where a piece was being split, its successors hold the same, but perhaps not all of them were kept.
   std::ranges::sort(kept, {}, &MemoryKeeper::Piece::key);
@@ -171,7 +173,8 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_p
     const std::uint64_t offset = piece.offset;
     const std::uint64_t key = piece.key;
     const auto next = memory->first_touching(offset);
-    if (next != memory->pieces_.end() && next->first < offset + piece.bytes) {
+    const bool possible = piece.bytes != 0 && (offset | piece.bytes) % memory->granule_ == 0;
+    if (!possible || (next != memory->pieces_.end() && next->first < offset + piece.bytes)) {
       device->keeper()->drop(key);
       continue;
     }
@@ -190,6 +193,11 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_p
     return piece.second.live_granules == 0;
   });
   if (live != 0) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
+  for (const auto& piece : memory->pieces_) {
+    const Extents whole{{piece.first, piece.second.physical->bytes()}};
+    memory->surplus_ = joined(memory->surplus_, without(whole, memory->live_runs(piece)));
+  }
+  for (const Extent& span : memory->surplus_) memory->mark(span, true);
   return std::unique_ptr<DeviceMemory>(std::move(memory));
 }
 
@@ -288,6 +296,22 @@ Status VirtualMemory::back(const Extent& span, Pieces& fresh, Wait wait) {
     ++piece;
   }
   return {};
+}
+
+std::uint64_t VirtualMemory::descriptors_for(std::span<const Extent> spans) {
+  std::uint64_t fresh = 0;
+  for (const auto& [offset, bytes] : spans) {
+    const std::uint64_t end = offset + bytes;
+    std::uint64_t at = offset;
+    for (auto piece = first_touching(at); at < end;) {
+      const bool more = piece != pieces_.end() && piece->first < end;
+      const std::uint64_t gap_end = more ? std::max(piece->first, at) : end;
+      fresh += (gap_end - at + kLargestPiece - 1) / kLargestPiece;
+      at = more ? end_of(piece->first, *piece->second.physical) : end;
+      if (more) ++piece;
+    }
+  }
+  return number_ == 0 ? 0 : fresh;
 }
 
 Status VirtualMemory::populate(std::span<const Extent> spans, Wait wait) {

@@ -93,7 +93,9 @@ class VirtualMemory final : public DeviceMemory {
  public:
   static constexpr std::uint64_t kLargestPiece = std::uint64_t{1} << 30;
 
-  explicit VirtualMemory(std::shared_ptr<GpuDevice> device);
+  static std::unique_ptr<DeviceMemory> create(std::shared_ptr<GpuDevice> device);
+  // number: by which a MemoryKeeper knows it; 0: it is not kept.
+  VirtualMemory(std::shared_ptr<GpuDevice> device, std::uint64_t number);
   // See Device::restore_memory(). Pieces move, as in new memory, unless fix_in_place() says that they are in use.
   static Result<std::unique_ptr<DeviceMemory>> restore(const std::shared_ptr<GpuDevice>& device, std::uint64_t number,
                                                        std::span<const Extent> populated);
@@ -107,6 +109,10 @@ class VirtualMemory final : public DeviceMemory {
   [[nodiscard]] Extent release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
   void allow_moves() override { fixed_ = false; }
+  [[nodiscard]] Extents surplus() const override { return surplus_; }
+  // Those that the keeper has as well.
+  [[nodiscard]] std::uint64_t descriptors() const override { return number_ == 0 ? 0 : pieces_.size(); }
+  [[nodiscard]] std::uint64_t descriptors_for(std::span<const Extent> spans) override;
   [[nodiscard]] std::uint64_t number() const override { return number_; }
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override;
@@ -141,7 +147,8 @@ class VirtualMemory final : public DeviceMemory {
   const std::uint64_t granule_;
   Pieces pieces_;
   std::shared_ptr<MappedRange> current_;
-  std::uint64_t number_ = 0;
+  const std::uint64_t number_;
+  Extents surplus_;  // constant once it is restored
   bool fixed_ = false;
 };
 

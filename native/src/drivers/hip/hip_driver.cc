@@ -58,10 +58,10 @@ bool ranges_grow(const std::shared_ptr<gpu::GpuDevice>& device) {
   constexpr int kRanges = 3;
   constexpr std::uint64_t kGranules = 2;
   const std::uint64_t granule = device->info().granule;
-  std::vector<std::unique_ptr<gpu::VirtualMemory>> memories;
+  std::vector<std::unique_ptr<DeviceMemory>> memories;
   Status status;
   for (int range = 0; range < kRanges && status.ok(); ++range) {
-    memories.push_back(std::make_unique<gpu::VirtualMemory>(device));
+    memories.push_back(gpu::VirtualMemory::create(device));
     status = memories.back()->reserve(kGranules * granule).status();
   }
   for (std::uint64_t at = 0; at < kGranules && status.ok(); ++at) {

@@ -86,15 +86,20 @@ Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limi
   for (std::size_t i = 1; i < kept.size(); ++i) keeper->drop(kept[i].key);
   const std::shared_ptr<HostFile> file(new HostFile(std::move(kept.front().descriptor), std::move(limit),
                                                     std::move(shared), std::move(keeper), number, kept.front().key));
+  struct stat found = {};
+  if (::fstat(file->fd(), &found) != 0) return Status::from_errno(errno, "looking at a memfd");
+  if (!populated.empty() && populated.back().end() > static_cast<std::uint64_t>(found.st_size)) {
+    return Status(EPROTO, "memory " + std::to_string(number) + " is smaller than the file in it");
+  }
   for (const auto& [offset, bytes] : populated) {
-    if (!file->limit_->take(bytes)) return Status(ENOSPC, "the device has become smaller than its files");
+    file->limit_->add(bytes);  // it is there already
     for (std::uint64_t granule = offset; granule < offset + bytes; granule += kHostGranule) file->own_.insert(granule);
   }
   if (kept.front().bytes == kShared) {  // other programs may have it still
     file->shared_ = true;
     file->all_shared_->add(file);
-    file->release_foreign();
   }
+  file->release_foreign();  // and what the last process had allocated, or was releasing
   return file;
 }
 

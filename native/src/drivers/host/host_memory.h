@@ -103,6 +103,7 @@ class HostMemory : public DeviceMemory {
   void release(std::span<const Extent> spans) override;
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override;
+  [[nodiscard]] std::uint64_t descriptors() const override { return 1; }
   [[nodiscard]] std::uint64_t number() const override { return file_->number(); }
 
  private:
