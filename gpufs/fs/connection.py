@@ -45,7 +45,7 @@ _DATA_ONLY: Final = 1  # of FSYNCDIR
 
 
 class Opcode(enum.IntEnum):
-    """What a request asks for, in the numbers of linux/fuse.h: the requests that native code passes on."""
+    """The kinds of requests that native code passes on, as linux/fuse.h numbers them."""
 
     LOOKUP = 1
     GETATTR = 3
@@ -121,7 +121,7 @@ class Operations:
         return self._backing.inode_count if self._backing is not None else 0
 
     def host(self, inode: int) -> BackingHandler:
-        """What answers for an inode of the host. ESTALE for another one: it has just gone from the engine's table."""
+        """Return the handler of a host's inode. ESTALE for another one: it has just gone from the engine's table."""
         if self._backing is None or inode < FIRST_INODE:
             raise error(errno.ESTALE)
         return self._backing

@@ -38,7 +38,7 @@
 namespace gpufs {
 namespace {
 
-// For longer waits sleeping costs less than spinning, whatever the machine.
+// Sleeping costs less than spinning for longer waits, whatever the machine.
 constexpr double kLongestSpin = 0.01;
 
 static_assert(static_cast<int>(fuse::AccessTimes::kNever) == GPUFS_NOATIME);
