@@ -18,7 +18,7 @@ def _page() -> Iterator[str]:
     yield "The user's file counts only where it and that directory belong to the user who runs the command, or to root:"
     yield "with sudo, HOME may be another user's.\n"
     yield 'The files are TOML with the keys at the top level: `memory = "4G"`. A value that is not allowed is an error'
-    yield "wherever it stands, and the message names the knob, where the value came from and what is allowed. Sizes"
+    yield "wherever it is set, and the message names the knob, where the value came from and what is allowed. Sizes"
     yield "are bytes, or take K, M, G and T (powers of 1024); times are seconds, or take ms, s, m and h.\n"
     for knob in KNOBS:
         if knob.hidden:

@@ -1,7 +1,8 @@
 """The control plane's end of the socket between the planes: reads requests, and routes each to what answers it.
 
 The messages are the kernel's, in the layout of linux/fuse.h, except for those that the engine translates
-(native/src/fuse/control_messages.h). The engine answers INIT and INTERRUPT itself.
+(native/src/fuse/control_messages.h). The engine answers INIT and INTERRUPT itself. docs/architecture.md says under "Two
+planes" why pyfuse3 does not read them.
 """
 
 import enum

@@ -173,7 +173,7 @@ class ServedMount:
         label = str(holder.peer)
         if not holder.private:
             return Lease(buffer, writable=writable, label=label, placement=placement)
-        size = buffer.info.size  # the file may change its size meanwhile: what is charged is what is copied
+        size = buffer.info.size  # the file may change its size at the same time: what is charged is what is copied
         if buffer.seek(0, os.SEEK_HOLE) < size:  # or the copy would fill them with zeros
             raise OSError(ENODATA, "the file has holes, which have no memory: allocate them with fallocate(1)")
         device = buffer.engine.devices[buffer.info.device]

@@ -239,7 +239,7 @@ class OperationStream {
   std::size_t outstanding_ = 0;                   // those, and those being submitted
   std::size_t waits_ = 0;                         // of the entries
   std::size_t calling_ = 0;                       // host calls that have not returned
-  bool recorded_ = true;                          // passed_ stands behind all waits
+  bool recorded_ = true;                          // passed_ is queued behind all waits
   bool ever_recorded_ = false;
   bool closed_ = false;
   std::chrono::steady_clock::time_point used_;  // the last submission
