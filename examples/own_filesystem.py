@@ -3,8 +3,8 @@
 Usage: python examples/own_filesystem.py DIRECTORY [DRIVER]     DRIVER: host (default), cuda or hip
 
 The files are in DIRECTORY until it is unmounted (fusermount3 -u DIRECTORY) or Ctrl-C is pressed. `scripts/setup bench`
-installs pyfuse3. There is one directory, and there are no links, extended attributes and shared mappings: all that a
-mount of gpufs adds to its engine is missing.
+installs pyfuse3. It has one directory, and none of the links, extended attributes and shared mappings that a mount of
+gpufs has.
 """
 
 from __future__ import annotations
