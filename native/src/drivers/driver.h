@@ -141,7 +141,7 @@ class DeviceMemory {
   virtual Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                             bool writable) = 0;
 
-  // The key by which a MemoryKeeper knows it; 0: it is not kept.
+  // By which a MemoryKeeper knows it; 0: it is not kept.
   [[nodiscard]] virtual std::uint64_t number() const { return 0; }
 };
 
