@@ -65,7 +65,7 @@ def measure_load(kind: str, directory: Path, seconds: float, driver: str) -> Sam
 
 
 def output(words: list[str], seconds: float) -> str:
-    """What a program prints."""
+    """Returns what a program prints."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=seconds * 10 + 300)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr}")

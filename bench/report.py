@@ -76,7 +76,7 @@ def table(cases: Sequence[tuple[str, int, int]], systems: Sequence[str], samples
 
 
 def trace_line(found: Mapping[str, Sequence[float]]) -> str:
-    """What a recording adds to a read of 4 KiB: medians, and the median of the rounds' own ratios."""
+    """Returns what a recording adds to a read of 4 KiB: medians, and the median of the rounds' own ratios."""
     ratios = sorted(on / off for on, off in zip(found["on"], found["off"], strict=True))
     quarter = len(ratios) // 4
     off, on = (median(found[state]) * 1e6 for state in ("off", "on"))

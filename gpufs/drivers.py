@@ -6,7 +6,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What is known about a driver without opening it.
+    """Facts about a driver that need not open it.
 
     Attributes
     ----------

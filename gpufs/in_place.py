@@ -73,7 +73,7 @@ class _Finder:
     """Finds modules as Python does, and changes the modules of _REPLACEMENTS once they are loaded."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        """As importlib.abc.MetaPathFinder.find_spec."""
+        """Find a module, as importlib.abc.MetaPathFinder.find_spec says."""
         replace = _REPLACEMENTS.get(name)
         if replace is None:
             return None

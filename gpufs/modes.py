@@ -1,4 +1,4 @@
-"""How a program uses a file's memory in place: the modes of attaching, as numpy.memmap has them."""
+"""The modes in which a program uses a file's memory in place, named as numpy.memmap names them."""
 
 from typing import Final, Literal, TypeAlias, get_args
 

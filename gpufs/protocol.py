@@ -73,7 +73,7 @@ class ClientMessage(Message):
 
 
 class Request(ClientMessage):
-    """What a client asks for. It chooses the ``id`` of a copy, a lease or a registration; later requests name it."""
+    """A request. The client chooses the ``id`` of a copy, a lease or a registration; later requests name it."""
 
     id: Id
 
@@ -195,7 +195,7 @@ class Welcome(ServerMessage, tag="welcome"):
 
 
 class Progress(Answer, tag="progress"):
-    """How far a copy is. ``moved``: bytes anywhere in the range; ``paths``: those bytes by the path that moved them."""
+    """The progress of a copy. ``moved``: bytes anywhere in the range; ``paths``: the same by path."""
 
     total: Count
     moved: Count

@@ -1,4 +1,4 @@
-"""What the mounts of this machine report, for programs: gpufs.mounts() and gpufs.status()."""
+"""Reports of this machine's mounts for programs: gpufs.mounts() and gpufs.status()."""
 
 import json
 import os

@@ -26,7 +26,7 @@ _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
 _SYS_OPENAT2: Final = 437  # the same on all architectures
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine, -1)
 _PEER: Final = struct.Struct("3i")
-_NO_ID: Final = 0xFFFFFFFF  # which is no user and no group
+_NO_ID: Final = 0xFFFFFFFF  # not a user, nor a group
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -42,7 +42,7 @@ def _check(result: int) -> int:
 
 
 class Identity(NamedTuple):
-    """What a descriptor names: the device number of its file system, the inode's number, type and permission bits."""
+    """The file of a descriptor: the device number of its file system, the inode's number, type and permission bits."""
 
     st_dev: int
     ino: int

@@ -1,18 +1,15 @@
 """Prints docs/knobs.md, made from the table of knobs."""
 
 from collections.abc import Iterator
-from typing import Final
 
 from gpufs.config import KNOBS
-
-_UNITS: Final = {"SIZE": "bytes", "TIME": "seconds"}
 
 
 def _page() -> Iterator[str]:
     yield "# Knobs\n"
     yield "Written by `make docs` from the table in `gpufs/config/knobs.py`; do not edit.\n"
-    yield "Every knob is an option of `gpufs mount`, an environment variable and a key of the configuration file."
-    yield "A value is looked for in this order, and the first hit wins:\n"
+    yield "Every knob is an option of `gpufs mount`, an environment variable, and by its name a key of the"
+    yield "configuration file. A value is looked for in this order, and the first hit wins:\n"
     yield "1. the command line,"
     yield "2. the environment,"
     yield "3. the file that `--config` or `GPUFS_CONFIG` names; without that `~/.config/gpufs/config.toml`"
@@ -21,22 +18,16 @@ def _page() -> Iterator[str]:
     yield "The user's file counts only where it and that directory belong to the user who runs the command, or to root:"
     yield "with sudo, HOME may be another user's.\n"
     yield 'The files are TOML with the keys at the top level: `memory = "4G"`. A value that is not allowed is an error'
-    yield "wherever it stands, and the message names the knob, where the value came from and what is allowed. Sizes"
-    yield "take K, M, G and T (powers of 1024), times ms, s, m and h.\n"
+    yield "wherever it is set, and the message names the knob, where the value came from and what is allowed. Sizes"
+    yield "are bytes, or take K, M, G and T (powers of 1024); times are seconds, or take ms, s, m and h.\n"
     for knob in KNOBS:
         if knob.hidden:
             continue
         yield f"## {knob.name}\n"
         yield f"{knob.text}\n"
-        yield "| | |"
-        yield "|---|---|"
-        yield f"| option | `{knob.option}` |"
-        yield f"| environment | `{knob.variable}` |"
-        yield f"| file | `{knob.name}` |"
-        yield f"| default | {knob.describe_default()} |"
-        if knob.kind.metavar in _UNITS:
-            yield f"| unit | {_UNITS[knob.kind.metavar]} |"
-        yield f"| allowed | {knob.kind.allowed} |\n"
+        yield f"- `{knob.option}`, `{knob.variable}`"
+        yield f"- default: {knob.describe_default()}"
+        yield f"- allowed: {knob.kind.allowed}\n"
 
 
 if __name__ == "__main__":

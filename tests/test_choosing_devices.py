@@ -25,7 +25,7 @@ def three(tmp_path: Path) -> dict[str, str]:
 
 
 def shown(path: Path) -> list[tuple[str, str, str]]:
-    """Of each device its name, what it is, and its UUID, as `gpufs status` and `gpufs df` agree on them."""
+    """The name, description and UUID of each device, as `gpufs status` and `gpufs df` agree on them."""
     status = json.loads(gpufs("status", "--json", path).stdout)["devices"]
     listed = json.loads(gpufs("df", "--json", path).stdout)
     assert [one["uuid"] for one in status] == [one["uuid"] for one in listed]

@@ -46,7 +46,7 @@ def page_id(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "knobs.md"], ids=page_id)
 def test_lines_of_prose_are_short(page: Path) -> None:
-    """So that changes are readable. Tables and indented blocks may be wider; knobs.md is generated."""
+    """Short lines keep changes readable. Tables and indented blocks may be wider; knobs.md is generated."""
     lines = page.read_text().splitlines()
     assert [line for line in lines if len(line) > 124 and not line.startswith(("|", "    "))] == []
 

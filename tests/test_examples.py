@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+from errno import ENOSPC
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data import MIB
-from support.mounting import REPOSITORY, Mounter
-from support.processes import run
+from support.data import MIB, noise
+from support.mounting import REPOSITORY, Mounter, Session
+from support.processes import errno_of, run, wait_until
+from support.watchdog import mounted_at, rescue
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -48,10 +52,45 @@ def test_two_programs(mount: Mounter) -> None:
     assert "both programs gave the same answer" in run_example("two_programs.py", mount(memory=256 * MIB).device)
 
 
+@pytest.mark.skipif(find_spec("pyfuse3") is None, reason="pyfuse3 is not installed: scripts/setup bench installs it")
+def test_own_filesystem(tmp_path: Path, session: Session) -> None:
+    """The example's files are the engine's buffers: a full device, holes and unlinked files behave as on a mount."""
+    mountpoint = tmp_path / "mnt"
+    mountpoint.mkdir()
+    command: list[str | Path] = [sys.executable, EXAMPLES / "own_filesystem.py", mountpoint]
+    program = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    session.tell(do="mount", path=str(mountpoint), group=program.pid)
+    try:
+        wait_until(lambda: mounted_at(str(mountpoint)) or program.poll() is not None, 20, "the mount")
+        path = mountpoint / "weights"
+        data = noise(3 * MIB + 5)
+        path.write_bytes(data)
+        with open(path, "r+b", buffering=0) as file:
+            os.ftruncate(file.fileno(), 200 * MIB)  # a hole, which takes no memory
+            assert os.fstat(file.fileno()).st_blocks * 512 <= 4 * MIB
+            assert os.pread(file.fileno(), len(data) + 10, 0) == data + bytes(10)
+            os.rename(path, mountpoint / "renamed")
+            assert os.listdir(mountpoint) == ["renamed"]
+            (mountpoint / "renamed").unlink()
+            assert os.pread(file.fileno(), 5, 3 * MIB) == data[-5:]
+        with open(mountpoint / "large", "wb", buffering=0) as file:
+            assert errno_of(lambda: [file.write(bytes(MIB)) for _ in range(257)]) == ENOSPC
+        assert 240 * MIB < (mountpoint / "large").stat().st_size <= 256 * MIB
+        os.kill(program.pid, signal.SIGINT)
+        _, complaints = program.communicate(timeout=30)
+        assert (program.returncode, complaints) == (0, b"")
+        assert not mounted_at(str(mountpoint))
+    finally:
+        rescue(str(mountpoint), program.pid)
+        program.communicate()
+        session.tell(do="gone", path=str(mountpoint))
+
+
 @pytest.mark.slow
 def test_without_arguments_they_say_how_to_use_them() -> None:
-    for name in ("restart.py", "serve.py", "two_programs.py", "transformers_model.py"):
-        if name != "transformers_model.py" or find_spec("transformers"):
+    needed = {"transformers_model.py": "transformers", "own_filesystem.py": "pyfuse3"}
+    for name in ("restart.py", "serve.py", "two_programs.py", *needed):
+        if name not in needed or find_spec(needed[name]):
             done = run(sys.executable, EXAMPLES / name, check=False)
             assert done.returncode != 0
             assert f"Usage: python examples/{name}" in done.stderr
@@ -60,7 +99,7 @@ def test_without_arguments_they_say_how_to_use_them() -> None:
 
 def bench(module: str, words: str, output: Path) -> tuple[dict[str, Any], str, str]:
     """Runs a benchmark: its document, and what it prints and complains."""
-    command = [sys.executable, "-m", module, *words.split(), "--json", str(output)]
+    command: list[str | Path] = [sys.executable, "-m", module, *words.split(), "--json", str(output)]
     done = run(*command, cwd=REPOSITORY)
     return json.loads(output.read_text()), done.stdout, done.stderr
 

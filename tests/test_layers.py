@@ -138,7 +138,7 @@ def includes(path: Path) -> list[str]:
 
 
 def test_native_parts_depend_in_one_direction() -> None:
-    """As NATIVE_ORDER says; only abi, fuse and io know gpufs.h."""
+    """They follow NATIVE_ORDER; only abi, fuse and io know gpufs.h."""
     bad = []
     for path in native_sources():
         inside = path.relative_to(ROOT / "native/src")
@@ -204,7 +204,7 @@ def allowed(module: str) -> tuple[str, set[str]]:
 
 
 def test_python_modules_depend_in_one_direction() -> None:
-    """As PYTHON_MAY_USE says; a package may use itself."""
+    """They follow PYTHON_MAY_USE; a package may use itself."""
     bad = []
     for path in sorted((ROOT / "gpufs").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

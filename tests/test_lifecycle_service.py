@@ -163,7 +163,7 @@ def test_statistics_that_cannot_be_published_do_not_end_the_mount(mount: Mounter
 
 @pytest.mark.parametrize("where", ["journal", "elsewhere", "file"])
 def test_a_mount_by_systemd_logs_to_the_journal(where: str, mountpoint: Path, tmp_path: Path) -> None:
-    """As mount(8) does for a line of fstab: in the background, with the journal as standard error."""
+    """Mounts as mount(8) does for a line of fstab: in the background, with the journal as standard error."""
     journal, log = tmp_path / "journal", tmp_path / "log"
     words = [*GPUFS, "mount", str(mountpoint), "--driver", "host", "--memory", "64M"]
     with open(journal, "wb") as stream:

@@ -30,7 +30,7 @@ def resident(mounted: GpufsMount) -> int:
 
 
 def until_full(action: Callable[[int], object]) -> int:
-    """How often action(n) succeeds before ENOSPC."""
+    """Counts how often action(n) succeeds before ENOSPC."""
     for n in itertools.count():
         code = errno_of(action, n)
         if code:

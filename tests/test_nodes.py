@@ -238,7 +238,7 @@ Nodes = tuple[tuple[str, ...], list[Path]]
 
 @pytest.mark.parametrize("there", [False, True], ids=["here", "there"])
 def test_a_chain(nodes: Nodes, host: Path, there: bool) -> None:
-    """Of files of this machine and of another one, with a directory, a hole, and names that are not text."""
+    """Copies files of this machine and of another one, with a directory, a hole, and names that are not text."""
     remote, directories = nodes
     (host / "tree" / "deep").mkdir(parents=True)
     Path(os.fsdecode(os.fsencode(host / "tree") + b"/\xff name")).write_bytes(noise(9 * MIB + 5))
@@ -285,7 +285,7 @@ def test_a_file_that_some_nodes_do_not_take(nodes: Nodes, host: Path) -> None:
 
 
 def test_a_node_that_cannot_be_reached(nodes: Nodes, host: Path) -> None:
-    """Those before it finish, and one line names it and those after it."""
+    """The machines before it finish, and one line names it and those after it."""
     remote, (first, second, third) = nodes
     (host / "file").write_bytes(noise(9 * MIB))
     text = refused(*remote, host / "file", "-t", f"n0:{first}", "-t", f"bad:{second}", "-t", f"n2:{third}")
@@ -365,7 +365,7 @@ def test_nodes_are_killed_at_50_random_points(session: Session, nodes: Nodes, ho
 
 @pytest.mark.slow
 def test_a_chain_that_is_interrupted(session: Session, nodes: Nodes, host: Path) -> None:
-    """By a signal here, or the end of this side: all nodes end, and leave no name."""
+    """A signal here, or the end of this side, ends all nodes, and they leave no name."""
     remote, directories = nodes
     (host / "m").write_bytes(noise(4 * SIZE))
     for source, number in ((str(host / "m"), signal.SIGINT), (f"source:{host}/m", signal.SIGKILL)):

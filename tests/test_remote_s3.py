@@ -144,7 +144,7 @@ def test_an_object_that_is_a_directory_too(root: Path, s3: S3) -> None:
 
 
 def test_many_empty_objects(root: Path, s3: S3) -> None:
-    """Those that are directories are left out, and the others are files."""
+    """Keys that are directories are left out, and the others are files."""
     put(s3, **{f"d/{n}": b"" for n in range(40)}, **{"d/sub/": b"", "d/sub/x": b"x", "d/none/": b""})
     gpufs("cp", "-r", "s3://models/d", root)
     assert left(root / "d") == sorted([*map(str, range(40)), "sub"])

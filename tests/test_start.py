@@ -53,7 +53,7 @@ def test_cp_loads_nothing_that_it_does_not_need(root: Path, host: Path, size: in
 
 @pytest.mark.parametrize("command", ["--version", "ls", "status", "df"])
 def test_questions_load_no_engine(shared_mount: GpufsMount, command: str) -> None:
-    # Not about other mounts: of those that do not answer, the statistics are read.
+    # Lines about other mounts do not count: the statistics of those that do not answer are read.
     words = [command] if command == "--version" else [command, shared_mount.path]
     assert not loaded_by(*words) & (HEAVY | {"msgspec", "pathlib", "gpufs.client._copy", "gpufs.statistics"})
 

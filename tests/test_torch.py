@@ -195,7 +195,7 @@ def test_each_tensor_has_a_storage_of_its_own(root: Path) -> None:
 
 
 def test_misaligned_tensors_are_copied(root: Path) -> None:
-    """Those that follow odd sizes, except where changes must reach the file: the smallest first, up to 16 MiB."""
+    """Tensors after odd sizes are copied, the smallest first, up to 16 MiB, unless changes must reach the file."""
     header: dict[str, dict[str, Any]] = {}
     end = 0
     sizes = {"large": 24 * MIB, "odd": 8, "second": 12 * MIB, "small": 1024, "first": 3 * MIB, "tiny": 8, "last": 4000}
@@ -297,7 +297,7 @@ FILES: dict[str, bytes] = {
 
 
 def is_valid(data: bytes) -> bool:
-    """What safetensors says."""
+    """Returns what safetensors says."""
     try:
         safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError:
@@ -472,7 +472,7 @@ def sizes_of_a_model() -> dict[str, torch.Tensor]:
 
 
 def test_published_tensors_are_aligned(root: Path) -> None:
-    """Those of 256 bytes or more begin at a multiple of 256, whatever the sizes; others at one of their dtype."""
+    """Tensors of 256 bytes or more begin at a multiple of 256, whatever the sizes; others at one of their dtype."""
     path = root / "model"
     tensors = sizes_of_a_model()
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Loads of one hot file by gpufs and by other libraries, by turns; and the limits of the host beside them.
+"""Loads of one hot file by gpufs and by other libraries, interleaved; and the limits of the host beside them.
 
     .venv/bin/python bench/gpu/loaders.py [--gib N] [--rounds N] [--file-in FOLDER] [--only NAME,...]
 
@@ -215,7 +215,7 @@ class Worker:
 def measure(
     path: Path, names: list[str], rounds: int, firsts: int, skip: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each row's loads by turns, and of first loads in processes of their own.
+    """Seconds of each row's loads, interleaved, and of first loads in processes of their own.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ def main(arguments: list[str]) -> None:
         return
     from run import make_file
 
-    parser = argparse.ArgumentParser(description="Hot loads by gpufs and other libraries, by turns.")
+    parser = argparse.ArgumentParser(description="Hot loads by gpufs and other libraries, interleaved.")
     parser.add_argument("--gib", type=int, default=8, help="size of the file (8)")
     parser.add_argument("--rounds", type=int, default=9, help="loads of each kind (9)")
     parser.add_argument("--firsts", type=int, default=3, help="processes whose first load is timed (3)")

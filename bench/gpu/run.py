@@ -552,11 +552,11 @@ def wait_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def measure_loaders(bench: Bench, args: argparse.Namespace, tmpfs: Path) -> None:
-    """Hot loads of one file in tmpfs by gpufs, by other libraries and at the host's limits, by turns."""
-    names = [name for name in loaders.NAMES if bench.wants(f"by turns: {name}")]
+    """Hot loads of one file in tmpfs by gpufs, by other libraries and at the host's limits, interleaved."""
+    names = [name for name in loaders.NAMES if bench.wants(f"interleaved: {name}")]
     if not names:
         return
-    bench.section("Hot loads from tmpfs, by turns")
+    bench.section("Hot loads from tmpfs, interleaved")
     size = min(args.size, 8 * GIB)
     path = tmpfs / "by-turns.safetensors"
     make_file(path, size)
@@ -564,13 +564,13 @@ def measure_loaders(bench: Bench, args: argparse.Namespace, tmpfs: Path) -> None
         with limited(max(1.0, min(bench.deadline - time.perf_counter(), 4 * bench.limit))):
             first, later = loaders.measure(path, names, args.repeat, args.firsts, bench.skip)
     except Overdue as error:
-        bench.skip(f"by turns: {error}")
+        bench.skip(f"interleaved: {error}")
         return
     finally:
         path.unlink(missing_ok=True)
     for name, times in later.items():
         notes = {"version": loaders.version(name)}
-        row = Row("by turns", name, size, statistics.median(first[name]), times, loaders.PINNED, notes=notes)
+        row = Row("interleaved", name, size, statistics.median(first[name]), times, loaders.PINNED, notes=notes)
         bench.rows.append(row)
     print(loaders.table(size, first, later), flush=True)
     bench.save(bench)

@@ -97,7 +97,7 @@ def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
         os.dup2(null, fd)
     try:
         value = question()
-        # As the output of the command: nested as deeply, and with characters that it cannot write.
+        # It is printed as the command's output is: nested as deeply, and with characters that it cannot write.
         json.dumps([value, show(value)], indent=2, ensure_ascii=False).encode(errors="surrogateescape")
         report = {"value": value}
     except OSError as error:

@@ -63,7 +63,7 @@ REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ProbedDriver:
-    """What a driver found. ``reason``: why it has no device; ``refusals``: why its fastpath refuses any file.
+    """An opened driver. ``reason``: why it has no device; ``refusals``: why its fastpath refuses any file.
 
     ``causes``: for a refusal, what this machine lacks in particular, and the remedy.
     """

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from gpufs import mounting
 from gpufs.cli._output import Failure, user_name
 
-# How often it is checked whether a process has only threads left that cannot end.
+# The seconds between checks whether a process has only threads left that cannot end.
 _ZOMBIE_SECONDS: Final = 0.2
 
 
@@ -99,7 +99,7 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
 
 
 def detached() -> list[tuple[str, int]]:
-    """Find daemons whose mount is no longer visible, but in use: its former path, and the process."""
+    """Find daemons whose mount is hidden but in use: its former path, and the process."""
     found = []
     visible = {entry.device for entry in mounting.mounts()}
     for pid in _processes():

@@ -1,4 +1,4 @@
-"""What commands print: failures on standard error, tables for people, JSON for programs."""
+"""Prints for commands: failures on standard error, tables for people, JSON for programs."""
 
 import pwd
 import sys

@@ -1,4 +1,4 @@
-"""What mounts report: their status, leases, limits and counters, for people and programs."""
+"""Asks mounts for their status, leases, limits and counters, for people and programs."""
 
 import functools
 import os
@@ -39,7 +39,7 @@ def detached() -> list[dict[str, Any]]:
     visible = {entry.mountpoint for entry in mounting.mounts()}
     found: list[dict[str, Any]] = []
     for path, pid in _mounts.detached():
-        # By its path a later mount would be ended.
+        # A command with this path would end a later mount there.
         remedy = f"kill {pid}" if path in visible else f"gpufs umount --force {path}"
         status = {"mountpoint": path, "source": None, "state": "detached", "error": f"in use: {remedy} ends it"}
         found.append({**status, "pid": pid, "driver": None, "devices": []})

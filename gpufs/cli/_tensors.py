@@ -142,7 +142,7 @@ class Tensor(NamedTuple):
 
 
 class TensorFiles:
-    """What a name on the command line stands for: one file, or the files of a checkpoint, all open.
+    """The open files of one name on the command line: one file, or those of a checkpoint.
 
     Attributes
     ----------

@@ -70,7 +70,7 @@ def _ask_to_restart(path: str, entry: mounting.MountEntry, timeout: float) -> in
     (status,) = _queries.statuses([entry], lambda _: [], timeout)
     if status["state"] == "ok":
         _check(path, status)
-        # Not the process that the mount names: another user may serve it.
+        # The process that the mount names does not count: another user may serve it.
         holding, number = _mounts.open_daemons(entry.mountpoint, entry), signal.SIGUSR2
     else:
         holding, number = _mounts.open_keepers(entry.mountpoint, entry), signal.SIGUSR1

@@ -35,7 +35,7 @@ Key = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Reading:
-    """What a mount has reported, or why it has not.
+    """The report of a mount, or the reason why there is none.
 
     Attributes
     ----------

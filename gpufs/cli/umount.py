@@ -19,7 +19,7 @@ from gpufs.cli._output import Failure, complain, listed
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _COPY_GRACE = 1.0  # seconds for the daemon to end where another mount namespace has a copy of the mount
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
-_BUSY_GRACE = 0.5  # seconds in which a process that has just been killed lets go of the mount
+_BUSY_GRACE = 0.5  # seconds in which a process that has just been killed releases the mount
 _BUSY_PAUSE = 0.05
 
 

@@ -16,7 +16,7 @@ from gpufs.units import bytes_text
 _LEAST_METADATA: Final = 16 << 20
 _MOST_METADATA: Final = 512 << 20
 _UNLIMITED: Final = 1 << 62  # or more, in version 1 of cgroups
-# Of versions 2 and 1: the controller in /proc/self/cgroup, where the groups are, the names of their files, and what
+# The names of versions 2 and 1: the controller in /proc/self/cgroup, where the groups are, their files, and what
 # memory.stat calls the bytes that are freed on demand, with those of the groups below.
 _VERSIONS: Final = (
     ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),

@@ -66,7 +66,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         [device.info.uuid for device in opened.devices],
         uid=os.geteuid(),
         gid=os.getegid(),
-        # As on tmpfs: every user with access to the mount may create files.
+        # Every user with access to the mount may create files, as on tmpfs.
         device_mode=0o1777 if values["allow_other"] and os.geteuid() == 0 else 0o755,
         readme=readme_text(request.mountpoint, opened.devices, [share[0] for share in values["backing"] or ()]),
         control_files=contents,

@@ -1,4 +1,4 @@
-"""What surrounds the daemon's process: its limits, the directory of its socket and counters, the service manager."""
+"""The surroundings of the daemon's process: its limits, the directory of its socket, the service manager."""
 
 import errno
 import functools
@@ -19,7 +19,7 @@ log = logging.getLogger("gpufs.daemon")
 
 # Descriptors that root's daemon raises its limit to, if the kernel allows that many.
 _DESCRIPTORS: Final = 1 << 20
-# Of -1000 (never killed) to 1000: everything else that takes memory is killed first.
+# On the scale from -1000 (never killed) to 1000 this has everything else that takes memory killed first.
 _OOM_SCORE: Final = -900
 # Bytes of a directory's path: the kernel takes 107 of a socket's, and its name in the directory has up to 32.
 _LONGEST: Final = 107 - 32

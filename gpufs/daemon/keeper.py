@@ -33,7 +33,7 @@ _END_SECONDS: Final = 5.0  # until a keeper that does not end is killed
 
 
 class Key(IntEnum):
-    """What the keeper holds. Numbers from 2**20 on are those of service/_kept.py, from 2**32 on for memory."""
+    """The keeper's descriptors. Numbers from 2**20 on are those of service/_kept.py, from 2**32 on for memory."""
 
     CONNECTION = 1  # /dev/fuse
     JOURNAL = 2

@@ -1,4 +1,4 @@
-"""What the daemon does while its mount answers requests: signals, clients, the launcher's answer, the mount's end."""
+"""Runs the daemon while its mount answers requests: signals, clients, the launcher's answer, the mount's end."""
 
 import functools
 import logging

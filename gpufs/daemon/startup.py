@@ -42,7 +42,7 @@ def is_journal(fd: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MountRequest:
-    """What to mount and where. Travels as one JSON object on the daemon's standard input."""
+    """The request to mount. It is passed as one JSON object on the daemon's standard input."""
 
     mountpoint: str
     source: str  # what mount(8) and df(1) show as the device

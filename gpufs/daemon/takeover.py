@@ -90,7 +90,7 @@ def instruct(keeper: Keeper, request: MountRequest, entry: mounting.MountEntry, 
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """What a new daemon begins with.
+    """The state with which a new daemon begins.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from gpufs.engine._native import lib
 
 
 class InUse:
-    """What work in progress uses. It is kept as long as this object lives."""
+    """The objects that work in progress uses. They are kept as long as this object lives."""
 
     def __init__(self, *used: object) -> None:
         self._used = used

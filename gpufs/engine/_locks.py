@@ -124,7 +124,7 @@ class HostLock(Handle):
 
     def unlock(self) -> None:
         """Unlock it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
-        # Of several threads one alone gets it: the range may be locked by others, whose lock must not be undone.
+        # One of several threads gets it: the range may be locked by others, whose lock must not be undone.
         if self._finalizer.detach() is None:
             raise EngineError(
                 errno.ENOENT,

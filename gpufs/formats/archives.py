@@ -27,7 +27,7 @@ _LOCAL_HEADER_BYTES: Final = 30
 # Where a member's local header has the lengths of the name and of the extra field, which come between it and the data.
 _NAME_LENGTH: Final = slice(26, 28)
 _EXTRA_LENGTH: Final = slice(28, 30)
-# Of the directory, of which zipfile keeps all entries at once: a few hundred thousand.
+# The largest directory: zipfile keeps all of its entries at once, a few hundred thousand.
 _MAX_DIRECTORY: Final = 32 << 20
 _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 26
@@ -227,7 +227,7 @@ def _size(values: Any = ()) -> Size:
 def _tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, _: Any = None, metadata: Any = None
 ) -> StoredTensor:
-    """As torch._utils._rebuild_tensor_v2. The hooks before the metadata are ignored by torch.load, too."""
+    """Do what torch._utils._rebuild_tensor_v2 does. The hooks before the metadata are ignored by torch.load, too."""
     if type(storage) is not Storage or type(offset) is not int or not 0 <= offset <= _MAX_NUMBER:
         raise FormatError("a tensor of the pickle has no storage, or its offset is not an unsigned number")
     extents, steps = _sizes(shape), _steps(strides)
@@ -258,14 +258,14 @@ def _tensor_of_dtype(
     dtype: Any,
     metadata: Any = None,
 ) -> StoredTensor:
-    """As torch._utils._rebuild_tensor_v3, for dtypes whose storage is untyped."""
+    """Do what torch._utils._rebuild_tensor_v3 does, for dtypes whose storage is untyped."""
     if type(dtype) is not Dtype:
         raise FormatError("a tensor of the pickle has no dtype")
     return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata)._replace(dtype=dtype.name)
 
 
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
-    """As torch._utils._rebuild_parameter."""
+    """Do what torch._utils._rebuild_parameter does."""
     if type(data) is not StoredTensor:
         raise FormatError("a parameter of the pickle is not a tensor")
     return data._replace(requires_grad=bool(requires_grad), is_parameter=True)

@@ -1,4 +1,4 @@
-"""What reading the header of one file may take: another user may have written it."""
+"""Limits the time and memory for reading the header of one file: another user may have written it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FILE_NAME: Final = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """What the path of a checkpoint stands for.
+    """The files that the path of a checkpoint stands for.
 
     Attributes
     ----------

@@ -230,6 +230,6 @@ def _largest(ours: NDArray[Any], theirs: NDArray[Any]) -> float | int:
         wide = np.promote_types(ours.dtype, np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             return float(np.abs(ours.astype(wide) - theirs.astype(wide)).max())
-    # Of integers exactly: the difference of unsigned numbers, with wrap-around.
+    # The difference of integers is exact: that of unsigned numbers, with wrap-around.
     wide = np.dtype(np.uint64)
     return int((np.maximum(ours, theirs).astype(wide) - np.minimum(ours, theirs).astype(wide)).max())

@@ -1,4 +1,4 @@
-"""Where the tensors of a file are, whatever its format, and which formats have none that gpufs reads."""
+"""Finds the tensors of a file, whatever its format, and names formats whose tensors gpufs does not read."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ _HTML: Final = Format("HTML", "a web page, so the download has failed")
 _POINTER: Final = Format("Git LFS pointer", "`git lfs pull` downloads the file that it stands for")
 _NPY: Final = Format("npy", "gpufs.torch.load(path) has its array in place, numpy.load(path) reads it")
 
-# By the first bytes.
+# The formats that their first bytes show.
 _MAGIC: Final = (
     (gguf.MAGIC, _GGUF),
     (NPY_MAGIC, _NPY),

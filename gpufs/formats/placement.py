@@ -1,4 +1,4 @@
-"""Where in its memory a file should begin, so that its tensors are aligned for the kernels that use them."""
+"""Chooses where in its memory a file begins, so that its tensors are aligned for the kernels that use them."""
 
 import json
 import os

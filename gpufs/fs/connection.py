@@ -1,9 +1,11 @@
 """The control plane's end of the socket between the planes: reads requests, and routes each to what answers it.
 
 The messages are the kernel's, in the layout of linux/fuse.h, except for those that the engine translates
-(native/src/fuse/control_messages.h). The engine answers INIT and INTERRUPT itself.
+(native/src/fuse/control_messages.h). The engine answers INIT and INTERRUPT itself. docs/architecture.md says under "Two
+planes" why pyfuse3 does not read them.
 """
 
+import enum
 import errno
 import logging
 import os
@@ -41,7 +43,54 @@ _SETATTR: Final = Struct("=I4x6Q4I4x2I")
 
 _OPEN_DIRECT_IO: Final = 1
 _DATA_ONLY: Final = 1  # of FSYNCDIR
-_BATCH_FORGET: Final = 42
+
+
+class Opcode(enum.IntEnum):
+    """The kinds of requests that native code passes on, as linux/fuse.h numbers them."""
+
+    LOOKUP = 1
+    GETATTR = 3
+    SETATTR = 4
+    READLINK = 5
+    SYMLINK = 6
+    MKNOD = 8
+    MKDIR = 9
+    UNLINK = 10
+    RMDIR = 11
+    RENAME = 12
+    LINK = 13
+    OPEN = 14
+    READ = 15
+    WRITE = 16
+    STATFS = 17
+    RELEASE = 18
+    FSYNC = 20
+    SETXATTR = 21
+    GETXATTR = 22
+    LISTXATTR = 23
+    REMOVEXATTR = 24
+    FLUSH = 25
+    OPENDIR = 27
+    RELEASEDIR = 29
+    FSYNCDIR = 30
+    CREATE = 35
+    BATCH_FORGET = 42
+    READDIRPLUS = 44
+    RENAME2 = 45
+
+
+class Fattr(enum.IntFlag):
+    """The attributes that a SETATTR changes, as linux/fuse.h numbers them."""
+
+    MODE = 1 << 0
+    UID = 1 << 1
+    GID = 1 << 2
+    SIZE = 1 << 3
+    ATIME = 1 << 4
+    MTIME = 1 << 5
+    FH = 1 << 6  # the request names an open file
+    ATIME_NOW = 1 << 7
+    MTIME_NOW = 1 << 8
 
 
 # ---- who answers ----
@@ -73,7 +122,7 @@ class Operations:
         return self._backing.inode_count if self._backing is not None else 0
 
     def host(self, inode: int) -> BackingHandler:
-        """What answers for an inode of the host. ESTALE for another one: it has just gone from the engine's table."""
+        """Return the handler of a host's inode. ESTALE for another one: it has just gone from the engine's table."""
         if self._backing is None or inode < FIRST_INODE:
             raise error(errno.ESTALE)
         return self._backing
@@ -132,14 +181,14 @@ async def _setattr(to: Operations, inode: int, body: bytes, caller: Caller) -> b
         return (seconds - (1 << 64) if seconds >> 63 else seconds) * 1_000_000_000 + int(nanoseconds)
 
     changes = Changes(
-        mode=mode if valid & 1 else None,
-        uid=uid if valid & 2 else None,
-        gid=gid if valid & 4 else None,
-        size=size if valid & 8 else None,
-        atime=set_time(1 << 4, 1 << 7, atime, atime_ns),
-        mtime=set_time(1 << 5, 1 << 8, mtime, mtime_ns),
+        mode=mode if valid & Fattr.MODE else None,
+        uid=uid if valid & Fattr.UID else None,
+        gid=gid if valid & Fattr.GID else None,
+        size=size if valid & Fattr.SIZE else None,
+        atime=set_time(Fattr.ATIME, Fattr.ATIME_NOW, atime, atime_ns),
+        mtime=set_time(Fattr.MTIME, Fattr.MTIME_NOW, mtime, mtime_ns),
     )
-    return (await to.host(inode).setattr(inode, changes, fh if valid & (1 << 6) else None, caller)).attributes()
+    return (await to.host(inode).setattr(inode, changes, fh if valid & Fattr.FH else None, caller)).attributes()
 
 
 async def _readlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -275,40 +324,40 @@ async def _fsyncdir(to: Operations, inode: int, body: bytes, caller: Caller) -> 
 
 
 _Request: TypeAlias = Callable[[Operations, int, bytes, Caller], Awaitable[bytes]]
-# By opcode. For others the kernel does without the operation from then on, or fails.
+# For other opcodes the kernel gets ENOSYS, and does without the operation from then on, or fails it.
 _REQUESTS: Final[dict[int, _Request]] = {
-    1: _lookup,
-    3: _getattr,
-    4: _setattr,
-    5: _readlink,
-    6: _symlink,
-    8: _mknod,
-    9: _mkdir,
-    10: _unlink,
-    11: _rmdir,
-    12: _rename,
-    13: _link,
-    14: _open,
-    15: _read,
-    16: _write,
-    17: _statfs,
-    18: _release,
-    20: _nothing,  # FSYNC
-    21: _setxattr,
-    22: _getxattr,
-    23: _listxattr,
-    24: _removexattr,
-    25: _nothing,  # FLUSH
-    27: _opendir,
-    29: _release,  # RELEASEDIR
-    30: _fsyncdir,
-    35: _create,
-    44: _readdirplus,
-    45: _rename2,
+    Opcode.LOOKUP: _lookup,
+    Opcode.GETATTR: _getattr,
+    Opcode.SETATTR: _setattr,
+    Opcode.READLINK: _readlink,
+    Opcode.SYMLINK: _symlink,
+    Opcode.MKNOD: _mknod,
+    Opcode.MKDIR: _mkdir,
+    Opcode.UNLINK: _unlink,
+    Opcode.RMDIR: _rmdir,
+    Opcode.RENAME: _rename,
+    Opcode.LINK: _link,
+    Opcode.OPEN: _open,
+    Opcode.READ: _read,
+    Opcode.WRITE: _write,
+    Opcode.STATFS: _statfs,
+    Opcode.RELEASE: _release,
+    Opcode.FSYNC: _nothing,
+    Opcode.SETXATTR: _setxattr,
+    Opcode.GETXATTR: _getxattr,
+    Opcode.LISTXATTR: _listxattr,
+    Opcode.REMOVEXATTR: _removexattr,
+    Opcode.FLUSH: _nothing,
+    Opcode.OPENDIR: _opendir,
+    Opcode.RELEASEDIR: _release,
+    Opcode.FSYNCDIR: _fsyncdir,
+    Opcode.CREATE: _create,
+    Opcode.READDIRPLUS: _readdirplus,
+    Opcode.RENAME2: _rename2,
 }
 
 
-def _errno_of(request: str, failure: Exception) -> int:
+def _errno_of(opcode: int, failure: Exception) -> int:
     """The errno for a request that failed. Only OSError and MemoryError are expected."""
     if isinstance(failure, OSError):
         code = failure.errno or errno.EIO
@@ -316,7 +365,7 @@ def _errno_of(request: str, failure: Exception) -> int:
         return errno.EOPNOTSUPP if code == errno.ENOSYS else code
     if isinstance(failure, MemoryError):
         return errno.ENOMEM
-    log.error("%s failed", request, exc_info=failure)
+    log.error("%s failed", Opcode(opcode).name, exc_info=failure)
     return errno.EIO
 
 
@@ -401,7 +450,7 @@ class RequestLoop:
     async def _answer(self, message: bytes) -> None:
         length, opcode, unique, inode, uid, gid, pid = _HEADER.unpack_from(message)
         body = message[_HEADER.size :]
-        if opcode == _BATCH_FORGET:
+        if opcode == Opcode.BATCH_FORGET:
             count, _ = _TWO.unpack_from(body)
             self._operations.forget(list(_FORGOTTEN.iter_unpack(body[_TWO.size :][: count * _FORGOTTEN.size])))
             return
@@ -415,7 +464,7 @@ class RequestLoop:
             else:
                 reply = await request(self._operations, inode, body, Caller(uid, gid, pid))
         except Exception as failure:  # noqa: BLE001 - logged and turned into an errno
-            code = _errno_of(request.__name__.removeprefix("_") if request else str(opcode), failure)
+            code = _errno_of(opcode, failure)
         self._send(unique, code, reply)
 
     def _send(self, unique: int, code: int, reply: bytes) -> None:

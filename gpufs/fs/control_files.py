@@ -124,7 +124,7 @@ def _json(content: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> by
 
 @dataclass(slots=True)
 class StatusReport:
-    """What ``.gpufs/status`` is made of.
+    """The sources of ``.gpufs/status``.
 
     ``files`` (of a device, by its index), ``transfers``, ``leases`` and ``quotas`` are asked at each reading.
     """
@@ -167,7 +167,7 @@ class StatusReport:
         return _json(status, status["leases"])
 
     def device(self, device: Device) -> dict[str, Any]:
-        """What is known of a device: its memory in bytes, files and health."""
+        """Return the facts about a device: its memory in bytes, files and health."""
         info = device.info
         entry: dict[str, Any] = {
             "index": device.index,
@@ -195,10 +195,10 @@ class StatusReport:
 
 
 class StatisticsReport:
-    """What ``.gpufs/stats`` and ``.gpufs/metrics`` show: the engine's counters."""
+    """The engine's counters, as ``.gpufs/stats`` and ``.gpufs/metrics`` show them."""
 
     def __init__(self, opened: Engine, mountpoint: str) -> None:
-        """Also puts beside the counters what they are about, for those who find them in their file."""
+        """Describe the counters in their file, too, for its readers."""
         self._engine = opened
         facts: dict[str, Any] = {
             "version": __version__,
@@ -220,7 +220,7 @@ class StatisticsReport:
         return json.dumps(self.read(), indent=2).encode() + b"\n"
 
     def as_metrics(self) -> Callable[[], bytes]:
-        """What makes the text of ``.gpufs/metrics``, in Prometheus' format; for a thread."""
+        """Return the function that makes the text of ``.gpufs/metrics``, in Prometheus' format, on a thread."""
         counters = self.read()
 
         def render() -> bytes:
@@ -233,7 +233,7 @@ class StatisticsReport:
 
 @dataclass(frozen=True, slots=True)
 class ActivityReport:
-    """What ``.gpufs/activity`` is made of: what happens on the mount now. Each function is called at each reading."""
+    """The sources of ``.gpufs/activity``, which shows what happens now. Each reading calls each function."""
 
     status: StatusReport
     mount: Mount

@@ -1,4 +1,4 @@
-"""What the handlers of requests share: callers and changes, errors, replies that describe inodes, and open files.
+"""The parts that handlers of requests share: callers, changes, errors, replies that describe inodes, open files.
 
 Replies have the layout of linux/fuse.h.
 """

@@ -1,4 +1,4 @@
-"""What a server changes in a module when it loads weights, besides the values of parameters and buffers."""
+"""Finds what a server changes in a module when it loads weights, besides the values of parameters and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a load goes, for the server's log."""
+"""Measures where the time of a load goes, for the server's log."""
 
 from __future__ import annotations
 

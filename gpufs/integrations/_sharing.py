@@ -1,4 +1,4 @@
-"""How an engine gets its weights: it maps those that an earlier engine has published, or loads and publishes them.
+"""Gets the weights of an engine: it maps those that an earlier engine has published, or loads and publishes them.
 
 They are in the directory of its device on a mount.
 """
@@ -64,7 +64,7 @@ class LoaderSettings:
 
 @dataclass(frozen=True)
 class ModelServer:
-    """What the servers do each in their own way.
+    """The steps that each server does in its own way.
 
     load
         Loads the model and processes its weights.

@@ -135,7 +135,7 @@ class Channel:
                     await trio.sleep(_IN_FLIGHT_PAUSE)
 
     def send_if_possible(self, message: ServerMessage) -> None:
-        """For messages that may be dropped: a client that does not read gets no progress."""
+        """Send a message that may be dropped: a client that does not read gets no progress."""
         with contextlib.suppress(OSError):
             protocol.send(self._sock, message)
 

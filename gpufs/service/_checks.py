@@ -1,4 +1,4 @@
-"""What descriptors of a client may be used for.
+"""Checks what descriptors of a client may be used for.
 
 A descriptor carries the rights that the kernel gave when its owner opened the file, and the daemon may have more: so it
 is used for what it was opened for and for nothing else, and never for files whose meaning depends on who reads or

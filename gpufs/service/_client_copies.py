@@ -219,7 +219,7 @@ class ClientCopies:
                 self._record.end(task.copy)
 
     def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
-        """On a thread: checks the descriptors and starts the transfer. OSError if a rule forbids it."""
+        """Checks the descriptors and starts the transfer, on a thread. OSError if a rule forbids it."""
         copy, served = task.copy, self._served
         on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.st_dev)
         buffer = task.resources.hold(served.open_buffer(on_mount.ino))

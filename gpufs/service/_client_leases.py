@@ -206,7 +206,7 @@ class ClientLeases:
         await self._answer(message.id, client_lease, lease, 0)
 
     def _prepare(self, message: Attach, client_lease: _ClientLease, descriptor: Descriptor) -> Lease:
-        """On a thread: opens the lease. OSError if a limit forbids it, or memory is missing."""
+        """Opens the lease, on a thread. OSError if a limit forbids it, or memory is missing."""
         holder, served = client_lease.holder, self._served
         ino = holder.ino
         holder.path = path_behind(descriptor.fd)

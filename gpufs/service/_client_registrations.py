@@ -33,7 +33,7 @@ class _Registration:
 
 
 class ClientRegistrations:
-    """Those of one connection. Only the trio thread calls it; one call at a time."""
+    """The registrations of one connection. Only the trio thread calls it; one call at a time."""
 
     def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
         self._channel = channel

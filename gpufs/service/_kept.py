@@ -1,5 +1,5 @@
-"""What outlives the daemon of a client: its socket, a record of its leases, registrations and requests in progress, and
-the memory that it has registered.
+"""Keeps what a client has beyond the life of a daemon: its socket, a record of its leases, registrations and requests
+in progress, and the memory that it has registered.
 
 The keeper holds them from the client's first lease or registration on. A new daemon opens the leases again and
 registers the memory again before it serves anything, so the client notices nothing. A request that nobody answered gets
@@ -63,7 +63,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, wanted: Register, pieces: Sequence[SharedPiece]) -> "RegisteredMemory":
-        """What a client has asked for, with the pieces that it has passed on."""
+        """A registration that a client has requested, with the pieces that it has passed on."""
         layout = [(piece.offset, piece.bytes) for piece in pieces]
         return cls(wanted.kind, wanted.offset, wanted.size, wanted.writable, wanted.handle, layout)
 
@@ -84,7 +84,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
 
 @dataclass
 class KeptRegistrations:
-    """What the keeper holds for all registrations of a mount; nothing without a keeper. Any thread may call."""
+    """The descriptors that the keeper holds for all registrations of a mount. Any thread may call."""
 
     keeper: Keeping | None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
@@ -197,7 +197,7 @@ class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
 
     @classmethod
     def of(cls, request: Request) -> "KeptRequest":
-        """What is noted of a request."""
+        """The note about a request."""
         return cls(request.id, type(request).__name__)
 
 
@@ -222,7 +222,7 @@ def _key(entry: Entry) -> _Key:
 
 
 def _noted(message: ClientMessage | None) -> KeptRequest | None:
-    """What is noted of a message; None unless it will be answered."""
+    """Return the note about a message; None unless it will be answered."""
     return KeptRequest.of(message) if isinstance(message, Request) and not isinstance(message, Cancel) else None
 
 
@@ -360,7 +360,7 @@ def kept_path(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the clients of a mount have beyond the life of a daemon.
+    """The connections, leases and registrations of a mount's clients, beyond the life of a daemon.
 
     ``clients``: those of the former daemon, until the service has taken them over.
     """

@@ -1,4 +1,4 @@
-"""What a copy or a lease holds: descriptors and objects of the engine, each closed exactly once and never while in use.
+"""Owns the descriptors and objects of a copy or a lease: each is closed exactly once and never while in use.
 
 Using and closing them can block for as long as a file's server likes, so it happens on threads that the loop may have
 abandoned. Such a thread must not find its descriptor's number closed, and reused, by others.
@@ -20,7 +20,7 @@ Held = TypeVar("Held", bound=Closable)
 
 
 class Keeping(Protocol):
-    """What holds descriptors for the next daemon."""
+    """The keeper of descriptors for the next daemon."""
 
     def hold(self, descriptors: Mapping[int, int]) -> None: ...
 
@@ -28,7 +28,7 @@ class Keeping(Protocol):
 
 
 class Resources:
-    """What one copy or lease holds. One thread at a time uses it."""
+    """The resources of one copy or lease. One thread at a time uses them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held by the thread that uses or closes it
@@ -45,7 +45,7 @@ class Resources:
         self._closers.append(function)
 
     def use(self, work: Callable[[], T]) -> T:
-        """On a thread: runs work, during which nothing is closed. OSError ECANCELED if everything is closed."""
+        """Runs work on a thread; nothing is closed during it. OSError ECANCELED if everything is closed."""
         try:
             with self._lock:
                 if self._ending:
@@ -65,7 +65,7 @@ class Resources:
         self._ending = True
 
     def close(self) -> None:
-        """On a thread, after end(): closes everything, unless a thread uses it, which closes it then."""
+        """Closes everything, on a thread and after end(); a thread that still uses it closes it instead."""
         while self._closers and self._lock.acquire(blocking=False):
             try:
                 while self._closers:

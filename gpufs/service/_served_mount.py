@@ -41,7 +41,7 @@ class Holder:
     revoked: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``.gpufs/leases``."""
+        """Return the entry for ``.gpufs/leases``."""
         return {
             "path": self.path,
             "inode": self.ino,
@@ -106,7 +106,7 @@ class HolderTable:
         return [(holder, holder.resources) for holder in holders if holder.resources is not None]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
-        """Those that a user may see, oldest first: root and the mount's owner all, others their own."""
+        """Return those that a user may see, oldest first: root and the mount's owner see all, others their own."""
         with self._lock:
             seen = [holder for holder in self._holders if trusted(uid) or holder.peer.uid == uid]
         return [holder.as_dict() for holder in sorted(seen, key=lambda holder: holder.since)]
@@ -173,7 +173,7 @@ class ServedMount:
         label = str(holder.peer)
         if not holder.private:
             return Lease(buffer, writable=writable, label=label, placement=placement)
-        size = buffer.info.size  # the file may change its size meanwhile: what is charged is what is copied
+        size = buffer.info.size  # the file may change its size at the same time: what is charged is what is copied
         if buffer.seek(0, os.SEEK_HOLE) < size:  # or the copy would fill them with zeros
             raise OSError(ENODATA, "the file has holes, which have no memory: allocate them with fallocate(1)")
         device = buffer.engine.devices[buffer.info.device]

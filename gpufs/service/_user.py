@@ -1,4 +1,4 @@
-"""How much clients may use, and what the connections of one user take together: threads, descriptors, time of the loop.
+"""Limits what clients use, and what the connections of one user take together: threads, descriptors, time of the loop.
 
 A user whose file server hangs, or who sends without an end, waits for a share of their own. Everybody else's is free.
 """
@@ -24,7 +24,7 @@ _SHARE_OF_DESCRIPTORS: Final = 8  # a user may take one of so many parts
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much clients may use. Times in seconds.
+    """The limits of what clients may use. Times are in seconds.
 
     Root and the mount's owner have four times ``turns``, ``threads_per_user`` and ``closers_per_user`` of a user, and
     neither ``connections`` nor ``private_share`` binds them.
@@ -90,7 +90,7 @@ class Place:
         self._open = 1
 
     def hold(self, count: int) -> None:
-        """So many descriptors came with the message."""
+        """Note how many descriptors came with the message."""
         with self._lock:
             self._open += count
 
@@ -146,7 +146,7 @@ class User:
 
     @contextlib.asynccontextmanager
     async def pieces(self) -> AsyncIterator[list[int]]:
-        """For the pieces of memory that is registered: a list of their descriptors, which are closed as by close().
+        """Return a list of descriptors for pieces of registered memory, which are closed as by close().
 
         Waits until those of the user's registration before are closed, so that few are open.
         """

@@ -82,7 +82,7 @@ _WRAP: Final = (1 << 64) - 1
 
 
 class StatisticsError(ValueError):
-    """What was read are not counters, or of a version that this one does not understand."""
+    """The bytes are not counters, or of a version that this one does not understand."""
 
 
 def parse(data: bytes, *, alive: bool = True) -> dict[str, Any]:

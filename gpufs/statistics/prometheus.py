@@ -41,7 +41,7 @@ def registry(read: Callable[[], Iterable[dict[str, Any]]]) -> CollectorRegistry:
 
 
 class _Collector(Collector):
-    """What prometheus_client asks for the families of metrics."""
+    """The collector that prometheus_client asks for the families of metrics."""
 
     def __init__(self, read: Callable[[], Iterable[dict[str, Any]]]) -> None:
         self._read = read

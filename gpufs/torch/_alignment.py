@@ -1,4 +1,4 @@
-"""Which tensors of a file are copied for their addresses: kernels load 16 bytes at a time, from multiples of 16."""
+"""Chooses the tensors of a file that are copied for their addresses: kernels load 16 bytes, from multiples of 16."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ class safe_open:
 
 
 class InPlaceFile(safe_open):
-    """What programs get in the place of safetensors' open files; see gpufs/in_place.py. Its errors are safetensors'."""
+    """An open file in the place of safetensors' own; see gpufs/in_place.py. Its errors are safetensors'."""
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, mode: Mode) -> None:
         super().__init__(filename, device=device, mode=mode)

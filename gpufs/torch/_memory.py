@@ -76,7 +76,7 @@ class FileMemory:
         return self.uncounted(offset, count).cpu().numpy().tobytes()
 
     def uncounted(self, offset: int, count: int) -> torch.Tensor:
-        """As tensor(), for what the program does not get."""
+        """Make a tensor as tensor() does, which the program does not get."""
         return self._tensor(offset, count, self)
 
     def separate(self, part: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def read_only_on_gpus() -> list[str]:
 
 
 class _Share:
-    """What a tensor in place keeps alive, so that the report knows of it."""
+    """An object that a tensor in place keeps alive, so that the report knows of it."""
 
     __slots__ = ("_file", "_number")
 

@@ -1,4 +1,4 @@
-"""What programs that know nothing of gpufs are told about their loading: a table, or a warning if most was copied."""
+"""Reports to programs that know nothing of gpufs how they loaded: a table, or a warning if most was copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What publish() notes about tensors beyond the plain format: one text in the metadata, which other tools ignore."""
+"""The record that publish() adds to the plain format: one text in the metadata, which other tools ignore."""
 
 from __future__ import annotations
 

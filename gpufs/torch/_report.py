@@ -1,4 +1,4 @@
-"""What a program has got in place and what was copied: counted while it loads, and shown as a table.
+"""Counts what a program gets in place and what is copied while it loads, and shows it as a table.
 
 A tensor is in place as long as a storage over the file's memory exists. Copies that gpufs makes, or that it sees a
 library make, are counted with their reason. What is gone without a reason the program has copied into memory of its
@@ -56,7 +56,7 @@ class Amount:
 @named_in("gpufs.torch")
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What became of the tensors of one file.
+    """The tensors of one file: those in place, and those that were copied.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class FileReport:
 @named_in("gpufs.torch")
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a program has loaded. ``str()`` makes a table of it.
+    """The files that a program has loaded. ``str()`` makes a table of them.
 
     Attributes
     ----------
@@ -116,7 +116,7 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
 
 
 class Counts:
-    """What has been taken from one file. Thread-safe."""
+    """Counts what is taken from one file. Thread-safe."""
 
     def __init__(self, path: str) -> None:
         self.path = path

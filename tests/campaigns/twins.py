@@ -524,7 +524,7 @@ def tree(root: bytes) -> dict[bytes, Any]:
 
 
 def times(root: bytes) -> dict[bytes, tuple[int, int, int, int]]:
-    """Of each path the number of its file and the times.
+    """The number of each path's file, and its times.
 
     FIFOs and sockets have times that the kernel keeps for its own file systems alone.
     """

@@ -101,7 +101,7 @@ def register(directory: Path, stop: Path) -> None:
 
 
 def look(directory: Path, stop: Path) -> None:
-    """From another mount namespace, through a bind mount: reads and writes, and creates and removes names."""
+    """Works from another mount namespace, through a bind mount: on bytes and on names."""
     place = Path(os.environ["BIND_PLACE"])
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "--bind", directory, place], check=True)

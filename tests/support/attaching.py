@@ -157,7 +157,7 @@ def kill_programs(directory: Path, cycles: int, seed: int) -> None:
 
 
 def run_as_nobody(script: str, *arguments: object) -> str:
-    """What a Python program of user nobody prints. A child of this process could not attach: it has used the engine."""
+    """Runs a Python program as nobody. A child of this process could not attach: it has used the engine."""
     command, environment = user_gpufs({"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
     identity: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
     return run(command[0], "-c", script, *map(str, arguments), env=environment, **identity).stdout

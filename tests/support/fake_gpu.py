@@ -20,7 +20,7 @@ def plan(symbol: str, n: int, code: int, times: int = 1) -> str:
 
 
 def environment(folder: Path, *plans: str, devices: int = 1) -> dict[str, str]:
-    """For a mount with --driver cuda; `folder` gets the library under the vendor's name."""
+    """The environment of a mount with --driver cuda; `folder` gets the library under the vendor's name."""
     if not _LIBRARY.exists():
         pytest.skip("the native tests are not built")
     library = folder / "libcuda.so.1"
@@ -34,7 +34,7 @@ def environment(folder: Path, *plans: str, devices: int = 1) -> dict[str, str]:
 
 
 def hip(version: str = "rocm7", **more: str) -> dict[str, str]:
-    """For a mount with --driver hip: AMD's runtime of that version, and variables for the fake."""
+    """The environment of a mount with --driver hip: AMD's runtime of that version, and variables for the fake."""
     folder = REPOSITORY / "build/cmake/native/tests/fake_hip" / version
     if not folder.is_dir():
         pytest.skip("the native tests are not built")

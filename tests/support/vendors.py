@@ -76,7 +76,7 @@ class Cufile:
     def environment(
         self, at: Path, plans: Sequence[str] = (), kernel: bool = True, library: bool = True, **more: str
     ) -> dict[str, str]:
-        """That of a program over the fakes, whose files lie below `at`: the first calls end as planned.
+        """The environment of a program over the fakes, whose files lie below `at`: the first calls end as planned.
 
         kernel: as if the vendor's part of the kernel were there. library: whether its own library for files is found.
         more: variables for it.

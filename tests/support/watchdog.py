@@ -75,7 +75,7 @@ def rescue(path: str, group: int | None, log: list[str] | None = None) -> None:
 
 
 def where_threads_stand(group: int) -> str:
-    """For every thread of the group: its name, state and the kernel function it waits in (root only)."""
+    """Lists every thread of the group: its name, state and the kernel function it waits in (root only)."""
     lines = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -93,7 +93,7 @@ class HostInodes:
         self._st_dev = st_dev
         self._next_ino = FIRST_INODE + 1  # FIRST_INODE is the directory backing/
         self._known: dict[_Key, BackingNode] = {}
-        # Those with a descriptor, beginning with the one that was used longest ago.
+        # The inodes with a descriptor, beginning with the one that was used longest ago.
         self._open: OrderedDict[int, BackingNode] = OrderedDict()
 
     def close(self) -> None:

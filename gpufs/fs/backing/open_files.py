@@ -80,7 +80,7 @@ def _drop_set_id(fd: int, status: os.stat_result, in_group: bool) -> None:
 
 
 def _open_for_caller(node: BackingNode, flags: int) -> int:
-    """As the caller: open(2), also of a program that the caller may run but not read."""
+    """Open as the caller, also a program that the caller may run but not read."""
     try:
         return os.open(node.link, flags)
     except PermissionError:
@@ -118,7 +118,7 @@ class OpenHostFile(Opened):
 
 
 class OpenCount:
-    """How many files and directories of the host each user has open, until they are closed. Any thread may call."""
+    """Counts the files and directories of the host that each user has open. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -43,7 +43,7 @@ Status store_result(Result<T> result, Output* output) {
   return result.status();
 }
 
-// What closing a handle does to most objects.
+// Closes the object of a handle, for most kinds of objects.
 template <typename T>
 Status close_of(T& object) {
   if constexpr (std::is_void_v<decltype(object.close())>) {

@@ -40,7 +40,8 @@ class HandleTable {
     return std::static_pointer_cast<T>(found.take());
   }
 
-  // As get(), and removes the handle: of several callers exactly one gets the object. Does not close the object.
+  // Does what get() does, and removes the handle: of several callers exactly one gets the object. Does not close the
+  // object.
   template <typename T>
   Result<std::shared_ptr<T>> take(gpufs_handle handle) {
     Result<std::shared_ptr<void>> found = find(handle, typeid(T), /*remove=*/true);

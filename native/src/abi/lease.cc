@@ -24,7 +24,7 @@
 namespace gpufs {
 namespace {
 
-// What a mapping's handle names.
+// The object that a mapping's handle names.
 struct Mapping {
   Mapping(std::shared_ptr<Device> on, std::unique_ptr<ImportedRange> imported)
       : device(std::move(on)), range(std::move(imported)) {}

@@ -38,7 +38,7 @@
 namespace gpufs {
 namespace {
 
-// For longer waits sleeping costs less than spinning, whatever the machine.
+// Sleeping costs less than spinning for longer waits, whatever the machine.
 constexpr double kLongestSpin = 0.01;
 
 static_assert(static_cast<int>(fuse::AccessTimes::kNever) == GPUFS_NOATIME);
@@ -233,13 +233,13 @@ gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
       }
       return status;
     };
-    // The kernel is told first: if this process died after the removal, the next one would not know which names to
+    // The kernel is notified first: if this process died after the removal, the next one would not know which names to
     // report.
     if (found.started()) {
       if (Status status = invalidate(found.names().names_of(inode)); !status.ok()) return status;
       (void)found.notifier().invalidate_inode(ino);
     }
-    // And again, since it may have looked them up meanwhile.
+    // And again, since it may have looked them up in between.
     return invalidate(found.names().remove_names(inode));
   });
 }

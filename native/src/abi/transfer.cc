@@ -131,7 +131,7 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
 
 constexpr std::uint32_t kKnownFlags =
     GPUFS_STREAM_FIXED_BUFFER_OFFSET | GPUFS_STREAM_FIXED_FILE_OFFSET | GPUFS_STREAM_FIXED_SIZE | GPUFS_STREAM_ALIGNED;
-// Of an engine at most: one fails, and not the system, when something submits for ever.
+// An engine takes at most so many: a program that submits for ever fails, and not the system.
 constexpr std::uint64_t kMostOperations = std::uint64_t{1} << 22;
 
 Result<std::shared_ptr<AsyncEngine>> operations_of(gpufs_handle engine) {

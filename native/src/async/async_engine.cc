@@ -336,7 +336,7 @@ void AsyncEngine::check_streams() {
     for (const std::shared_ptr<Operation>& operation : stream->queued()) (void)operation->cancel(failure);
   }
   streams.clear();
-  // Those that may go leave the list first, so that nobody finds them while they are checked.
+  // Streams that may go leave the list first, so that nobody finds them while they are checked.
   std::vector<std::shared_ptr<OperationStream>> going;
   {
     const std::lock_guard lock(mutex_);

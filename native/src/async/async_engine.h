@@ -118,7 +118,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
 
   Status start_worker();
   void worker_main();
-  // For what must not be done on a driver's thread. The worker must not wait for a device.
+  // Does what must not be done on a driver's thread. The worker must not wait for a device.
   void run_on_worker(std::function<void()> task);
   void check_streams();
   void drop_idle(std::vector<std::shared_ptr<OperationStream>>& streams);
@@ -130,7 +130,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   std::atomic<std::uint64_t> last_id_{0};
   std::atomic<std::size_t> outstanding_{0};
   std::array<Backlog, 2> backlogs_;
-  // What operations with files that may hang held has one of its own.
+  // Objects that operations with files that may hang held have one of their own.
   const std::array<std::shared_ptr<Reaper>, 2> reapers_{std::make_shared<Reaper>(), std::make_shared<Reaper>()};
 
   // Guards all below; nothing is called under it. Before a stream's.

@@ -119,7 +119,7 @@ Result<Operation::Bound> Operation::bind() {
 
 Result<bool> Operation::start(TransferEngine& transfers, std::function<void(const TransferProgress&)> moved,
                               std::shared_ptr<void>* leftover) {
-  // What the transfer needs, held by this thread as well while it is started.
+  // This thread, too, holds what the transfer needs while it is started.
   struct Held {
     TransferRequest request;
     std::shared_ptr<Transfer> transfer;

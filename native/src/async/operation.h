@@ -47,7 +47,7 @@ struct OperationRequest {
   std::uint64_t trace_cookie = 0;  // shown in traces: the program's own, where the cookie is its binding's
 };
 
-// How an operation ended.
+// The end of an operation.
 struct Completion : TransferProgress {
   std::uint64_t cookie = 0;
   std::uint64_t id = 0;
@@ -93,7 +93,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Asks it to stop: one that moves nothing yet is over at once. why: reported instead of ECANCELED. False if it is
   // over already.
   bool cancel(const Status& why = {});
-  // As if it had never been submitted. False if it is over already.
+  // Withdraws it as if it had never been submitted. False if it is over already.
   bool retract();
   // Has the stream go on before the operation is over, with -ETIMEDOUT as its count. False if it does not hold one.
   bool release_stream_early();
@@ -128,7 +128,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::shared_ptr<Transfer> transfer_;
 };
 
-// What is promised of all operations of a stream.
+// The promises about all operations of a stream.
 struct StreamPromises {
   // These numbers are read when an operation is submitted, although a place was given for them.
   bool fixed_target_offset = false;
@@ -161,7 +161,7 @@ class OperationStream {
   OperationStream(std::shared_ptr<AsyncEngine> engine, std::shared_ptr<DeviceContext> device,
                   std::unique_ptr<Stream> stream, std::unique_ptr<Event> passed, PinnedBlock counter,
                   StreamPromises promises, Origin origin);
-  // Not on a driver's thread. Waits for what is queued on a stream of the engine's own.
+  // Must not be called on a driver's thread. Waits for what is queued on a stream of the engine's own.
   ~OperationStream();
   OperationStream(const OperationStream&) = delete;
   OperationStream& operator=(const OperationStream&) = delete;
@@ -239,7 +239,7 @@ class OperationStream {
   std::size_t outstanding_ = 0;                   // those, and those being submitted
   std::size_t waits_ = 0;                         // of the entries
   std::size_t calling_ = 0;                       // host calls that have not returned
-  bool recorded_ = true;                          // passed_ stands behind all waits
+  bool recorded_ = true;                          // passed_ is queued behind all waits
   bool ever_recorded_ = false;
   bool closed_ = false;
   std::chrono::steady_clock::time_point used_;  // the last submission

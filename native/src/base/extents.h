@@ -27,7 +27,7 @@ using Extents = std::vector<Extent>;
 // True when [offset, end) lies in one extent. An empty range always does.
 [[nodiscard]] bool covered(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 
-// What of [offset, end) exists, and what does not.
+// The parts of [offset, end) that exist, and those that do not.
 [[nodiscard]] Extents inside(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 [[nodiscard]] Extents holes(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 
@@ -39,7 +39,7 @@ using Extents = std::vector<Extent>;
 [[nodiscard]] Extents joined(const Extents& extents, const Extents& added);
 
 [[nodiscard]] std::uint64_t total_bytes(const Extents& extents);
-// Where the last one ends; 0 without any.
+// The end of the last one; 0 without any.
 [[nodiscard]] std::uint64_t end_of(const Extents& extents);
 
 }  // namespace gpufs

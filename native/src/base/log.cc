@@ -20,7 +20,7 @@ namespace {
 // A text that is logged again and again, for example by each request to a failed device, must not fill the disk.
 constexpr std::int64_t kQuietSeconds = 5;
 constexpr std::size_t kLongestLine = 2048;
-// As in the control plane's log (daemon/logs.py).
+// The limits are those of the control plane's log (daemon/logs.py).
 constexpr std::uint64_t kUserLines = 50;
 constexpr std::int64_t kUserSeconds = 10;
 

@@ -56,7 +56,7 @@ template <typename... Parts>
 void log_warning(const Parts&... parts) {
   log_parts(LogLevel::kWarning, parts...);
 }
-// For what users can cause as often as they like: see log_permitted().
+// Logs what users can cause as often as they like: see log_permitted().
 template <typename... Parts>
 void log_user_warning(uid_t user, const Parts&... parts) {
   if (log_enabled(LogLevel::kWarning) && log_permitted(user)) log_parts(LogLevel::kWarning, parts...);

@@ -8,7 +8,8 @@
 
 namespace gpufs {
 
-// What FUSE counts in, and the alignment of files and memory where the kernel names none. No processor has less.
+// The unit in which FUSE counts, and the alignment of files and memory where the kernel names none. No processor has
+// less.
 inline constexpr std::uint32_t kPageBytes = 4096;
 
 // This machine's.

@@ -8,7 +8,7 @@
 namespace gpufs {
 namespace {
 
-// What the pools keep for their next users.
+// The most objects that the pools keep for their next users.
 constexpr std::size_t kIdleEvents = 4096;
 constexpr std::size_t kIdleStreams = 64;
 

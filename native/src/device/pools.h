@@ -102,8 +102,8 @@ struct PinnedBlock {
   std::size_t bytes = 0;
 };
 
-// For the words that a program, its kernels and its streams share. Unpinning waits for all streams of the device, so a
-// released block is kept for the next one of its size, and all is unpinned with the pool.
+// Memory for the words that a program, its kernels and its streams share. Unpinning waits for all streams of the
+// device, so a released block is kept for the next one of its size, and all is unpinned with the pool.
 class PinnedPool {
  public:
   explicit PinnedPool(Device& device) : device_(device) {}

@@ -10,7 +10,7 @@ namespace {
 // How long after the removal of a file its memory is expected back: the kernel's FORGET comes within milliseconds. A
 // file that still exists then is kept by somebody.
 constexpr std::chrono::milliseconds kForgetTime{300};
-// For a request that fails otherwise, which may wait longer: a busy machine delays the FORGET.
+// A request that fails otherwise may wait longer: a busy machine delays the FORGET.
 constexpr std::chrono::milliseconds kLongestForgetTime{1000};
 // Less than one part in so many of a device's memory is not worth waiting for.
 constexpr std::uint64_t kSmallPart = 64;

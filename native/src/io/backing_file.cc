@@ -109,7 +109,7 @@ struct Looked {
   MountEntry mount;
 };
 
-// What a descriptor refers to, without a request to its file system.
+// Finds what a descriptor refers to, without a request to its file system.
 Result<Looked> look_at(int fd) {
   Looked looked;
   looked.flags = ::fcntl(fd, F_GETFL);

@@ -141,8 +141,8 @@ Result<BounceBuffer> BouncePool::acquire(const std::shared_ptr<DeviceContext>& d
 BounceBuffer BouncePool::try_acquire(const std::shared_ptr<DeviceContext>& device, std::size_t reserve) {
   std::unique_lock lock(mutex_);
   if (closed_ || waiting_ > 0 || idle_.size() + (capacity_ - existing_) <= reserve) return {};
-  // The driver pins one after another, and copies wait meanwhile: at the start of a transfer each thread gets its first
-  // buffer before one gets a second.
+  // The driver pins one after another, and copies wait during that: at the start of a transfer each thread gets its
+  // first buffer before one gets a second.
   const Result<BounceMemory*> taken = take_locked(lock, device, pinning_ == 0);
   if (!taken.ok() || taken.value() == nullptr) return {};
   return {taken.value(), ReturnToPool{shared_from_this()}};

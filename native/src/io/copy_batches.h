@@ -1,5 +1,5 @@
 // Queues the copies between bounce buffers and the device for all threads that serve a transfer: two batches at most,
-// and what comes meanwhile becomes the next one. Beside its bytes each call costs the device 3 us, 7 % of a chunk of
+// and what comes in between becomes the next one. Beside its bytes each call costs the device 3 us, 7 % of a chunk of
 // 2 MiB, and a batch is one call (docs/internals/measurements.md).
 // Thread-safe. Ownership: shared by the transfer's Pipelines.
 #pragma once

@@ -45,7 +45,7 @@ struct CufileProperties {
   unsigned batch_timeout_ms;
   std::byte later[256];  // newer libraries write more
 };
-// Of `supported`, and of `control`.
+// The bits of `supported`, and of `control`.
 inline constexpr unsigned kCufileNvme = 1U << 4;
 inline constexpr unsigned kCufileNvmeFabrics = 1U << 5;
 inline constexpr unsigned kCufileScsi = 1U << 6;

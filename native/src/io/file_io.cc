@@ -24,7 +24,7 @@ namespace {
 
 constexpr long kCachestatCall = 451;  // Linux 6.5; the build's headers may be older
 
-// As in linux/mman.h of 6.5 and later.
+// The value is that of linux/mman.h of 6.5 and later.
 struct CachestatRange {
   std::uint64_t offset;
   std::uint64_t bytes;

@@ -137,7 +137,7 @@ Status Pipeline::pin(Slot& slot) {
 
 // Hands the slot's copies to the device.
 void Pipeline::submit(Slot& slot, std::span<const HostCopy> copies) {
-  // What a program gives as device memory may be something else, or freed.
+  // An address that a program passes as device memory may be something else, or freed.
   Device& device = device_.device();
   const bool known = facts_.request.address == 0 || std::ranges::all_of(copies, [&](const HostCopy& copy) {
                        return device.holds(copy.device) && device.holds(copy.device + copy.bytes - 1);

@@ -51,7 +51,7 @@ struct PlanRequest {
 // refuses it.
 RefusalMask fastpath_refusals(const PlanRequest& request);
 
-// What one thread moves at a time. The offset is relative to the request.
+// The bytes that one thread moves at a time. The offset is relative to the request.
 struct Chunk : Extent {
   Path path = Path::kFallback;
   bool hole = false;  // a hole of a load's file, all of it: nothing to move
@@ -101,7 +101,7 @@ class PlanCursor {
   void complete(const Chunk& chunk, std::uint64_t done, const Status& status);
   // Hands out no further chunks. Those handed out still count.
   void stop(const Status& why);
-  // What is left goes by fallback.
+  // The rest goes by fallback.
   void give_up_fastpath() { plan_ = plan_.without_fastpath(); }
 
   [[nodiscard]] bool has_next() const { return position_ < end_; }

@@ -95,7 +95,7 @@ Status TargetMemory::allocate_to(std::uint64_t end, Wait wait) {
   return {};
 }
 
-// Allocates from allocated_end_ on. The caller has set allocating_; the lock is released meanwhile.
+// Allocates from allocated_end_ on. The caller has set allocating_; the lock is released during that.
 Status TargetMemory::allocate_on(std::unique_lock<std::mutex>& lock, std::uint64_t end) {
   const std::uint64_t start = allocated_end_;
   lock.unlock();

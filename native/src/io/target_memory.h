@@ -41,7 +41,8 @@ class TargetMemory {
 
   // The next four are for a thread with an AccessGuard.
   [[nodiscard]] TransferTarget& target() const { return *target_; }
-  // Of a load, before its first byte is written. Claims the memory, so that the buffer does not move later.
+  // Must be called before the first byte of a load is written. Claims the memory, so that the buffer does not move
+  // later.
   void claim(std::uint64_t bytes);
   // Removes what the buffer held in the holes of a load, which get no memory. ECANCELED once *cancelled is true.
   Status punch(Extents holes, const std::atomic<bool>& cancelled);

@@ -520,7 +520,7 @@ void Transfer::abandon(bool force) {
   }
   log_warning("a cancelled ", direction_name(request().direction), " was left behind by threads that ",
               in_use ? "still use its memory" : "hang in its file");
-  // What hangs must not hold the device's memory.
+  // A transfer that hangs must not hold the device's memory.
   if (load() && !in_use) {
     const Status finished = memory_.finish_load(reached, touched);
     if (!finished.ok()) log_warning("after a cancelled load: ", finished.message());

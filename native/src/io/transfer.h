@@ -30,7 +30,7 @@ class TransferEngine;
 
 enum class SyncMode : int { kNone, kData, kFull };  // after a store: nothing, fdatasync, fsync
 
-// As a request's size: up to the end of the source.
+// A request of this size goes up to the end of the source.
 inline constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
 
 struct TransferProgress;
@@ -39,7 +39,7 @@ struct TransferRequest {
   Direction direction = Direction::kLoad;
   std::shared_ptr<BackingFile> file;
   std::shared_ptr<TransferTarget> target;
-  // Of memory that the program allocated itself; 0: the target is a buffer with memory of its own.
+  // The address of memory that the program allocated itself; 0: the target is a buffer with memory of its own.
   DeviceAddress address = 0;
   std::uint64_t file_offset = 0;
   std::uint64_t target_offset = 0;
@@ -91,7 +91,7 @@ struct ChunkProgress {
   std::array<std::uint64_t, kPathCount> path_bytes{};
 };
 
-// What the threads that move a transfer's bytes need to know of it; constant while they do.
+// The facts for the threads that move a transfer's bytes; constant while they do.
 struct TransferFacts {
   TransferRequest request;  // its target is in the TargetMemory
   const std::shared_ptr<DeviceContext> device;

@@ -27,7 +27,7 @@ std::uint64_t wall_clock_ns() {
           .count());
 }
 
-// As many as threads can run at the same time, so that they rarely share one.
+// There are as many as threads can run at the same time, so that they rarely share one.
 std::size_t choose_stripes() {
   const std::size_t cpus = std::max(1U, std::thread::hardware_concurrency());
   return std::min(std::bit_ceil(cpus), kMostStripes);

@@ -30,8 +30,8 @@ inline void set(Counter& gauge, std::uint64_t value) { gauge.store(value, std::m
 
 namespace gpufs::observe {
 
-// What moved the bytes. A transfer is a whole copy between a file and a device, whatever moved its pieces. Locked and
-// pageable are copies from and to a program's own memory, which is locked or not.
+// The way by which bytes were moved. A transfer is a whole copy between a file and a device, whatever moved its pieces.
+// Locked and pageable are copies from and to a program's own memory, which is locked or not.
 enum class Backend : std::uint8_t { kMount, kFastpath, kFallback, kDeviceCopy, kTransfer, kLocked, kPageable };
 inline constexpr std::size_t kBackendCount = 7;
 inline constexpr std::array<std::string_view, kBackendCount> kBackendNames = {
@@ -95,7 +95,7 @@ struct alignas(64) EngineGauges {
   Counter requests_relayed;
 };
 
-// What is not of a device. Too rare to be striped.
+// Counters that belong to no device. They are too rare to be striped.
 struct alignas(64) EngineCounters {
   Counter bounce_waits;  // this and the next are written with the gauges
   Counter bounce_pin_failures;

@@ -26,7 +26,7 @@ constexpr std::size_t kMostUnread = std::size_t{1} << 20;  // records that have 
 constexpr std::size_t kMostNames = 65536;
 constexpr std::size_t kThreadNameBytes = 16;
 
-// What one thread has recorded since it was last collected. Only collecting contends for the lock.
+// The records of one thread since they were last collected. Only collecting contends for the lock.
 struct ThreadRecords {
   ThreadRecords();
   ~ThreadRecords();

@@ -48,7 +48,7 @@ enum class TraceKind : std::uint8_t {
   kMove = 45,        // while it is a transfer, whose number is `offset`
 };
 
-// What profilers call a span of a thread. A literal.
+// Returns the name of a thread's span in profilers, a literal.
 [[nodiscard]] const char* name_of(TraceKind kind);
 
 // One span, or one of the first three kinds. Times are nanoseconds of the monotonic clock.
@@ -91,10 +91,10 @@ void record(TraceRecord record);
 
 // A number for a text, the same for the same text; 0 if there are too many, and while tracing is off.
 std::uint32_t name(std::string_view text);
-// As name(), of the path behind a descriptor.
+// Does what name() does, for the path behind a descriptor.
 std::uint32_t name_of_file(int fd);
 
-// For transfers and operations, from 1 on.
+// Numbers transfers and operations, from 1 on.
 std::uint64_t next_id();
 
 }  // namespace trace

@@ -10,7 +10,7 @@ namespace gpufs::cuda {
 
 namespace api = gpu::api;
 
-// As the driver's binary interface has them on 64-bit Linux.
+// The types of the driver's binary interface on 64-bit Linux.
 using CuDevice = int;
 using CuAddress = unsigned long long;       // NOLINT(google-runtime-int): the interface says so
 using CuMemoryHandle = unsigned long long;  // NOLINT(google-runtime-int)

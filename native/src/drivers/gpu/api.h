@@ -7,7 +7,7 @@
 
 namespace gpufs::gpu::api {
 
-// What the functions return.
+// The result codes of the functions.
 using Code = int;
 using Stream = struct StreamObject*;
 using Event = struct EventObject*;

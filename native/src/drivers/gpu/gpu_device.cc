@@ -45,7 +45,7 @@ int errno_of(api::Code code) {
   }
 }
 
-// For calls that take device memory: they run out of that, not of host memory.
+// Names the memory that ran out: calls that take device memory run out of that, not of host memory.
 Status full_if_out_of_memory(Status status) {
   if (status.device_code() != api::kOutOfMemory) return status;
   return {ENOSPC, "No space left on device (" + status.message() + ")", status.device_code()};
@@ -367,7 +367,7 @@ Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
 
 // ---- streams and synchronous copies ----
 
-// For good, since the thread is ours: see Current.
+// It stays so, since the thread is ours: see Current.
 Status GpuDevice::bind_thread() {
   int mode = api::kCaptureRelaxed;
   if (const auto& exchange = functions().exchange_capture_mode) exchange(&mode);

@@ -11,7 +11,7 @@ namespace gpufs::hip {
 
 namespace api = gpu::api;
 
-// As the runtime's binary interface has them on 64-bit Linux. A device is its ordinal.
+// The types of the runtime's binary interface on 64-bit Linux. A device is its ordinal.
 using HipMemoryHandle = struct HipMemoryHandleObject*;
 using HipUuid = std::array<char, 16>;  // 16 hexadecimal digits as text
 static_assert(sizeof(HipUuid) == 16);

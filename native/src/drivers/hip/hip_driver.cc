@@ -192,7 +192,7 @@ bool HipDevice::holds(DeviceAddress address) {
   return found.type == api::kMemoryTypeDevice && found.device == ordinal_;
 }
 
-// What is wrong on the kernel's side, as far as this process can see.
+// The fault on the kernel's side, as far as this process can see it.
 std::string kernel_side() {
   if (::access(kKernelDriver, R_OK | W_OK) == 0) return "";
   if (errno == ENOENT)

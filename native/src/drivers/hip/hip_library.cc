@@ -114,7 +114,7 @@ Status Library::resolve(void* handle) {
 }
 
 api::Code Library::prepare_thread() const {
-  // By library, since a process may have opened two.
+  // The key is the library, since a process may have opened two.
   thread_local const void* prepared = nullptr;
   if (prepared == handle_) return api::kSuccess;
   const api::Code code = functions_.init(0);

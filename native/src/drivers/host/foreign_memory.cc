@@ -172,7 +172,7 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
     limit->release(bytes);
     return Status::from_errno(error, "mapping the memory");
   }
-  // As for buffers: neither forked children nor core files get it.
+  // Neither forked children nor core files get it, as with buffers.
   ::madvise(mapped, bytes, MADV_DONTFORK);
   ::madvise(mapped, bytes, MADV_DONTDUMP);
   const auto base = reinterpret_cast<DeviceAddress>(mapped);

@@ -38,7 +38,7 @@ class HostEvent : public Event {
 class HostStream final : public Stream {
  public:
   static Result<std::unique_ptr<Stream>> create(int device);
-  // By native() of a stream that exists.
+  // Adopts an existing stream by its native().
   static Result<std::unique_ptr<Stream>> adopt(NativeStream native, int device);
   ~HostStream() override;
   HostStream(const HostStream&) = delete;
