@@ -22,16 +22,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
 from support import fake_gpu
-from support.processes import PATIENCE, run, wait_until
-from support.surviving import mounted
+from support.cli import gpufs
+from support.processes import PATIENCE, errno_of, run, wait_until
+from support.surviving import Survivor, mounted
 
+import gpufs as gpufs_client
 from campaigns.harness import Missing, Place
-from gpufs import status
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -672,24 +674,76 @@ for number in range(deaths):
 """
 
 
+# In every Python of the mount: a daemon that takes over ends at once while this file exists.
+BREAK = """
+import os, sys
+if "--takeover-fd" in sys.orig_argv and os.path.exists(BROKEN):
+    os._exit(1)
+"""
+
+
+def phase_of_errors(mount: Survivor, broken: Path) -> None:
+    """No daemon can start until calls fail. What is closed and removed in that time is free afterwards."""
+    names = ("closed", "removed")
+    fds = [os.open(mount.device / name, os.O_RDWR | os.O_CREAT) for name in names]
+    for fd in fds:
+        os.write(fd, b"contents" * 50_000)
+    os.unlink(mount.device / "removed")
+    broken.touch()
+    wait_until(lambda: errno_of(lambda: os.listdir(mount.device)) == errno.EIO, PATIENCE, "errors")
+    for fd in fds:
+        with suppress(OSError):
+            os.close(fd)
+    broken.unlink()
+    gpufs("restart", mount.path)
+    if (mount.device / "closed").read_bytes() != b"contents" * 50_000:
+        raise AssertionError("a file that was closed while calls failed has changed")
+    os.unlink(mount.device / "closed")
+
+
+@contextmanager
+def in_use(mount: Survivor) -> Iterator[Callable[[int], None]]:
+    """This program uses a file of 4 MiB in place, which has grown to 64 MiB of which nothing else was written."""
+    path = mount.device / "used"
+    path.write_bytes(bytes(4 * MIB))
+    with gpufs_client.attach(path, "r+") as memory:
+        os.truncate(path, 64 * MIB)
+
+        def check(number: int) -> None:
+            numpy.asarray(memory)[:] = number % 256
+            if path.read_bytes() != bytes([number % 256]) * (4 * MIB) + bytes(60 * MIB):
+                raise AssertionError("the file in use is not the memory that its program has")
+            if errno_of(lambda: os.truncate(path, 0)) is None:
+                raise AssertionError("the lease of the file in use is lost")
+
+        yield check
+    os.unlink(path)
+
+
 def killed_twins(place: Place, driver: str = "host") -> str:
-    """The same while the daemon of the mount is killed again and again. cuda: over the fake library."""
+    """The same while the daemon of the mount is killed again and again, beside a program that has a sparse file in use.
+
+    driver: cuda runs over the fake library.
+    """
     if os.geteuid() != 0:
         raise Missing("acts as several users")
     deaths = 10 if place.quick else 200
     seed = random.SystemRandom().randrange(1 << 30)
     rounds = 0
     place.host.chmod(0o755)  # for the other users
-    environment = {} if driver == "host" else fake_gpu.environment(place.host)
-    with (
-        mounted(place.host / "mount", "--allow-other", driver=driver, environment=environment) as mount,
-        like_a_mount() as other,
-    ):
+    broken = place.host / "broken"
+    (place.host / "sitecustomize.py").write_text(BREAK.replace("BROKEN", repr(str(broken))))
+    search = os.pathsep.join([str(place.host), *sys.path])
+    environment = {"PYTHONPATH": search} | ({} if driver == "host" else fake_gpu.environment(place.host))
+    survivor = mounted(place.host / "mount", "--allow-other", driver=driver, environment=environment)
+    with survivor as mount, like_a_mount() as other:
         ours = mount.device / "twins"
         ours.mkdir()
+        # The fake library gives its memory to the daemons alone.
+        using = in_use(mount) if driver == "host" else nullcontext(lambda _: None)
         words = [sys.executable, "-c", KILL, str(mount.path), str(deaths), str(seed)]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with subprocess.Popen(words, stdout=subprocess.DEVNULL, env=variables) as killer:
+        with using as check, subprocess.Popen(words, stdout=subprocess.DEVNULL, env=variables) as killer:
             try:
                 while killer.poll() is None:
                     pair = (ours / f"r{rounds}", other / f"r{rounds}")
@@ -699,10 +753,13 @@ def killed_twins(place: Place, driver: str = "host") -> str:
                     play(*pair, seed + rounds, 400)
                     for path in pair:
                         shutil.rmtree(path, ignore_errors=True)  # a step may have removed it
+                    check(rounds)
                     rounds += 1
+                    if rounds % 20 == 5:
+                        phase_of_errors(mount, broken)
             finally:
                 killer.kill()
         if killer.returncode:
             raise AssertionError(f"a daemon did not come back; seed {seed}")
-        wait_until(lambda: status(mount.path).devices[0].used_bytes == 0, PATIENCE, "the memory to be free")
+        wait_until(lambda: not gpufs_client.status(mount.path).devices[0].used_bytes, PATIENCE, "free memory")
     return f"{deaths} deaths during {rounds} rounds of 400 calls on both, seed {seed}"

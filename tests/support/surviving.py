@@ -47,7 +47,7 @@ class Survivor:
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Kills the daemon, and waits until another one answers."""
-        former = self.pid
+        former = wait_until(lambda: self.pid, PATIENCE, "a daemon")
         os.kill(former, number)
         self.await_another(former)
         (keeper,) = self.keepers()
