@@ -732,9 +732,9 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
 
 FAKE = """
 import sys
-from gpufs.nodes.channel import Channel
-from gpufs.nodes.messages import *
-from gpufs.nodes.peer import GREETING, our_hello
+from gpufs.hosts.channel import Channel
+from gpufs.hosts.messages import *
+from gpufs.hosts.peer import GREETING, our_hello
 channel = Channel(0, 1, silence=30)
 channel.write_line(GREETING)
 attributes = Attributes(0o100644, 0, 0, 0, 0)
@@ -905,9 +905,9 @@ def test_a_peer_names_no_command(tmp_path: Path) -> None:
         tmp_path / "client.py",
         f"""
 import subprocess, msgspec
-from gpufs.nodes.channel import Channel
-from gpufs.nodes.messages import Done, Finished, Plan
-from gpufs.nodes.peer import our_hello
+from gpufs.hosts.channel import Channel
+from gpufs.hosts.messages import Done, Finished, Plan
+from gpufs.hosts.peer import our_hello
 class Request(msgspec.Struct, tag=True):
     sends: bool
     sources: list[bytes]

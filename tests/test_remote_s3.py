@@ -23,7 +23,7 @@ from support.stores import PART, S3, Model, s3_server, web_server
 from test_remote import left, refused
 
 import gpufs as package
-from gpufs.remote.checksums import Verification, of_etag
+from gpufs.stores.checksums import Verification, of_etag
 
 
 @pytest.fixture(scope="module")

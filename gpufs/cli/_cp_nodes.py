@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._output import complain
 from gpufs.client import Cancellation, Copier
-from gpufs.client._node_copy import Route
-from gpufs.nodes.messages import Request
+from gpufs.copying.host_copy import Route
+from gpufs.hosts.messages import Request
 
 if TYPE_CHECKING:
-    from gpufs.client._node_reports import Sink
+    from gpufs.copying.reports import Sink
 
 Copy: TypeAlias = "Callable[[Sink], None]"
 
@@ -48,4 +48,4 @@ class NodeNames:
             fsync=options.fsync,
         )
         with self._route.connected(cancel, complain) as copy:
-            yield lambda sink: copy(copier, request, sink)
+            yield lambda sink: copy(copier.context, request, sink)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpufs.client._copy_types import CopyOptions, Fastpath
+from gpufs.copying.types import CopyOptions, Fastpath
 
 
 class CpOptions(NamedTuple):

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._cp_walk import targets
 from gpufs.client import Cancellation, Copier, CopyError
-from gpufs.client._copy_types import STREAM, Outcome
-from gpufs.client._ends import Entry
-from gpufs.client._remote_copy import check_upload
+from gpufs.copying.entries import Entry
+from gpufs.copying.store_copy import check_uploads
+from gpufs.copying.types import STREAM, Outcome
 from gpufs.exceptions import text_of
-from gpufs.remote import stores, urls
+from gpufs.stores import finding, urls
 
 if TYPE_CHECKING:
     from gpufs.cli._cp_walk import Report
-    from gpufs.remote.stores import RemoteFile
-    from gpufs.remote.urls import Url
+    from gpufs.stores.files import StoreFile
+    from gpufs.stores.urls import Url
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -36,11 +36,6 @@ class Task(NamedTuple):
     destinations: list[str]
     size: int
     copy: Callable[..., Outcomes]
-
-
-def has_url(names: Sequence[str]) -> bool:
-    """Return whether any of the names is a URL."""
-    return any(map(urls.is_url, names))
 
 
 class RemoteNames:
@@ -61,10 +56,7 @@ class RemoteNames:
             raise OSError(errno.EINVAL, "files and URLs cannot be copied by one command: use one for each")
         self._urls = [urls.parse(name) for name in remote]
         uploads = [urls.parse(name) for name in self.ends if urls.is_url(name)]
-        for url in uploads:
-            check_upload(self.sources[0], url)
-        if uploads and len(self.ends) > 1:
-            raise OSError(errno.EINVAL, "a URL is the only destination: repeat the command for others")
+        check_uploads(self.sources[0], uploads, len(self.ends))
         self._upload = uploads[0] if uploads else None
 
     @property
@@ -108,7 +100,7 @@ class RemoteNames:
         used: set[str] = set()
         for url, bases in zip(self._urls, zip(*ends, strict=True), strict=True):
             try:
-                files = stores.find(url, recursive=self._options.recursive)
+                files = finding.find(url, recursive=self._options.recursive)
             except OSError as error:
                 report(url.shown, None, error.errno or errno.EIO, text_of(error))
                 continue
@@ -122,7 +114,7 @@ class RemoteNames:
                 try:
                     with entries[0].located() as located:
                         assert located.directory is not None
-                        copier.check_space(located.directory, size, cancel=cancel)
+                        copier.context.check_space(located.directory, size, cancel)
                 except OSError as error:
                     place = os.path.dirname(entries[0].path) or "."
                     report("", place, error.errno or errno.EIO, text_of(error))
@@ -133,7 +125,7 @@ class RemoteNames:
         self,
         copier: Copier,
         url: Url,
-        file: RemoteFile,
+        file: StoreFile,
         bases: Sequence[Entry],
         used: set[str],
         report: Report,
@@ -176,7 +168,7 @@ class RemoteNames:
             for path, size in self._files(source, report):
                 to = target.below(path) if path else target
                 try:
-                    if self._options.no_clobber and stores.exists(to):
+                    if self._options.no_clobber and finding.exists(to):
                         skip()
                         continue
                 except OSError as error:
@@ -221,7 +213,7 @@ class RemoteNames:
                         report(path, None, errno.EINVAL, f"is {what}")
 
 
-def _load(copier: Copier, file: RemoteFile, ends: Sequence[tuple[Entry, str]], **options: Any) -> Outcomes:
+def _load(copier: Copier, file: StoreFile, ends: Sequence[tuple[Entry, str]], **options: Any) -> Outcomes:
     """Copy a file of a store to its destinations."""
     with ExitStack() as opened:
         try:

@@ -21,15 +21,15 @@ from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._cp_walk import Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
-from gpufs.client._copy_types import STREAM, Outcome, check_options
-from gpufs.client._ends import Entry
+from gpufs.copying.entries import Entry, kind_of
+from gpufs.copying.types import STREAM, Outcome, check_options
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
 
 if TYPE_CHECKING:
     from gpufs.cli._cp_nodes import NodeNames
     from gpufs.cli._cp_remote import RemoteNames, Task
-    from gpufs.client._node_reports import Sink
+    from gpufs.copying.reports import Sink
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
@@ -46,24 +46,21 @@ def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
     given = [*names, *directories]
     if options.archive:
         options = options._replace(recursive=True, preserve=True)
-    if any("://" in name for name in given):
+    kind = kind_of(given)
+    if kind == "url":
         from gpufs.cli import _cp_remote  # other copies need none of it
 
-        if _cp_remote.has_url(given):
-            with _misuse("--"):
-                check_options(options.of_each_copy, "a URL")
-            with _misuse():
-                remote = _cp_remote.RemoteNames(names, directories, options)
-    if remote is None and any(":" in name for name in given):
-        from gpufs.nodes.names import is_node_name
+        with _misuse("--"):
+            check_options(options.of_each_copy, "a URL")
+        with _misuse():
+            remote = _cp_remote.RemoteNames(names, directories, options)
+    elif kind == "host":
+        from gpufs.cli import _cp_nodes
 
-        if any(map(is_node_name, given)):
-            from gpufs.cli import _cp_nodes
-
-            with _misuse("--"):
-                check_options(options.of_each_copy, "HOST:PATH")
-            with _misuse():
-                nodes = _cp_nodes.NodeNames(names, directories, options)
+        with _misuse("--"):
+            check_options(options.of_each_copy, "HOST:PATH")
+        with _misuse():
+            nodes = _cp_nodes.NodeNames(names, directories, options)
     if nodes is None and (options.shell is not None or options.remote_gpufs is not None):
         raise Failure("cp: -e and --remote-gpufs need a name like HOST:PATH", 2)
     if STREAM in names:

@@ -21,9 +21,10 @@ from gpufs import mounting
 from gpufs.cli._cp_options import CpOptions
 from gpufs.cli._output import Failure
 from gpufs.client import Cancellation, Copier
-from gpufs.client._ends import Entry, find_targets, is_link, open_path, path_of, preserve
-from gpufs.client._space import data_bytes
+from gpufs.copying.entries import Entry, find_targets, is_link, open_path, preserve
+from gpufs.copying.space import data_bytes
 from gpufs.exceptions import text_of
+from gpufs.syscalls import path_of
 
 _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -392,7 +393,7 @@ def check_space(copier: Copier, named: list[tuple[str, Entry]], cancel: Cancella
                 needed += data_bytes(status, status.st_size) - (held or 0)
     with suppress(FileNotFoundError, NotADirectoryError), named[0][1].located() as located:
         assert located.directory is not None
-        copier.check_space(located.directory, needed, cancel=cancel)
+        copier.context.check_space(located.directory, needed, cancel)
 
 
 def _files(source: str, options: CpOptions) -> Iterator[tuple[str, os.stat_result]]:

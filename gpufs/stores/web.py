@@ -13,8 +13,8 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from gpufs._version import __version__
-from gpufs.remote.errors import StoreError, certificate_failure, of_status
-from gpufs.remote.urls import Url
+from gpufs.stores.errors import StoreError, certificate_failure, of_status
+from gpufs.stores.urls import Url
 
 _CHUNK_BYTES: Final = 1 << 20
 # A connection from which nothing comes for so long is ended.

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from gpufs.remote.urls import Url
+from gpufs.stores.urls import Url
 
 _Result = TypeVar("_Result")
 

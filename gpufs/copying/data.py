@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from gpufs.client import _ends
-from gpufs.client._copy_types import Cancellation, CopyOptions, CopyProgress
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.types import CopyOptions, CopyProgress
+from gpufs.syscalls import path_of
 
 if TYPE_CHECKING:
     from gpufs.client._daemons import IdleConnections
@@ -151,12 +153,12 @@ class DataCopy:
     def through_mount(self) -> None:
         """Read and write, from where the copy is up to the end of the source; its holes stay holes."""
         buffer = memoryview(bytearray(min(_STREAM_BYTES, max(self.total - self.done, 4096))))
-        holes = not self.keeps_size and _ends.may_have_holes(self.source_fd, self.destination_fd)
+        holes = not self.keeps_size and entries.may_have_holes(self.source_fd, self.destination_fd)
         data_end = self.done
         while True:
             self.check_cancelled()
             if holes and self.done == data_end:
-                start, data_end = _ends.next_data(self.source_fd, self.done)
+                start, data_end = entries.next_data(self.source_fd, self.done)
                 if start > self.done:
                     # Its size is as far as it was copied, also where nothing follows.
                     os.ftruncate(self.destination_fd, start)
@@ -195,7 +197,7 @@ class DataCopy:
     def checksums(self, end: int | None) -> tuple[str | OSError, str | OSError]:
         """The SHA-256 of both files, or the errors of reading them. ``end``: where the destination's content ends."""
         # Opened again through the descriptor: this is the file that was written, whatever its name refers to now.
-        back = os.open(_ends.path_of(self.destination_fd), os.O_RDONLY | os.O_CLOEXEC)
+        back = os.open(path_of(self.destination_fd), os.O_RDONLY | os.O_CLOEXEC)
         ended = threading.Event()
         of_destination: list[str | OSError] = []
 

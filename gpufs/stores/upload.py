@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from gpufs.remote import stores
-from gpufs.remote.checksums import Checksum, of_etag
-from gpufs.remote.urls import Url
+from gpufs.stores import files
+from gpufs.stores.checksums import Checksum, of_etag
+from gpufs.stores.urls import Url
 
 _PART_BYTES: Final = 16 << 20
 _MOST_PARTS: Final = 10_000  # of S3
@@ -39,7 +39,7 @@ def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksu
             yield bytes(part)
 
     try:
-        etag = stores.write(url, size, parts(), part_bytes)
+        etag = files.write(url, size, parts(), part_bytes)
     finally:
         os.close(fd)
     if url.scheme != "s3":

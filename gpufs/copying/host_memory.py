@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpufs.client import _ends
 from gpufs.client._attach import attach
+from gpufs.hosts.nixl import Region
 from gpufs.modes import Mode
-from gpufs.nodes.nixl import Region
+from gpufs.syscalls import path_of
 
 
 @contextmanager
 def attached_in_place(fd: int, size: int, mode: Mode) -> Iterator[Region | None]:
     """Attach an open file of ``size`` bytes. None if that is not possible without a copy."""
     try:
-        array = attach(_ends.path_of(fd), mode, reserve=size, copy=False)
+        array = attach(path_of(fd), mode, reserve=size, copy=False)
     except (OSError, ValueError):
         yield None
         return

@@ -13,15 +13,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Literal, NamedTuple
 
-from gpufs.client import _ends
-from gpufs.client._copy_job import Mounts
-from gpufs.client._ends import Entry, OpenFile
-from gpufs.client._node_memory import attached_in_place
-from gpufs.client._space import data_bytes
+from gpufs.copying import entries
+from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.host_memory import attached_in_place
+from gpufs.copying.job import CopyContext
+from gpufs.copying.space import data_bytes
 from gpufs.exceptions import text_of
-from gpufs.nodes.channel import Channel, ChannelError, ProtocolError
-from gpufs.nodes.checksum import Checksum
-from gpufs.nodes.messages import (
+from gpufs.hosts.channel import Channel, ChannelError, ProtocolError
+from gpufs.hosts.checksum import Checksum
+from gpufs.hosts.messages import (
     Abandon,
     Attributes,
     Done,
@@ -43,7 +43,7 @@ from gpufs.nodes.messages import (
     Window,
     plain,
 )
-from gpufs.nodes.outlet import Outlet
+from gpufs.hosts.outlet import Outlet
 from gpufs.syscalls import close_all
 
 
@@ -138,8 +138,8 @@ class Sender:
     ----------
     channel : Channel
         To the receiver.
-    mounts : dict
-        The mounts of this machine.
+    context : CopyContext
+        Of the copies of this machine.
     sources : sequence of Entry
         What is sent.
     request : Request
@@ -157,7 +157,7 @@ class Sender:
     def __init__(
         self,
         channel: Channel,
-        mounts: Mounts,
+        context: CopyContext,
         sources: Sequence[Entry],
         request: Request,
         fail: Callable[[str, OSError], None],
@@ -167,7 +167,7 @@ class Sender:
         peer_has_nixl: bool,
     ) -> None:
         self._channel = channel
-        self._mounts = mounts
+        self._mounts = context.mounts()
         self._sources = sources
         self._request = request
         self._fail = fail
@@ -272,7 +272,7 @@ class Sender:
             target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
             self._channel.send(Link(source, name, path, target, Attributes.of(status)))
         else:
-            opened = _ends.open_source(entry)
+            opened = entries.open_source(entry)
             try:
                 self._send_file(source, name, opened)
             finally:
@@ -281,7 +281,7 @@ class Sender:
     def _send_file(self, source: int, name: bytes, opened: OpenFile) -> None:
         number, self._number = self._number, self._number + 1
         path, status = opened.entry.path, opened.status
-        size = _ends.size_of(opened)
+        size = entries.size_of(opened)
         self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
         data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
         named = os.fsencode(path)
@@ -305,7 +305,7 @@ class Sender:
             buffer = self._outlet.buffer()
             try:
                 if holes and done == data_end:
-                    start, data_end = _ends.next_data(opened.fd, done)
+                    start, data_end = entries.next_data(opened.fd, done)
                     if start > done:
                         self._channel.send(Hole(start - done))
                         checksum.skip(start - done)

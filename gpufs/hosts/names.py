@@ -15,7 +15,7 @@ _PLAIN: Final = r"(?!-)[^\s\x00-\x1f\x7f'`\";&<>|(){}$\\\[\]@]+"
 _HOST: Final = re.compile(rf"((?:{_USER}@)?)(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|({_PLAIN}))")
 
 
-class NodeName(NamedTuple):
+class HostName(NamedTuple):
     """A file of another machine. ``path`` is relative to the remote user's home unless it begins with a slash."""
 
     host: str
@@ -25,12 +25,12 @@ class NodeName(NamedTuple):
         return f"{self.host}:{self.path}"
 
 
-def is_node_name(name: str) -> bool:
+def is_host_name(name: str) -> bool:
     """Return whether a name means a file of another machine. A local file of such a name is written ./NAME."""
     return _NAME.fullmatch(name) is not None
 
 
-def parse(name: str) -> NodeName:
+def parse(name: str) -> HostName:
     """Return the parts of a name. OSError EINVAL if ssh could not reach such a host."""
     match = _NAME.fullmatch(name)
     assert match is not None
@@ -40,7 +40,7 @@ def parse(name: str) -> NodeName:
         raise OSError(errno.EINVAL, f"{text} (a file of this name is ./NAME)", name)
     if "\0" in path:
         raise OSError(errno.EINVAL, "has a null character", name)
-    return NodeName(host, path)
+    return HostName(host, path)
 
 
 def ssh_argument(host: str) -> str:

@@ -15,16 +15,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from gpufs.client import _ends
-from gpufs.client._copy_job import Mounts, Settings
-from gpufs.client._copy_types import Cancellation, CopyError, CopyResult, NotOnMountCopyError, error_class
-from gpufs.client._ends import Entry
-from gpufs.client._node_memory import attached_in_place
-from gpufs.client._node_reports import Sink
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.entries import Entry
+from gpufs.copying.host_memory import attached_in_place
+from gpufs.copying.job import CopyContext
+from gpufs.copying.reports import Sink
+from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
-from gpufs.nodes.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
-from gpufs.nodes.checksum import Checksum
-from gpufs.nodes.messages import (
+from gpufs.hosts.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.hosts.checksum import Checksum
+from gpufs.hosts.messages import (
     Abandon,
     Attributes,
     Chosen,
@@ -50,9 +51,9 @@ from gpufs.nodes.messages import (
     Written,
     plain,
 )
-from gpufs.nodes.next_node import NextNode
-from gpufs.nodes.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
-from gpufs.syscalls import close_all
+from gpufs.hosts.next_host import NextHost
+from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
+from gpufs.syscalls import close_all, path_of
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
@@ -92,11 +93,11 @@ class NewFile:
     def close(self) -> None:
         """Close it. If it is not complete, it is removed."""
         if self._named:
-            _ends.remove(self._temporary, self.fd)
+            entries.remove(self._temporary, self.fd)
         close_all((self.fd,))
 
     def _link(self, name: str) -> None:
-        os.link(_ends.path_of(self.fd), name, dst_dir_fd=self._entry.directory, follow_symlinks=True)
+        os.link(path_of(self.fd), name, dst_dir_fd=self._entry.directory, follow_symlinks=True)
 
 
 @dataclass
@@ -114,8 +115,8 @@ class Receiver:
 
     Parameters
     ----------
-    settings, mounts
-        Of the Copier of this machine.
+    context
+        Of the copies of this machine.
     channel : Channel
         To the sender.
     bases : sequence of Entry
@@ -128,14 +129,13 @@ class Receiver:
         Ends waits for memory.
     peer_has_nixl : bool
         Whether NIXL is installed there.
-    next_node : NextNode, optional
+    next_host : NextHost, optional
         Gets what this side receives.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        mounts: Mounts,
+        context: CopyContext,
         channel: Channel,
         bases: Sequence[Entry],
         request: Request,
@@ -143,12 +143,12 @@ class Receiver:
         cancel: Cancellation,
         *,
         peer_has_nixl: bool,
-        next_node: NextNode | None = None,
+        next_host: NextHost | None = None,
     ) -> None:
-        self._next_node = next_node
+        self._next_host = next_host
         self._peer_has_nixl = peer_has_nixl
-        self._settings = settings
-        self._mounts = mounts
+        self._context = context
+        self._mounts = context.mounts()
         self._channel = channel
         self._bases = bases
         self._request = request
@@ -166,8 +166,8 @@ class Receiver:
         try:
             while True:
                 message = self._channel.receive()
-                if self._next_node is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
-                    self._next_node.pass_on(message)
+                if self._next_host is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
+                    self._next_host.pass_on(message)
                 match message:
                     case Plan():
                         self._check_space(message)
@@ -194,8 +194,8 @@ class Receiver:
                             text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
                         self._sink.ended(path, error_class(message.error)(message.error, text, path))
                     case Done():
-                        if self._next_node is not None:
-                            self._next_node.finish()
+                        if self._next_host is not None:
+                            self._next_host.finish()
                         self._channel.send(Finished())
                         return
                     case _:
@@ -215,9 +215,8 @@ class Receiver:
         if not self._request.no_clobber:  # else nobody knows what is skipped
             directory = self._bases[0].directory
             assert directory is not None
-            mounts = self._mounts.get(os.fstat(directory).st_dev, [])
             try:
-                self._settings.space.check(directory, plan.data, mounts, self._cancel)
+                self._context.check_space(directory, plan.data, self._cancel)
             except OSError as error:
                 place = os.path.dirname(self._bases[0].path.rstrip("/")) or "."
                 raise OSError(error.errno, error.strerror, place) from None
@@ -233,13 +232,11 @@ class Receiver:
         folder = self._folders[-1]
         return None if folder.fd < 0 else folder.entry.child(os.fsdecode(name), folder.fd)
 
-    def _check_mount(self, entry: Entry, on_mount: bool) -> int:
-        """Return the device of a destination. OSError if no side is on a mount."""
+    def _check_mount(self, entry: Entry, on_mount: bool) -> None:
+        """Raise OSError if no side is on a mount."""
         assert entry.directory is not None
-        device = os.fstat(entry.directory).st_dev
-        if not on_mount and device not in self._mounts:
+        if not on_mount and os.fstat(entry.directory).st_dev not in self._mounts:
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
-        return device
 
     # ---- NIXL or the pipe ----
 
@@ -260,7 +257,7 @@ class Receiver:
         except ConnectionEnded as error:  # of NIXL alone
             self._failure = error.strerror or str(error)
         # What is written in place cannot be passed on.
-        self._channel.send(Measured(rate, plain(self._failure), in_place=self._next_node is None))
+        self._channel.send(Measured(rate, plain(self._failure), in_place=self._next_host is None))
 
     def _choose(self, chosen: Chosen) -> None:
         if not chosen.nixl:
@@ -312,9 +309,9 @@ class Receiver:
         if folder.fd < 0:
             return
         try:
-            path, mode = _ends.path_of(folder.fd), folder.attributes.permissions
+            path, mode = path_of(folder.fd), folder.attributes.permissions
             if self._request.preserve:
-                _ends.preserve(path, folder.attributes)
+                entries.preserve(path, folder.attributes)
             elif folder.created and mode & stat.S_IRWXU != stat.S_IRWXU:
                 os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
         except OSError as error:
@@ -334,10 +331,10 @@ class Receiver:
                 os.unlink(entry.name, dir_fd=entry.directory)
                 os.symlink(message.target, os.fsencode(entry.name), dir_fd=entry.directory)
             if self._request.preserve:
-                fd = _ends.open_path(entry)
+                fd = entries.open_path(entry)
                 try:
                     if stat.S_ISLNK(os.fstat(fd).st_mode):
-                        _ends.preserve(_ends.path_of(fd), message.attributes)
+                        entries.preserve(path_of(fd), message.attributes)
                 finally:
                     os.close(fd)
         except OSError as error:
@@ -394,8 +391,8 @@ class Receiver:
             self._in_file = False
         elif not isinstance(message, (memoryview, Hole, InPlace)):
             raise ProtocolError("no bytes of a file")
-        if self._next_node is not None and not isinstance(message, InPlace):
-            self._next_node.pass_on(message)
+        if self._next_host is not None and not isinstance(message, InPlace):
+            self._next_host.pass_on(message)
         return message
 
     def _take_slot(self, slot: Slot) -> memoryview:
@@ -443,7 +440,7 @@ class Receiver:
 
     def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
         """Let the sender write into the memory of the new file. Returns the offset that is reached."""
-        if self._nixl is None or self._next_node is not None:
+        if self._nixl is None or self._next_host is not None:
             raise ProtocolError("NIXL without an offer")
         with attached_in_place(fd, size, "r+") as region, ExitStack() as registered:
             try:
@@ -467,7 +464,7 @@ class Receiver:
         entry.check_file()
         if entry.path in self._made:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
-        device = self._check_mount(entry, file.on_mount)
+        self._check_mount(entry, file.on_mount)
         mode = file.attributes.permissions & (0o700 if self._request.preserve else 0o777)
         old = None
         with suppress(FileNotFoundError):
@@ -478,7 +475,7 @@ class Receiver:
         try:
             if old is not None and stat.S_ISREG(old.st_mode) and not self._request.preserve:
                 os.fchmod(new.fd, stat.S_IMODE(old.st_mode) & 0o777)
-            self._settings.space.check(new.fd, file.data, self._mounts.get(device, []), self._cancel)
+            self._context.check_space(new.fd, file.data, self._cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives
         except BaseException:
@@ -490,7 +487,7 @@ class Receiver:
     def _complete(self, new: NewFile, entry: Entry, file: File, size: int, checksum: str) -> None:
         os.ftruncate(new.fd, size)
         if self._request.preserve:
-            _ends.preserve(new.fd, file.attributes)
+            entries.preserve(new.fd, file.attributes)
         durable = self._request.fsync and os.fstat(new.fd).st_dev not in self._mounts
         if durable:
             os.fsync(new.fd)
@@ -498,7 +495,7 @@ class Receiver:
             raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
         new.complete()
         if durable:
-            _ends.make_durable(new.fd, entry.directory, synced=True)
+            entries.make_durable(new.fd, entry.directory, synced=True)
 
     def _read_back(self, fd: int) -> str:
         checksum = Checksum(verify=True)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from gpufs.client._copy_types import Cancellation
-from gpufs.mounting import MountEntry
+from gpufs.client._cancellation import Cancellation
+from gpufs.mounting import MountEntry, place_of
 from gpufs.units import bytes_text
 
 # How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
@@ -76,20 +76,3 @@ def _exceeds_all(fd: int, needed: int) -> bool:
     """Whether ``needed`` bytes are more than the file system of an open file has, so that waiting cannot help."""
     space = os.fstatvfs(fd)
     return needed > space.f_blocks * space.f_frsize
-
-
-def place_of(fd: int, mounts: Sequence[MountEntry]) -> str:
-    """What holds an open file: a directory of the mount, such as gpu0, or the mountpoint of the host's file system.
-
-    "" if that is not known.
-    """
-    path = os.readlink(f"/proc/self/fd/{fd}")
-    for mount in mounts:
-        if path.startswith(mount.mountpoint.rstrip("/") + "/"):
-            inside = mount.root + "/" + path.removeprefix(mount.mountpoint)
-            return next(filter(None, inside.split("/")), "")
-    if mounts or not os.path.isabs(path):
-        return ""
-    while not os.path.ismount(path):
-        path = os.path.dirname(path)
-    return path

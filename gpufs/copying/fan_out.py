@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from gpufs.client import _ends
-from gpufs.client._copy_job import CopyJob, Mounts, Settings
-from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, Outcome
-from gpufs.client._ends import Entry, OpenFile
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.job import CopyContext, CopyJob
+from gpufs.copying.types import CopyError, CopyProgress, Outcome
 from gpufs.syscalls import close_all
 
 
@@ -27,15 +28,13 @@ class FanOut:
 
     def __init__(
         self,
-        settings: Settings,
-        mounts: Mounts,
+        context: CopyContext,
         source: Entry,
         destinations: Sequence[Entry],
         progress: Callable[[CopyProgress], None] | None,
         cancel: Cancellation | None,
     ) -> None:
-        self._settings = settings
-        self._mounts = mounts
+        self._context = context
         self._source = source
         self._destinations = destinations
         self._progress = progress
@@ -49,7 +48,7 @@ class FanOut:
     def run(self) -> list[Outcome]:
         """Copy to all destinations. Their outcomes, in order."""
         try:
-            source = _ends.open_source(self._source)
+            source = entries.open_source(self._source)
         except CopyError as error:
             return [error] * len(self._destinations)
         with self._opened as opened:
@@ -66,7 +65,7 @@ class FanOut:
                     self._outcomes[place] = error
                     continue
                 except OSError as error:  # of the destination's directory
-                    self._outcomes[place] = _ends.open_failure(error, destination.path)
+                    self._outcomes[place] = entries.open_failure(error, destination.path)
                     continue
                 opened.callback(_close, job)
                 status = job.destination.status
@@ -77,16 +76,14 @@ class FanOut:
                 seen.add((status.st_dev, status.st_ino))
                 groups[status.st_dev].append((place, job))
             for device, jobs in groups.items():
-                shares = device in self._mounts
+                shares = device in self._context.mounts()
                 copies = [source] if shares and device == source.status.st_dev else []
                 self._copy_group(jobs, copies, shares=shares)
         return [self._outcomes[place] for place in range(len(self._destinations))]
 
     def _open(self, place: int, source: OpenFile, destination: Entry) -> CopyJob:
         progress = None if self._progress is None else partial(self._report, place)
-        return CopyJob.open(
-            self._settings, self._mounts, source, destination, readable=True, progress=progress, cancel=self._cancel
-        )
+        return CopyJob.open(self._context, source, destination, readable=True, progress=progress, cancel=self._cancel)
 
     def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[OpenFile], *, shares: bool) -> None:
         """Copy to destinations of one file system. ``copies``: what can be read there."""
@@ -101,10 +98,10 @@ class FanOut:
                 # One that may be written only is not a source.
                 if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
                     copies.append(copied)
-        if self._settings.options.preserve and len(copies) > ours:
+        if self._context.options.preserve and len(copies) > ours:
             for copy in copies[ours:]:
                 with suppress(OSError):  # this worked before
-                    _ends.preserve(copy.fd, attributes)  # they have been read since
+                    entries.preserve(copy.fd, attributes)  # they have been read since
 
     def _copy_at_once(self, batch: list[tuple[int, CopyJob]]) -> list[OpenFile | None]:
         """Make copies; returns those that are complete, and None for each failure."""

@@ -1,11 +1,10 @@
-"""What the caller of a copy uses: its cancellation, progress and result, and the error if it fails."""
+"""What the caller of a copy uses: its options, progress and result, and the error if it fails."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -18,53 +17,14 @@ Fastpath: TypeAlias = Literal["auto", "off", "require"]
 STREAM: Final = "-"
 
 
-@named_in("gpufs.client")
-class Cancellation:
-    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`."""
-
-    __slots__ = ("_fd", "_followers", "cancelled")
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._followers: list[Cancellation] = []
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """All copies that have this object end with CopyError ECANCELED, soon. A second call does nothing."""
-        if not self.cancelled:
-            self.cancelled = True
-            os.eventfd_write(self._fd, 1)
-            for follower in tuple(self._followers):
-                follower.cancel()
-
-    @contextmanager
-    def follower(self) -> Iterator[Cancellation]:
-        """Another one, which is cancelled with this one and can be cancelled alone."""
-        follower = Cancellation()
-        self._followers.append(follower)
-        try:
-            if self.cancelled:
-                follower.cancel()
-            yield follower
-        finally:
-            self._followers.remove(follower)
-
-    def fileno(self) -> int:
-        """A descriptor that is readable once cancelled."""
-        return self._fd
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
 class CopyOptions(NamedTuple):
     """How files are copied; :func:`gpufs.copy` describes the options."""
 
-    fastpath: Fastpath
-    fsync: bool
-    verify: bool
-    preserve: bool
-    partial: bool
+    fastpath: Fastpath = "auto"
+    fsync: bool = False
+    verify: bool = False
+    preserve: bool = False
+    partial: bool = False
 
     def check(self) -> None:
         """Raise ValueError for an option that is not allowed."""

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from gpufs._version import __version__
-from gpufs.nodes import nixl
-from gpufs.nodes.channel import Cancel, Channel, ChannelError, ConnectionEnded, ProtocolError, RefusedError
-from gpufs.nodes.messages import NEWEST_VERSION, OLDEST_VERSION, Hello, Request
-from gpufs.nodes.names import NodeName, ssh_argument
+from gpufs.hosts import nixl
+from gpufs.hosts.channel import Cancel, Channel, ChannelError, ConnectionEnded, ProtocolError, RefusedError
+from gpufs.hosts.messages import NEWEST_VERSION, OLDEST_VERSION, Hello, Request
+from gpufs.hosts.names import HostName, ssh_argument
 
 SHELL: Final = "ssh"
 PROGRAM: Final = "gpufs"
@@ -118,7 +118,7 @@ class Peer:
     def explain(self, error: ChannelError) -> OSError:
         """Return an error of the channel for the user: the host, and why its connection has ended."""
         if isinstance(error, RefusedError):
-            return OSError(error.errno, error.strerror, str(NodeName(self.host, error.filename)))
+            return OSError(error.errno, error.strerror, str(HostName(self.host, error.filename)))
         if not isinstance(error, ConnectionEnded):
             return OSError(error.errno, error.strerror, self.host)
         text = error.strerror or str(error)

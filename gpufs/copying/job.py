@@ -7,24 +7,18 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from gpufs import syscalls
-from gpufs.client import _ends, _space
-from gpufs.client._copy_types import (
-    Cancellation,
-    CopyError,
-    CopyOptions,
-    CopyProgress,
-    CopyResult,
-    NotOnMountCopyError,
-    error_class,
-)
+from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections
-from gpufs.client._data_copy import DataCopy
-from gpufs.client._ends import Entry, OpenFile
+from gpufs.copying import entries
+from gpufs.copying.data import DataCopy
+from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.space import SpaceCheck, data_bytes, shortage
+from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
-from gpufs.mounting import MountEntry
+from gpufs.mounting import MountEntry, MountTable, place_of
 from gpufs.syscalls import close_all
 from gpufs.units import bytes_text
 
@@ -37,13 +31,33 @@ _NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
 
-class Settings(NamedTuple):
-    """How the copies of a Copier are made, and what they share."""
+class CopyContext:
+    """How the copies of a Copier are made, and what they share. Thread-safe."""
 
-    options: CopyOptions
-    connections: IdleConnections
-    notice: Callable[[str], None] | None
-    space: _space.SpaceCheck
+    def __init__(self, options: CopyOptions, notice: Callable[[str], None] | None) -> None:
+        """ValueError for an option that is not allowed. ``notice``: called with lines for the user."""
+        options.check()
+        self.options = options
+        self.notice = notice
+        self.connections = IdleConnections(required=options.fastpath == "require", notice=notice)
+        self.space = SpaceCheck()
+        self._mounts = MountTable()
+
+    def mounts(self) -> Mounts:
+        """Return the mounts of this machine, by the st_dev of their files."""
+        return self._mounts.by_device()
+
+    def check_space(self, fd: int, needed: int, cancel: Cancellation | None) -> None:
+        """Raise OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+
+        Waits for the memory of files on a mount that have just been removed.
+        """
+        self.space.check(fd, needed, self.mounts().get(os.fstat(fd).st_dev, []), cancel)
+
+    def close(self) -> None:
+        """End the connections."""
+        self.connections.close()
+        self._mounts.close()
 
 
 class CopyJob:
@@ -54,8 +68,7 @@ class CopyJob:
 
     def __init__(
         self,
-        settings: Settings,
-        mounts: Mounts,
+        context: CopyContext,
         source: OpenFile,
         destination: OpenFile,
         *,
@@ -68,11 +81,11 @@ class CopyJob:
         self.destination = destination
         self.attributes = source.status  # to preserve
         self.fd = destination.fd  # -1 once it is closed
-        self._settings = settings
-        self._mounts = mounts
+        self._context = context
+        self._mounts = context.mounts()
         self._created = created
         self._stream = stream
-        total = 0 if stream else _ends.size_of(source)
+        total = 0 if stream else entries.size_of(source)
         self._data = DataCopy(source.fd, destination.fd, total, progress, cancel)
         self._whole = False  # everything has been copied, and stays whatever fails
         self._emptied = False
@@ -81,8 +94,7 @@ class CopyJob:
     @classmethod
     def open(
         cls,
-        settings: Settings,
-        mounts: Mounts,
+        context: CopyContext,
         source: OpenFile,
         destination: Entry,
         *,
@@ -92,21 +104,22 @@ class CopyJob:
         cancel: Cancellation | None = None,
     ) -> CopyJob:
         """Open the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
+        mounts = context.mounts()
 
         def check_device(device: int) -> None:
             if source.status.st_dev not in mounts and device not in mounts:
                 raise NotOnMountCopyError(errno.EXDEV, _NEITHER, source.entry.path, destination.path)
 
         # With its final mode only once it has its final owner.
-        allowed = 0o700 if settings.options.preserve else 0o777
+        allowed = 0o700 if context.options.preserve else 0o777
         mode = 0o666 if stream else stat.S_IMODE(source.status.st_mode) & allowed
         store = readable or source.status.st_dev in mounts
-        fd, created = _ends.open_destination(
+        fd, created = entries.open_destination(
             destination, source.status, mode=mode, store=store, check_device=check_device
         )
         try:
             end = OpenFile(destination, fd, os.fstat(fd))
-            return cls(settings, mounts, source, end, created=created, stream=stream, progress=progress, cancel=cancel)
+            return cls(context, source, end, created=created, stream=stream, progress=progress, cancel=cancel)
         except BaseException:
             os.close(fd)
             raise
@@ -122,13 +135,13 @@ class CopyJob:
             fd, self.fd = self.fd, -1
             os.close(fd)
         except OSError as error:
-            left = self.clean_up(partial=self._settings.options.partial)
+            left = self.clean_up(partial=self._context.options.partial)
             if isinstance(error, CopyError):
                 error.left, error.bytes_done = left, self._data.done
                 raise
             raise self._failure(error, left) from None
         except BaseException:
-            self.clean_up(partial=self._settings.options.partial)
+            self.clean_up(partial=self._context.options.partial)
             raise
         finally:
             self.close()
@@ -177,11 +190,11 @@ class CopyJob:
     def _check_space(self) -> None:
         if self._data.total <= SMALL_BYTES or not self._is_regular():
             return
-        needed = _space.data_bytes(self.source.status, self._data.total)
+        needed = data_bytes(self.source.status, self._data.total)
         try:
-            self._settings.space.check(self.fd, needed, self._on_mount(), self._data.cancel)
+            self._context.check_space(self.fd, needed, self._data.cancel)
         except OSError as error:
-            if error.errno != errno.ENOSPC or not self._settings.options.partial:  # which wants as much as fits
+            if error.errno != errno.ENOSPC or not self._context.options.partial:  # which wants as much as fits
                 raise
 
     def _empty(self) -> None:
@@ -217,14 +230,14 @@ class CopyJob:
         else:
             load = destination in self._mounts
             device = destination if load else source
-            connections, options = self._settings.connections, self._settings.options
+            connections, options = self._context.connections, self._context.options
             if not self._data.by_daemon(connections, device, self._mounts[device], load=load, options=options):
                 self._data.through_mount()
 
     def _is_small(self) -> bool:
         status = self.source.status
         size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-        return 0 < size <= SMALL_BYTES and self._settings.options.fastpath == "auto"
+        return 0 < size <= SMALL_BYTES and self._context.options.fastpath == "auto"
 
     def _read_stream(self) -> None:
         try:
@@ -232,7 +245,7 @@ class CopyJob:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            place = _space.place_of(self.fd, self._on_mount())
+            place = place_of(self.fd, self._on_mount())
             text = f"{error.strerror}: the first {bytes_text(self._data.done)} have filled {place or 'it'}"
             raise OSError(errno.ENOSPC, text) from None
         if self._data.keeps_size:
@@ -240,16 +253,16 @@ class CopyJob:
 
     def _complete(self) -> str | None:
         """Finish a copy whose bytes are in place; returns the checksum if one was asked for."""
-        options, fd = self._settings.options, self.fd
+        options, fd = self._context.options, self.fd
         if self._on_mount():
-            _ends.settle_on_mount(fd)
+            entries.settle_on_mount(fd)
         if options.preserve:
             self._whole = True  # without its attributes it still is a copy
-            _ends.preserve(fd, self.attributes)
+            entries.preserve(fd, self.attributes)
             self._whole = False
         if options.fsync and not self._on_mount():
             directory = self.destination.entry.directory if self._created else None
-            _ends.make_durable(fd, directory, synced=self._data.synced)
+            entries.make_durable(fd, directory, synced=self._data.synced)
         return self._verify() if options.verify else None
 
     def _verify(self) -> str:
@@ -277,7 +290,7 @@ class CopyJob:
         copied = f"{self._amount()} were copied" if data.done else ""
         if self._whole or not self._is_regular():
             return copied
-        if self._created and not (partial and self._emptied) and _ends.remove(self.destination.entry, self.fd):
+        if self._created and not (partial and self._emptied) and entries.remove(self.destination.entry, self.fd):
             data.done = 0
             return ""
         if not self._emptied:
@@ -299,8 +312,8 @@ class CopyJob:
         code = error.errno or errno.EIO
         text = text_of(error)
         if code == errno.ENOSPC and self._emptied and not self._stream:
-            needed = _space.data_bytes(self.source.status, self._data.total)
-            lack = _space.shortage(self.fd, needed, self._on_mount())
+            needed = data_bytes(self.source.status, self._data.total)
+            lack = shortage(self.fd, needed, self._on_mount())
             text = f"{text}: {lack}" if lack else text
         source, destination = self.source.entry.path, self.destination.entry.path
         of_disk = code in _DESTINATIONS and not self._on_mount()

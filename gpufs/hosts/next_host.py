@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 import msgspec
 
 from gpufs.exceptions import text_of
-from gpufs.nodes import names
-from gpufs.nodes.channel import Cancel, Channel, ChannelError, ProtocolError, exchange
-from gpufs.nodes.messages import (
+from gpufs.hosts import names
+from gpufs.hosts.channel import Cancel, Channel, ChannelError, ProtocolError, exchange
+from gpufs.hosts.messages import (
     Abandon,
     Done,
     End,
@@ -34,8 +34,8 @@ from gpufs.nodes.messages import (
     Result,
     plain,
 )
-from gpufs.nodes.outlet import Outlet
-from gpufs.nodes.peer import Peer, connected
+from gpufs.hosts.outlet import Outlet
+from gpufs.hosts.peer import Peer, connected
 
 # Blocks of BLOCK_BYTES, or messages, that have been received and not sent yet.
 _QUEUED: Final = 4
@@ -44,7 +44,7 @@ _POLL_SECONDS: Final = 0.1
 Passed: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
 
 
-class NextNode:
+class NextHost:
     """The connection to the next machine. A failure there is reported upstream, and does not end the copy here.
 
     Parameters

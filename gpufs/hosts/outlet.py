@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from gpufs.nodes import nixl
-from gpufs.nodes.channel import BLOCK_BYTES, Channel, ConnectionEnded
-from gpufs.nodes.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
-from gpufs.nodes.nixl import Nixl, Region
+from gpufs.hosts import nixl
+from gpufs.hosts.channel import BLOCK_BYTES, Channel, ConnectionEnded
+from gpufs.hosts.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
+from gpufs.hosts.nixl import Nixl, Region
 from gpufs.units import rate_text
 
 _PROGRESS_SECONDS: Final = 0.0005

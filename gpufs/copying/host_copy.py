@@ -1,6 +1,6 @@
 """Copies between this machine and another one, and what the other one does for them.
 
-_node_send.py and _node_receive.py are the two sides; each machine can be either. What is there is shown as HOST:PATH.
+host_send.py and host_receive.py are the two sides; each machine can be either. What is there is shown as HOST:PATH.
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Final
+from contextlib import ExitStack, closing, contextmanager
+from typing import Final
 
-from gpufs.client import _ends
-from gpufs.client._copy_types import (
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.entries import Entry
+from gpufs.copying.host_receive import Receiver
+from gpufs.copying.host_send import Sender, Sent
+from gpufs.copying.job import CopyContext
+from gpufs.copying.reports import Noted, Outcomes, Reports, Shown, Silent, Sink, outcome_of, show
+from gpufs.copying.types import (
     STREAM,
-    Cancellation,
     CopyError,
+    CopyOptions,
     CopyProgress,
     Outcome,
     check_options,
     error_class,
 )
-from gpufs.client._ends import Entry
-from gpufs.client._node_receive import Receiver
-from gpufs.client._node_reports import Noted, Outcomes, Reports, Shown, Silent, Sink, outcome_of, show
-from gpufs.client._node_send import Sender, Sent
 from gpufs.exceptions import text_of
-from gpufs.nodes import names
-from gpufs.nodes.channel import Channel, ChannelError, ProtocolError, exchange
-from gpufs.nodes.messages import (
+from gpufs.hosts import names
+from gpufs.hosts.channel import Channel, ChannelError, ProtocolError, exchange
+from gpufs.hosts.messages import (
     Failed,
     Finished,
     Hello,
@@ -43,19 +45,16 @@ from gpufs.nodes.messages import (
     Result,
     plain,
 )
-from gpufs.nodes.names import NodeName
-from gpufs.nodes.next_node import NextNode
-from gpufs.nodes.peer import GREETING, Peer, connected, our_hello
-
-if TYPE_CHECKING:
-    from gpufs.client._copy import Copier
+from gpufs.hosts.names import HostName
+from gpufs.hosts.next_host import NextHost
+from gpufs.hosts.peer import GREETING, Peer, connected, our_hello
 
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
 
 
 def download(
-    copier: Copier,
+    context: CopyContext,
     peer: Peer,
     paths: Sequence[str],
     destination: str,
@@ -68,15 +67,15 @@ def download(
     request.sources = [os.fsencode(path) for path in paths]
     with _bases(paths, destination, request) as bases:
         peer.channel.send(request)
-        shown, settings, mounts = Shown(sink, peer.host), copier.settings, copier.mounts()
-        Receiver(settings, mounts, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
+        shown = Shown(sink, peer.host)
+        Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
 
 def upload(
-    copier: Copier,
+    context: CopyContext,
     peer: Peer,
     sources: Sequence[str],
-    targets: Sequence[NodeName],
+    targets: Sequence[HostName],
     request: Request,
     sink: Sink,
 ) -> None:
@@ -88,13 +87,13 @@ def upload(
     peer.request(request)
 
     def take(sent: Sent, result: Result) -> None:
-        destination = str(NodeName(targets[result.hop].host, os.fsdecode(result.path)))
+        destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
         outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
         if result.error != errno.ECANCELED:  # its directory is reported
             sink.ended(sent.path, outcome, result.hop)
 
     def fail(failed: Failed) -> None:
-        shown = str(NodeName(targets[failed.hop].host, os.fsdecode(failed.path)))
+        shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
         sink.ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
 
     def fail_here(path: str, error: OSError) -> None:
@@ -104,10 +103,10 @@ def upload(
         sink.lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
 
     noted = Noted(sink, peer.host)
-    _send(copier, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
+    _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
 
 
-def ask_for_upload(peer: Peer, paths: Sequence[str], targets: Sequence[NodeName], request: Request, sink: Sink) -> None:
+def ask_for_upload(peer: Peer, paths: Sequence[str], targets: Sequence[HostName], request: Request, sink: Sink) -> None:
     """Let another machine copy its files to a chain of machines. OSError for what ends all copies."""
     request.sends = True
     request.sources = [os.fsencode(path) for path in paths]
@@ -136,8 +135,6 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
     ``shell`` and ``program`` reach the machines that files are passed on to. The command line of this process names
     them, not the peer: a key that is restricted to this command allows no other one.
     """
-    from gpufs.client._copy import Copier
-
     channel = Channel(incoming, outgoing, silence=_SILENCE_SECONDS)
     try:
         channel.write_line(GREETING)
@@ -150,8 +147,8 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
         request = channel.receive()
         if not isinstance(request, Request):
             raise ProtocolError("no request")
-        with Copier() as copier:
-            _answer(copier, channel, request, hello.nixl, shell, program)
+        with closing(CopyContext(CopyOptions(), None)) as context:
+            _answer(context, channel, request, hello.nixl, shell, program)
         return True
     except ChannelError:
         return False  # the other side is gone, or wrong
@@ -165,7 +162,7 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
         channel.close()
 
 
-def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool, shell: str, program: str) -> None:
+def _answer(context: CopyContext, channel: Channel, request: Request, has_nixl: bool, shell: str, program: str) -> None:
     def fail(path: str, error: OSError) -> None:
         channel.send(Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
 
@@ -174,30 +171,29 @@ def _answer(copier: Copier, channel: Channel, request: Request, has_nixl: bool, 
 
     paths = [os.fsdecode(path) for path in request.sources]
     if request.sends and request.forward:
-        _upload_as_asked(copier, channel, [_expanded(path) for path in paths], request, shell, program)
+        _upload_as_asked(context, channel, [_expanded(path) for path in paths], request, shell, program)
     elif request.sends:
         sources = [_expanded(path) for path in paths]
-        _send(copier, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
+        _send(context, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
     else:
         cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
-            next_node = None
+            next_host = None
             if request.forward:
-                next_node = NextNode(channel, request, cancel, shell=shell, program=program)
-            settings, mounts = copier.settings, copier.mounts()
+                next_host = NextHost(channel, request, cancel, shell=shell, program=program)
             receiver = Receiver(
-                settings, mounts, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, next_node=next_node
+                context, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, next_host=next_host
             )
             try:
                 receiver.run()
             finally:
                 cancel.cancel()
-                if next_node is not None:
-                    next_node.finish()
+                if next_host is not None:
+                    next_host.finish()
 
 
 def _upload_as_asked(
-    copier: Copier, channel: Channel, sources: Sequence[str], request: Request, shell: str, program: str
+    context: CopyContext, channel: Channel, sources: Sequence[str], request: Request, shell: str, program: str
 ) -> None:
     """Copy files of this machine to a chain of others, for the machine that asks."""
     cancel, reports = Cancellation(), Reports(channel)
@@ -219,7 +215,7 @@ def _upload_as_asked(
             cancel=cancel,
             notice=reports.noticed,
         ) as peer:
-            upload(copier, peer, sources, targets, request, reports)
+            upload(context, peer, sources, targets, request, reports)
     except OSError as error:
         reports.lost(0, CopyError(error.errno or errno.EIO, text_of(error), str(error.filename)))
     channel.send(Finished())
@@ -235,7 +231,9 @@ def _bases(paths: Sequence[str], destination: str, request: Request) -> Iterator
     """Find the destinations of sources, with their directories open."""
     with ExitStack() as opened:
         stripped = destination.rstrip("/") or "/"
-        named = opened.enter_context(_ends.find_targets(paths, stripped, follow=False, directory=request.in_directory))
+        named = opened.enter_context(
+            entries.find_targets(paths, stripped, follow=False, directory=request.in_directory)
+        )
         try:
             bases = [opened.enter_context(entry.located()) for _, entry in named]
             if destination.endswith("/") and bases[0].path == stripped:  # it does not exist
@@ -246,7 +244,7 @@ def _bases(paths: Sequence[str], destination: str, request: Request) -> Iterator
 
 
 def _send(
-    copier: Copier,
+    context: CopyContext,
     channel: Channel,
     sources: Sequence[str],
     request: Request,
@@ -259,10 +257,8 @@ def _send(
 ) -> None:
     """Send files, and read the results on a thread of its own."""
     follow = not request.recursive or request.dereference
-    entries = [Entry.of(source, follow=follow) for source in sources]
-    sender = Sender(
-        channel, copier.mounts(), entries, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl
-    )
+    sent = [Entry.of(source, follow=follow) for source in sources]
+    sender = Sender(channel, context, sent, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl)
 
     def write() -> None:
         plan = sender.plan()
@@ -290,8 +286,8 @@ class Route:
     """
 
     def __init__(self, sources: Sequence[str], ends: Sequence[str], *, shell: str = "", program: str = "") -> None:
-        self._from = [names.parse(name) for name in sources if names.is_node_name(name)]
-        self._to = [names.parse(name) for name in ends if names.is_node_name(name)]
+        self._from = [names.parse(name) for name in sources if names.is_host_name(name)]
+        self._to = [names.parse(name) for name in ends if names.is_host_name(name)]
         self._sources = sources
         self._end = ends[0]
         self._shell = shell
@@ -321,21 +317,21 @@ class Route:
     @contextmanager
     def connected(
         self, cancel: Cancellation, notice: Callable[[str], None] | None
-    ) -> Iterator[Callable[[Copier, Request, Sink], None]]:
+    ) -> Iterator[Callable[[CopyContext, Request, Sink], None]]:
         """Connect, which may ask for a password, and return what copies, with the options of the request."""
         hosts = [target.host for target in self._to]
         if self._from:
             hosts.insert(0, self._from[0].host)
         with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
 
-            def copy(copier: Copier, request: Request, sink: Sink) -> None:
+            def copy(context: CopyContext, request: Request, sink: Sink) -> None:
                 paths = [name.path for name in self._from]
                 if not self._from:
-                    upload(copier, peer, self._sources, self._to, request, sink)
+                    upload(context, peer, self._sources, self._to, request, sink)
                 elif self._to:
                     ask_for_upload(peer, paths, self._to, request, sink)
                 else:
-                    download(copier, peer, paths, self._end, request, sink, cancel)
+                    download(context, peer, paths, self._end, request, sink, cancel)
 
             yield copy
 
@@ -343,21 +339,21 @@ class Route:
 # ---- names that a program has given ----
 
 
-def copy_to_each(
-    copier: Copier,
+def copy_names(
+    context: CopyContext,
     source: str,
     destinations: Sequence[str],
     progress: Callable[[CopyProgress], None] | None,
     cancel: Cancellation | None,
 ) -> list[Outcome]:
     """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""
-    cancel, options = cancel or Cancellation(), copier.settings.options
-    sink = Outcomes(len(destinations), progress, copier.settings.notice)
+    cancel, options = cancel or Cancellation(), context.options
+    sink = Outcomes(len(destinations), progress, context.notice)
     request = Request(False, [], preserve=options.preserve, verify=options.verify, fsync=options.fsync)
     try:
         check_options(options, "HOST:PATH")
-        with Route([source], destinations).connected(cancel, copier.settings.notice) as copy:
-            copy(copier, request, sink)
+        with Route([source], destinations).connected(cancel, context.notice) as copy:
+            copy(context, request, sink)
     except OSError as error:
         failed = CopyError(error.errno or errno.EIO, text_of(error), str(error.filename or source))
         sink.lost(0, error if isinstance(error, CopyError) else failed)

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from gpufs.client._copy_types import CopyError, CopyProgress, CopyResult, Outcome, error_class
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, error_class
 from gpufs.exceptions import text_of
-from gpufs.nodes.channel import Channel
-from gpufs.nodes.messages import Lost, Moved, Notice, Plan, Result, plain
+from gpufs.hosts.channel import Channel
+from gpufs.hosts.messages import Lost, Moved, Notice, Plan, Result, plain
 
 _PROGRESS_SECONDS: Final = 0.1
 

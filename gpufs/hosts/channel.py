@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from gpufs.nodes.messages import Alive, Message, Refused
+from gpufs.hosts.messages import Alive, Message, Refused
 
 BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
 _MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have

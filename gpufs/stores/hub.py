@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpufs.remote.checksums import Checksum
-from gpufs.remote.errors import StoreError, retried
-from gpufs.remote.stores import RemoteFile, open_store
-from gpufs.remote.urls import Url
-from gpufs.remote.web import WholeFile
+from gpufs.stores.checksums import Checksum
+from gpufs.stores.errors import StoreError, retried
+from gpufs.stores.files import StoreFile, open_store
+from gpufs.stores.urls import Url
+from gpufs.stores.web import WholeFile
 
 
-def list_files(url: Url) -> list[RemoteFile]:
+def list_files(url: Url) -> list[StoreFile]:
     """Return all files of the model that a URL names, in one revision: that of the moment, or the one it names."""
     try:
         import huggingface_hub as hub
@@ -66,7 +66,7 @@ def list_files(url: Url) -> list[RemoteFile]:
         sha256 = entry.lfs.sha256 if entry.lfs is not None else None
         checksum = Checksum("sha256", sha256) if sha256 else Checksum("git", entry.blob_id or "")
         # Its ETag is that of the server to which the Hub redirects.
-        file = RemoteFile(
+        file = StoreFile(
             of_file,
             entry.rfilename,
             entry.size or 0,

@@ -12,11 +12,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Final
 
-from gpufs.remote import errors, waiting
-from gpufs.remote.errors import StoreError
-from gpufs.remote.stores import RemoteFile
-from gpufs.remote.waiting import END_SECONDS, Workers
-from gpufs.remote.web import WholeFile
+from gpufs.stores import errors, waiting
+from gpufs.stores.errors import StoreError
+from gpufs.stores.files import StoreFile
+from gpufs.stores.waiting import END_SECONDS, Workers
+from gpufs.stores.web import WholeFile
 
 PART_BYTES: Final = 16 << 20
 # Each has a connection, and a chunk of about 1 MiB in memory.
@@ -35,11 +35,11 @@ class Parts:
     ----------
     fd : int
         The file, open for reading and writing.
-    file : RemoteFile
+    file : StoreFile
         What it will be a copy of.
     """
 
-    def __init__(self, fd: int, file: RemoteFile) -> None:
+    def __init__(self, fd: int, file: StoreFile) -> None:
         self.fd = fd
         self.error: OSError | None = None  # of writing to it, which ends it
         # Others may read the file: no query, which may be signed, and no password.
@@ -99,7 +99,7 @@ class Download:
 
     Parameters
     ----------
-    file : RemoteFile
+    file : StoreFile
         The source.
     destinations : sequence of Parts
         Files of its size. One that cannot be written gets its ``error``, and the others go on.
@@ -107,7 +107,7 @@ class Download:
         Runs the parts of all files that are loaded at once, which bounds their memory.
     """
 
-    def __init__(self, file: RemoteFile, destinations: Sequence[Parts], pool: Workers) -> None:
+    def __init__(self, file: StoreFile, destinations: Sequence[Parts], pool: Workers) -> None:
         self._file = file
         self._destinations = destinations
         self._pool = pool
@@ -262,7 +262,7 @@ class Download:
             raise OSError(errno.ECANCELED, "all destinations have failed")
 
 
-def sha256_of(file: RemoteFile, cancelled: Callable[[], bool]) -> str:
+def sha256_of(file: StoreFile, cancelled: Callable[[], bool]) -> str:
     """Read a file of a store and return its SHA-256, hexadecimal. OSError ECANCELED once ``cancelled``."""
     whole = hashlib.sha256()
     for start in range(0, file.size, PART_BYTES):
@@ -271,7 +271,7 @@ def sha256_of(file: RemoteFile, cancelled: Callable[[], bool]) -> str:
     return whole.hexdigest()
 
 
-def _part(file: RemoteFile, start: int, end: int) -> bytes:
+def _part(file: StoreFile, start: int, end: int) -> bytes:
     part = b"".join(file.read(start, end))
     if len(part) != end - start:
         raise StoreError(errno.EIO, "the store sent too few bytes", file.url.shown, transient=True)

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
-from gpufs.nodes.channel import BLOCK_BYTES, ConnectionEnded
-from gpufs.nodes.messages import Offer, Window
+from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded
+from gpufs.hosts.messages import Offer, Window
 
 SLOTS: Final = 4
 # Copies of fewer bytes are over before NIXL is ready, which takes one to three seconds.

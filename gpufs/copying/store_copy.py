@@ -1,4 +1,4 @@
-"""Copies between files of a mount and URLs: what gpufs.remote moves, under the names and rules of copies.
+"""Copies between files of a mount and URLs: what gpufs.stores moves, under the names and rules of copies.
 
 A file that is loaded has the name .NAME.gpufs-part until it is complete. Then it replaces what NAME was, in one step.
 """
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from gpufs.client import _ends
-from gpufs.client._copy_job import Mounts, Settings
-from gpufs.client._copy_types import (
-    Cancellation,
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.job import CopyContext
+from gpufs.copying.types import (
     CopyError,
     CopyProgress,
     CopyResult,
@@ -29,18 +30,14 @@ from gpufs.client._copy_types import (
     check_options,
     error_class,
 )
-from gpufs.client._ends import Entry, OpenFile
 from gpufs.exceptions import text_of
-from gpufs.remote import checksums, stores, urls, waiting
-from gpufs.remote.checksums import Checksum
-from gpufs.remote.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
-from gpufs.remote.stores import RemoteFile
-from gpufs.remote.upload import upload
-from gpufs.remote.waiting import Workers
+from gpufs.stores import checksums, finding, urls, waiting
+from gpufs.stores.checksums import Checksum
+from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
+from gpufs.stores.files import StoreFile
+from gpufs.stores.upload import upload
+from gpufs.stores.waiting import Workers
 from gpufs.syscalls import close_all
-
-if TYPE_CHECKING:
-    from gpufs.client._copy import Copier
 
 Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
@@ -68,28 +65,25 @@ def failure(error: OSError, source: str, destination: str | None = None) -> Copy
 class _Destination:
     """The incomplete file of one destination, locked against other copies to the same name."""
 
-    def __init__(
-        self, settings: Settings, mounts: Mounts, file: RemoteFile, entry: Entry, cancel: Cancellation
-    ) -> None:
+    def __init__(self, context: CopyContext, file: StoreFile, entry: Entry, cancel: Cancellation) -> None:
         """``entry`` has its directory open. OSError if nothing can be copied there."""
         assert entry.directory is not None
         self.entry = entry
         self.kept = 0  # bytes that an earlier copy had stored
         self._part = Entry(entry.path, part_name(entry.name), entry.directory, follow=False)
-        device = os.fstat(entry.directory).st_dev
-        if device not in mounts:
+        if os.fstat(entry.directory).st_dev not in context.mounts():
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, file.url.shown, entry.path)
         if _is_directory(entry):
             raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", entry.path)
         self.fd = self._open()
         try:
             self.parts = Parts(self.fd, file)
-            if settings.options.partial and self.parts.resume():
+            if context.options.partial and self.parts.resume():
                 self.kept = self.parts.bytes_done
             else:
                 self.parts.end()  # first: a list of parts that are gone would make the next copy keep holes
                 os.ftruncate(self.fd, 0)
-            settings.space.check(self.fd, file.size, mounts[device], cancel)
+            context.check_space(self.fd, file.size, cancel)
             # The writes allocate memory while others wait for the store. Allocating all of it first takes longer.
             os.ftruncate(self.fd, file.size)
         except BaseException:
@@ -108,7 +102,7 @@ class _Destination:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise OSError(errno.EBUSY, "another copy to this name is in progress") from None
-            if not _ends.has_name(self._part, fd):
+            if not entries.has_name(self._part, fd):
                 raise OSError(errno.EBUSY, "another copy to this name has just ended")
             return fd
         except BaseException:
@@ -131,17 +125,17 @@ class _Destination:
         done = self.parts.bytes_done
         if keep and done:
             return f"{done} bytes are kept in {self._part.name}: --partial goes on from there"
-        _ends.remove(self._part, self.fd)
+        entries.remove(self._part, self.fd)
         with suppress(OSError):
             os.ftruncate(self.fd, 0)  # its memory is free at once, also where a silent server keeps it open
         return ""
 
 
-class RemoteCopies:
+class StoreCopies:
     """The copies from and to URLs of a Copier. Thread-safe."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, context: CopyContext) -> None:
+        self._context = context
         # Its threads start when they are needed, and are shared by all files.
         self._pool = Workers(PARTS_IN_FLIGHT)
 
@@ -150,7 +144,7 @@ class RemoteCopies:
         self._pool.close()
 
     def download(
-        self, mounts: Mounts, file: RemoteFile, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation
+        self, file: StoreFile, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation
     ) -> list[Outcome]:
         """Copy a file of a store to each destination, and request each of its bytes once."""
         began = time.monotonic()
@@ -160,20 +154,20 @@ class RemoteCopies:
             for place, destination in enumerate(destinations):
                 try:
                     located = opened.enter_context(destination.located())
-                    ends[place] = _Destination(self._settings, mounts, file, located, cancel)
+                    ends[place] = _Destination(self._context, file, located, cancel)
                 except CopyError as error:
                     outcomes[place] = error
                 except OSError as error:
                     outcomes[place] = failure(error, destination.path)
             loading = Download(file, [end.parts for end in ends.values()], self._pool)
             try:
-                failed = self._load(loading, file, mounts, list(ends.values()), progress, cancel)
+                failed = self._load(loading, file, list(ends.values()), progress, cancel)
                 for place, end in ends.items():
                     ended = end.parts.error or failed
                     outcomes[place] = self._finish(file, loading.size, end, ended, began, progress, cancel)
             except BaseException:  # for example by progress()
                 for end in ends.values():
-                    end.discard(keep=self._settings.options.partial)
+                    end.discard(keep=self._context.options.partial)
                 raise
             finally:
                 descriptors = [end.fd for end in ends.values()]
@@ -186,8 +180,7 @@ class RemoteCopies:
     def _load(
         self,
         loading: Download,
-        file: RemoteFile,
-        mounts: Mounts,
+        file: StoreFile,
         ends: Sequence[_Destination],
         progress: Progress,
         cancel: Cancellation,
@@ -206,7 +199,7 @@ class RemoteCopies:
         def check_space(more: int) -> None:
             for end in ends:
                 try:
-                    self._settings.space.check(end.fd, more, mounts[os.fstat(end.fd).st_dev], cancel)
+                    self._context.check_space(end.fd, more, cancel)
                 except OSError as error:
                     end.parts.error = error
 
@@ -221,7 +214,7 @@ class RemoteCopies:
 
     def _finish(
         self,
-        file: RemoteFile,
+        file: StoreFile,
         size: int,
         end: _Destination,
         error: OSError | None,
@@ -235,14 +228,14 @@ class RemoteCopies:
         try:
             if error is not None:
                 raise error
-            if self._settings.options.verify:
+            if self._context.options.verify:
                 blocks, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
                 digest = self._verify(file.checksum, size, blocks, again, source, name, progress)
             end.complete()
         except OSError as failed:
             # What differs from the store's checksum is not continued.
             differs = error is None and failed.errno == errno.EIO
-            left = end.discard(keep=self._settings.options.partial and not differs)
+            left = end.discard(keep=self._context.options.partial and not differs)
             outcome = failed if isinstance(failed, CopyError) else failure(failed, source, name)
             outcome.left, outcome.bytes_total = left, size
             return outcome
@@ -270,8 +263,8 @@ class RemoteCopies:
                 progress(CopyProgress(offset, size, {}, "verify"))
 
         verification = checksums.verify(blocks, expected, size, report)
-        if expected is None and self._settings.notice is not None:
-            self._settings.notice(f"{source}: the store has no checksum, so only the size was verified")
+        if expected is None and self._context.notice is not None:
+            self._context.notice(f"{source}: the store has no checksum, so only the size was verified")
         if verification.matches():
             return verification.sha256
         assert expected is not None
@@ -280,17 +273,36 @@ class RemoteCopies:
             kind = "SHA-256" if expected.kind == "sha256" else "ETag" if expected.kind != "git" else "Git object"
             text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
             raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
-        if self._settings.notice is not None:
-            self._settings.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
+        if self._context.notice is not None:
+            self._context.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
         return verification.sha256
 
-    def upload(
-        self, mounts: Mounts, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation
-    ) -> CopyResult:
-        """Copy a file of a mount to an object store. Raises CopyError."""
-        opened = _ends.open_source(source)
+    def copy_names(
+        self, source: str, destinations: Sequence[str], progress: Progress, cancel: Cancellation
+    ) -> list[Outcome]:
+        """Copy a URL to several names, or a file to one URL."""
+        uploads = [name for name in destinations if urls.is_url(name)]
         try:
-            return self._upload(mounts, opened, url, progress, cancel)
+            check_options(self._context.options, "a URL")
+            if uploads:
+                check_uploads(source, [urls.parse(name) for name in uploads], len(destinations))
+                return [self.upload(Entry.of(source), urls.parse(uploads[0]), progress, cancel)]
+            finding_it = waiting.start(lambda: finding.find(urls.parse(source), recursive=False))
+            (file,) = waiting.result(finding_it, lambda: cancel.cancelled)
+        except ValueError:
+            text = "names several files ([[], [?] and [*] stand for the characters [, ? and *)"
+            return [CopyError(errno.EINVAL, text, source)] * len(destinations)
+        except CopyError as error:
+            return [error]
+        except OSError as error:
+            return [failure(error, source, *uploads[:1])] * len(destinations)
+        return self.download(file, [Entry.of(name) for name in destinations], progress, cancel)
+
+    def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
+        """Copy a file of a mount to an object store. Raises CopyError."""
+        opened = entries.open_source(source)
+        try:
+            return self._upload(opened, url, progress, cancel)
         except CopyError:
             raise
         except OSError as error:
@@ -298,12 +310,10 @@ class RemoteCopies:
         finally:
             close_all((opened.fd,))
 
-    def _upload(
-        self, mounts: Mounts, opened: OpenFile, url: urls.Url, progress: Progress, cancel: Cancellation
-    ) -> CopyResult:
+    def _upload(self, opened: OpenFile, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         began = time.monotonic()
-        source, size = opened.entry.path, _ends.size_of(opened)
-        if opened.status.st_dev not in mounts:
+        source, size = opened.entry.path, entries.size_of(opened)
+        if opened.status.st_dev not in self._context.mounts():
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, source, url.shown)
 
         stopped = threading.Event()
@@ -326,12 +336,12 @@ class RemoteCopies:
             stopped.set()
             wait([sending], waiting.END_SECONDS)  # an upload that ends early is removed from the store
         digest = None
-        if self._settings.options.verify:
+        if self._context.options.verify:
             blocks = _blocks(opened.fd, cancel)
 
             def again() -> str:
                 (stored,) = waiting.result(
-                    waiting.start(partial(stores.find, url, recursive=False)), lambda: cancel.cancelled
+                    waiting.start(partial(finding.find, url, recursive=False)), lambda: cancel.cancelled
                 )
                 return sha256_of(stored, lambda: cancel.cancelled)
 
@@ -373,45 +383,16 @@ def file_in(destination: str, source: str) -> str:
     return os.path.join(destination, name) if os.path.isdir(destination) else destination
 
 
-def copy_file(
-    copier: Copier, source: str, destination: str, progress: Progress, cancel: Cancellation | None
-) -> CopyResult:
-    """Copy from or to a URL. Raises CopyError."""
-    if not urls.is_url(destination):
-        (outcome,) = copy_to_each(copier, source, [Entry.of(destination)], progress, cancel)
-        if isinstance(outcome, CopyError):
-            raise outcome
-        return outcome
-    try:
-        check_options(copier.settings.options, "a URL")
-        url = urls.parse(destination)
-        check_upload(source, url)
-    except OSError as error:
-        raise failure(error, source, destination) from None
-    return copier.upload(Entry.of(source), url, progress=progress, cancel=cancel)
+def check_uploads(source: str, ends: Sequence[urls.Url], destinations: int) -> None:
+    """Raise OSError EINVAL for URLs that take no uploads. ``destinations``: how many there are, with others."""
+    for url in ends:
+        _check_upload(source, url)
+    if ends and destinations > 1:
+        raise OSError(errno.EINVAL, "a URL is the only destination: repeat the command for others")
 
 
-def check_upload(source: str, url: urls.Url) -> None:
-    """Raise OSError EINVAL for a destination that takes no uploads."""
+def _check_upload(source: str, url: urls.Url) -> None:
     if urls.is_url(source):
         raise OSError(errno.EINVAL, "a URL cannot be copied to another: copy it to a mount first", url.shown)
     if not url.is_bucket:
         raise OSError(errno.EINVAL, "takes no uploads: s3://, gs:// and az:// do", url.shown)
-
-
-def copy_to_each(
-    copier: Copier, source: str, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation | None
-) -> list[Outcome]:
-    """Copy a URL to several names."""
-    cancel = cancel or Cancellation()
-    try:
-        check_options(copier.settings.options, "a URL")
-        finding = waiting.start(lambda: stores.find(urls.parse(source), recursive=False))
-        (file,) = waiting.result(finding, lambda: cancel.cancelled)
-    except ValueError:
-        text = "names several files ([[], [?] and [*] stand for the characters [, ? and *)"
-        error = CopyError(errno.EINVAL, text, source)
-        return [error] * len(destinations)
-    except OSError as failed:
-        return [failure(failed, source)] * len(destinations)
-    return copier.download(file, destinations, progress=progress, cancel=cancel)

@@ -9,15 +9,32 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from gpufs import syscalls
-from gpufs.client._copy_types import CopyError, DaemonDiedCopyError
+from gpufs.copying.types import CopyError, DaemonDiedCopyError
 from gpufs.exceptions import DEAD, text_of
+from gpufs.syscalls import path_of
 
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
+
+
+def kind_of(names: Iterable[str]) -> Literal["file", "url", "host"]:
+    """What a copy with these names needs: a store for a URL among them, or another machine for HOST:PATH."""
+    special = [name for name in names if ":" in name]
+    if any("://" in name for name in special):
+        from gpufs.stores.urls import is_url
+
+        if any(map(is_url, special)):
+            return "url"
+    if special:
+        from gpufs.hosts.names import is_host_name
+
+        if any(map(is_host_name, special)):
+            return "host"
+    return "file"
 
 
 class Entry(NamedTuple):
@@ -101,11 +118,6 @@ def find_targets(
         yield named
     finally:
         os.close(opened)
-
-
-def path_of(fd: int) -> str:
-    """A path that means what a descriptor of this process means, of whatever kind it is."""
-    return f"/proc/self/fd/{fd}"
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
