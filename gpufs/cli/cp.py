@@ -63,7 +63,6 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     """
     if len(names) == 1 and not directories:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())
-    from gpufs.cli._cp_options import CpOptions
-    from gpufs.cli._cp_run import copy  # help and completions need no client
+    from gpufs.cli._cp_run import CpOptions, run  # help and completions need no client
 
-    return copy(list(names), list(directories), CpOptions(**options))
+    return run(list(names), list(directories), CpOptions(**options))

@@ -155,6 +155,28 @@ class Copier:
 
         return FanOut(self.context, source, destinations, progress, cancel).run()
 
+    def copy_each(
+        self,
+        source: Entry | StoreFile,
+        ends: Sequence[Entry | Url],
+        *,
+        progress: Progress = None,
+        cancel: Cancellation | None = None,
+    ) -> list[Outcome]:
+        """Copy a file, of this machine or of a store, to each of its destinations by the fastest way that they have."""
+        names = [end for end in ends if isinstance(end, Entry)]
+        try:
+            if not isinstance(source, Entry):
+                return self.download(source, names, progress=progress, cancel=cancel)
+            if len(names) > 1:
+                return self.copy_to_each(source, names, progress=progress, cancel=cancel)
+            if names:
+                return [self.copy_entry(source, names[0], progress=progress, cancel=cancel)]
+            urls = [end for end in ends if not isinstance(end, Entry)]
+            return [self.upload(source, url, progress=progress, cancel=cancel) for url in urls]
+        except CopyError as error:
+            return [error]
+
     def download(
         self,
         file: StoreFile,

@@ -206,7 +206,7 @@ class DataCopy:
 
         def read_back() -> None:
             try:
-                of_destination.append(_checksum(back, end, lambda: ended.is_set() or cancelled()))
+                of_destination.append(_checksum(back, lambda: ended.is_set() or cancelled(), lambda offset: None, end))
             finally:
                 os.close(back)
 
@@ -220,7 +220,7 @@ class DataCopy:
             raise
         try:
             # The thread closes its own descriptor, so an exception here cannot close it during a read.
-            of_source = _checksum(self.source_fd, None, cancelled, lambda offset: self._report(offset, "verify"))
+            of_source = _checksum(self.source_fd, cancelled, lambda offset: self._report(offset, "verify"), None)
             reader.join()
         finally:
             ended.set()
@@ -245,26 +245,13 @@ class DataCopy:
             self._progress(CopyProgress(moved, self.total, dict(self.paths), phase))
 
 
-def _checksum(
-    fd: int, end: int | None, cancelled: Callable[[], bool], report: Callable[[int], None] = lambda offset: None
-) -> str | OSError:
-    """SHA-256 of a file up to the offset ``end``, or of all of it; the error if it cannot be read."""
-    import hashlib  # which takes longer to import than a small file to copy
+def _checksum(fd: int, cancelled: Callable[[], bool], report: Callable[[int], None], end: int | None) -> str | OSError:
+    from gpufs.copying.checksums import sha256_of  # hashlib takes longer to import than a small file to copy
 
-    checksum = hashlib.sha256()
-    buffer = memoryview(bytearray(_STREAM_BYTES))
-    offset = 0
     try:
-        while not cancelled():
-            count = os.preadv(fd, [buffer if end is None else buffer[: end - offset]], offset)
-            if not count:
-                return checksum.hexdigest()
-            checksum.update(buffer[:count])
-            offset += count
-            report(offset)
+        return sha256_of(fd, cancelled, report, end)
     except OSError as error:
         return error
-    return OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
 
 def _read_full(fd: int, buffer: memoryview) -> int:

@@ -58,9 +58,22 @@ class Entry(NamedTuple):
         """An entry of the directory that this one is, open as ``directory``."""
         return Entry(os.path.join(self.path, name), name, directory, follow=False)
 
+    def as_directory(self) -> Entry:
+        """The same entry without the slash at its end, which a directory may have."""
+        return self._replace(path=self.path.rstrip("/") or "/")
+
     def status(self) -> os.stat_result:
         """Its attributes, as stat(2) or lstat(2)."""
         return os.stat(self.name, dir_fd=self.directory, follow_symlinks=self.follow)
+
+    def check_no_directory(self) -> None:
+        """Raise OSError EISDIR for the name of a directory."""
+        try:
+            status = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if stat.S_ISDIR(status.st_mode):
+            raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file", self.path)
 
     def check_file(self) -> None:
         """Raise OSError ENOTDIR for a name that only a directory can have."""
@@ -222,26 +235,6 @@ def is_link(entry: Entry) -> bool:
         return stat.S_ISLNK(entry._replace(follow=False).status().st_mode)
     except OSError:
         return False
-
-
-def has_name(entry: Entry, fd: int) -> bool:
-    """Whether an open file has this name."""
-    try:
-        status = os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False)
-    except OSError:
-        return False
-    return os.path.samestat(status, os.fstat(fd))
-
-
-def remove(entry: Entry, fd: int) -> bool:
-    """Remove the name of an open file; False where it has another name by now, or could not be removed."""
-    if not has_name(entry, fd):
-        return False
-    try:
-        os.unlink(entry.name, dir_fd=entry.directory)
-    except OSError:
-        return False
-    return True
 
 
 def may_have_holes(source: int, destination: int) -> bool:

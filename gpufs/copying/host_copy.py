@@ -26,6 +26,7 @@ from gpufs.copying.types import (
     CopyOptions,
     CopyProgress,
     Outcome,
+    TreeOptions,
     check_options,
     error_class,
 )
@@ -336,6 +337,21 @@ class Route:
             yield copy
 
 
+def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool = False) -> Request:
+    """Return what another machine needs to know about a copy, apart from the names."""
+    return Request(
+        sends=False,
+        sources=[],
+        in_directory=in_directory,
+        recursive=tree.recursive,
+        dereference=tree.dereference,
+        preserve=tree.preserve,
+        no_clobber=tree.no_clobber,
+        verify=options.verify,
+        fsync=options.fsync,
+    )
+
+
 # ---- names that a program has given ----
 
 
@@ -349,7 +365,7 @@ def copy_names(
     """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""
     cancel, options = cancel or Cancellation(), context.options
     sink = Outcomes(len(destinations), progress, context.notice)
-    request = Request(False, [], preserve=options.preserve, verify=options.verify, fsync=options.fsync)
+    request = new_request(options, TreeOptions(preserve=options.preserve))
     try:
         check_options(options, "HOST:PATH")
         with Route([source], destinations).connected(cancel, context.notice) as copy:

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-import stat
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Final
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
+from gpufs.copying.checksums import RunningChecksum, sha256_of
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.job import CopyContext
 from gpufs.copying.reports import Sink
+from gpufs.copying.tree import Directory, exists, make_special
 from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
-from gpufs.hosts.checksum import Checksum
 from gpufs.hosts.messages import (
     Abandon,
-    Attributes,
     Chosen,
     Done,
     End,
@@ -53,61 +50,9 @@ from gpufs.hosts.messages import (
 )
 from gpufs.hosts.next_host import NextHost
 from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
-from gpufs.syscalls import close_all, path_of
+from gpufs.new_file import NewFile
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
-_NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
-
-
-class NewFile:
-    """A file that has no name until it is complete. A kill leaves nothing where file systems have O_TMPFILE."""
-
-    def __init__(self, entry: Entry, mode: int) -> None:
-        """``entry`` has its directory open."""
-        self._entry = entry
-        self._temporary = entry._replace(name=f".gpufs-part-{secrets.token_hex(8)}", follow=False)
-        self._named = False
-        access = os.O_RDWR | os.O_CLOEXEC
-        try:
-            self.fd = os.open(".", access | os.O_TMPFILE, mode, dir_fd=entry.directory)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-            flags = access | os.O_CREAT | os.O_EXCL
-            self.fd = os.open(self._temporary.name, flags, mode, dir_fd=entry.directory)
-            self._named = True
-
-    def complete(self) -> None:
-        """Give it its name, in one step."""
-        directory = self._entry.directory
-        if not self._named:
-            try:
-                self._link(self._entry.name)
-                return
-            except FileExistsError:
-                self._link(self._temporary.name)
-                self._named = True
-        os.rename(self._temporary.name, self._entry.name, src_dir_fd=directory, dst_dir_fd=directory)
-        self._named = False
-
-    def close(self) -> None:
-        """Close it. If it is not complete, it is removed."""
-        if self._named:
-            entries.remove(self._temporary, self.fd)
-        close_all((self.fd,))
-
-    def _link(self, name: str) -> None:
-        os.link(path_of(self.fd), name, dst_dir_fd=self._entry.directory, follow_symlinks=True)
-
-
-@dataclass
-class _Folder:
-    """A directory that is being filled. ``fd``: O_PATH, -1 if it could not be created."""
-
-    entry: Entry
-    fd: int
-    attributes: Attributes
-    created: bool
 
 
 class Receiver:
@@ -154,7 +99,7 @@ class Receiver:
         self._request = request
         self._sink = sink
         self._cancel = cancel
-        self._folders: list[_Folder] = []
+        self._folders: list[Directory | None] = []  # None: could not be created
         self._nixl: Nixl | None = None
         self._failure = ""  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
@@ -201,7 +146,9 @@ class Receiver:
                     case _:
                         raise ProtocolError("no file")
         finally:
-            close_all([folder.fd for folder in self._folders if folder.fd >= 0])
+            for folder in self._folders:
+                if folder is not None:
+                    folder.close()
             self._close_nixl()
 
     def _fail(self, source: str, destination: str, error: OSError) -> None:
@@ -230,7 +177,7 @@ class Receiver:
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
             raise ProtocolError(f"the name {name!r}")
         folder = self._folders[-1]
-        return None if folder.fd < 0 else folder.entry.child(os.fsdecode(name), folder.fd)
+        return None if folder is None else folder.child(os.fsdecode(name))
 
     def _check_mount(self, entry: Entry, on_mount: bool) -> None:
         """Raise OSError if no side is on a mount."""
@@ -277,47 +224,29 @@ class Receiver:
         if not self._request.recursive:
             raise ProtocolError("a directory")
         entry = self._entry(message.source, message.name)
-        if entry is None:
-            self._folders.append(_Folder(self._folders[-1].entry, -1, message.attributes, False))
-            return
-        fd, created = -1, False
+        folder = None
         try:
-            if not self._folders:
+            if entry is not None and not self._folders:
                 self._check_mount(entry, message.on_mount)
-            fd, created = self._make_directory(entry, message.attributes.permissions)
+            if entry is not None:
+                folder = Directory(entry, message.attributes, keeps=self._request.preserve)
         except OSError as error:
+            assert entry is not None
             self._fail(os.fsdecode(message.path), entry.path, error)
-        self._folders.append(_Folder(entry, fd, message.attributes, created))
-
-    def _make_directory(self, entry: Entry, mode: int) -> tuple[int, bool]:
-        # The copy must be able to write there, whatever the final mode is.
-        allowed = stat.S_IRWXU if self._request.preserve else 0o1777
-        created = False
-        with suppress(FileExistsError):
-            os.mkdir(entry.name, mode & allowed | stat.S_IRWXU, dir_fd=entry.directory)
-            created = True
-        try:
-            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            return os.open(entry.name, flags, dir_fd=entry.directory), created
-        except NotADirectoryError:
-            raise OSError(errno.ENOTDIR, "a file cannot be overwritten with a directory") from None
+        self._folders.append(folder)
 
     def _leave(self) -> None:
         if not self._folders:
             raise ProtocolError("the end of no directory")
         folder = self._folders.pop()
-        if folder.fd < 0:
+        if folder is None:
             return
         try:
-            path, mode = path_of(folder.fd), folder.attributes.permissions
-            if self._request.preserve:
-                entries.preserve(path, folder.attributes)
-            elif folder.created and mode & stat.S_IRWXU != stat.S_IRWXU:
-                os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
+            folder.complete()
         except OSError as error:
             self._fail("", folder.entry.path, error)
         finally:
-            os.close(folder.fd)
+            folder.close()
 
     def _link(self, message: Link) -> None:
         entry = self._entry(message.source, message.name)
@@ -325,29 +254,12 @@ class Receiver:
             return
         try:
             entry.check_file()
-            try:
-                os.symlink(message.target, os.fsencode(entry.name), dir_fd=entry.directory)
-            except FileExistsError:
-                os.unlink(entry.name, dir_fd=entry.directory)
-                os.symlink(message.target, os.fsencode(entry.name), dir_fd=entry.directory)
-            if self._request.preserve:
-                fd = entries.open_path(entry)
-                try:
-                    if stat.S_ISLNK(os.fstat(fd).st_mode):
-                        entries.preserve(path_of(fd), message.attributes)
-                finally:
-                    os.close(fd)
+            make_special(entry, message.attributes, message.target, keeps=self._request.preserve)
         except OSError as error:
             self._fail(os.fsdecode(message.path), entry.path, error)
 
     def _is_skipped(self, entry: Entry) -> bool:
-        if not self._request.no_clobber:
-            return False
-        try:
-            entry.status()
-        except OSError:
-            return False  # creating it will show what is wrong
-        return True
+        return self._request.no_clobber and exists(entry, follow=False)
 
     # ---- files ----
 
@@ -408,7 +320,7 @@ class Receiver:
         began = time.monotonic()
         new = self._create(file, entry)
         try:
-            checksum = Checksum(verify=self._request.verify)
+            checksum = RunningChecksum(verify=self._request.verify)
             done = holes = in_place = 0
             while not isinstance(message := self._next(), (End, Abandon)):
                 if isinstance(message, InPlace):
@@ -466,15 +378,12 @@ class Receiver:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
         self._check_mount(entry, file.on_mount)
         mode = file.attributes.permissions & (0o700 if self._request.preserve else 0o777)
-        old = None
-        with suppress(FileNotFoundError):
-            old = entry.status()
-            if stat.S_ISDIR(old.st_mode):
-                raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
-        new = NewFile(entry, mode)
+        entry.check_no_directory()
+        assert entry.directory is not None
+        new = NewFile.create(entry.directory, mode)
         try:
-            if old is not None and stat.S_ISREG(old.st_mode) and not self._request.preserve:
-                os.fchmod(new.fd, stat.S_IMODE(old.st_mode) & 0o777)
+            if not self._request.preserve:
+                new.keep_mode_of(entry.name)
             self._context.check_space(new.fd, file.data, self._cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives
@@ -491,23 +400,14 @@ class Receiver:
         durable = self._request.fsync and os.fstat(new.fd).st_dev not in self._mounts
         if durable:
             os.fsync(new.fd)
-        if self._request.verify and (back := self._read_back(new.fd)) != checksum:
-            raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
-        new.complete()
+        if self._request.verify:
+            os.posix_fadvise(new.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            back = sha256_of(new.fd, lambda: self._cancel.cancelled)
+            if back != checksum:
+                raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
+        new.complete(entry.name)
         if durable:
             entries.make_durable(new.fd, entry.directory, synced=True)
-
-    def _read_back(self, fd: int) -> str:
-        checksum = Checksum(verify=True)
-        buffer = memoryview(bytearray(BLOCK_BYTES))
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        offset = 0
-        while count := os.preadv(fd, [buffer], offset):
-            if self._cancel.cancelled:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-            checksum.update(buffer[:count])
-            offset += count
-        return checksum.text
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:

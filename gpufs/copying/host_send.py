@@ -1,7 +1,4 @@
-"""The side of a copy between two machines that sends files: it reads them and finds what is in directories.
-
-Below the names that are given nothing is looked up by path, and symbolic links are followed only with ``dereference``.
-"""
+"""The side of a copy between two machines that sends files."""
 
 from __future__ import annotations
 
@@ -9,18 +6,19 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gpufs.copying import entries
+from gpufs.copying.checksums import RunningChecksum
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.job import CopyContext
 from gpufs.copying.space import data_bytes
+from gpufs.copying.walk import Fail, Step, Steps, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import Channel, ChannelError, ProtocolError
-from gpufs.hosts.checksum import Checksum
 from gpufs.hosts.messages import (
     Abandon,
     Attributes,
@@ -45,81 +43,6 @@ from gpufs.hosts.messages import (
 )
 from gpufs.hosts.outlet import Outlet
 from gpufs.syscalls import close_all
-
-
-class Step(NamedTuple):
-    """What a walk finds: a directory and later its end, or anything else."""
-
-    kind: Literal["enter", "leave", "file"]
-    entry: Entry
-    status: os.stat_result
-
-
-class _Folder(NamedTuple):
-    entry: Entry
-    status: os.stat_result
-    fd: int
-    names: Iterator[str]
-
-
-def walk(source: Entry, request: Request, fail: Callable[[str, OSError], None]) -> Generator[Step, None, None]:
-    """Yield a source, and what is below it in the order of names. Its directories are open until it goes on.
-
-    ``fail``: is called with what cannot be found.
-    """
-    folders: list[_Folder] = []
-    try:
-        step = _status(source, fail)
-        if step is not None and stat.S_ISDIR(step.status.st_mode) and not request.recursive:
-            fail(source.path, OSError(errno.EISDIR, "is a directory (-r copies it)"))
-            return
-        while step is not None or folders:
-            if step is not None:
-                if not stat.S_ISDIR(step.status.st_mode):
-                    yield step
-                elif folder := _open(step, folders, fail):
-                    folders.append(folder)
-                    yield step
-            if not folders:
-                return
-            entry, status, fd, names = folders[-1]
-            step = None
-            if name := next(names, ""):
-                step = _status(entry.child(name, fd)._replace(follow=request.dereference), fail)
-            else:
-                folders.pop()
-                os.close(fd)
-                yield Step("leave", entry, status)
-    finally:
-        close_all([folder.fd for folder in folders])
-
-
-def _status(entry: Entry, fail: Callable[[str, OSError], None]) -> Step | None:
-    try:
-        status = entry.status()
-    except OSError as error:
-        fail(entry.path, error)
-        return None
-    return Step("enter" if stat.S_ISDIR(status.st_mode) else "file", entry, status)
-
-
-def _open(step: Step, above: Sequence[_Folder], fail: Callable[[str, OSError], None]) -> _Folder | None:
-    entry = step.entry
-    try:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
-        fd = os.open(entry.name, flags, dir_fd=entry.directory)
-        try:
-            status = os.fstat(fd)
-            if any(os.path.samestat(folder.status, status) for folder in above):
-                text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
-                raise OSError(errno.ELOOP, text)
-            return _Folder(entry, status, fd, iter(sorted(os.listdir(fd))))
-        except BaseException:
-            os.close(fd)
-            raise
-    except OSError as error:
-        fail(entry.path, error)
-        return None
 
 
 class Sent(NamedTuple):
@@ -160,7 +83,7 @@ class Sender:
         context: CopyContext,
         sources: Sequence[Entry],
         request: Request,
-        fail: Callable[[str, OSError], None],
+        fail: Fail,
         moved: Callable[[str, int], None],
         notice: Callable[[str], None],
         *,
@@ -182,10 +105,10 @@ class Sender:
         """Add up what is to be sent."""
         size = data = 0
         for source in self._sources:
-            for step in walk(source, self._request, lambda path, error: None):
-                if stat.S_ISREG(step.status.st_mode):
-                    size += step.status.st_size
-                    data += data_bytes(step.status, step.status.st_size)
+            for step in self._walk(source, lambda path, error: None):
+                if step.kind == "file" and step.status is not None:
+                    size += step.size
+                    data += data_bytes(step.status, step.size) if step.size else 0
         return Plan(size, data)
 
     def run(self, plan: Plan) -> None:
@@ -200,14 +123,17 @@ class Sender:
         self._channel.send(Done())
 
     def _send_tree(self, number: int, source: Entry) -> None:
-        with closing(walk(source, self._request, self._fail)) as steps:
+        with closing(self._walk(source, self._fail)) as steps:
             for step in steps:
                 try:
                     self._send(number, step)
                 except OSError as error:
                     if isinstance(error, ChannelError):
                         raise
-                    self._fail(step.entry.path, error)
+                    self._fail(step.path, error)
+
+    def _walk(self, source: Entry, fail: Fail) -> Steps:
+        return walk_files(source, fail, recursive=self._request.recursive, dereference=self._request.dereference)
 
     def read_results(
         self,
@@ -262,11 +188,14 @@ class Sender:
     # ---- files ----
 
     def _send(self, source: int, step: Step) -> None:
-        entry, status = step.entry, step.status
-        name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
+        entry, status = step.source, step.status
         if step.kind == "leave":
             self._channel.send(Leave())
-        elif step.kind == "enter":
+            return
+        assert isinstance(entry, Entry)
+        assert status is not None
+        name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
+        if step.kind == "enter":
             self._channel.send(Enter(source, name, path, status.st_dev in self._mounts, Attributes.of(status)))
         elif stat.S_ISLNK(status.st_mode):
             target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
@@ -293,7 +222,7 @@ class Sender:
 
     def _send_content(self, number: int, opened: OpenFile, size: int, *, holes: bool) -> End | Abandon:
         """Send the bytes of a file, and return what follows them."""
-        checksum = Checksum(verify=self._request.verify)
+        checksum = RunningChecksum(verify=self._request.verify)
         done = data_end = 0
         # With --verify all bytes pass through this process.
         in_place = opened.status.st_dev in self._mounts and not holes and not self._request.verify

@@ -19,6 +19,7 @@ from gpufs.copying.space import SpaceCheck, data_bytes, shortage
 from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
 from gpufs.mounting import MountEntry, MountTable, place_of
+from gpufs.new_file import remove_name
 from gpufs.syscalls import close_all
 from gpufs.units import bytes_text
 
@@ -290,7 +291,7 @@ class CopyJob:
         copied = f"{self._amount()} were copied" if data.done else ""
         if self._whole or not self._is_regular():
             return copied
-        if self._created and not (partial and self._emptied) and entries.remove(self.destination.entry, self.fd):
+        if self._created and not (partial and self._emptied) and self._remove():
             data.done = 0
             return ""
         if not self._emptied:
@@ -303,6 +304,10 @@ class CopyJob:
         if self._created:
             return f"{self._amount()} are kept"
         return f"the old content is gone, {self._amount()} were copied"
+
+    def _remove(self) -> bool:
+        entry = self.destination.entry
+        return remove_name(self.fd, entry.name, entry.directory)
 
     def _amount(self) -> str:
         return f"{self._data.done} bytes" if self._stream else f"{self._data.done} of {self._data.total} bytes"

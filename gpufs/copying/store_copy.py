@@ -6,7 +6,6 @@ A file that is loaded has the name .NAME.gpufs-part until it is complete. Then i
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import threading
@@ -19,8 +18,10 @@ from typing import Final, TypeAlias
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
+from gpufs.copying.checksums import blocks
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.job import CopyContext
+from gpufs.copying.tree import TreeState
 from gpufs.copying.types import (
     CopyError,
     CopyProgress,
@@ -30,7 +31,9 @@ from gpufs.copying.types import (
     check_options,
     error_class,
 )
+from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import text_of
+from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls, waiting
 from gpufs.stores.checksums import Checksum
 from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
@@ -41,13 +44,7 @@ from gpufs.syscalls import close_all
 
 Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
-_BLOCK_BYTES: Final = 4 << 20
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of the store"
-
-
-def part_name(name: str) -> str:
-    """The name of a file until it is complete."""
-    return f".{name}.gpufs-part"
 
 
 def _close_after(parts: Sequence[Future[None]], descriptors: Sequence[int]) -> None:
@@ -70,12 +67,11 @@ class _Destination:
         assert entry.directory is not None
         self.entry = entry
         self.kept = 0  # bytes that an earlier copy had stored
-        self._part = Entry(entry.path, part_name(entry.name), entry.directory, follow=False)
         if os.fstat(entry.directory).st_dev not in context.mounts():
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, file.url.shown, entry.path)
-        if _is_directory(entry):
-            raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", entry.path)
-        self.fd = self._open()
+        entry.check_no_directory()
+        self._new = NewFile.part_of(entry.directory, entry.name)
+        self.fd = self._new.fd
         try:
             self.parts = Parts(self.fd, file)
             if context.options.partial and self.parts.resume():
@@ -91,41 +87,22 @@ class _Destination:
             os.close(self.fd)
             raise
 
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-        fd = os.open(self._part.name, flags, 0o666, dir_fd=self._part.directory)
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
-                raise OSError(errno.EEXIST, f"{self._part.name} is another user's file, or has other names")
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(errno.EBUSY, "another copy to this name is in progress") from None
-            if not entries.has_name(self._part, fd):
-                raise OSError(errno.EBUSY, "another copy to this name has just ended")
-            return fd
-        except BaseException:
-            os.close(fd)
-            raise
-
     def read_back(self, cancel: Cancellation) -> Iterator[memoryview]:
         """Yield what the file holds."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return _blocks(self.fd, cancel)
+        return blocks(self.fd, lambda: cancel.cancelled)
 
     def complete(self) -> None:
         """Give the file its name."""
         self.parts.end()
-        directory = self.entry.directory
-        os.rename(self._part.name, self.entry.name, src_dir_fd=directory, dst_dir_fd=directory)
+        self._new.complete(self.entry.name)
 
     def discard(self, *, keep: bool) -> str:
         """Remove the file, or keep it for the next copy; what became of it, in words."""
         done = self.parts.bytes_done
         if keep and done:
-            return f"{done} bytes are kept in {self._part.name}: --partial goes on from there"
-        entries.remove(self._part, self.fd)
+            return f"{done} bytes are kept in {self._new.temporary}: --partial goes on from there"
+        self._new.discard()
         with suppress(OSError):
             os.ftruncate(self.fd, 0)  # its memory is free at once, also where a silent server keeps it open
         return ""
@@ -229,8 +206,8 @@ class StoreCopies:
             if error is not None:
                 raise error
             if self._context.options.verify:
-                blocks, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
-                digest = self._verify(file.checksum, size, blocks, again, source, name, progress)
+                content, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
+                digest = self._verify(file.checksum, size, content, again, source, name, progress)
             end.complete()
         except OSError as failed:
             # What differs from the store's checksum is not continued.
@@ -247,7 +224,7 @@ class StoreCopies:
         self,
         expected: Checksum | None,
         size: int,
-        blocks: Iterator[memoryview],
+        content: Iterator[memoryview],
         again: Callable[[], str],
         source: str,
         destination: str,
@@ -262,7 +239,7 @@ class StoreCopies:
             if progress is not None:
                 progress(CopyProgress(offset, size, {}, "verify"))
 
-        verification = checksums.verify(blocks, expected, size, report)
+        verification = checksums.verify(content, expected, size, report)
         if expected is None and self._context.notice is not None:
             self._context.notice(f"{source}: the store has no checksum, so only the size was verified")
         if verification.matches():
@@ -281,21 +258,21 @@ class StoreCopies:
         self, source: str, destinations: Sequence[str], progress: Progress, cancel: Cancellation
     ) -> list[Outcome]:
         """Copy a URL to several names, or a file to one URL."""
-        uploads = [name for name in destinations if urls.is_url(name)]
         try:
             check_options(self._context.options, "a URL")
-            if uploads:
-                check_uploads(source, [urls.parse(name) for name in uploads], len(destinations))
-                return [self.upload(Entry.of(source), urls.parse(uploads[0]), progress, cancel)]
-            finding_it = waiting.start(lambda: finding.find(urls.parse(source), recursive=False))
-            (file,) = waiting.result(finding_it, lambda: cancel.cancelled)
+            found, target = plan([source], destinations)
+            if target is not None:
+                return [self.upload(Entry.of(source), target, progress, cancel)]
+            (file,) = waiting.result(
+                waiting.start(partial(finding.find, found[0], recursive=False)), lambda: cancel.cancelled
+            )
         except ValueError:
             text = "names several files ([[], [?] and [*] stand for the characters [, ? and *)"
             return [CopyError(errno.EINVAL, text, source)] * len(destinations)
         except CopyError as error:
             return [error]
         except OSError as error:
-            return [failure(error, source, *uploads[:1])] * len(destinations)
+            return [failure(error, source, name if urls.is_url(name) else None) for name in destinations]
         return self.download(file, [Entry.of(name) for name in destinations], progress, cancel)
 
     def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
@@ -337,7 +314,7 @@ class StoreCopies:
             wait([sending], waiting.END_SECONDS)  # an upload that ends early is removed from the store
         digest = None
         if self._context.options.verify:
-            blocks = _blocks(opened.fd, cancel)
+            content = blocks(opened.fd, lambda: cancel.cancelled)
 
             def again() -> str:
                 (stored,) = waiting.result(
@@ -345,27 +322,9 @@ class StoreCopies:
                 )
                 return sha256_of(stored, lambda: cancel.cancelled)
 
-            digest = self._verify(checksum, size, blocks, again, url.shown, source, progress)
+            digest = self._verify(checksum, size, content, again, url.shown, source, progress)
         paths = {"remote": size} if size else {}
         return CopyResult(source, url.shown, size, time.monotonic() - began, "remote", paths, sha256=digest)
-
-
-def _blocks(fd: int, cancel: Cancellation) -> Iterator[memoryview]:
-    """Yield the content of a file. OSError ECANCELED once cancelled."""
-    buffer = memoryview(bytearray(_BLOCK_BYTES))
-    offset = 0
-    while count := os.preadv(fd, [buffer], offset):
-        if cancel.cancelled:
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        offset += count
-        yield buffer[:count]
-
-
-def _is_directory(entry: Entry) -> bool:
-    try:
-        return stat.S_ISDIR(os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 # ---- one copy, of names that a program has given ----
@@ -383,16 +342,52 @@ def file_in(destination: str, source: str) -> str:
     return os.path.join(destination, name) if os.path.isdir(destination) else destination
 
 
-def check_uploads(source: str, ends: Sequence[urls.Url], destinations: int) -> None:
-    """Raise OSError EINVAL for URLs that take no uploads. ``destinations``: how many there are, with others."""
-    for url in ends:
-        _check_upload(source, url)
-    if ends and destinations > 1:
+def plan(sources: Sequence[str], ends: Sequence[str]) -> tuple[list[urls.Url], urls.Url | None]:
+    """Return the URLs of the sources, and that of the destination. OSError EINVAL for what is not possible."""
+    remote = [urls.parse(name) for name in sources if urls.is_url(name)]
+    if remote and len(remote) < len(sources):
+        raise OSError(errno.EINVAL, "files and URLs cannot be copied by one command: use one for each")
+    uploads = [urls.parse(name) for name in ends if urls.is_url(name)]
+    for url in uploads:
+        if remote:
+            raise OSError(errno.EINVAL, "a URL cannot be copied to another: copy it to a mount first", url.shown)
+        if not url.is_bucket:
+            raise OSError(errno.EINVAL, "takes no uploads: s3://, gs:// and az:// do", url.shown)
+    if uploads and len(ends) > 1:
         raise OSError(errno.EINVAL, "a URL is the only destination: repeat the command for others")
+    return remote, uploads[0] if uploads else None
 
 
-def _check_upload(source: str, url: urls.Url) -> None:
-    if urls.is_url(source):
-        raise OSError(errno.EINVAL, "a URL cannot be copied to another: copy it to a mount first", url.shown)
-    if not url.is_bucket:
-        raise OSError(errno.EINVAL, "takes no uploads: s3://, gs:// and az:// do", url.shown)
+class BucketTree:
+    """The copy of one source in an object store, whose URL is ``base``."""
+
+    def __init__(self, base: urls.Url, state: TreeState) -> None:
+        self._base = base
+        self._state = state
+        self._directories: dict[Folder, urls.Url] = {}
+
+    def enter(self, step: Step) -> bool:
+        """Take the name of a directory: object stores have none."""
+        assert step.folder is not None
+        self._directories[step.folder] = self._url(step)
+        return True
+
+    def file(self, step: Step) -> urls.Url | None:
+        """Return the URL of the copy of a file, None if it is not copied."""
+        url = self._url(step)
+        try:
+            if not (self._state.options.no_clobber and finding.exists(url)):
+                return url
+            self._state.report.skipped()
+        except OSError as error:
+            self._state.report.failed(step.path, url.shown, error)
+        return None
+
+    def special(self, step: Step) -> None:
+        """Refuse what is neither a file nor a directory."""
+        assert step.status is not None
+        what = "a symbolic link (-L copies its file)" if stat.S_ISLNK(step.status.st_mode) else "not a file"
+        self._state.report.failed(step.path, None, OSError(errno.EINVAL, f"is {what}"))
+
+    def _url(self, step: Step) -> urls.Url:
+        return self._base if step.parent is None else self._directories[step.parent].below(step.name)

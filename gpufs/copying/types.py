@@ -32,6 +32,16 @@ class CopyOptions(NamedTuple):
             raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
 
 
+class TreeOptions(NamedTuple):
+    """Which files are copied; docs/cp.md describes the options."""
+
+    recursive: bool = False
+    dereference: bool = False
+    preserve: bool = False
+    no_clobber: bool = False
+    partial: bool = False
+
+
 _UNFIT: Final = {
     "a URL": {
         "preserve": "stores keep no modes, owners and times",
