@@ -167,35 +167,15 @@ class Copier:
         names = [end for end in ends if isinstance(end, Entry)]
         try:
             if not isinstance(source, Entry):
-                return self.download(source, names, progress=progress, cancel=cancel)
+                return self._stores().download(source, names, progress, cancel or Cancellation())
             if len(names) > 1:
                 return self.copy_to_each(source, names, progress=progress, cancel=cancel)
             if names:
                 return [self.copy_entry(source, names[0], progress=progress, cancel=cancel)]
             urls = [end for end in ends if not isinstance(end, Entry)]
-            return [self.upload(source, url, progress=progress, cancel=cancel) for url in urls]
+            return [self._stores().upload(source, url, progress, cancel or Cancellation()) for url in urls]
         except CopyError as error:
             return [error]
-
-    def download(
-        self,
-        file: StoreFile,
-        destinations: Sequence[Entry],
-        *,
-        progress: Progress = None,
-        cancel: Cancellation | None = None,
-    ) -> list[Outcome]:
-        """Copy a file of a store to several names; the outcomes are in the order of ``destinations``.
-
-        Each byte is requested once. A destination that fails does not end the other copies.
-        """
-        return self._stores().download(file, destinations, progress, cancel or Cancellation())
-
-    def upload(
-        self, source: Entry, url: Url, *, progress: Progress = None, cancel: Cancellation | None = None
-    ) -> CopyResult:
-        """Copy a file to an object store. Raises CopyError."""
-        return self._stores().upload(source, url, progress, cancel or Cancellation())
 
     def _stores(self) -> StoreCopies:
         from gpufs.copying.store_copy import StoreCopies

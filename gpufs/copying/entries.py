@@ -58,6 +58,10 @@ class Entry(NamedTuple):
         """An entry of the directory that this one is, open as ``directory``."""
         return Entry(os.path.join(self.path, name), name, directory, follow=False)
 
+    def beside(self, name: str) -> Entry:
+        """Another entry of the same directory."""
+        return self._replace(path=os.path.join(os.path.dirname(self.path), name), name=name)
+
     def as_directory(self) -> Entry:
         """The same entry without the slash at its end, which a directory may have."""
         return self._replace(path=self.path.rstrip("/") or "/")

@@ -7,11 +7,11 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.copier import Copier
@@ -23,13 +23,20 @@ from gpufs.copying.walk import Fail, Step, Steps, walk_files, walk_store
 
 if TYPE_CHECKING:
     from gpufs.copying.reports import TreeReport
-    from gpufs.stores.files import StoreFile
     from gpufs.stores.urls import Url
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
 _REFRESH: Final = 0.1
 # Time for an interrupted copy to leave a consistent destination. Longer than a connection waits for a daemon.
 _INTERRUPT_SECONDS: Final = 10.0
+_END_SECONDS: Final = 0.5
+
+
+class Source(NamedTuple):
+    """What is copied from one name: its walk, and its copies, one for each destination."""
+
+    walk: Callable[[Fail], Steps]
+    copies: Sequence[Entry]
 
 
 class Tree(Protocol):
@@ -88,6 +95,7 @@ class TreeCopy:
             raise OSError(errno.EAGAIN, "no thread can be started (ulimit -u)")
         while finder.is_alive() and not self._cancel.cancelled:
             self._wait(finder)
+        finder.join(_END_SECONDS)  # it ends with the step that it is at, unless it waits for a store
         deadline = float("inf")
         for worker in workers:
             while worker.is_alive():
@@ -107,42 +115,40 @@ class TreeCopy:
 
     def find_files(self, named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
         """Walk over files and directories of this machine. ``named``: for each destination the sources and copies."""
-        many = self._options.recursive or len(named[0]) > 1 or len(named) > 1
-        fits = [self._fits(copies[0][1], self._sizes(copies)) for copies in named] if many else []
-        if not all(fits):
-            return
-        for ends in zip(*named, strict=True):
-            created: set[tuple[int, int]] = set()
-            trees = [FileTree(base, self.state, created) for _, base in ends]
-            self._add(self._walk(ends[0][0], self._fail, "-r copies it, -t copies into it"), trees)
+        found = []
+        for copies in zip(*named, strict=True):
+            walk = partial(self._walk, copies[0][0], hint="-r copies it, -t copies into it")
+            found.append(Source(walk, [copy for _, copy in copies]))
+        many = self._options.recursive or len(found) > 1 or len(named) > 1
+        if not many or self._all_fit(found, replaces=True):
+            for source in found:
+                created: set[tuple[int, int]] = set()
+                self._add(source.walk(self._fail), [FileTree(copy, self.state, created) for copy in source.copies])
 
     def find_urls(self, urls: Sequence[Url], named: Sequence[Sequence[Entry]]) -> None:
         """Ask stores for the files of URLs. ``named``: for each destination the copies of the URLs."""
         from gpufs.stores import finding
 
-        found: list[tuple[Url, list[StoreFile], Sequence[Entry]]] = []
-        for url, bases in zip(urls, zip(*named, strict=True), strict=True):
+        found = []
+        for place, url in enumerate(urls):
             try:
-                found.append((url, finding.find(url, recursive=self._options.recursive), bases))
+                files = finding.find(url, recursive=self._options.recursive)
             except OSError as error:
                 self._fail(url.shown, error)
-        several = len(named) > 1 or sum(len(files) for _, files, _ in found) > 1
-        for end in range(len(named) if several else 0):
-            copies = [_store_copies(url, files, bases[end]) for url, files, bases in found]
-            sizes = {path: file.size for of_url in copies for path, file in of_url}
-            if not self._fits(named[end][0], sizes, replaces=False):
-                return
-        for url, files, entries in found:
+                continue
+            copies = [of_end[place] for of_end in named]
             if not url.is_pattern:
-                directory = url.shown if files[0].url.key != url.key else None
-                self._add_store(directory, files, entries)
+                directory = None if files[0].url.key == url.key else url.shown
+                found.append(Source(partial(walk_store, directory, files), copies))
                 continue
             for file in files:  # the copies have the pattern's name
-                beside = [
-                    entry._replace(path=os.path.join(os.path.dirname(entry.path), file.path), name=file.path)
-                    for entry in entries
-                ]
-                self._add_store(None, [file], beside)
+                beside = [copy.beside(file.path) for copy in copies]
+                found.append(Source(partial(walk_store, None, [file]), beside))
+        many = self._options.recursive or len(found) > 1 or len(named) > 1
+        if not many or self._all_fit(found, replaces=False):
+            for source in found:
+                trees = [FileTree(copy, self.state, set(), follow=True) for copy in source.copies]
+                self._add(source.walk(self._fail), trees)
 
     def find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
         """Walk over what is stored at a URL, or below it with ``into``."""
@@ -152,14 +158,10 @@ class TreeCopy:
             target = url.below(os.path.basename(os.path.normpath(source))) if into else url
             self._add(self._walk(source, self._fail, follow=True), [BucketTree(target, self.state)])
 
-    def _walk(self, source: str, fail: Fail, hint: str = "-r copies it", *, follow: bool = False) -> Steps:
+    def _walk(self, source: str, fail: Fail, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
         recursive, dereference = self._options.recursive, self._options.dereference
         entry = Entry.of(source, follow=follow or dereference or not recursive)
         return walk_files(entry, fail, recursive=recursive, dereference=dereference, hint=hint)
-
-    def _add_store(self, directory: str | None, files: Sequence[StoreFile], bases: Sequence[Entry]) -> None:
-        trees = [FileTree(base, self.state, set(), follow=True) for base in bases]
-        self._add(walk_store(directory, files), trees)
 
     def _add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
@@ -186,21 +188,25 @@ class TreeCopy:
 
     # ---- space ----
 
-    def _sizes(self, copies: Sequence[tuple[str, Entry]]) -> dict[str, int]:
-        """Return the bytes that files of this machine need, by the names of their copies."""
-        sizes: dict[str, int] = {}
-        for source, base in copies:
-            for step in self._walk(source, _ignore):
-                if step.kind == "file" and step.status is not None and stat.S_ISREG(step.status.st_mode):
-                    below = step.path.removeprefix(source).lstrip("/")
-                    path = os.path.join(base.path, below) if below else base.path
-                    sizes[path] = data_bytes(step.status, step.size)
-        return sizes
+    def _all_fit(self, found: Sequence[Source], *, replaces: bool) -> bool:
+        """Return whether all files fit at each destination, and report where not.
 
-    def _fits(self, base: Entry, sizes: Mapping[str, int], *, replaces: bool = True) -> bool:
-        """Return whether files fit where ``base`` is, and report if not. ``replaces``: existing files make space."""
-        if self._options.partial:
+        ``replaces``: they are written into the space of existing ones.
+        """
+        if self._options.partial or not found:
             return True
+        sizes: list[dict[str, int]] = [{} for _ in found[0].copies]  # by the names of the copies
+        for source in found:
+            for step in source.walk(_ignore):
+                if step.kind == "file" and step.size:
+                    size = step.size if step.status is None else data_bytes(step.status, step.size)
+                    for copy, of_end in zip(source.copies, sizes, strict=True):
+                        of_end[os.path.join(copy.path, step.below) if step.below else copy.path] = size
+        ends = zip(found[0].copies, sizes, strict=True)
+        fits = [self._fit(copy, of_end, replaces=replaces) for copy, of_end in ends]
+        return all(fits)
+
+    def _fit(self, base: Entry, sizes: Mapping[str, int], *, replaces: bool) -> bool:
         needed = 0
         for path, size in sizes.items():
             held = _held_bytes(path)
@@ -266,15 +272,6 @@ def _started(call: Callable[..., None], *arguments: object) -> threading.Thread:
 
 def _ignore(path: str, error: OSError) -> None:
     """Leave a failure to the copies, which report it."""
-
-
-def _store_copies(url: Url, files: Sequence[StoreFile], base: Entry) -> Iterator[tuple[str, StoreFile]]:
-    """Yield the names of copies of a store's files."""
-    for file in files:
-        if url.is_pattern:
-            yield os.path.join(os.path.dirname(base.path), file.path), file
-        else:
-            yield base.path if file.url.key == url.key else os.path.join(base.path, file.path), file
 
 
 def _held_bytes(path: str) -> int | None:

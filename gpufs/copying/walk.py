@@ -33,6 +33,8 @@ class Folder:
 
     Attributes
     ----------
+    path, below : str
+        Its own, for messages, and the one below the source; "" for the source itself.
     fd : int
         -1: a store has it.
     status : os.stat_result or None
@@ -43,8 +45,9 @@ class Folder:
         Called once nothing more is copied from it.
     """
 
-    def __init__(self, path: str, fd: int, status: os.stat_result | None, parent: Folder | None) -> None:
+    def __init__(self, path: str, name: str, fd: int, status: os.stat_result | None, parent: Folder | None) -> None:
         self.path = path
+        self.below: str = "" if parent is None else os.path.join(parent.below, name)
         self.fd = fd
         self.status = status
         self.parent = parent
@@ -103,6 +106,11 @@ class Step(NamedTuple):
     def parent(self) -> Folder | None:
         """The directory that has it, None for a name that the user has given."""
         return self.folder if self.kind == "file" or self.folder is None else self.folder.parent
+
+    @property
+    def below(self) -> str:
+        """The path of a file below the source; "" for the source itself."""
+        return "" if self.folder is None else os.path.join(self.folder.below, self.name)
 
     @property
     def has_content(self) -> bool:
@@ -167,7 +175,7 @@ def _open(entry: Entry, parent: Folder | None, fail: Fail) -> Folder | None:
                 text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
                 raise OSError(errno.ELOOP, text)
             above = above.parent
-        return Folder(entry.path, fd, status, parent)
+        return Folder(entry.path, entry.name, fd, status, parent)
     except OSError as error:
         fail(entry.path, error)
         close_all([fd] if fd >= 0 else [])
@@ -192,7 +200,7 @@ def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[E
     yield from directories
 
 
-def walk_store(path: str | None, files: Sequence[StoreFile]) -> Steps:
+def walk_store(path: str | None, files: Sequence[StoreFile], fail: Fail) -> Steps:
     """Yield the files below a directory of a store, in the order of their paths, and the directories that have them.
 
     ``path``: of the directory, for messages; None for files that the user has named.
@@ -212,7 +220,8 @@ def walk_store(path: str | None, files: Sequence[StoreFile]) -> Steps:
             while len(above) <= len(directories):
                 if above:
                     names.append(directories[len(names)])
-                folder = Folder("/".join([path, *names]), -1, None, above[-1] if above else None)
+                parent = above[-1] if above else None
+                folder = Folder("/".join([path, *names]), names[-1] if names else "", -1, None, parent)
                 folder.wanted = not above or above[-1].wanted
                 above.append(folder)
                 if folder.wanted:
