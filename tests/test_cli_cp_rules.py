@@ -6,7 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from support.cli import user_gpufs
+from support.cli import gpufs, user_gpufs
+from support.data import SELECTED, SELECTION, files_below, make_model
 from support.mounting import GPUFS
 from support.processes import NOBODY, plain_user, run
 
@@ -116,6 +117,14 @@ SAME = [
     "-aL #to-t @/new",
     "-rL #t @/dir",
     "-rLn #linked/. @/t2",
+    "-T #f @/new",
+    "-T #f @/link",
+    "-T #f @/dir",
+    "-T #f @/to-dir",
+    "-rT #t @/new",
+    "-rT #t @/t2",
+    "-rT #t @/file",
+    "-aT #t/a @/none/x",
 ]
 
 
@@ -219,3 +228,21 @@ def test_unreadable_files_are_reported_and_the_others_copied(root: Path, tmp_pat
     assert done.returncode == 1
     assert sorted(line.rpartition(": ")[0].rpartition("/")[2] for line in done.stderr.splitlines()) == ["b", "closed"]
     assert {path.name for path in (root / "t").iterdir() if path.is_file()} == {"a", "c"}
+
+
+def test_include_and_exclude(root: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    gpufs("cp", "-rT", tmp_path / "model", root / "model", *SELECTION)
+    assert files_below(root / "model") == SELECTED
+    assert not (root / "model/original").exists()
+    gpufs("cp", tmp_path / "model/notes.txt", root, *SELECTION)  # what is named is copied
+    assert (root / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("words", [["-t", "@", "#f"], ["#f", "#empty", "@"]])
+def test_a_name_that_is_the_copy_itself_has_one_source(root: Path, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "source").mkdir()
+    make_source(tmp_path / "source")
+    given = [word.replace("#", f"{tmp_path}/source/").replace("@", str(root)) for word in words]
+    assert copy_here(["-T", *given]) == 2
+    assert os.listdir(root) == []

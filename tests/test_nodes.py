@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import fails, gpufs, user_gpufs
-from support.data import MIB, assert_same, noise
+from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, make_model, noise
 from support.mounting import GPUFS, REPOSITORY, Mounter, Session
 from support.processes import NOBODY, PATIENCE, run, wait_until
 from test_remote import left, refused
@@ -132,6 +132,18 @@ def test_between_network_namespaces(mount: Mounter) -> None:
     finally:
         for namespace in (blue, green):
             run("ip", "netns", "delete", namespace)
+
+
+def test_trees_by_name_and_in_part(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    """-T, --include and --exclude, there and back."""
+    make_model(host / "model")
+    for path in (root / "there", host / "back"):
+        path.mkdir()
+    gpufs("cp", *remote, "-rT", host / "model", f"node:{root}/there", *SELECTION)
+    assert files_below(root / "there") == SELECTED
+    gpufs("cp", *remote, "-rT", f"node:{root}/there", host / "back", "--exclude", "sub")
+    assert files_below(host / "back") == ["a.safetensors"]
+    assert "directory" in refused("-T", *remote, host / "model/notes.txt", f"node:{root}/there")
 
 
 def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
@@ -452,6 +464,14 @@ def test_a_machine_that_passes_nothing_on(root: Path, tmp_path: Path) -> None:
     shell = fake(tmp_path, before="hello.chains = False")
     (root / "file").write_bytes(b"x")
     assert "install the same gpufs on all" in refused(*shell, root / "file", "-t", "a:x", "-t", "b:y")
+
+
+def test_a_machine_that_selects_nothing(root: Path, tmp_path: Path) -> None:
+    """An older gpufs would copy all, or into the directory."""
+    shell = fake(tmp_path, before="hello.selects = False")
+    (root / "file").write_bytes(b"x")
+    for words in (("-T", root / "file", "a:x"), ("-r", "--exclude", "x", "a:x", root)):
+        assert "install the same gpufs on all" in refused(*shell, *words)
 
 
 # ---- NIXL ----

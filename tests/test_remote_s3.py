@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.cli import gpufs
-from support.data import MIB, assert_same, noise
+from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, make_model, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Session
 from support.processes import PATIENCE, shell, wait_until
 from support.stores import PART, S3, Model, s3_server, web_server
@@ -262,3 +262,20 @@ def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch
     for device in ("gpu0", "gpu1"):
         for name in ("a.safetensors", "config.json", "model.safetensors"):
             (shared_mount.path / device / name).unlink(missing_ok=True)
+
+
+def test_trees_by_name_and_in_part(root: Path, s3: S3) -> None:
+    """-T, --include and --exclude, up and down, and a tree to two destinations."""
+    make_model(root / "model")
+    gpufs("cp", "-rT", root / "model", "s3://models/copy", *SELECTION)
+    assert keys(s3) == [f"copy/{name}" for name in SELECTED]
+    (root / "back").mkdir()
+    gpufs("cp", "-rT", "s3://models/copy", root / "back", "--exclude", "sub")
+    assert files_below(root / "back") == ["a.safetensors"]
+    for name in ("one", "two"):
+        (root / name).mkdir()
+    gpufs("cp", "-r", "s3://models/copy", "-t", root / "one", "-t", root / "two")
+    for name in ("one", "two"):
+        assert files_below(root / name / "copy") == SELECTED
+    assert "directory" in refused("-T", root / "model/notes.txt", "s3://models/copy/")
+    assert "directory" in refused("-T", "s3://models/copy/a.safetensors", root / "one")

@@ -47,6 +47,9 @@ class CpOptions(NamedTuple):
     verbose: bool
     json: bool
     progress: bool | None
+    no_target_directory: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     shell: str | None = None
     remote_gpufs: str | None = None
 
@@ -58,7 +61,16 @@ class CpOptions(NamedTuple):
     @property
     def of_trees(self) -> TreeOptions:
         """Those that concern which files are copied."""
-        return TreeOptions(self.recursive, self.dereference, self.preserve, self.no_clobber, self.partial)
+        return TreeOptions(
+            self.recursive,
+            self.dereference,
+            self.preserve,
+            self.no_clobber,
+            self.partial,
+            self.no_target_directory,
+            self.include,
+            self.exclude,
+        )
 
 
 def run(names: list[str], directories: list[str], options: CpOptions) -> int:
@@ -73,8 +85,10 @@ def run(names: list[str], directories: list[str], options: CpOptions) -> int:
         raise Failure("cp: -e and --remote-gpufs need a name like HOST:PATH", 2)
     if STREAM in names and kind == "file":
         _check_stream(names, directories, options)
+    if options.no_target_directory and (directories or len(names) > 2):
+        raise Failure("cp: -T takes one SOURCE and its DEST, and no -t", 2)
     if len(directories) > 1 and kind != "host":
-        _check_several(directories, options)
+        _check_several(directories)
     sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
     with ExitStack() as opened:
         copier = opened.enter_context(Copier(**options.of_each_copy._asdict(), notice=_complain))
@@ -111,7 +125,7 @@ def _misuse(prefix: str = "") -> Iterator[None]:
 
 @contextmanager
 def _targets(
-    sources: Sequence[str], ends: Sequence[str], *, follow: bool, in_directory: bool
+    sources: Sequence[str], ends: Sequence[str], *, follow: bool, in_directory: bool, exact: bool
 ) -> Iterator[list[list[tuple[str, Entry]]]]:
     """Find the copies of the sources at each destination, by the rules of cp(1). Failure if they allow none.
 
@@ -123,7 +137,7 @@ def _targets(
         named = []
         for end in ends:
             try:
-                found = find_targets(sources, end, follow=follow, directory=in_directory)
+                found = find_targets(sources, end, follow=follow, directory=in_directory, exact=exact)
                 named.append(opened.enter_context(found))
             except OSError as error:
                 raise Failure(f"cp: {end}: {text_of(error)}") from None
@@ -134,7 +148,7 @@ def _check_stream(names: list[str], directories: list[str], options: CpOptions) 
     """Raise Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
-    unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
+    unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify", "include", "exclude"]
     unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if getattr(options, name):
@@ -143,11 +157,8 @@ def _check_stream(names: list[str], directories: list[str], options: CpOptions) 
         raise Failure("cp: --fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
 
 
-def _check_several(directories: list[str], options: CpOptions) -> None:
-    """Raise Failure for what cannot be copied to several directories."""
-    if options.recursive:
-        text = "-r copies to one directory: copy its files to several (DIR/*), or copy the directory from GPU to GPU"
-        raise Failure(f"cp: {text} afterwards", 2)
+def _check_several(directories: list[str]) -> None:
+    """Raise Failure for directories that are one."""
     paths = [os.path.realpath(directory) for directory in directories]
     twice = [directory for place, directory in enumerate(directories) if paths[place] in paths[:place]]
     if twice:
@@ -224,8 +235,8 @@ class Run:
 
     def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
         """Copy files of this machine. Errors are printed and collected."""
-        options = self._options
-        with _targets(sources, ends, follow=not options.recursive, in_directory=in_directory) as named:
+        options, exact = self._options, self._options.no_target_directory
+        with _targets(sources, ends, follow=not options.recursive, in_directory=in_directory, exact=exact) as named:
             self._run(partial(self._loop.find_files, named), many=options.recursive or len(sources) > 1)
         links = [] if self.cancel.cancelled else self._loop.state.links_without_files()
         if links:
@@ -237,7 +248,7 @@ class Run:
         """Copy from or to URLs. Errors are printed and collected."""
         from gpufs.copying import store_copy  # other copies need none of it
 
-        options = self._options
+        options, exact = self._options, self._options.no_target_directory
         with _misuse("--"):
             check_options(options.of_each_copy, "a URL")
         with _misuse():
@@ -247,12 +258,12 @@ class Run:
             urls, target = store_copy.plan(sources, ends)
         many = options.recursive or len(sources) > 1 or any(url.is_pattern for url in urls)
         if target is not None:
-            into = in_directory or target.is_directory or len(sources) > 1
+            into = not exact and (in_directory or target.is_directory or len(sources) > 1)
             self._run(partial(self._loop.find_uploads, sources, target, into=into), many=many)
             return
         names = [url.name for url in urls]
         in_directory = in_directory or any(url.is_pattern for url in urls)
-        with _targets(names, ends, follow=False, in_directory=in_directory) as named:
+        with _targets(names, ends, follow=False, in_directory=in_directory, exact=exact) as named:
             bases = [[entry for _, entry in copies] for copies in named]
             self._run(partial(self._loop.find_urls, urls, bases), many=many)
 

@@ -107,16 +107,16 @@ class OpenFile(NamedTuple):
 
 @contextmanager
 def find_targets(
-    sources: Sequence[str], destination: str, *, follow: bool, directory: bool
+    sources: Sequence[str], destination: str, *, follow: bool, directory: bool, exact: bool = False
 ) -> Iterator[list[tuple[str, Entry]]]:
     """Find the destination of each source, by the rules of cp(1). OSError if they allow none.
 
     A destination directory stays open until the context ends. ``follow``: write through a symbolic link.
-    ``directory``: the destination must be a directory.
+    ``directory``: the destination must be a directory. ``exact``: it is the copy itself, whatever it is.
     """
     opened = -1
     try:
-        opened = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened = -1 if exact else os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         if directory:
             raise OSError(error.errno, f"{text_of(error)}: -t takes a directory", destination) from None

@@ -67,7 +67,7 @@ def download(
     request.sends = True
     request.sources = [os.fsencode(path) for path in paths]
     with _bases(paths, destination, request) as bases:
-        peer.channel.send(request)
+        peer.request(request)
         shown = Shown(sink, peer.host)
         Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
@@ -233,7 +233,7 @@ def _bases(paths: Sequence[str], destination: str, request: Request) -> Iterator
     with ExitStack() as opened:
         stripped = destination.rstrip("/") or "/"
         named = opened.enter_context(
-            entries.find_targets(paths, stripped, follow=False, directory=request.in_directory)
+            entries.find_targets(paths, stripped, follow=False, directory=request.in_directory, exact=request.exact)
         )
         try:
             bases = [opened.enter_context(entry.located()) for _, entry in named]
@@ -347,6 +347,9 @@ def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool =
         dereference=tree.dereference,
         preserve=tree.preserve,
         no_clobber=tree.no_clobber,
+        exact=tree.exact,
+        include=[os.fsencode(pattern) for pattern in tree.include],
+        exclude=[os.fsencode(pattern) for pattern in tree.exclude],
         verify=options.verify,
         fsync=options.fsync,
     )

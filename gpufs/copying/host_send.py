@@ -16,7 +16,7 @@ from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.job import CopyContext
 from gpufs.copying.space import data_bytes
-from gpufs.copying.walk import Fail, Step, Steps, walk_files
+from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import Channel, ChannelError, ProtocolError
 from gpufs.hosts.messages import (
@@ -133,7 +133,10 @@ class Sender:
                     self._fail(step.path, error)
 
     def _walk(self, source: Entry, fail: Fail) -> Steps:
-        return walk_files(source, fail, recursive=self._request.recursive, dereference=self._request.dereference)
+        request = self._request
+        steps = walk_files(source, fail, recursive=request.recursive, dereference=request.dereference)
+        include, exclude = map(os.fsdecode, request.include), map(os.fsdecode, request.exclude)
+        return selected(steps, list(include), list(exclude))
 
     def read_results(
         self,

@@ -19,7 +19,7 @@ from gpufs.copying.entries import Entry
 from gpufs.copying.space import data_bytes
 from gpufs.copying.tree import FileTree, TreeState
 from gpufs.copying.types import TreeOptions
-from gpufs.copying.walk import Fail, Step, Steps, walk_files, walk_store
+from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
 
 if TYPE_CHECKING:
     from gpufs.copying.reports import TreeReport
@@ -165,7 +165,7 @@ class TreeCopy:
 
     def _add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
-        with closing(steps):
+        with closing(self._selected(steps)) as steps:
             for step in steps:
                 if self._cancel.cancelled:
                     return
@@ -183,6 +183,10 @@ class TreeCopy:
                     self._report.planned(step.size * len(ends))
                     self.put(partial(self._copy, step, ends))
 
+    def _selected(self, steps: Steps) -> Steps:
+        options = self._options
+        return selected(steps, options.include, options.exclude) if options.include or options.exclude else steps
+
     def _fail(self, path: str, error: OSError) -> None:
         self._report.failed(path, None, error)
 
@@ -197,7 +201,7 @@ class TreeCopy:
             return True
         sizes: list[dict[str, int]] = [{} for _ in found[0].copies]  # by the names of the copies
         for source in found:
-            for step in source.walk(_ignore):
+            for step in self._selected(source.walk(_ignore)):
                 if step.kind == "file" and step.size:
                     size = step.size if step.status is None else data_bytes(step.status, step.size)
                     for copy, of_end in zip(source.copies, sizes, strict=True):

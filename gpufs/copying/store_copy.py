@@ -376,6 +376,8 @@ class BucketTree:
         """Return the URL of the copy of a file, None if it is not copied."""
         url = self._url(step)
         try:
+            if step.parent is None and url.is_directory:
+                raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
             if not (self._state.options.no_clobber and finding.exists(url)):
                 return url
             self._state.report.skipped()

@@ -33,13 +33,16 @@ class CopyOptions(NamedTuple):
 
 
 class TreeOptions(NamedTuple):
-    """Which files are copied; docs/cp.md describes the options."""
+    """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory."""
 
     recursive: bool = False
     dereference: bool = False
     preserve: bool = False
     no_clobber: bool = False
     partial: bool = False
+    exact: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 _UNFIT: Final = {

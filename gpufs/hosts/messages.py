@@ -47,6 +47,7 @@ class Hello(msgspec.Struct, tag=True):
     program: Text  # the version of gpufs, for messages
     nixl: bool = False  # whether NIXL is installed
     chains: bool = False  # whether it knows Request.forward
+    selects: bool = False  # whether it knows exact, include and exclude of a Request
 
     def check(self, host: str) -> None:
         """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
@@ -96,6 +97,9 @@ class Request(msgspec.Struct, tag=True):
     verify: bool = False
     fsync: bool = False
     forward: list[Path] = []
+    exact: bool = False  # the destination is the copy itself
+    include: list[Path] = []
+    exclude: list[Path] = []
 
 
 class Plan(msgspec.Struct, tag=True):

@@ -32,7 +32,7 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 def our_hello() -> Hello:
     """Return the first message of this side."""
-    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True)
+    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True, selects=True)
 
 
 def encoded(text: str) -> str:
@@ -66,7 +66,7 @@ class Peer:
         self, host: str, shell: str, program: str, cancel: Cancel | None = None, *, passes_on: bool = False
     ) -> None:
         self.host = host
-        self.has_nixl = self._passes_on = False
+        self.has_nixl = self._passes_on = self._selects = False
         try:
             words = shlex.split(shell)
         except ValueError as error:
@@ -106,12 +106,16 @@ class Peer:
         hello.check(self.host)
         self.has_nixl = hello.nixl
         self._passes_on = hello.chains
+        self._selects = hello.selects
         self.channel.start_alive()
 
     def request(self, request: Request) -> None:
         """Send what the other side shall do."""
         if request.forward and not self._passes_on:
             text = "gpufs there is older and passes nothing on to other machines: install the same gpufs on all"
+            raise OSError(errno.EPROTONOSUPPORT, text, self.host)
+        if (request.exact or request.include or request.exclude) and not self._selects:
+            text = "gpufs there is older and knows no -T, --include and --exclude: install the same gpufs on all"
             raise OSError(errno.EPROTONOSUPPORT, text, self.host)
         self.channel.send(request)
 
