@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import stat
+from contextlib import suppress
 from typing import Final, Self
 
 from gpufs.syscalls import path_of
@@ -70,7 +71,8 @@ class NewFile:
                 raise
             fd = os.open(temporary, access | os.O_CREAT | os.O_EXCL, mode, dir_fd=directory)
             is_named = True
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        with suppress(OSError):  # not all file systems of the host have locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
         return cls(directory, fd, temporary, is_named=is_named)
 
     @classmethod

@@ -146,6 +146,20 @@ def test_trees_by_name_and_in_part(root: Path, host: Path, remote: tuple[str, ..
     assert "directory" in refused("-T", *remote, host / "model/notes.txt", f"node:{root}/there")
 
 
+def test_update(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    make_model(host / "model")
+    for source, named, copy in (
+        (host / "model", host / "model", f"node:{root}/all"),
+        (root / "all", f"node:{root}/all", host / "back"),
+    ):
+        for skipped in (0, 8, 7):
+            found = json.loads(gpufs("cp", *remote, "-rTu", "--json", named, copy).stdout)
+            assert (found["files"], found["skipped"]) == (8 - skipped, skipped)
+            if skipped == 8:
+                (source / "c.bin").write_text("another size")
+    assert "dry-run" in gpufs("cp", *remote, "--dry-run", f"node:{root}/all/c.bin", host, check=False).stderr
+
+
 def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
     """Modes, times, links, empty directories and names that are not text, in both directions."""
     tree = host / "tree"

@@ -279,3 +279,27 @@ def test_trees_by_name_and_in_part(root: Path, s3: S3) -> None:
         assert files_below(root / name / "copy") == SELECTED
     assert "directory" in refused("-T", root / "model/notes.txt", "s3://models/copy/")
     assert "directory" in refused("-T", "s3://models/copy/a.safetensors", root / "one")
+
+
+def test_update_and_dry_run(root: Path, s3: S3) -> None:
+    make_model(root / "model")
+
+    def counts(*words: object) -> tuple[int, int]:
+        found = json.loads(gpufs("cp", "--json", *words).stdout)
+        return found["files"], found["skipped"]
+
+    up, down = (root / "model", "s3://models/copy"), ("s3://models/copy", root / "back")
+    assert counts("-rT", "--dry-run", *up) == (8, 0)
+    assert keys(s3) == []
+    assert counts("-rTu", *up) == (8, 0)
+    assert counts("-rTu", *up) == (0, 8)
+    assert counts("-rT", "--dry-run", *down) == (8, 0)
+    assert not (root / "back").exists()
+    assert counts("-rTu", *down) == (8, 0)
+    assert counts("-rTu", *down) == (0, 8)
+    for changed in (root / "model/c.bin", root / "back/c.bin"):
+        changed.write_text("another size")
+    assert counts("-rTu", *up) == (1, 7)
+    os.utime(root / "back/notes.txt", (0, 0))
+    os.utime(root / "back/c.bin", (0, 0))
+    assert counts("-rTu", *down) == (2, 6)

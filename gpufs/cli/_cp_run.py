@@ -50,6 +50,8 @@ class CpOptions(NamedTuple):
     no_target_directory: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    update: bool = False
+    dry_run: bool = False
     shell: str | None = None
     remote_gpufs: str | None = None
 
@@ -70,6 +72,8 @@ class CpOptions(NamedTuple):
             self.no_target_directory,
             self.include,
             self.exclude,
+            self.update,
+            self.dry_run,
         )
 
 
@@ -148,7 +152,8 @@ def _check_stream(names: list[str], directories: list[str], options: CpOptions) 
     """Raise Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
-    unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify", "include", "exclude"]
+    unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
+    unfit += ["include", "exclude", "update", "dry_run"]
     unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if getattr(options, name):
@@ -274,6 +279,8 @@ class Run:
         options = self._options
         with _misuse("--"):
             check_options(options.of_each_copy, "HOST:PATH")
+            if options.dry_run:
+                raise OSError(errno.EINVAL, "dry-run cannot be used with HOST:PATH: the other machine decides")
         with _misuse():
             route = host_copy.Route(sources, ends, shell=options.shell or "", program=options.remote_gpufs or "")
         request = host_copy.new_request(options.of_each_copy, options.of_trees, in_directory=in_directory)
@@ -441,7 +448,9 @@ class Run:
 
     def _copied(self, result: CopyResult) -> None:
         self.results.append(result)
-        if self._options.verbose:
+        if self._options.dry_run:
+            self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self._lines)
+        elif self._options.verbose:
             served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
             rate = rate_text(result.bytes / max(result.seconds, 1e-9))
             text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"

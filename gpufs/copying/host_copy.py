@@ -348,6 +348,7 @@ def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool =
         preserve=tree.preserve,
         no_clobber=tree.no_clobber,
         exact=tree.exact,
+        update=tree.update,
         include=[os.fsencode(pattern) for pattern in tree.include],
         exclude=[os.fsencode(pattern) for pattern in tree.exclude],
         verify=options.verify,

@@ -19,7 +19,7 @@ from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.job import CopyContext
 from gpufs.copying.reports import Sink
-from gpufs.copying.tree import Directory, exists, make_special
+from gpufs.copying.tree import Directory, exists, is_current, make_special
 from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
@@ -159,7 +159,7 @@ class Receiver:
 
     def _check_space(self, plan: Plan) -> None:
         self._sink.planned(plan.size)
-        if not self._request.no_clobber:  # else nobody knows what is skipped
+        if not (self._request.no_clobber or self._request.update):  # else nobody knows what is skipped
             directory = self._bases[0].directory
             assert directory is not None
             try:
@@ -261,6 +261,9 @@ class Receiver:
     def _is_skipped(self, entry: Entry) -> bool:
         return self._request.no_clobber and exists(entry, follow=False)
 
+    def _is_current(self, entry: Entry, file: File) -> bool:
+        return self._request.update and is_current(entry, file.size, file.attributes.st_mtime_ns)
+
     # ---- files ----
 
     def _receive(self, file: File) -> None:
@@ -270,7 +273,7 @@ class Receiver:
         self._in_file = True
         if entry is None:
             self._channel.send(Result(file.number, b"", errno.ECANCELED))  # its directory is reported already
-        elif self._is_skipped(entry):
+        elif self._is_skipped(entry) or self._is_current(entry, file):
             self._channel.send(Result(file.number, os.fsencode(entry.path), skipped=True))
             self._sink.ended(source, None)
         else:

@@ -17,8 +17,8 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying.copier import Copier
 from gpufs.copying.entries import Entry
 from gpufs.copying.space import data_bytes
-from gpufs.copying.tree import FileTree, TreeState
-from gpufs.copying.types import TreeOptions
+from gpufs.copying.tree import FileTree, TreeState, is_current
+from gpufs.copying.types import CopyResult, Outcome, TreeOptions
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
 
 if TYPE_CHECKING:
@@ -205,7 +205,9 @@ class TreeCopy:
                 if step.kind == "file" and step.size:
                     size = step.size if step.status is None else data_bytes(step.status, step.size)
                     for copy, of_end in zip(source.copies, sizes, strict=True):
-                        of_end[os.path.join(copy.path, step.below) if step.below else copy.path] = size
+                        path = os.path.join(copy.path, step.below) if step.below else copy.path
+                        if not (self._options.update and is_current(Entry.of(path), step.size, step.modified_ns)):
+                            of_end[path] = size
         ends = zip(found[0].copies, sizes, strict=True)
         fits = [self._fit(copy, of_end, replaces=replaces) for copy, of_end in ends]
         return all(fits)
@@ -259,7 +261,10 @@ class TreeCopy:
         assert step.source is not None
         try:
             progress = self._report.reporter(step.path)
-            outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
+            if self._options.dry_run:
+                outcomes: list[Outcome] = [CopyResult(step.path, name, step.size, 0.0, "dry-run", {}) for name in names]
+            else:
+                outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
             self._report.finished(step.path, names, outcomes)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
             self._report.failed(step.path, ", ".join(names), OSError(errno.EIO, f"{type(error).__name__}: {error}"))

@@ -358,6 +358,12 @@ def plan(sources: Sequence[str], ends: Sequence[str]) -> tuple[list[urls.Url], u
     return remote, uploads[0] if uploads else None
 
 
+def _is_current(file: StoreFile, step: Step) -> bool:
+    """Return whether an object has a source's size and is not older."""
+    known = file.modified_ns is not None and step.modified_ns is not None
+    return known and file.size == step.size and (file.modified_ns or 0) >= (step.modified_ns or 0)
+
+
 class BucketTree:
     """The copy of one source in an object store, whose URL is ``base``."""
 
@@ -378,7 +384,9 @@ class BucketTree:
         try:
             if step.parent is None and url.is_directory:
                 raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
-            if not (self._state.options.no_clobber and finding.exists(url)):
+            options = self._state.options
+            found = finding.stored(url) if options.no_clobber or options.update else None
+            if found is None or not (options.no_clobber or _is_current(found, step)):
                 return url
             self._state.report.skipped()
         except OSError as error:

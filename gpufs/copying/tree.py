@@ -126,6 +126,16 @@ def exists(entry: Entry, *, follow: bool) -> bool:
     return True
 
 
+def is_current(entry: Entry, size: int, modified_ns: int | None) -> bool:
+    """Return whether a name has a file of a source's size that is not older."""
+    try:
+        status = entry.status()
+    except OSError:
+        return False  # creating it will show what is wrong
+    same = stat.S_ISREG(status.st_mode) and status.st_size == size
+    return same and modified_ns is not None and status.st_mtime_ns >= modified_ns
+
+
 @dataclass(frozen=True)
 class TreeState:
     """What all copies of one command have in common.
@@ -183,6 +193,8 @@ class FileTree:
                 self._check_named(step)
             if folder.status is not None and _identity(folder.status) in self._created:
                 raise OSError(errno.EINVAL, _INTO_ITSELF, step.path)
+            if self._state.options.dry_run:
+                return True
             with entry.as_directory()._replace(follow=False).located() as located:
                 keeps, follow = self._state.options.preserve, self._follow and folder.parent is None
                 directory = Directory(located, folder.status, keeps=keeps, follow=follow)
@@ -202,7 +214,10 @@ class FileTree:
         if entry is None or not self._is_new(step, entry):
             return None
         regular = step.status is None or stat.S_ISREG(step.status.st_mode)
-        if self._state.options.no_clobber and exists(entry, follow=entry.follow and regular):
+        options = self._state.options
+        if (options.no_clobber and exists(entry, follow=entry.follow and regular)) or (
+            options.update and step.has_content and is_current(entry, step.size, step.modified_ns)
+        ):
             self._state.report.skipped()
             return None
         return entry
@@ -210,7 +225,7 @@ class FileTree:
     def special(self, step: Step) -> None:
         """Create the copy of a symbolic link, a FIFO, socket or device node."""
         entry = self.file(step)
-        if entry is None:
+        if entry is None or self._state.options.dry_run:
             return
         assert step.status is not None
         assert isinstance(step.source, Entry)
@@ -229,6 +244,9 @@ class FileTree:
         """Return the name of the copy, None if the directory for it could not be created."""
         if step.parent is None:
             return self._base
+        if self._state.options.dry_run:  # its directory may not exist
+            below = step.below if step.kind == "file" else step.folder.below if step.folder else ""
+            return Entry.of(os.path.join(self._base.path, below), follow=False)
         directory = self._directories.get(step.parent)
         return None if directory is None else directory.child(step.name)
 

@@ -43,6 +43,8 @@ class TreeOptions(NamedTuple):
     exact: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    update: bool = False
+    dry_run: bool = False
 
 
 _UNFIT: Final = {

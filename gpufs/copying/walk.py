@@ -114,6 +114,13 @@ class Step(NamedTuple):
         return "" if self.folder is None else os.path.join(self.folder.below, self.name)
 
     @property
+    def modified_ns(self) -> int | None:
+        """When a file was changed, in nanoseconds since 1970; None if a store does not know."""
+        if self.status is not None:
+            return self.status.st_mtime_ns
+        return None if self.source is None or isinstance(self.source, Entry) else self.source.modified_ns
+
+    @property
     def has_content(self) -> bool:
         """Whether it is copied as a regular file: also what is not one, if the user has named it."""
         if self.status is None or stat.S_ISREG(self.status.st_mode):

@@ -47,7 +47,7 @@ class Hello(msgspec.Struct, tag=True):
     program: Text  # the version of gpufs, for messages
     nixl: bool = False  # whether NIXL is installed
     chains: bool = False  # whether it knows Request.forward
-    selects: bool = False  # whether it knows exact, include and exclude of a Request
+    selects: bool = False  # whether it knows exact, include, exclude and update of a Request
 
     def check(self, host: str) -> None:
         """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
@@ -100,6 +100,7 @@ class Request(msgspec.Struct, tag=True):
     exact: bool = False  # the destination is the copy itself
     include: list[Path] = []
     exclude: list[Path] = []
+    update: bool = False
 
 
 class Plan(msgspec.Struct, tag=True):

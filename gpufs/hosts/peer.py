@@ -114,8 +114,8 @@ class Peer:
         if request.forward and not self._passes_on:
             text = "gpufs there is older and passes nothing on to other machines: install the same gpufs on all"
             raise OSError(errno.EPROTONOSUPPORT, text, self.host)
-        if (request.exact or request.include or request.exclude) and not self._selects:
-            text = "gpufs there is older and knows no -T, --include and --exclude: install the same gpufs on all"
+        if (request.exact or request.include or request.exclude or request.update) and not self._selects:
+            text = "gpufs there is older and knows no -T, -u, --include and --exclude: install the same gpufs on all"
             raise OSError(errno.EPROTONOSUPPORT, text, self.host)
         self.channel.send(request)
 

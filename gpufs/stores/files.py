@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.stores.checksums import Checksum
@@ -48,6 +48,8 @@ class StoreFile:
         Of its content, if the store has one.
     whole : callable or None
         Requests the whole file at once, where a web server has it.
+    modified_ns : int or None
+        When it was changed, in nanoseconds since 1970, if the store knows.
     is_plain : bool
         Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
     """
@@ -62,6 +64,7 @@ class StoreFile:
     _key: str = field(repr=False)
     whole: Callable[[], WholeFile] | None = field(default=None, repr=False)
     is_plain: bool = False
+    modified_ns: int | None = None
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes of a range in order. They may end early.
@@ -85,6 +88,11 @@ class StoreFile:
             if chunk is None:
                 return
             yield chunk
+
+
+def nanoseconds(time: datetime | None) -> int | None:
+    """Return a time of a store in nanoseconds since 1970, None for the time 0, which some report if they know none."""
+    return int(time.timestamp() * 1e9) or None if time is not None else None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.stores.checksums import of_etag
 from gpufs.stores.errors import StoreError, retried
-from gpufs.stores.files import StoreFile, open_store, translated
+from gpufs.stores.files import StoreFile, nanoseconds, open_store, translated
 from gpufs.stores.urls import Url, is_safe
 from gpufs.stores.web import WholeFile
 
@@ -115,7 +115,8 @@ def _web_file(url: Url) -> StoreFile:
     # What a server does not report is the time 0. Another query may name another file of the same time.
     time = meta["last_modified"]
     version = meta["e_tag"] or (str(time) if time.timestamp() and not url.has_query else "")
-    return StoreFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "", whole)
+    modified = nanoseconds(None if url.has_query else time)
+    return StoreFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "", whole, modified_ns=modified)
 
 
 def _bucket_file(store: ObjectStore, url: Url) -> StoreFile:
@@ -131,7 +132,8 @@ def _bucket_file(store: ObjectStore, url: Url) -> StoreFile:
 def _of_meta(store: ObjectStore, url: Url, meta: Any) -> StoreFile:
     checksum = of_etag(meta["e_tag"], meta["size"]) if url.scheme == "s3" else None
     etag = meta["e_tag"]
-    return StoreFile(url, url.name, meta["size"], etag, etag or str(meta["last_modified"]), checksum, store, url.key)
+    version, modified = etag or str(meta["last_modified"]), nanoseconds(meta["last_modified"])
+    return StoreFile(url, url.name, meta["size"], etag, version, checksum, store, url.key, modified_ns=modified)
 
 
 def _listed(store: ObjectStore, url: Url) -> list[StoreFile]:
@@ -156,7 +158,7 @@ def _listed(store: ObjectStore, url: Url) -> list[StoreFile]:
 
 
 def _is_there(file: StoreFile) -> bool:
-    return _has(file.store, file.url)
+    return _stored(file.store, file.url) is not None
 
 
 def _has_files_below(store: ObjectStore, url: Url) -> bool:
@@ -166,16 +168,15 @@ def _has_files_below(store: ObjectStore, url: Url) -> bool:
         return any(len(batch) > 0 for batch in obstore.list(store, url.key, chunk_size=1))
 
 
-def exists(url: Url) -> bool:
-    """Return whether an object store has a file."""
-    return _has(open_store(url), url)
+def stored(url: Url) -> StoreFile | None:
+    """Return the file of an object store that has this URL, None if there is none."""
+    return _stored(open_store(url), url)
 
 
-def _has(store: ObjectStore, url: Url) -> bool:
+def _stored(store: ObjectStore, url: Url) -> StoreFile | None:
     try:
-        _bucket_file(store, url)
+        return _bucket_file(store, url)
     except StoreError as error:
         if error.errno == errno.ENOENT:
-            return False
+            return None
         raise
-    return True

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpufs.stores.checksums import Checksum
 from gpufs.stores.errors import StoreError, retried
-from gpufs.stores.files import StoreFile, open_store
+from gpufs.stores.files import StoreFile, nanoseconds, open_store
 from gpufs.stores.urls import Url
 from gpufs.stores.web import WholeFile
 
@@ -76,6 +76,7 @@ def list_files(url: Url) -> list[StoreFile]:
             store,
             "",
             partial(WholeFile, at, headers),
+            modified_ns=nanoseconds(model.last_modified),  # of the latest commit: the file is not newer
         )
         files.append(file)
     return files
