@@ -598,6 +598,7 @@ def test_memory_is_bounded(mount: Mounter, web: WebServer) -> None:
         (("-p", "http://server/a", "ROOT"), "--preserve cannot be used with a URL"),
         (("--fastpath", "require", "http://server/a", "ROOT"), "--fastpath require cannot be used with a URL"),
         (("ROOT/file", "-t", "s3://bucket/a", "-t", "ROOT"), "a URL is the only destination"),
+        (("-T", "s3://bucket/*", "ROOT/new"), "-T takes one SOURCE"),
     ],
     ids=str,
 )

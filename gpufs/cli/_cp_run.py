@@ -47,7 +47,7 @@ class CpOptions(NamedTuple):
     verbose: bool
     json: bool
     progress: bool | None
-    no_target_directory: bool = False
+    exact: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     update: bool = False
@@ -63,18 +63,7 @@ class CpOptions(NamedTuple):
     @property
     def of_trees(self) -> TreeOptions:
         """Those that concern which files are copied."""
-        return TreeOptions(
-            self.recursive,
-            self.dereference,
-            self.preserve,
-            self.no_clobber,
-            self.partial,
-            self.no_target_directory,
-            self.include,
-            self.exclude,
-            self.update,
-            self.dry_run,
-        )
+        return TreeOptions(**{name: getattr(self, name) for name in TreeOptions._fields})
 
 
 def run(names: list[str], directories: list[str], options: CpOptions) -> int:
@@ -89,7 +78,7 @@ def run(names: list[str], directories: list[str], options: CpOptions) -> int:
         raise Failure("cp: -e and --remote-gpufs need a name like HOST:PATH", 2)
     if STREAM in names and kind == "file":
         _check_stream(names, directories, options)
-    if options.no_target_directory and (directories or len(names) > 2):
+    if options.exact and (directories or len(names) > 2):
         raise Failure("cp: -T takes one SOURCE and its DEST, and no -t", 2)
     if len(directories) > 1 and kind != "host":
         _check_several(directories)
@@ -240,7 +229,7 @@ class Run:
 
     def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
         """Copy files of this machine. Errors are printed and collected."""
-        options, exact = self._options, self._options.no_target_directory
+        options, exact = self._options, self._options.exact
         with _targets(sources, ends, follow=not options.recursive, in_directory=in_directory, exact=exact) as named:
             self._run(partial(self._loop.find_files, named), many=options.recursive or len(sources) > 1)
         links = [] if self.cancel.cancelled else self._loop.state.links_without_files()
@@ -253,7 +242,7 @@ class Run:
         """Copy from or to URLs. Errors are printed and collected."""
         from gpufs.copying import store_copy  # other copies need none of it
 
-        options, exact = self._options, self._options.no_target_directory
+        options, exact = self._options, self._options.exact
         with _misuse("--"):
             check_options(options.of_each_copy, "a URL")
         with _misuse():
@@ -261,14 +250,16 @@ class Run:
                 text = "- is standard input or output, and the other name must be a file, not a URL"
                 raise OSError(errno.EINVAL, text)
             urls, target = store_copy.plan(sources, ends)
-        many = options.recursive or len(sources) > 1 or any(url.is_pattern for url in urls)
+        pattern = any(url.is_pattern for url in urls)
+        if exact and pattern:
+            raise Failure("cp: -T takes one SOURCE, and a pattern may name several ([*] stands for the character *)", 2)
+        many = options.recursive or len(sources) > 1 or pattern
         if target is not None:
             into = not exact and (in_directory or target.is_directory or len(sources) > 1)
             self._run(partial(self._loop.find_uploads, sources, target, into=into), many=many)
             return
         names = [url.name for url in urls]
-        in_directory = in_directory or any(url.is_pattern for url in urls)
-        with _targets(names, ends, follow=False, in_directory=in_directory, exact=exact) as named:
+        with _targets(names, ends, follow=False, in_directory=in_directory or pattern, exact=exact) as named:
             bases = [[entry for _, entry in copies] for copies in named]
             self._run(partial(self._loop.find_urls, urls, bases), many=many)
 
@@ -316,10 +307,11 @@ class Run:
             copy = partial(self._copier.copy_to_stream, Entry.of(source), 1)
         with self._running():
             try:
-                outcome: Outcome = copy(progress=self.reporter(source), cancel=self.cancel)
+                self.finished(source, [destination], [copy(progress=self.reporter(source), cancel=self.cancel)])
             except CopyError as error:
-                outcome = error
-            self.finished(source, [destination], [outcome])
+                self.finished(source, [destination], [error])
+            except Exception as error:  # noqa: BLE001 - reported as of other copies
+                self.failed(source, destination, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
 
     def _run(self, find: Callable[[], None], *, many: bool) -> None:
         with self._running():

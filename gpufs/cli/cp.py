@@ -18,7 +18,9 @@ from gpufs.cli._main import complete_directories, complete_files
     shell_complete=complete_directories,
     help="Copy all SOURCEs into DIR. Given more than once, copy to each DIR and read each SOURCE once.",
 )
-@click.option("-T", "--no-target-directory", is_flag=True, help="DEST is the copy itself, not a directory for it.")
+@click.option(
+    "-T", "--no-target-directory", "exact", is_flag=True, help="DEST is the copy itself, not a directory for it."
+)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="Copy directories; symbolic links are copied as links.")
 @click.option("-L", "--dereference", is_flag=True, help="Copy the files that symbolic links lead to, with -r and -a.")
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")

@@ -9,15 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, Protocol
 
 from gpufs import syscalls
-from gpufs.copying.types import CopyError, DaemonDiedCopyError
+from gpufs.copying.types import CopyError, DaemonDiedCopyError, NotOnMountCopyError
 from gpufs.exceptions import DEAD, text_of
 from gpufs.syscalls import path_of
 
+NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
 
@@ -184,22 +185,26 @@ def size_of(file: OpenFile) -> int:
 
 
 def open_destination(
-    entry: Entry, source: os.stat_result, *, mode: int, store: bool, check_device: Callable[[int], None]
+    entry: Entry, source: OpenFile, *, mounts: Container[int], mode: int, readable: bool
 ) -> tuple[int, bool]:
     """The destination, open for writing and not yet emptied; True if it was created. ``entry`` has its directory open.
 
-    ``check_device`` is called with the st_dev of the destination before anything is created or opened. Where it may be,
-    and for a store, it is open for reading too: the engine can then write through a mapping, which several threads can
-    do at once.
+    Nothing is created or opened if no side is on one of the mounts. Where it may be, and for a copy out of a mount, it
+    is open for reading too: the engine can then write through a mapping, which several threads can do at once.
     """
-    access = os.O_RDWR if store else os.O_WRONLY
+
+    def check_mount(device: int) -> None:
+        if source.status.st_dev not in mounts and device not in mounts:
+            raise NotOnMountCopyError(errno.EXDEV, NEITHER, source.entry.path, entry.path)
+
+    access = os.O_RDWR if readable or source.status.st_dev in mounts else os.O_WRONLY
     try:
         for _ in range(_TRIES):
             try:
                 named = open_path(entry)
             except FileNotFoundError:
                 assert entry.directory is not None
-                check_device(os.fstat(entry.directory).st_dev)
+                check_mount(os.fstat(entry.directory).st_dev)
                 flags = access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
                 try:
                     return os.open(entry.name, flags, mode, dir_fd=entry.directory), True
@@ -209,8 +214,8 @@ def open_destination(
                     continue  # another process has just created it
             try:
                 status = os.fstat(named)
-                check_device(status.st_dev)
-                if os.path.samestat(status, source):
+                check_mount(status.st_dev)
+                if os.path.samestat(status, source.status):
                     raise CopyError(errno.EINVAL, "is the same file as the source", entry.path)
                 if stat.S_ISDIR(status.st_mode):
                     raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", entry.path)

@@ -16,7 +16,7 @@ from gpufs.copying import entries
 from gpufs.copying.data import DataCopy
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.space import SpaceCheck, data_bytes, shortage
-from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, NotOnMountCopyError, error_class
+from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, error_class
 from gpufs.exceptions import text_of
 from gpufs.mounting import MountEntry, MountTable, place_of
 from gpufs.new_file import remove_name
@@ -27,7 +27,6 @@ Mounts = dict[int, list[MountEntry]]  # by st_dev
 
 # Up to this size one read and one write are faster than a request to the daemon.
 SMALL_BYTES: Final = 128 << 10
-_NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 # Failures of the destination alone.
 _DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
@@ -105,18 +104,11 @@ class CopyJob:
         cancel: Cancellation | None = None,
     ) -> CopyJob:
         """Open the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
-        mounts = context.mounts()
-
-        def check_device(device: int) -> None:
-            if source.status.st_dev not in mounts and device not in mounts:
-                raise NotOnMountCopyError(errno.EXDEV, _NEITHER, source.entry.path, destination.path)
-
         # With its final mode only once it has its final owner.
         allowed = 0o700 if context.options.preserve else 0o777
         mode = 0o666 if stream else stat.S_IMODE(source.status.st_mode) & allowed
-        store = readable or source.status.st_dev in mounts
         fd, created = entries.open_destination(
-            destination, source.status, mode=mode, store=store, check_device=check_device
+            destination, source, mounts=context.mounts(), mode=mode, readable=readable
         )
         try:
             end = OpenFile(destination, fd, os.fstat(fd))
@@ -225,7 +217,7 @@ class CopyJob:
         elif source in self._mounts and source == destination:
             self._data.by_kernel()
         elif source not in self._mounts and destination not in self._mounts:
-            raise OSError(errno.EXDEV, _NEITHER)  # a directory was replaced after it was opened
+            raise OSError(errno.EXDEV, entries.NEITHER)  # a directory was replaced after it was opened
         elif (source in self._mounts and destination in self._mounts) or self._is_small():
             self._data.through_mount()
         else:

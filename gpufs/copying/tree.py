@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.entries import Attributes, Entry, open_path, preserve
+from gpufs.copying.entries import NEITHER, Attributes, Entry, open_path, preserve
 from gpufs.copying.types import TreeOptions
 from gpufs.copying.walk import Folder, Step
 from gpufs.syscalls import path_of
@@ -277,7 +277,7 @@ class FileTree:
             return
         checked_later = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # by the copier
         if not checked_later and not _on_a_mount(status.st_dev, self._base):
-            raise OSError(errno.EXDEV, "neither of them is on a gpufs mount: use cp")
+            raise OSError(errno.EXDEV, NEITHER)
         if step.kind == "enter" and _is_inside(self._base.path, step.path):
             raise OSError(errno.EINVAL, _INTO_ITSELF)
 
