@@ -14,13 +14,13 @@ def lazy(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[st
     package
         The package's ``globals()``, which keep what has been loaded.
     modules
-        The module of the package that has each name.
+        The module of the package that has each name; with a dot before it, one beside the package.
     """
 
     def load(name: str) -> object:
         if name not in modules:
             raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
-        value: object = getattr(importlib.import_module(f"{package['__name__']}.{modules[name]}"), name)
+        value: object = getattr(importlib.import_module(f".{modules[name]}", str(package["__name__"])), name)
         package[name] = value
         return value
 

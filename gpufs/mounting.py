@@ -9,7 +9,7 @@ import os
 import re
 import select
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
 
@@ -192,6 +192,23 @@ def absolute(path: str) -> str:
         return parent
     candidate = os.path.join(os.path.realpath(parent), name)
     return candidate if entry_of(candidate) is not None else os.path.realpath(path)
+
+
+def place_of(fd: int, mounts: Sequence[MountEntry]) -> str:
+    """What holds an open file: a directory of the mount, such as gpu0, or the mountpoint of the host's file system.
+
+    "" if that is not known.
+    """
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    for mount in mounts:
+        if path.startswith(mount.mountpoint.rstrip("/") + "/"):
+            inside = mount.root + "/" + path.removeprefix(mount.mountpoint)
+            return next(filter(None, inside.split("/")), "")
+    if mounts or not os.path.isabs(path):
+        return ""
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _open_device() -> int:

@@ -118,6 +118,11 @@ def umount2(target: bytes, flags: int) -> None:
     _check(_libc.umount2(target, flags))
 
 
+def path_of(fd: int) -> str:
+    """A path that means what a descriptor of this process means, of whatever kind it is."""
+    return f"/proc/self/fd/{fd}"
+
+
 def close_all(descriptors: Iterable[int]) -> None:
     """Closes descriptors, whatever close(2) returns. May block as their file systems do."""
     for fd in descriptors:

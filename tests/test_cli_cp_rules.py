@@ -1,12 +1,15 @@
 """`gpufs cp` beside cp(1): the same command line makes the same tree, or fails where cp fails."""
 
+import json
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 
 import pytest
-from support.cli import user_gpufs
+from support.cli import gpufs, user_gpufs
+from support.data import SELECTED, SELECTION, files_below, make_model
 from support.mounting import GPUFS
 from support.processes import NOBODY, plain_user, run
 
@@ -116,6 +119,14 @@ SAME = [
     "-aL #to-t @/new",
     "-rL #t @/dir",
     "-rLn #linked/. @/t2",
+    "-T #f @/new",
+    "-T #f @/link",
+    "-T #f @/dir",
+    "-T #f @/to-dir",
+    "-rT #t @/new",
+    "-rT #t @/t2",
+    "-rT #t @/file",
+    "-aT #t/a @/none/x",
 ]
 
 
@@ -219,3 +230,56 @@ def test_unreadable_files_are_reported_and_the_others_copied(root: Path, tmp_pat
     assert done.returncode == 1
     assert sorted(line.rpartition(": ")[0].rpartition("/")[2] for line in done.stderr.splitlines()) == ["b", "closed"]
     assert {path.name for path in (root / "t").iterdir() if path.is_file()} == {"a", "c"}
+
+
+def counts(*words: object) -> tuple[int, int]:
+    """Run a copy; how many files it has copied and skipped."""
+    found = json.loads(gpufs("cp", "--json", *words).stdout)
+    return found["files"], found["skipped"]
+
+
+def test_include_and_exclude(root: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    gpufs("cp", "-rT", tmp_path / "model", root / "model", *SELECTION)
+    assert files_below(root / "model") == SELECTED
+    assert not (root / "model/original").exists()
+    gpufs("cp", tmp_path / "model/notes.txt", root, *SELECTION)  # what is named is copied
+    assert (root / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("words", [["-t", "@", "#f"], ["#f", "#empty", "@"]])
+def test_a_name_that_is_the_copy_itself_has_one_source(root: Path, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "source").mkdir()
+    make_source(tmp_path / "source")
+    given = [word.replace("#", f"{tmp_path}/source/").replace("@", str(root)) for word in words]
+    assert copy_here(["-T", *given]) == 2
+    assert os.listdir(root) == []
+
+
+def test_update_copies_what_has_changed(root: Path, tmp_path: Path) -> None:
+    source, copy = tmp_path / "model", root / "model"
+    make_model(source)
+    assert counts("-rT", source, copy) == (8, 0)
+    assert counts("-rTu", source, copy) == (0, 8)
+    later = time.time() + 60
+    os.utime(source / "a.safetensors", (later, later))
+    (source / "c.bin").write_text("another size")
+    os.utime(source / "c.bin", (0, 0))  # older, but not what was copied
+    assert counts("-rTu", source, copy) == (2, 6)
+    assert (copy / "c.bin").read_text() == "another size"
+    assert counts("-aTu", source, root / "kept") == (8, 0)
+    assert counts("-aTu", source, root / "kept") == (0, 8)
+
+
+def test_a_dry_run_changes_nothing(root: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    make_model(source)
+    done = gpufs("cp", "-r", "--dry-run", source, root, *SELECTION)
+    wanted = [f"{source / name} -> {root / 'model' / name}: {len(name)} B" for name in SELECTED]
+    assert sorted(done.stdout.splitlines()) == wanted
+    assert os.listdir(root) == []
+    gpufs("cp", "-r", source, root)
+    (source / "notes.txt").write_text("more notes")
+    assert counts("-ru", "--dry-run", source, root) == (1, 7)
+    assert counts("-rn", "--dry-run", source, root) == (0, 8)
+    assert (root / "model/notes.txt").read_text() == "notes.txt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,34 @@ def test_a_destination_that_fails_does_not_stop_the_others(three: GpufsMount, mo
 
 def test_what_several_destinations_do_not_take(three: GpufsMount, model: Path, host: Path) -> None:
     words = to_all(three)
-    fails(2, "cp", "-r", host, *words)
     fails(2, "cp", model, words[0], words[0] + "/.")
     fails(2, "cp", "-", *words)
     fails(1, "cp", model, words[0], f"--target-directory={three.path}/gpu9")
     assert len(fails(1, "cp", host, *words).splitlines()) == 1  # a directory, without -r
     assert not any(os.listdir(device) for device in devices(three))
+
+
+def test_directories_go_to_each(three: GpufsMount, model: Path, host: Path) -> None:
+    """Each file is read once, and a directory that cannot be made at one of them does not stop the others."""
+    tree = host / "tree"
+    (tree / "sub").mkdir(parents=True, mode=0o711)
+    model.rename(tree / "sub/model")
+    (tree / "link").symlink_to("sub/model")
+    before = read_from_host(three)
+    gpufs("cp", "-r", tree, *to_all(three))
+    assert read_from_host(three) - before == SIZE
+    for device in devices(three):
+        assert_same((device / "tree/sub/model").read_bytes(), noise(SIZE))
+        assert os.readlink(device / "tree/link") == "sub/model"
+        assert (device / "tree/sub").stat().st_mode & 0o777 == 0o711
+    first, *others = devices(three)
+    shutil.rmtree(first / "tree/sub")
+    (first / "tree/sub").write_bytes(b"a file")
+    (tree / "sub/model").write_bytes(noise(SIZE, 3))
+    line = fails(1, "cp", "-r", tree, *to_all(three))
+    assert str(first / "tree/sub") in line
+    for device in others:
+        assert_same((device / "tree/sub/model").read_bytes(), noise(SIZE, 3))
 
 
 def test_without_the_option_the_last_name_alone_is_the_destination(three: GpufsMount, model: Path) -> None:
@@ -202,5 +225,7 @@ def test_the_commands_of_the_how_to_page(mount: Mounter, host: Path) -> None:
     for command in commands:
         run("bash", "-euc", command.replace("/mnt/gpufs", str(four.path)), cwd=host, env=environment)
     for number in range(4):
-        found = {path.name: path.read_bytes() for path in (four.path / f"gpu{number}").iterdir()}
-        assert found == {name: noise(MIB, size) for name, size in (("model.safetensors", 17), ("a", 7), ("b", 7))}
+        device = four.path / f"gpu{number}"
+        found = {str(path.relative_to(device)): path.read_bytes() for path in device.rglob("*") if path.is_file()}
+        sizes = {"model.safetensors": 17, "a": 7, "b": 7, "model/a": 7, "model/b": 7}
+        assert found == {name: noise(MIB, size) for name, size in sizes.items()}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import fails, gpufs, user_gpufs
-from support.data import MIB, assert_same, noise
+from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, make_model, noise
 from support.mounting import GPUFS, REPOSITORY, Mounter, Session
 from support.processes import NOBODY, PATIENCE, run, wait_until
 from test_remote import left, refused
@@ -132,6 +132,32 @@ def test_between_network_namespaces(mount: Mounter) -> None:
     finally:
         for namespace in (blue, green):
             run("ip", "netns", "delete", namespace)
+
+
+def test_trees_by_name_and_in_part(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    """-T, --include and --exclude, there and back."""
+    make_model(host / "model")
+    for path in (root / "there", host / "back"):
+        path.mkdir()
+    gpufs("cp", *remote, "-rT", host / "model", f"node:{root}/there", *SELECTION)
+    assert files_below(root / "there") == SELECTED
+    gpufs("cp", *remote, "-rT", f"node:{root}/there", host / "back", "--exclude", "sub")
+    assert files_below(host / "back") == ["a.safetensors"]
+    assert "directory" in refused("-T", *remote, host / "model/notes.txt", f"node:{root}/there")
+
+
+def test_update(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    make_model(host / "model")
+    for source, named, copy in (
+        (host / "model", host / "model", f"node:{root}/all"),
+        (root / "all", f"node:{root}/all", host / "back"),
+    ):
+        for skipped in (0, 8, 7):
+            found = json.loads(gpufs("cp", *remote, "-rTu", "--json", named, copy).stdout)
+            assert (found["files"], found["skipped"]) == (8 - skipped, skipped)
+            if skipped == 8:
+                (source / "c.bin").write_text("another size")
+    assert "dry-run" in gpufs("cp", *remote, "--dry-run", f"node:{root}/all/c.bin", host, check=False).stderr
 
 
 def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
@@ -454,6 +480,14 @@ def test_a_machine_that_passes_nothing_on(root: Path, tmp_path: Path) -> None:
     assert "install the same gpufs on all" in refused(*shell, root / "file", "-t", "a:x", "-t", "b:y")
 
 
+def test_a_machine_that_selects_nothing(root: Path, tmp_path: Path) -> None:
+    """An older gpufs would copy all, or into the directory."""
+    shell = fake(tmp_path, before="hello.selects = False")
+    (root / "file").write_bytes(b"x")
+    for words in (("-T", root / "file", "a:x"), ("-r", "--exclude", "x", "a:x", root)):
+        assert "install the same gpufs on all" in refused(*shell, *words)
+
+
 # ---- NIXL ----
 
 LARGE = 1 << 30  # NIXL is asked from this size on
@@ -732,9 +766,9 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
 
 FAKE = """
 import sys
-from gpufs.nodes.channel import Channel
-from gpufs.nodes.messages import *
-from gpufs.nodes.peer import GREETING, our_hello
+from gpufs.hosts.channel import Channel
+from gpufs.hosts.messages import *
+from gpufs.hosts.peer import GREETING, our_hello
 channel = Channel(0, 1, silence=30)
 channel.write_line(GREETING)
 attributes = Attributes(0o100644, 0, 0, 0, 0)
@@ -905,9 +939,9 @@ def test_a_peer_names_no_command(tmp_path: Path) -> None:
         tmp_path / "client.py",
         f"""
 import subprocess, msgspec
-from gpufs.nodes.channel import Channel
-from gpufs.nodes.messages import Done, Finished, Plan
-from gpufs.nodes.peer import our_hello
+from gpufs.hosts.channel import Channel
+from gpufs.hosts.messages import Done, Finished, Plan
+from gpufs.hosts.peer import our_hello
 class Request(msgspec.Struct, tag=True):
     sends: bool
     sources: list[bytes]

@@ -375,7 +375,7 @@ def test_a_limit_of_threads(root: Path, web: WebServer, tmp_path: Path, threads:
     code = f"""#!{sys.executable}
 import threading
 from gpufs.cli import main
-from gpufs.remote.waiting import Workers
+from gpufs.stores.waiting import Workers
 left, start = {threads}, threading.Thread.start
 def limited(thread):
     global left
@@ -598,6 +598,7 @@ def test_memory_is_bounded(mount: Mounter, web: WebServer) -> None:
         (("-p", "http://server/a", "ROOT"), "--preserve cannot be used with a URL"),
         (("--fastpath", "require", "http://server/a", "ROOT"), "--fastpath require cannot be used with a URL"),
         (("ROOT/file", "-t", "s3://bucket/a", "-t", "ROOT"), "a URL is the only destination"),
+        (("-T", "s3://bucket/*", "ROOT/new"), "-T takes one SOURCE"),
     ],
     ids=str,
 )

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 from support.cli import gpufs
-from support.data import MIB, assert_same, noise
+from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, make_model, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Session
 from support.processes import PATIENCE, shell, wait_until
 from support.stores import PART, S3, Model, s3_server, web_server
 from test_remote import left, refused
 
 import gpufs as package
-from gpufs.remote.checksums import Verification, of_etag
+from gpufs.stores.checksums import Verification, of_etag
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +262,44 @@ def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch
     for device in ("gpu0", "gpu1"):
         for name in ("a.safetensors", "config.json", "model.safetensors"):
             (shared_mount.path / device / name).unlink(missing_ok=True)
+
+
+def test_trees_by_name_and_in_part(root: Path, s3: S3) -> None:
+    """-T, --include and --exclude, up and down, and a tree to two destinations."""
+    make_model(root / "model")
+    gpufs("cp", "-rT", root / "model", "s3://models/copy", *SELECTION)
+    assert keys(s3) == [f"copy/{name}" for name in SELECTED]
+    (root / "back").mkdir()
+    gpufs("cp", "-rT", "s3://models/copy", root / "back", "--exclude", "sub")
+    assert files_below(root / "back") == ["a.safetensors"]
+    for name in ("one", "two"):
+        (root / name).mkdir()
+    gpufs("cp", "-r", "s3://models/copy", "-t", root / "one", "-t", root / "two")
+    for name in ("one", "two"):
+        assert files_below(root / name / "copy") == SELECTED
+    assert "directory" in refused("-T", root / "model/notes.txt", "s3://models/copy/")
+    assert "directory" in refused("-T", "s3://models/copy/a.safetensors", root / "one")
+
+
+def test_update_and_dry_run(root: Path, s3: S3) -> None:
+    make_model(root / "model")
+
+    def counts(*words: object) -> tuple[int, int]:
+        found = json.loads(gpufs("cp", "--json", *words).stdout)
+        return found["files"], found["skipped"]
+
+    up, down = (root / "model", "s3://models/copy"), ("s3://models/copy", root / "back")
+    assert counts("-rT", "--dry-run", *up) == (8, 0)
+    assert keys(s3) == []
+    assert counts("-rTu", *up) == (8, 0)
+    assert counts("-rTu", *up) == (0, 8)
+    assert counts("-rT", "--dry-run", *down) == (8, 0)
+    assert not (root / "back").exists()
+    assert counts("-rTu", *down) == (8, 0)
+    assert counts("-rTu", *down) == (0, 8)
+    for changed in (root / "model/c.bin", root / "back/c.bin"):
+        changed.write_text("another size")
+    assert counts("-rTu", *up) == (1, 7)
+    os.utime(root / "back/notes.txt", (0, 0))
+    os.utime(root / "back/c.bin", (0, 0))
+    assert counts("-rTu", *down) == (2, 6)

@@ -55,7 +55,7 @@ def test_cp_loads_nothing_that_it_does_not_need(root: Path, host: Path, size: in
 def test_questions_load_no_engine(shared_mount: GpufsMount, command: str) -> None:
     # Lines about other mounts do not count: the statistics of those that do not answer are read.
     words = [command] if command == "--version" else [command, shared_mount.path]
-    assert not loaded_by(*words) & (HEAVY | {"msgspec", "pathlib", "gpufs.client._copy", "gpufs.statistics"})
+    assert not loaded_by(*words) & (HEAVY | {"msgspec", "pathlib", "gpufs.copying", "gpufs.statistics"})
 
 
 def test_the_first_load_file_of_a_program_loads_no_modules(root: Path) -> None:
@@ -77,4 +77,4 @@ print(*sorted(name for name in sys.modules if name.startswith("gpufs.")))
     assert done.returncode == 0, done.stderr
     later, ours = done.stdout.splitlines()
     assert later == ""
-    assert not {"gpufs.config", "gpufs.formats.layout", "gpufs.client._copy"} & set(ours.split())
+    assert not {"gpufs.config", "gpufs.formats.layout", "gpufs.copying"} & set(ours.split())

@@ -1,4 +1,4 @@
-"""One run of `gpufs cp`: threads copy the files that the walk finds; results are printed and collected."""
+"""One run of `gpufs cp`: its options, signals, the progress line, and what it prints."""
 
 from __future__ import annotations
 
@@ -9,101 +9,91 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpufs import mounting
-from gpufs.cli._cp_options import CpOptions
-from gpufs.cli._cp_walk import Item, Walk, check_space, targets
 from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
-from gpufs.client._copy_types import STREAM, Outcome, check_options
-from gpufs.client._ends import Entry
+from gpufs.copying.entries import Entry, find_targets, kind_of
+from gpufs.copying.loop import TreeCopy
+from gpufs.copying.types import STREAM, CopyOptions, Fastpath, Outcome, TreeOptions, check_options
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
 
 if TYPE_CHECKING:
-    from gpufs.cli._cp_nodes import NodeNames
-    from gpufs.cli._cp_remote import RemoteNames, Task
-    from gpufs.client._node_reports import Sink
-
-_QUEUED_FILES: Final = 64  # the directories of queued files are open
-_REFRESH: Final = 0.1
-# Time for an interrupted copy to leave a consistent destination. Longer than a connection waits for a daemon.
-_INTERRUPT_SECONDS: Final = 10.0
+    pass
 
 
-def copy(names: list[str], directories: list[str], options: CpOptions) -> int:
+class CpOptions(NamedTuple):
+    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal.
+
+    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs.
+    """
+
+    recursive: bool
+    dereference: bool
+    preserve: bool
+    archive: bool
+    no_clobber: bool
+    partial: bool
+    verify: bool
+    fsync: bool
+    jobs: int
+    fastpath: Fastpath
+    verbose: bool
+    json: bool
+    progress: bool | None
+    exact: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    update: bool = False
+    dry_run: bool = False
+    shell: str | None = None
+    remote_gpufs: str | None = None
+
+    @property
+    def of_each_copy(self) -> CopyOptions:
+        """Those that concern single files."""
+        return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)
+
+    @property
+    def of_trees(self) -> TreeOptions:
+        """Those that concern which files are copied."""
+        return TreeOptions(**{name: getattr(self, name) for name in TreeOptions._fields})
+
+
+def run(names: list[str], directories: list[str], options: CpOptions) -> int:
     """Run the command and return its exit code. Raise Failure if no copy can start.
 
     ``directories``: where all names are copied to; without any, the last name is the destination.
     """
-    remote = nodes = None
-    given = [*names, *directories]
     if options.archive:
         options = options._replace(recursive=True, preserve=True)
-    if any("://" in name for name in given):
-        from gpufs.cli import _cp_remote  # other copies need none of it
-
-        if _cp_remote.has_url(given):
-            with _misuse("--"):
-                check_options(options.of_each_copy, "a URL")
-            with _misuse():
-                remote = _cp_remote.RemoteNames(names, directories, options)
-    if remote is None and any(":" in name for name in given):
-        from gpufs.nodes.names import is_node_name
-
-        if any(map(is_node_name, given)):
-            from gpufs.cli import _cp_nodes
-
-            with _misuse("--"):
-                check_options(options.of_each_copy, "HOST:PATH")
-            with _misuse():
-                nodes = _cp_nodes.NodeNames(names, directories, options)
-    if nodes is None and (options.shell is not None or options.remote_gpufs is not None):
+    kind = kind_of([*names, *directories])
+    if kind != "host" and (options.shell is not None or options.remote_gpufs is not None):
         raise Failure("cp: -e and --remote-gpufs need a name like HOST:PATH", 2)
-    if STREAM in names:
+    if STREAM in names and kind == "file":
         _check_stream(names, directories, options)
-    if len(directories) > 1 and nodes is None:
-        _check_several(directories, options)
-    with Copier(
-        fastpath=options.fastpath,
-        fsync=options.fsync,
-        verify=options.verify,
-        preserve=options.preserve,
-        partial=options.partial,
-        notice=_complain,
-    ) as copier:
+    if options.exact and (directories or len(names) > 2):
+        raise Failure("cp: -T takes one SOURCE and its DEST, and no -t", 2)
+    if len(directories) > 1 and kind != "host":
+        _check_several(directories)
+    sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
+    with ExitStack() as opened:
+        copier = opened.enter_context(Copier(**options.of_each_copy._asdict(), notice=_complain))
         run = Run(copier, options)
-        if remote is not None:
-            run.copy_remote(remote, options.jobs if remote.many else 1)
-        elif nodes is not None:
-            run.copy_nodes(nodes)
+        if kind == "url":
+            run.copy_urls(sources, ends, in_directory=bool(directories))
+        elif kind == "host":
+            run.copy_hosts(sources, ends, in_directory=bool(directories))
         elif STREAM in names:
             run.copy_stream(*names)
         else:
-            sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
-            with ExitStack() as opened:
-                named = [
-                    opened.enter_context(
-                        targets(sources, end, follow=not options.recursive, directory=bool(directories))
-                    )
-                    for end in ends
-                ]
-                many = options.recursive or len(sources) > 1 or len(ends) > 1
-                if many and not options.partial:
-                    for of_directory in named:
-                        try:
-                            check_space(copier, of_directory, run.cancel, options)
-                        except OSError as error:
-                            place = os.path.dirname(of_directory[0][1].path) or "."
-                            run.report("", place, error.errno or errno.EIO, text_of(error))
-                if not run.errors:
-                    run.copy(named, options.jobs if options.recursive or len(sources) > 1 else 1)
+            run.copy_files(sources, ends, in_directory=bool(directories))
     if options.json:
         print(json_text(run.summary()))
         sys.stdout.flush()
@@ -126,11 +116,33 @@ def _misuse(prefix: str = "") -> Iterator[None]:
         raise Failure(f"cp: {named}{prefix}{error.strerror}", 2) from None
 
 
+@contextmanager
+def _targets(
+    sources: Sequence[str], ends: Sequence[str], *, follow: bool, in_directory: bool, exact: bool
+) -> Iterator[list[list[tuple[str, Entry]]]]:
+    """Find the copies of the sources at each destination, by the rules of cp(1). Failure if they allow none.
+
+    Destination directories stay open until the context ends. ``follow``: write through a symbolic link.
+    """
+    if not all(sources) or not all(ends):
+        raise Failure("cp: an empty name is given where a file belongs", 2)
+    with ExitStack() as opened:
+        named = []
+        for end in ends:
+            try:
+                found = find_targets(sources, end, follow=follow, directory=in_directory, exact=exact)
+                named.append(opened.enter_context(found))
+            except OSError as error:
+                raise Failure(f"cp: {end}: {text_of(error)}") from None
+        yield named
+
+
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
     """Raise Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
     unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
+    unfit += ["include", "exclude", "update", "dry_run"]
     unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if getattr(options, name):
@@ -139,11 +151,8 @@ def _check_stream(names: list[str], directories: list[str], options: CpOptions) 
         raise Failure("cp: --fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
 
 
-def _check_several(directories: list[str], options: CpOptions) -> None:
-    """Raise Failure for what cannot be copied to several directories."""
-    if options.recursive:
-        text = "-r copies to one directory: copy its files to several (DIR/*), or copy the directory from GPU to GPU"
-        raise Failure(f"cp: {text} afterwards", 2)
+def _check_several(directories: list[str]) -> None:
+    """Raise Failure for directories that are one."""
     paths = [os.path.realpath(directory) for directory in directories]
     twice = [directory for place, directory in enumerate(directories) if paths[place] in paths[:place]]
     if twice:
@@ -192,44 +201,24 @@ def _is_mount_root(path: str) -> bool:
     return any(entry.mountpoint == path for entries in mounting.by_device().values() for entry in entries)
 
 
-def _outcomes(copy: Callable[..., CopyResult]) -> Callable[..., list[Outcome]]:
-    """Return a copy whose outcome is a list, as that of a copy to several destinations."""
-
-    def work(**options: Any) -> list[Outcome]:
-        try:
-            return [copy(**options)]
-        except CopyError as error:
-            return [error]
-
-    return work
-
-
 class Run:
-    """One run of the command."""
+    """One run of the command, and what copies report to."""
 
     def __init__(self, copier: Copier, options: CpOptions) -> None:
         self._copier = copier
-        self._verbose = options.verbose
+        self._options = options
         self._streaming = False  # this thread copies, and may wait for a pipe
         self._lines = sys.stderr if options.json else sys.stdout  # of --verbose: JSON is alone on standard output
         show_progress = sys.stderr.isatty() if options.progress is None else options.progress
         self._bar = ProgressLine() if show_progress else None
         self.cancel = Cancellation()
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._items: list[Item] = []  # of the source that the walk is at
-        self._destinations = 1
-        self._lock = threading.Lock()  # guards the next four
+        self._loop = TreeCopy(copier, options.of_trees, self.cancel, self)
+        self._lock = threading.Lock()  # guards the next five
         self._total = 0  # bytes of the files found so far
         self._done = 0  # bytes of the files that have ended
         self._moved: dict[str, int] = {}  # bytes of the files in progress, by source
         self._current = ""  # for the progress line
-        self._walk = Walk(
-            self.cancel,
-            options,
-            found=self._found,
-            warn=lambda text: self._print(f"gpufs cp: warning: {text}", sys.stderr),
-            report=self.report,
-        )
+        self._skipped = 0
         self._began = time.monotonic()
         self._seconds = 0.0
         self.signal: int | None = None
@@ -238,119 +227,75 @@ class Run:
         self.output_error: OSError | None = None  # of standard output
         self._ending: OSError | None = None  # what ended the copy between machines
 
-    def copy(self, named: list[list[tuple[str, Entry]]], jobs: int) -> None:
-        """Copy everything. Errors are printed and collected. ``named``: the sources for each destination."""
-        self._destinations = len(named)
-        with self._running():
-            workers = self._start(jobs)
-            for ends in zip(*named, strict=True):
-                before = len(self.errors)
-                for source, destination in ends:
-                    self._walk.find(source, destination)
-                    if len(self.errors) > before and not self._items and len(ends) > 1:
-                        break  # the others would fail alike
-                if self._items:
-                    self._put(partial(self._copy_items, self._items))
-                    self._items = []
-            for _ in workers:
-                self._put(None)
-            self._wait(workers)
-        self._warn_of_links()
-
-    def _warn_of_links(self) -> None:
-        """Report which links were copied without the files that they lead to."""
-        links = [] if self.cancel.cancelled else self._walk.links_without_files()
+    def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
+        """Copy files of this machine. Errors are printed and collected."""
+        options, exact = self._options, self._options.exact
+        with _targets(sources, ends, follow=not options.recursive, in_directory=in_directory, exact=exact) as named:
+            self._run(partial(self._loop.find_files, named), many=options.recursive or len(sources) > 1)
+        links = [] if self.cancel.cancelled else self._loop.state.links_without_files()
         if links:
             others = f" and {len(links) - 1} others" if len(links) > 1 else ""
             verb = "are links whose files were" if others else "is a link whose file was"
-            text = f"{links[0]}{others} {verb} not copied: -L copies files instead of links"
-            self._print(f"gpufs cp: warning: {text}", sys.stderr)
+            self.warned(f"{links[0]}{others} {verb} not copied: -L copies files instead of links")
 
-    def copy_remote(self, names: RemoteNames, jobs: int) -> None:
+    def copy_urls(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
         """Copy from or to URLs. Errors are printed and collected."""
+        from gpufs.copying import store_copy  # other copies need none of it
 
-        def find(plan: Callable[..., list[Task]]) -> None:
-            try:
-                tasks = plan(self.cancel, self.report, self._walk.skip)
-                self._total = sum(task.size * len(task.destinations) for task in tasks)
-                for task in tasks:
-                    self._put(partial(self._copy, task.source, task.destinations, task.copy))
-            except Exception as error:  # noqa: BLE001 - the workers must end
-                self.report("", None, errno.EIO, f"{type(error).__name__}: {error}")
-            finally:
-                for _ in range(jobs):
-                    self._put(None)
+        options, exact = self._options, self._options.exact
+        with _misuse("--"):
+            check_options(options.of_each_copy, "a URL")
+        with _misuse():
+            if STREAM in (*sources, *ends):
+                text = "- is standard input or output, and the other name must be a file, not a URL"
+                raise OSError(errno.EINVAL, text)
+            urls, target = store_copy.plan(sources, ends)
+        pattern = any(url.is_pattern for url in urls)
+        if exact and pattern:
+            raise Failure("cp: -T takes one SOURCE, and a pattern may name several ([*] stands for the character *)", 2)
+        many = options.recursive or len(sources) > 1 or pattern
+        if target is not None:
+            into = not exact and (in_directory or target.is_directory or len(sources) > 1)
+            self._run(partial(self._loop.find_uploads, sources, target, into=into), many=many)
+            return
+        names = [url.name for url in urls]
+        with _targets(names, ends, follow=False, in_directory=in_directory or pattern, exact=exact) as named:
+            bases = [[entry for _, entry in copies] for copies in named]
+            self._run(partial(self._loop.find_urls, urls, bases), many=many)
 
-        with names.planned(self._copier) as plan, self._running():
-            # A store may be slow to answer: this thread must see signals.
-            finder = threading.Thread(target=find, args=(plan,), daemon=True)
-            finder.start()
-            workers = self._start(jobs)
-            while finder.is_alive() and not self.cancel.cancelled:
-                finder.join(_REFRESH)
-                self._refresh()
-            if self.cancel.cancelled:  # the finder may still wait for the store
-                for _ in workers:
-                    self._queue.put(None)
-            self._wait(workers)
-
-    def copy_nodes(self, names: NodeNames) -> None:
+    def copy_hosts(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
         """Copy from or to another machine. Errors are printed and collected."""
+        from gpufs.copying import host_copy
+
+        options = self._options
+        with _misuse("--"):
+            check_options(options.of_each_copy, "HOST:PATH")
+            if options.dry_run:
+                raise OSError(errno.EINVAL, "dry-run cannot be used with HOST:PATH: the other machine decides")
+        with _misuse():
+            route = host_copy.Route(sources, ends, shell=options.shell or "", program=options.remote_gpufs or "")
+        request = host_copy.new_request(options.of_each_copy, options.of_trees, in_directory=in_directory)
         try:
             # Before the progress line, which would overwrite a question of ssh.
-            with names.connected(self._copier, self.cancel) as copy:
-                with self._running():
-                    self._put(partial(self._copy_between, copy))
-                    self._put(None)
-                    self._wait(self._start(1))
+            with route.connected(self.cancel, complain) as copy:
+                between = partial(self._copy_between, partial(copy, self._copier.context, request, self))
+                self._run(partial(self._loop.put, between), many=False)
                 if self._ending is not None:
                     raise self._ending
         except OSError as error:
             if self.cancel.cancelled:
-                self.report("", None, errno.ECANCELED, "interrupted: nothing is left of the incomplete file")
+                text = "interrupted: nothing is left of the incomplete file"
+                self.failed("", None, OSError(errno.ECANCELED, text))
             else:
-                self.report("", None, error.errno or errno.EIO, f"{error.filename}: {text_of(error)}")
+                self.failed("", None, OSError(error.errno, f"{error.filename}: {text_of(error)}"))
 
-    def _copy_between(self, copy: Callable[[Sink], None]) -> None:
+    def _copy_between(self, copy: Callable[[], None]) -> None:
         try:
-            copy(self)
+            copy()
         except OSError as error:
             self._ending = error
         except Exception as error:  # noqa: BLE001 - reported as of other threads
-            self.report("", None, errno.EIO, f"{type(error).__name__}: {error}")
-
-    def planned(self, size: int) -> None:
-        """Of a copy between machines: how many bytes there are."""
-        with self._lock:
-            self._total += size
-
-    def moved(self, source: str, count: int) -> None:
-        """Of a copy between machines: how many bytes of a file have been copied."""
-        with self._lock:
-            self._current = source
-            self._moved[source] = count
-
-    def noticed(self, text: str) -> None:
-        """Of a copy between machines: a line for the user."""
-        self._print(f"gpufs cp: {text}", sys.stderr)
-
-    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        """Of a copy between machines: what became of a file. None if it was skipped."""
-        with self._lock:
-            if hop == 0:  # the others are not counted
-                self._moved.pop(source, None)
-                self._done += outcome.bytes if isinstance(outcome, CopyResult) else 0
-        if outcome is None:
-            self._walk.skip()
-        elif isinstance(outcome, CopyResult):
-            self._copied(outcome)
-        else:
-            self._failed(str(outcome.filename), outcome.filename2, outcome)
-
-    def lost(self, hop: int, error: CopyError) -> None:
-        """Of a copy between machines: one of a chain has failed."""
-        if not self.cancel.cancelled:
-            self._failed(str(error.filename), None, error)
+            self.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
 
     def copy_stream(self, source: str, destination: str) -> None:
         """Copy standard input to a file, or a file to standard output, on this thread."""
@@ -361,7 +306,19 @@ class Run:
             self._lines = sys.stderr
             copy = partial(self._copier.copy_to_stream, Entry.of(source), 1)
         with self._running():
-            self._copy(source, [destination], _outcomes(copy))
+            try:
+                self.finished(source, [destination], [copy(progress=self.reporter(source), cancel=self.cancel)])
+            except CopyError as error:
+                self.finished(source, [destination], [error])
+            except Exception as error:  # noqa: BLE001 - reported as of other copies
+                self.failed(source, destination, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+
+    def _run(self, find: Callable[[], None], *, many: bool) -> None:
+        with self._running():
+            try:
+                self._loop.run(find, self._options.jobs if many else 1)
+            except OSError as error:
+                raise Failure(f"cp: {error.strerror}") from None
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -373,34 +330,13 @@ class Run:
         }
         try:
             yield
-            self._refresh()
+            self.tick()
         finally:
             if self._bar is not None:
                 self._bar.end()
             self._seconds = time.monotonic() - self._began
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-    def _start(self, jobs: int) -> list[threading.Thread]:
-        workers: list[threading.Thread] = []
-        for _ in range(jobs):
-            worker = threading.Thread(target=self._work, daemon=True)
-            try:
-                worker.start()
-            except RuntimeError:
-                if not workers:
-                    raise Failure("cp: no thread can be started (ulimit -u)") from None
-                break  # fewer threads are enough
-            workers.append(worker)
-        return workers
-
-    def _found(self, item: Item) -> None:
-        with self._lock:
-            self._total += item.size
-        if self._destinations == 1:
-            self._put(partial(self._copy_items, [item]))
-        else:
-            self._items.append(item)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:  # the second signal ends the process at once
@@ -411,75 +347,22 @@ class Run:
         if self._streaming:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
-    def _wait(self, workers: list[threading.Thread]) -> None:
-        deadline = float("inf")
-        for worker in workers:
-            while worker.is_alive():
-                worker.join(_REFRESH)
-                self._refresh()
-                if self.cancel.cancelled:
-                    deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
-                if time.monotonic() > deadline:
-                    self.report(
-                        "", None, errno.ETIMEDOUT, "a copy does not end: its file system or store does not answer"
-                    )
-                    return
+    # ---- what copies report, from any thread ----
 
-    def _put(self, work: Callable[[], None] | None) -> None:
-        # After a cancellation the queue may never shrink: all threads can be blocked in a file system.
-        while self._queue.qsize() >= _QUEUED_FILES and not self.cancel.cancelled:
-            time.sleep(_REFRESH)
-            self._refresh()
-        self._queue.put(work)
-
-    def _refresh(self) -> None:
+    def tick(self) -> None:
+        """Draw the progress line."""
         if self._bar is not None:
             with self._lock:
                 state = (self._done + sum(self._moved.values()), self._total, self._current)
             self._bar.show(*state)
 
-    # ---- threads ----
-
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-
-    def _copy_items(self, items: list[Item]) -> None:
-        """Copy the items of one source."""
-        source = items[0].source
-        try:
-            ends = [item.destination for item in items]
-            if len(items) == 1:
-                copy = _outcomes(partial(self._copier.copy_entry, source, ends[0]))
-            else:
-                copy = partial(self._copier.copy_to_each, source, ends)
-            self._copy(source.path, [end.path for end in ends], copy)
-        finally:
-            for item in items:
-                self._walk.release(item.folder)
-
-    def _copy(self, source: str, destinations: list[str], copy: Callable[..., list[Outcome]]) -> None:
-        done = 0
-        if self.cancel.cancelled:
-            return
-        try:
-            outcomes = copy(progress=self._reporter(source), cancel=self.cancel)
-            for destination, outcome in zip(destinations, outcomes, strict=True):
-                if isinstance(outcome, CopyError):
-                    done += outcome.bytes_done
-                    self._failed(source, destination, outcome)
-                else:
-                    done += outcome.bytes
-                    self._copied(outcome)
-        except Exception as error:  # noqa: BLE001 - the other files are still copied
-            self.report(source, ", ".join(destinations), errno.EIO, f"{type(error).__name__}: {error}")
+    def planned(self, size: int) -> None:
+        """``size`` more bytes are to be copied."""
         with self._lock:
-            self._current = source
-            self._moved.pop(source, None)
-            self._done += done
+            self._total += size
 
-    def _reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
-        """Take the progress of a copy for the progress line."""
+    def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
+        """Return what takes the progress of a copy for the progress line."""
         if self._bar is None:
             return None
 
@@ -491,13 +374,75 @@ class Run:
                 if self._streaming:
                     self._total = progress.total
             if self._streaming:
-                self._refresh()  # no other thread does
+                self.tick()  # no other thread does
 
         return report
 
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+        """Take what became of the copies of a file."""
+        done = 0
+        for destination, outcome in zip(destinations, outcomes, strict=True):
+            if isinstance(outcome, CopyError):
+                done += outcome.bytes_done
+                self._failed(source, destination, outcome)
+            else:
+                done += outcome.bytes
+                self._copied(outcome)
+        with self._lock:
+            self._current = source
+            self._moved.pop(source, None)
+            self._done += done
+
+    def failed(self, source: str, destination: str | None, error: OSError) -> None:
+        """Print and collect a failure other than that of a copy."""
+        self._report(source, destination, error.errno or errno.EIO, text_of(error))
+
+    def skipped(self) -> None:
+        """Count a file that exists already, with --no-clobber."""
+        with self._lock:
+            self._skipped += 1
+
+    def warned(self, text: str) -> None:
+        """Print a warning."""
+        self._print(f"gpufs cp: warning: {text}", sys.stderr)
+
+    # ---- the same, of a copy between machines ----
+
+    def moved(self, source: str, count: int) -> None:
+        """``count`` bytes of a source have been copied."""
+        with self._lock:
+            self._current = source
+            self._moved[source] = count
+
+    def noticed(self, text: str) -> None:
+        """Print a line."""
+        self._print(f"gpufs cp: {text}", sys.stderr)
+
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        """Take what became of a file on a machine. None if it was skipped."""
+        with self._lock:
+            if hop == 0:  # the others are not counted
+                self._moved.pop(source, None)
+                self._done += outcome.bytes if isinstance(outcome, CopyResult) else 0
+        if outcome is None:
+            self.skipped()
+        elif isinstance(outcome, CopyResult):
+            self._copied(outcome)
+        else:
+            self._failed(str(outcome.filename), outcome.filename2, outcome)
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        """Take the failure of a machine of a chain."""
+        if not self.cancel.cancelled:
+            self._failed(str(error.filename), None, error)
+
+    # ---- what is printed ----
+
     def _copied(self, result: CopyResult) -> None:
         self.results.append(result)
-        if self._verbose:
+        if self._options.dry_run:
+            self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self._lines)
+        elif self._options.verbose:
             served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
             rate = rate_text(result.bytes / max(result.seconds, 1e-9))
             text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
@@ -505,14 +450,14 @@ class Run:
 
     def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
         if error.errno == errno.EPIPE and destination == STREAM:
-            self.report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
+            self._report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
         elif error.errno == errno.ECANCELED and self.cancel.cancelled:
             text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
-            self.report(source, destination, errno.ECANCELED, text, error)
+            self._report(source, destination, errno.ECANCELED, text, error)
         else:
-            self.report(source, destination, error.errno or errno.EIO, str(error), error, names_files=True)
+            self._report(source, destination, error.errno or errno.EIO, str(error), error, names_files=True)
 
-    def report(
+    def _report(
         self,
         source: str,
         destination: str | None,
@@ -559,7 +504,7 @@ class Run:
             paths.update(result.paths)
         return {
             "files": len(self.results),
-            "skipped": self._walk.skipped,
+            "skipped": self._skipped,
             "bytes": total,
             "seconds": self._seconds,
             "bytes_per_second": total / self._seconds if self._seconds else 0.0,

@@ -17,8 +17,7 @@ import click
 
 from gpufs import mounting
 from gpufs.cli._output import Failure
-from gpufs.client._ends import Entry, next_data, open_path, path_of
-from gpufs.client._space import place_of
+from gpufs.copying.entries import Entry, next_data, open_path
 from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
@@ -34,6 +33,7 @@ from gpufs.formats.layout import (
     read_layout,
     recognize,
 )
+from gpufs.syscalls import path_of
 
 # Formats whose tensors are read; see gpufs.formats.layout.
 READ_FORMATS: Final = ("safetensors", "npy", "npz", "GGUF", "torch.save", "raw")
@@ -83,7 +83,7 @@ class Contents:
         self.path = path
         self.size = status.st_size
         self.held_bytes = status.st_blocks * 512
-        self.place = place_of(self._fd, mounting.by_device().get(status.st_dev, []))
+        self.place = mounting.place_of(self._fd, mounting.by_device().get(status.st_dev, []))
 
     def __enter__(self) -> Self:
         return self

@@ -18,11 +18,20 @@ from gpufs.cli._main import complete_directories, complete_files
     shell_complete=complete_directories,
     help="Copy all SOURCEs into DIR. Given more than once, copy to each DIR and read each SOURCE once.",
 )
+@click.option(
+    "-T", "--no-target-directory", "exact", is_flag=True, help="DEST is the copy itself, not a directory for it."
+)
 @click.option("-r", "-R", "--recursive", is_flag=True, help="Copy directories; symbolic links are copied as links.")
 @click.option("-L", "--dereference", is_flag=True, help="Copy the files that symbolic links lead to, with -r and -a.")
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
 @click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
+@click.option("-u", "--update", is_flag=True, help="Skip files whose copies have the same size and are not older.")
+@click.option("--dry-run", is_flag=True, help="Copy nothing, and print what would be copied.")
+@click.option(
+    "--include", metavar="GLOB", multiple=True, help="With -r: copy only files that match this, or another --include."
+)
+@click.option("--exclude", metavar="GLOB", multiple=True, help="With -r: leave out files and directories that match.")
 @click.option(
     "--partial",
     is_flag=True,
@@ -63,7 +72,6 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     """
     if len(names) == 1 and not directories:
         raise click.UsageError("Missing argument 'DEST'.", click.get_current_context())
-    from gpufs.cli._cp_options import CpOptions
-    from gpufs.cli._cp_run import copy  # help and completions need no client
+    from gpufs.cli._cp_run import CpOptions, run  # help and completions need no client
 
-    return copy(list(names), list(directories), CpOptions(**options))
+    return run(list(names), list(directories), CpOptions(**options))

@@ -11,8 +11,8 @@ import click
 @click.option("--program", default="", metavar="COMMAND", help="gpufs on that machine, percent-encoded; gpufs.")
 def command(shell: str, program: str) -> int:
     """Copy files for `gpufs cp` on another machine, over standard input and output, with your rights."""
-    from gpufs.client._node_copy import serve
-    from gpufs.nodes.peer import decoded
+    from gpufs.copying.host_copy import serve
+    from gpufs.hosts.peer import decoded
 
     # Ctrl-C ends the other side, and the end of the connection ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -11,14 +11,26 @@ from typing import TYPE_CHECKING
 from gpufs._lazy import lazy
 
 if TYPE_CHECKING:
-    from gpufs.client._copy import Copier, copy, copy_files, copy_to_each
-    from gpufs.client._copy_types import Cancellation, CopyError, CopyProgress, CopyResult
+    from gpufs.client._cancellation import Cancellation
+    from gpufs.copying.calls import copy, copy_files, copy_to_each
+    from gpufs.copying.copier import Copier
+    from gpufs.copying.types import CopyError, CopyProgress, CopyResult
 
-_TYPES = ("Cancellation", "CopyError", "CopyProgress", "CopyResult")
+# A dot: beside this package.
+_MODULES = {
+    "Cancellation": "_cancellation",
+    "Copier": ".copying.copier",
+    "CopyError": ".copying.types",
+    "CopyProgress": ".copying.types",
+    "CopyResult": ".copying.types",
+    "copy": ".copying.calls",
+    "copy_files": ".copying.calls",
+    "copy_to_each": ".copying.calls",
+}
 
 __all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy", "copy_files", "copy_to_each"]
 
-__getattr__ = lazy(globals(), {name: "_copy_types" if name in _TYPES else "_copy" for name in __all__})
+__getattr__ = lazy(globals(), _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpufs import mounting, protocol
 from gpufs._naming import named_in
-from gpufs.client import _daemons, _ends
+from gpufs.client import _daemons
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection, Memory
 from gpufs.drivers import HOST
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
-from gpufs.syscalls import close_all
+from gpufs.syscalls import close_all, path_of
 
 if TYPE_CHECKING:
     from gpufs.engine import Mapping, SharedPiece
@@ -112,11 +112,11 @@ def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
             raise OSError(errno.EINVAL, "not a regular file", path)
         try:
             if mode != COPY_ON_WRITE:
-                return os.open(_ends.path_of(named), os.O_RDWR | os.O_CLOEXEC), mounts
+                return os.open(path_of(named), os.O_RDWR | os.O_CLOEXEC), mounts
         except OSError as error:
             if mode == READ_WRITE or error.errno not in _READ_ONLY:
                 raise
-        return os.open(_ends.path_of(named), os.O_RDONLY | os.O_CLOEXEC), mounts
+        return os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC), mounts
     finally:
         os.close(named)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from gpufs import mounting
 from gpufs._naming import named_in
-from gpufs.client import _daemons, _space
+from gpufs.client import _daemons
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach
 from gpufs.drivers import HOST
@@ -130,7 +130,7 @@ def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool])
             status = os.fstat(fd)
             if not _is_small(status, mounts):
                 return None
-            place = _space.place_of(fd, mounts[status.st_dev])
+            place = mounting.place_of(fd, mounts[status.st_dev])
             content = os.read(fd, status.st_size + 1)
             if len(content) > status.st_size:  # it grows just now
                 return None

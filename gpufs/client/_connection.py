@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from gpufs import protocol, syscalls
 from gpufs._version import __version__
-from gpufs.client._copy_types import Cancellation
+from gpufs.client._cancellation import Cancellation
 from gpufs.modes import Mode
 from gpufs.syscalls import close_all
 

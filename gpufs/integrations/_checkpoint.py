@@ -26,7 +26,7 @@ from gpufs.formats.safetensors import (
 )
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
-from gpufs.torch._new_file import NewFile
+from gpufs.torch._new_file import TensorFile
 from gpufs.units import bytes_text
 
 
@@ -140,7 +140,7 @@ def _free_tensors(path: Path, identity: list[Any]) -> int:
         length = header_bytes(file.read(LENGTH_BYTES), status.st_size)
         header = parse_header(file.read(length), status.st_size - LENGTH_BYTES - length)
     metadata = {**(header.metadata or {}), RELEASED_KEY: json.dumps(identity)}
-    with NewFile(path) as new:
+    with TensorFile(path) as new:
         new.write(build_header(header.entries.items(), metadata))
         if _identity(str(path)) != identity:
             raise FormatError(f"{path} has changed since it was loaded")

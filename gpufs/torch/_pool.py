@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from gpufs._naming import named_in
 from gpufs.config.kinds import parse_size
 from gpufs.engine import TORCH_ALLOCATOR, AddressPool, keep_for_ever
-from gpufs.torch._new_file import NewFile
+from gpufs.torch._new_file import TensorFile
 from gpufs.units import bytes_text
 
 _MIB = 1 << 20
@@ -56,7 +56,7 @@ class PoolMemory:
         self.header_bytes = -(-header // _MIB) * _MIB
         self.published = False
         self.file_bytes = -(-(self.header_bytes + size) // _GRANULE) * _GRANULE
-        self.file = NewFile(path)
+        self.file = TensorFile(path)
         try:
             self.file.allocate(self.file_bytes)
             self.bytes: torch.Tensor | None = from_dlpack(self.file.attach())

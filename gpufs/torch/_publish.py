@@ -13,7 +13,7 @@ from gpufs._naming import named_in
 from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
 from gpufs.torch import _pool
 from gpufs.torch._file import TORCH_DTYPES, stored_elements
-from gpufs.torch._new_file import NewFile
+from gpufs.torch._new_file import TensorFile
 from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
@@ -123,7 +123,7 @@ def publish(
     header = build_header(entries.items(), notes)
     size = len(header) + max((entry.end for entry in entries.values()), default=0)
     _synchronize(tensors)
-    with NewFile(Path(path)) as file:
+    with TensorFile(Path(path)) as file:
         file.allocate(size)
         target = file.map()
         target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))

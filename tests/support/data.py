@@ -76,3 +76,23 @@ def directory(parent: str) -> Iterator[Path]:
 def sha256(path: str | os.PathLike[str]) -> str:
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# What SELECTION chooses of make_model(), as `gpufs cp -r` takes it.
+SELECTION = ("--include", "*.safetensors", "--include", "sub/*.bin", "--exclude", "original", "--exclude", "sub/d*")
+SELECTED = ["a.safetensors", "sub/b.safetensors", "sub/c.bin"]
+
+
+def make_model(path: Path) -> None:
+    """A directory of which SELECTION chooses a part."""
+    others = ["c.bin", "notes.txt", "original/a.safetensors", "sub/d.bin", "sub/deep/notes.txt"]
+    for name in (*SELECTED, *others):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(name)
+
+
+def files_below(path: Path) -> list[str]:
+    """The files below a directory, which contain their names."""
+    found = sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
+    assert [(path / name).read_text() for name in found] == found
+    return found

@@ -1,0 +1,322 @@
+"""The two files of a copy: opening them, and attributes and durability once the bytes are copied.
+
+Any user with write access to a directory can replace a file there by a symbolic link at any moment. So each name is
+resolved once, to a descriptor: the file that was checked is the one that is opened, changed and removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Literal, NamedTuple, Protocol
+
+from gpufs import syscalls
+from gpufs.copying.types import CopyError, DaemonDiedCopyError, NotOnMountCopyError
+from gpufs.exceptions import DEAD, text_of
+from gpufs.syscalls import path_of
+
+NEITHER: Final = "neither of them is on a gpufs mount: use cp"
+_TRIES: Final = 4  # to open a destination that others create and remove at the same time
+
+
+def kind_of(names: Iterable[str]) -> Literal["file", "url", "host"]:
+    """What a copy with these names needs: a store for a URL among them, or another machine for HOST:PATH."""
+    special = [name for name in names if ":" in name]
+    if any("://" in name for name in special):
+        from gpufs.stores.urls import is_url
+
+        if any(map(is_url, special)):
+            return "url"
+    if special:
+        from gpufs.hosts.names import is_host_name
+
+        if any(map(is_host_name, special)):
+            return "host"
+    return "file"
+
+
+class Entry(NamedTuple):
+    """A name in an open directory, or a path where ``directory`` is None.
+
+    ``path``: for messages. If it ends with a slash, only a directory may be created there. ``follow``: whether the name
+    may be a symbolic link to the file that is meant.
+    """
+
+    path: str
+    name: str
+    directory: int | None = None
+    follow: bool = True
+
+    @classmethod
+    def of(cls, path: str, *, follow: bool = True) -> Entry:
+        """The entry of a path that a user has given."""
+        return cls(path, path, None, follow)
+
+    def child(self, name: str, directory: int) -> Entry:
+        """An entry of the directory that this one is, open as ``directory``."""
+        return Entry(os.path.join(self.path, name), name, directory, follow=False)
+
+    def beside(self, name: str) -> Entry:
+        """Another entry of the same directory."""
+        return self._replace(path=os.path.join(os.path.dirname(self.path), name), name=name)
+
+    def as_directory(self) -> Entry:
+        """The same entry without the slash at its end, which a directory may have."""
+        return self._replace(path=self.path.rstrip("/") or "/")
+
+    def status(self) -> os.stat_result:
+        """Its attributes, as stat(2) or lstat(2)."""
+        return os.stat(self.name, dir_fd=self.directory, follow_symlinks=self.follow)
+
+    def check_no_directory(self) -> None:
+        """Raise OSError EISDIR for the name of a directory."""
+        try:
+            status = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if stat.S_ISDIR(status.st_mode):
+            raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file", self.path)
+
+    def check_file(self) -> None:
+        """Raise OSError ENOTDIR for a name that only a directory can have."""
+        if self.path.endswith("/"):
+            raise OSError(errno.ENOTDIR, "is not a directory, as the slash at its end demands: create it first")
+
+    @contextmanager
+    def located(self) -> Iterator[Entry]:
+        """The same entry with its directory open."""
+        if self.directory is not None:
+            yield self
+            return
+        fd = os.open(os.path.dirname(self.path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield Entry(self.path, os.path.basename(self.path) or ".", fd, self.follow)
+        finally:
+            os.close(fd)
+
+
+class OpenFile(NamedTuple):
+    """One end of a copy: its name, its descriptor, and its attributes when it was opened."""
+
+    entry: Entry
+    fd: int
+    status: os.stat_result
+
+
+@contextmanager
+def find_targets(
+    sources: Sequence[str], destination: str, *, follow: bool, directory: bool, exact: bool = False
+) -> Iterator[list[tuple[str, Entry]]]:
+    """Find the destination of each source, by the rules of cp(1). OSError if they allow none.
+
+    A destination directory stays open until the context ends. ``follow``: write through a symbolic link.
+    ``directory``: the destination must be a directory. ``exact``: it is the copy itself, whatever it is.
+    """
+    opened = -1
+    try:
+        opened = -1 if exact else os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if directory:
+            raise OSError(error.errno, f"{text_of(error)}: -t takes a directory", destination) from None
+        if len(sources) > 1:
+            text = f"is not a directory, and there are {len(sources)} sources for it"
+            raise OSError(error.errno, text, destination) from None
+    if opened < 0:
+        yield [(sources[0], Entry.of(destination, follow=follow))]
+        return
+    named = []
+    for source in sources:
+        name = os.path.basename(source.rstrip("/")) or "."
+        name = "." if name == ".." else name
+        named.append((source, Entry(os.path.join(destination, name), name, opened, follow)))
+    try:
+        yield named
+    finally:
+        os.close(opened)
+
+
+def open_failure(error: OSError, path: str) -> CopyError:
+    cls = DaemonDiedCopyError if error.errno in DEAD else CopyError
+    return cls(error.errno or errno.EIO, text_of(error), path)
+
+
+def open_path(entry: Entry) -> int:
+    """An O_PATH descriptor of the file: opening it has no effect on a FIFO or a device."""
+    flags = os.O_PATH | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
+    return os.open(entry.name, flags, dir_fd=entry.directory)
+
+
+def _check_kind(path: str, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise CopyError(errno.ELOOP, "is a symbolic link, which is not followed here", path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISBLK(status.st_mode):
+        raise CopyError(errno.EINVAL, "neither a regular file nor a block device: use cp", path)
+
+
+def open_source(entry: Entry) -> OpenFile:
+    """The source, open for reading. CopyError if it cannot be opened."""
+    try:
+        named = open_path(entry)
+        try:
+            kind = os.fstat(named)
+            if stat.S_ISDIR(kind.st_mode):
+                raise CopyError(errno.EISDIR, "is a directory", entry.path)
+            _check_kind(entry.path, kind)
+            fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+        finally:
+            os.close(named)
+        try:
+            return OpenFile(entry, fd, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+    except CopyError:
+        raise
+    except OSError as error:
+        raise open_failure(error, entry.path) from None
+
+
+def size_of(file: OpenFile) -> int:
+    """Its size in bytes, also of a block device."""
+    return os.lseek(file.fd, 0, os.SEEK_END) if stat.S_ISBLK(file.status.st_mode) else file.status.st_size
+
+
+def open_destination(
+    entry: Entry, source: OpenFile, *, mounts: Container[int], mode: int, readable: bool
+) -> tuple[int, bool]:
+    """The destination, open for writing and not yet emptied; True if it was created. ``entry`` has its directory open.
+
+    Nothing is created or opened if no side is on one of the mounts. Where it may be, and for a copy out of a mount, it
+    is open for reading too: the engine can then write through a mapping, which several threads can do at once.
+    """
+
+    def check_mount(device: int) -> None:
+        if source.status.st_dev not in mounts and device not in mounts:
+            raise NotOnMountCopyError(errno.EXDEV, NEITHER, source.entry.path, entry.path)
+
+    access = os.O_RDWR if readable or source.status.st_dev in mounts else os.O_WRONLY
+    try:
+        for _ in range(_TRIES):
+            try:
+                named = open_path(entry)
+            except FileNotFoundError:
+                assert entry.directory is not None
+                check_mount(os.fstat(entry.directory).st_dev)
+                flags = access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOCTTY
+                try:
+                    return os.open(entry.name, flags, mode, dir_fd=entry.directory), True
+                except FileExistsError:
+                    if is_link(entry):
+                        raise CopyError(errno.EEXIST, "is a symbolic link to nowhere", entry.path) from None
+                    continue  # another process has just created it
+            try:
+                status = os.fstat(named)
+                check_mount(status.st_dev)
+                if os.path.samestat(status, source.status):
+                    raise CopyError(errno.EINVAL, "is the same file as the source", entry.path)
+                if stat.S_ISDIR(status.st_mode):
+                    raise CopyError(errno.EISDIR, "a directory cannot be overwritten with a file", entry.path)
+                _check_kind(entry.path, status)
+                flags = os.O_CLOEXEC | os.O_NOCTTY
+                try:
+                    return os.open(path_of(named), access | flags), False
+                except PermissionError:
+                    if access == os.O_WRONLY:
+                        raise
+                    return os.open(path_of(named), os.O_WRONLY | flags), False  # may be written but not read
+            except FileNotFoundError:
+                continue  # another process has just removed it
+            finally:
+                os.close(named)
+    except CopyError:
+        raise
+    except OSError as error:
+        raise open_failure(error, entry.path) from None
+    raise CopyError(errno.EBUSY, "other processes create and remove it all the time", entry.path)
+
+
+def is_link(entry: Entry) -> bool:
+    """Whether the name is a symbolic link."""
+    try:
+        return stat.S_ISLNK(entry._replace(follow=False).status().st_mode)
+    except OSError:
+        return False
+
+
+def may_have_holes(source: int, destination: int) -> bool:
+    """Whether a copy may leave something out: the source takes up less than its size, the destination can have holes.
+
+    The destination is empty where the copy has not been yet.
+    """
+    status = os.fstat(source)
+    regular = stat.S_ISREG(status.st_mode) and stat.S_ISREG(os.fstat(destination).st_mode)
+    return regular and status.st_blocks * 512 < status.st_size
+
+
+def next_data(fd: int, offset: int) -> tuple[int, int]:
+    """Start and end of the next data at or after an offset; both are the file's end if there is no more data."""
+    end = os.fstat(fd).st_size
+    if offset >= end:
+        return offset, offset
+    try:
+        start = os.lseek(fd, offset, os.SEEK_DATA)
+        return start, os.lseek(fd, start, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            end = max(offset, os.fstat(fd).st_size)  # it may have been cut off just now
+            return end, end
+        if error.errno == errno.EINVAL:  # its file system does not report holes
+            return offset, end
+        raise
+
+
+def settle_on_mount(fd: int) -> None:
+    """Drop the kernel's cache of a file that the daemon has changed."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    syscalls.refresh(fd)
+
+
+class Attributes(Protocol):
+    """The attributes of a file that a copy can keep; os.stat_result has them."""
+
+    @property
+    def st_mode(self) -> int: ...
+    @property
+    def st_uid(self) -> int: ...
+    @property
+    def st_gid(self) -> int: ...
+    @property
+    def st_atime_ns(self) -> int: ...
+    @property
+    def st_mtime_ns(self) -> int: ...
+
+
+def preserve(target: int | str, source: Attributes) -> None:
+    """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
+    mode = stat.S_IMODE(source.st_mode)
+    try:
+        os.chown(target, source.st_uid, source.st_gid)
+    except PermissionError:
+        try:
+            os.chown(target, -1, source.st_gid)
+        except PermissionError:
+            mode &= ~stat.S_ISGID
+        mode &= ~stat.S_ISUID
+    if not stat.S_ISLNK(source.st_mode):  # which has no mode of its own
+        os.chmod(target, mode)
+    os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns))
+
+
+def make_durable(fd: int, directory: int | None, *, synced: bool) -> None:
+    """Write a file to disk, and ``directory`` if the file's name there is new."""
+    if not synced:
+        os.fsync(fd)
+    if directory is not None:
+        readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            os.fsync(readable)
+        finally:
+            os.close(readable)

@@ -1,0 +1,383 @@
+"""Copies between this machine and another one, and what the other one does for them.
+
+host_send.py and host_receive.py are the two sides; each machine can be either. What is there is shown as HOST:PATH.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Final
+
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.entries import Entry
+from gpufs.copying.host_receive import Receiver
+from gpufs.copying.host_send import Sender, Sent
+from gpufs.copying.job import CopyContext
+from gpufs.copying.reports import Noted, Outcomes, Reports, Shown, Silent, Sink, outcome_of, show
+from gpufs.copying.types import (
+    STREAM,
+    CopyError,
+    CopyOptions,
+    CopyProgress,
+    Outcome,
+    TreeOptions,
+    check_options,
+    error_class,
+)
+from gpufs.exceptions import text_of
+from gpufs.hosts import names
+from gpufs.hosts.channel import Channel, ChannelError, ProtocolError, exchange
+from gpufs.hosts.messages import (
+    Failed,
+    Finished,
+    Hello,
+    Lost,
+    Moved,
+    Notice,
+    Plan,
+    Refused,
+    Request,
+    Result,
+    plain,
+)
+from gpufs.hosts.names import HostName
+from gpufs.hosts.next_host import NextHost
+from gpufs.hosts.peer import GREETING, Peer, connected, our_hello
+
+# A command that is stopped (Ctrl-Z) sends nothing.
+_SILENCE_SECONDS: Final = 60.0
+
+
+def download(
+    context: CopyContext,
+    peer: Peer,
+    paths: Sequence[str],
+    destination: str,
+    request: Request,
+    sink: Sink,
+    cancel: Cancellation,
+) -> None:
+    """Copy files of the other machine. ``request`` has the options. OSError for what ends all copies."""
+    request.sends = True
+    request.sources = [os.fsencode(path) for path in paths]
+    with _bases(paths, destination, request) as bases:
+        peer.request(request)
+        shown = Shown(sink, peer.host)
+        Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
+
+
+def upload(
+    context: CopyContext,
+    peer: Peer,
+    sources: Sequence[str],
+    targets: Sequence[HostName],
+    request: Request,
+    sink: Sink,
+) -> None:
+    """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
+    request.sends = False
+    request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
+    request.destination = os.fsencode(targets[0].path)
+    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
+    peer.request(request)
+
+    def take(sent: Sent, result: Result) -> None:
+        destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
+        outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
+        if result.error != errno.ECANCELED:  # its directory is reported
+            sink.ended(sent.path, outcome, result.hop)
+
+    def fail(failed: Failed) -> None:
+        shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
+        sink.ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
+
+    def fail_here(path: str, error: OSError) -> None:
+        sink.ended(path, CopyError(error.errno or errno.EIO, text_of(error), path))
+
+    def lose(lost: Lost) -> None:
+        sink.lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
+
+    noted = Noted(sink, peer.host)
+    _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
+
+
+def ask_for_upload(peer: Peer, paths: Sequence[str], targets: Sequence[HostName], request: Request, sink: Sink) -> None:
+    """Let another machine copy its files to a chain of machines. OSError for what ends all copies."""
+    request.sends = True
+    request.sources = [os.fsencode(path) for path in paths]
+    request.forward = [os.fsencode(str(target)) for target in targets]
+    peer.request(request)
+    shown = Shown(sink, peer.host)
+    while not isinstance(message := peer.channel.receive(), Finished):
+        match message:
+            case Plan():
+                sink.planned(message.size)
+            case Moved():
+                shown.moved(os.fsdecode(message.source), message.size)
+            case Notice():
+                shown.noticed(message.text)
+            case Result() if message.hop < len(targets):
+                show(message, shown)
+            case Lost() if message.hop < len(targets):
+                sink.lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
+            case _:
+                raise ProtocolError("no result")
+
+
+def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -> bool:
+    """Do what the other machine asks for; whether it was told the result.
+
+    ``shell`` and ``program`` reach the machines that files are passed on to. The command line of this process names
+    them, not the peer: a key that is restricted to this command allows no other one.
+    """
+    channel = Channel(incoming, outgoing, silence=_SILENCE_SECONDS)
+    try:
+        channel.write_line(GREETING)
+        channel.send(our_hello())
+        hello = channel.receive()
+        if not isinstance(hello, Hello):
+            raise ProtocolError("no hello")
+        hello.check("")
+        channel.start_alive()
+        request = channel.receive()
+        if not isinstance(request, Request):
+            raise ProtocolError("no request")
+        with closing(CopyContext(CopyOptions(), None)) as context:
+            _answer(context, channel, request, hello.nixl, shell, program)
+        return True
+    except ChannelError:
+        return False  # the other side is gone, or wrong
+    except OSError as error:
+        try:
+            channel.send(Refused(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(error.filename or "")))
+        except ChannelError:
+            pass
+        return False
+    finally:
+        channel.close()
+
+
+def _answer(context: CopyContext, channel: Channel, request: Request, has_nixl: bool, shell: str, program: str) -> None:
+    def fail(path: str, error: OSError) -> None:
+        channel.send(Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
+
+    def ignore(*_: object) -> None:  # the receiver reports them
+        pass
+
+    paths = [os.fsdecode(path) for path in request.sources]
+    if request.sends and request.forward:
+        _upload_as_asked(context, channel, [_expanded(path) for path in paths], request, shell, program)
+    elif request.sends:
+        sources = [_expanded(path) for path in paths]
+        _send(context, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
+    else:
+        cancel = Cancellation()
+        with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
+            next_host = None
+            if request.forward:
+                next_host = NextHost(channel, request, cancel, shell=shell, program=program)
+            receiver = Receiver(
+                context, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, next_host=next_host
+            )
+            try:
+                receiver.run()
+            finally:
+                cancel.cancel()
+                if next_host is not None:
+                    next_host.finish()
+
+
+def _upload_as_asked(
+    context: CopyContext, channel: Channel, sources: Sequence[str], request: Request, shell: str, program: str
+) -> None:
+    """Copy files of this machine to a chain of others, for the machine that asks."""
+    cancel, reports = Cancellation(), Reports(channel)
+    targets = [names.parse(os.fsdecode(name)) for name in request.forward]
+
+    def watch() -> None:
+        try:
+            channel.receive()
+        except OSError:
+            pass
+        cancel.cancel()  # the other side has ended
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        with connected(
+            [target.host for target in targets],
+            shell=shell,
+            program=program,
+            cancel=cancel,
+            notice=reports.noticed,
+        ) as peer:
+            upload(context, peer, sources, targets, request, reports)
+    except OSError as error:
+        reports.lost(0, CopyError(error.errno or errno.EIO, text_of(error), str(error.filename)))
+    channel.send(Finished())
+
+
+def _expanded(path: str) -> str:
+    """Return a path of this machine that was given on the other one: "" is the home directory, where a shell starts."""
+    return os.path.expanduser(path) or "."
+
+
+@contextmanager
+def _bases(paths: Sequence[str], destination: str, request: Request) -> Iterator[list[Entry]]:
+    """Find the destinations of sources, with their directories open."""
+    with ExitStack() as opened:
+        stripped = destination.rstrip("/") or "/"
+        named = opened.enter_context(
+            entries.find_targets(paths, stripped, follow=False, directory=request.in_directory, exact=request.exact)
+        )
+        try:
+            bases = [opened.enter_context(entry.located()) for _, entry in named]
+            if destination.endswith("/") and bases[0].path == stripped:  # it does not exist
+                bases[0] = bases[0]._replace(path=destination)
+        except OSError as error:
+            raise OSError(error.errno, text_of(error), destination) from None
+        yield bases
+
+
+def _send(
+    context: CopyContext,
+    channel: Channel,
+    sources: Sequence[str],
+    request: Request,
+    sink: Sink,
+    take: Callable[[Sent, Result], None],
+    fail: Callable[[Failed], None],
+    fail_here: Callable[[str, OSError], None],
+    lose: Callable[[Lost], None],
+    peer_has_nixl: bool,
+) -> None:
+    """Send files, and read the results on a thread of its own."""
+    follow = not request.recursive or request.dereference
+    sent = [Entry.of(source, follow=follow) for source in sources]
+    sender = Sender(channel, context, sent, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl)
+
+    def write() -> None:
+        plan = sender.plan()
+        sink.planned(plan.size)
+        sender.run(plan)
+
+    exchange(channel, lambda: sender.read_results(take, fail, lose, sink.noticed), write)
+
+
+def _is_text(words: str) -> bool:
+    return plain(words) == words
+
+
+class Route:
+    """The machines of one command. OSError EINVAL if its names are not possible.
+
+    Parameters
+    ----------
+    sources : sequence of str
+        Files of this machine, or HOST:PATH of another one.
+    ends : sequence of str
+        The destination, or several, HOST:PATH each, that are filled one from the other.
+    shell, program : str
+        What reaches another machine, and gpufs there; "" for ssh and gpufs.
+    """
+
+    def __init__(self, sources: Sequence[str], ends: Sequence[str], *, shell: str = "", program: str = "") -> None:
+        self._from = [names.parse(name) for name in sources if names.is_host_name(name)]
+        self._to = [names.parse(name) for name in ends if names.is_host_name(name)]
+        self._sources = sources
+        self._end = ends[0]
+        self._shell = shell
+        self._program = program
+        named = [str(target).rstrip("/") for target in self._to]
+        twice = [name for place, name in enumerate(named) if name in named[:place]]
+        text = ""
+        if STREAM in sources or STREAM in ends:
+            text = "- is standard input or output, and the other name must be on this machine"
+        elif not all(sources) or not all(ends):
+            text = "an empty name is given where a file belongs"
+        elif self._from and len(self._from) < len(sources):
+            text = "files of this machine and of another cannot be sources of one command: use two"
+        elif len({name.host for name in self._from}) > 1:
+            text = "the sources are on several machines: use one command for each"
+        elif self._to and len(self._to) < len(ends):
+            text = "destinations on this machine and on others need a command each"
+        elif not (_is_text(shell) and _is_text(program)):
+            text = "the commands that reach other machines must be UTF-8"
+        elif not self._to and len(ends) > 1:
+            text = "files of another machine have one destination here: copy to the others from there"
+        elif twice:
+            text = f"{twice[0]}: is given more than once"
+        if text:
+            raise OSError(errno.EINVAL, text)
+
+    @contextmanager
+    def connected(
+        self, cancel: Cancellation, notice: Callable[[str], None] | None
+    ) -> Iterator[Callable[[CopyContext, Request, Sink], None]]:
+        """Connect, which may ask for a password, and return what copies, with the options of the request."""
+        hosts = [target.host for target in self._to]
+        if self._from:
+            hosts.insert(0, self._from[0].host)
+        with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
+
+            def copy(context: CopyContext, request: Request, sink: Sink) -> None:
+                paths = [name.path for name in self._from]
+                if not self._from:
+                    upload(context, peer, self._sources, self._to, request, sink)
+                elif self._to:
+                    ask_for_upload(peer, paths, self._to, request, sink)
+                else:
+                    download(context, peer, paths, self._end, request, sink, cancel)
+
+            yield copy
+
+
+def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool = False) -> Request:
+    """Return what another machine needs to know about a copy, apart from the names."""
+    return Request(
+        sends=False,
+        sources=[],
+        in_directory=in_directory,
+        recursive=tree.recursive,
+        dereference=tree.dereference,
+        preserve=tree.preserve,
+        no_clobber=tree.no_clobber,
+        exact=tree.exact,
+        update=tree.update,
+        include=[os.fsencode(pattern) for pattern in tree.include],
+        exclude=[os.fsencode(pattern) for pattern in tree.exclude],
+        verify=options.verify,
+        fsync=options.fsync,
+    )
+
+
+# ---- names that a program has given ----
+
+
+def copy_names(
+    context: CopyContext,
+    source: str,
+    destinations: Sequence[str],
+    progress: Callable[[CopyProgress], None] | None,
+    cancel: Cancellation | None,
+) -> list[Outcome]:
+    """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""
+    cancel, options = cancel or Cancellation(), context.options
+    sink = Outcomes(len(destinations), progress, context.notice)
+    request = new_request(options, TreeOptions(preserve=options.preserve))
+    try:
+        check_options(options, "HOST:PATH")
+        with Route([source], destinations).connected(cancel, context.notice) as copy:
+            copy(context, request, sink)
+    except OSError as error:
+        failed = CopyError(error.errno or errno.EIO, text_of(error), str(error.filename or source))
+        sink.lost(0, error if isinstance(error, CopyError) else failed)
+    # An error of the source is reported once.
+    errors = [outcome for outcome in sink.outcomes if isinstance(outcome, CopyError)]
+    other = errors[0] if errors else CopyError(errno.EIO, "nothing was copied", source)
+    return [outcome or other for outcome in sink.outcomes]

@@ -1,0 +1,419 @@
+"""The side of a copy between two machines that receives files. Each gets its name when it is complete.
+
+The other side is not trusted: it chooses content, attributes and names below the destination, and reaches nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.checksums import RunningChecksum, sha256_of
+from gpufs.copying.entries import Entry
+from gpufs.copying.host_memory import attached_in_place
+from gpufs.copying.job import CopyContext
+from gpufs.copying.reports import Sink
+from gpufs.copying.tree import Directory, exists, is_current, make_special
+from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
+from gpufs.exceptions import text_of
+from gpufs.hosts.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.hosts.messages import (
+    Abandon,
+    Chosen,
+    Done,
+    End,
+    Enter,
+    Failed,
+    File,
+    Finished,
+    Free,
+    Hole,
+    InPlace,
+    Leave,
+    Link,
+    Measure,
+    Measured,
+    Offer,
+    Plan,
+    Request,
+    Result,
+    Slot,
+    Window,
+    Written,
+    plain,
+)
+from gpufs.hosts.next_host import NextHost
+from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
+from gpufs.new_file import NewFile
+
+_NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
+
+
+class Receiver:
+    """Receives files.
+
+    Parameters
+    ----------
+    context
+        Of the copies of this machine.
+    channel : Channel
+        To the sender.
+    bases : sequence of Entry
+        The destinations of the sources, with their directories open.
+    request : Request
+        The options.
+    sink : Sink
+        What is reported to.
+    cancel : Cancellation
+        Ends waits for memory.
+    peer_has_nixl : bool
+        Whether NIXL is installed there.
+    next_host : NextHost, optional
+        Gets what this side receives.
+    """
+
+    def __init__(
+        self,
+        context: CopyContext,
+        channel: Channel,
+        bases: Sequence[Entry],
+        request: Request,
+        sink: Sink,
+        cancel: Cancellation,
+        *,
+        peer_has_nixl: bool,
+        next_host: NextHost | None = None,
+    ) -> None:
+        self._next_host = next_host
+        self._peer_has_nixl = peer_has_nixl
+        self._context = context
+        self._mounts = context.mounts()
+        self._channel = channel
+        self._bases = bases
+        self._request = request
+        self._sink = sink
+        self._cancel = cancel
+        self._folders: list[Directory | None] = []  # None: could not be created
+        self._nixl: Nixl | None = None
+        self._failure = ""  # why there is none
+        self._used: int | None = None  # the slot of the bytes that _next() has returned
+        self._in_file = False  # bytes of a file are to come
+        self._made: set[str] = set()  # the files that this command has created from its sources
+
+    def run(self) -> None:
+        """Receive everything. Errors of the connection are raised, others are reported."""
+        try:
+            while True:
+                message = self._channel.receive()
+                if self._next_host is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
+                    self._next_host.pass_on(message)
+                match message:
+                    case Plan():
+                        self._check_space(message)
+                        self._prepare(message)
+                    case Offer():
+                        self._measure(message)
+                    case memoryview():
+                        pass  # measures the pipe
+                    case Measure():
+                        self._channel.send(Measured())
+                    case Chosen():
+                        self._choose(message)
+                    case Enter():
+                        self._enter(message)
+                    case Leave():
+                        self._leave()
+                    case Link():
+                        self._link(message)
+                    case File():
+                        self._receive(message)
+                    case Failed():
+                        path, text = os.fsdecode(message.path), message.text
+                        if message.error == errno.ENOENT and any(character in path for character in "*?["):
+                            text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
+                        self._sink.ended(path, error_class(message.error)(message.error, text, path))
+                    case Done():
+                        if self._next_host is not None:
+                            self._next_host.finish()
+                        self._channel.send(Finished())
+                        return
+                    case _:
+                        raise ProtocolError("no file")
+        finally:
+            for folder in self._folders:
+                if folder is not None:
+                    folder.close()
+            self._close_nixl()
+
+    def _fail(self, source: str, destination: str, error: OSError) -> None:
+        """Report what could not be created, other than a file."""
+        number, text = error.errno or errno.EIO, text_of(error)
+        self._sink.ended(source, CopyError(number, text, source, destination))
+        self._channel.send(Failed(number, plain(text), os.fsencode(destination)))
+
+    def _check_space(self, plan: Plan) -> None:
+        self._sink.planned(plan.size)
+        if not (self._request.no_clobber or self._request.update):  # else nobody knows what is skipped
+            directory = self._bases[0].directory
+            assert directory is not None
+            try:
+                self._context.check_space(directory, plan.data, self._cancel)
+            except OSError as error:
+                place = os.path.dirname(self._bases[0].path.rstrip("/")) or "."
+                raise OSError(error.errno, error.strerror, place) from None
+
+    def _entry(self, source: int, name: bytes) -> Entry | None:
+        """Return the destination of a name in the current directory, None if that could not be created."""
+        if not self._folders:
+            if source >= len(self._bases):
+                raise ProtocolError(f"source {source}")
+            return self._bases[source]._replace(follow=False)
+        if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
+            raise ProtocolError(f"the name {name!r}")
+        folder = self._folders[-1]
+        return None if folder is None else folder.child(os.fsdecode(name))
+
+    def _check_mount(self, entry: Entry, on_mount: bool) -> None:
+        """Raise OSError if no side is on a mount."""
+        assert entry.directory is not None
+        if not on_mount and os.fstat(entry.directory).st_dev not in self._mounts:
+            raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
+
+    # ---- NIXL or the pipe ----
+
+    def _prepare(self, plan: Plan) -> None:
+        """Open NIXL, as the sender does at the same time."""
+        if plan.size >= LEAST_BYTES and self._peer_has_nixl and is_installed():
+            try:
+                self._nixl = Nixl()
+            except ConnectionEnded as error:
+                self._failure = error.strerror or str(error)
+
+    def _measure(self, offer: Offer) -> None:
+        rate = 0.0
+        try:
+            if self._nixl is not None:
+                self._nixl.connect(offer)
+                rate = self._nixl.measure(self._channel.check)
+        except ConnectionEnded as error:  # of NIXL alone
+            self._failure = error.strerror or str(error)
+        # What is written in place cannot be passed on.
+        self._channel.send(Measured(rate, plain(self._failure), in_place=self._next_host is None))
+
+    def _choose(self, chosen: Chosen) -> None:
+        if not chosen.nixl:
+            self._close_nixl()
+            self._sink.noticed(chosen.text)
+        elif self._nixl is None:
+            raise ProtocolError("NIXL without an offer")
+
+    def _close_nixl(self) -> None:
+        if self._nixl is not None:
+            self._nixl.close()
+            self._nixl = None
+
+    # ---- directories and links ----
+
+    def _enter(self, message: Enter) -> None:
+        if not self._request.recursive:
+            raise ProtocolError("a directory")
+        entry = self._entry(message.source, message.name)
+        folder = None
+        try:
+            if entry is not None and not self._folders:
+                self._check_mount(entry, message.on_mount)
+            if entry is not None:
+                folder = Directory(entry, message.attributes, keeps=self._request.preserve)
+        except OSError as error:
+            assert entry is not None
+            self._fail(os.fsdecode(message.path), entry.path, error)
+        self._folders.append(folder)
+
+    def _leave(self) -> None:
+        if not self._folders:
+            raise ProtocolError("the end of no directory")
+        folder = self._folders.pop()
+        if folder is None:
+            return
+        try:
+            folder.complete()
+        except OSError as error:
+            self._fail("", folder.entry.path, error)
+        finally:
+            folder.close()
+
+    def _link(self, message: Link) -> None:
+        entry = self._entry(message.source, message.name)
+        if entry is None or self._is_skipped(entry):
+            return
+        try:
+            entry.check_file()
+            make_special(entry, message.attributes, message.target, keeps=self._request.preserve)
+        except OSError as error:
+            self._fail(os.fsdecode(message.path), entry.path, error)
+
+    def _is_skipped(self, entry: Entry) -> bool:
+        return self._request.no_clobber and exists(entry, follow=False)
+
+    def _is_current(self, entry: Entry, file: File) -> bool:
+        return self._request.update and is_current(entry, file.size, file.attributes.st_mtime_ns)
+
+    # ---- files ----
+
+    def _receive(self, file: File) -> None:
+        """Receive one file, and answer what became of it."""
+        source = os.fsdecode(file.path)
+        entry = self._entry(file.source, file.name)
+        self._in_file = True
+        if entry is None:
+            self._channel.send(Result(file.number, b"", errno.ECANCELED))  # its directory is reported already
+        elif self._is_skipped(entry) or self._is_current(entry, file):
+            self._channel.send(Result(file.number, os.fsencode(entry.path), skipped=True))
+            self._sink.ended(source, None)
+        else:
+            path = os.fsencode(entry.path)
+            try:
+                stored = self._store(file, source, entry)
+            except OSError as error:
+                if isinstance(error, ChannelError) or self._cancel.cancelled:
+                    raise
+                number, text = error.errno or errno.EIO, text_of(error)
+                self._channel.send(Result(file.number, path, number, plain(text)))
+                self._sink.ended(source, error_class(number)(number, text, source, entry.path))
+            else:
+                sha256 = stored.sha256 or ""
+                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256))
+                self._sink.ended(source, stored)
+        while self._in_file:  # of a file that is not stored
+            if isinstance(self._next(), InPlace):
+                self._channel.send(Window())
+
+    def _next(self) -> memoryview | Hole | InPlace | End | Abandon:
+        """Return what comes next of the current file."""
+        if self._used is not None:
+            self._channel.send(Free(self._used))
+            self._used = None
+        message = self._channel.receive()
+        if isinstance(message, Slot):
+            message = self._take_slot(message)
+        if isinstance(message, (End, Abandon)):
+            self._in_file = False
+        elif not isinstance(message, (memoryview, Hole, InPlace)):
+            raise ProtocolError("no bytes of a file")
+        if self._next_host is not None and not isinstance(message, InPlace):
+            self._next_host.pass_on(message)
+        return message
+
+    def _take_slot(self, slot: Slot) -> memoryview:
+        """Return the bytes in a slot, which are there until _next()."""
+        if self._nixl is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
+            raise ProtocolError("an unknown slot")
+        self._nixl.read(slot.number, slot.size, self._channel.check)
+        self._used = slot.number
+        return self._nixl.slot(slot.number)[: slot.size]
+
+    def _store(self, file: File, source: str, entry: Entry) -> CopyResult:
+        """Receive the bytes of a file, and give it its name."""
+        began = time.monotonic()
+        new = self._create(file, entry)
+        try:
+            checksum = RunningChecksum(verify=self._request.verify)
+            done = holes = in_place = 0
+            while not isinstance(message := self._next(), (End, Abandon)):
+                if isinstance(message, InPlace):
+                    written = self._receive_in_place(new.fd, file.size, source, done) - done
+                    in_place += written
+                    done += written
+                elif isinstance(message, Hole):
+                    checksum.skip(message.size)
+                    holes += message.size
+                    done += message.size
+                else:
+                    checksum.update(message)
+                    _write(new.fd, message, done)
+                    done += len(message)
+                self._sink.moved(source, done)
+            if isinstance(message, Abandon):
+                raise OSError(message.error, message.text)
+            if message.checksum != checksum.text:
+                text = f"the bytes have changed on the way: {message.checksum} was sent, {checksum.text} has come"
+                raise OSError(errno.EIO, text)
+            self._complete(new, entry, file, done, checksum.text)
+        finally:
+            new.close()
+        moved_by = "pipe" if self._nixl is None else "nixl"
+        counts = {moved_by: done - holes - in_place, "direct": in_place, "hole": holes}
+        paths = {path: count for path, count in counts.items() if count}
+        sha256 = checksum.text or None
+        return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=sha256)
+
+    def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
+        """Let the sender write into the memory of the new file. Returns the offset that is reached."""
+        if self._nixl is None or self._next_host is not None:
+            raise ProtocolError("NIXL without an offer")
+        with attached_in_place(fd, size, "r+") as region, ExitStack() as registered:
+            try:
+                if region is not None:
+                    registered.enter_context(self._nixl.registered(region))
+            except ConnectionEnded:  # of NIXL alone
+                region = None
+            if region is None:
+                self._channel.send(Window())
+                return offset
+            self._channel.send(self._nixl.window(region))
+            with self._nixl.written_to():
+                while isinstance(message := self._channel.receive(), Written) and offset <= message.offset <= size:
+                    self._sink.moved(source, message.offset)
+                    if message.last:
+                        return message.offset
+        raise ProtocolError("not what was written")
+
+    def _create(self, file: File, entry: Entry) -> NewFile:
+        """Create the file, with its memory, but without its name."""
+        entry.check_file()
+        if entry.path in self._made:
+            raise OSError(errno.EEXIST, "another source of this command is copied there")
+        self._check_mount(entry, file.on_mount)
+        mode = file.attributes.permissions & (0o700 if self._request.preserve else 0o777)
+        entry.check_no_directory()
+        assert entry.directory is not None
+        new = NewFile.create(entry.directory, mode)
+        try:
+            if not self._request.preserve:
+                new.keep_mode_of(entry.name)
+            self._context.check_space(new.fd, file.data, self._cancel)
+            if file.data and file.data >= file.size:
+                os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives
+        except BaseException:
+            new.close()
+            raise
+        self._made.add(entry.path)
+        return new
+
+    def _complete(self, new: NewFile, entry: Entry, file: File, size: int, checksum: str) -> None:
+        os.ftruncate(new.fd, size)
+        if self._request.preserve:
+            entries.preserve(new.fd, file.attributes)
+        durable = self._request.fsync and os.fstat(new.fd).st_dev not in self._mounts
+        if durable:
+            os.fsync(new.fd)
+        if self._request.verify:
+            os.posix_fadvise(new.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            back = sha256_of(new.fd, lambda: self._cancel.cancelled)
+            if back != checksum:
+                raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
+        new.complete(entry.name)
+        if durable:
+            entries.make_durable(new.fd, entry.directory, synced=True)
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count

@@ -1,0 +1,264 @@
+"""The side of a copy between two machines that sends files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+from gpufs.copying import entries
+from gpufs.copying.checksums import RunningChecksum
+from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.host_memory import attached_in_place
+from gpufs.copying.job import CopyContext
+from gpufs.copying.space import data_bytes
+from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
+from gpufs.exceptions import text_of
+from gpufs.hosts.channel import Channel, ChannelError, ProtocolError
+from gpufs.hosts.messages import (
+    Abandon,
+    Attributes,
+    Done,
+    End,
+    Enter,
+    Failed,
+    File,
+    Finished,
+    Free,
+    Hole,
+    Leave,
+    Link,
+    Lost,
+    Measured,
+    Notice,
+    Plan,
+    Request,
+    Result,
+    Window,
+    plain,
+)
+from gpufs.hosts.outlet import Outlet
+from gpufs.syscalls import close_all
+
+
+class Sent(NamedTuple):
+    """A file that not all machines have answered. ``waiting``: those of the chain whose Result has not come."""
+
+    path: str
+    size: int
+    began: float
+    waiting: set[int]
+
+
+class Sender:
+    """Sends files. run() and read_results() need a thread each.
+
+    Parameters
+    ----------
+    channel : Channel
+        To the receiver.
+    context : CopyContext
+        Of the copies of this machine.
+    sources : sequence of Entry
+        What is sent.
+    request : Request
+        The options.
+    fail : callable
+        Called with the path and error of what cannot be sent.
+    moved : callable
+        Called with a path, and how many bytes of it have been sent.
+    notice : callable
+        Called with a line that says why NIXL does not move the bytes.
+    peer_has_nixl : bool
+        Whether NIXL is installed there.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        context: CopyContext,
+        sources: Sequence[Entry],
+        request: Request,
+        fail: Fail,
+        moved: Callable[[str, int], None],
+        notice: Callable[[str], None],
+        *,
+        peer_has_nixl: bool,
+    ) -> None:
+        self._channel = channel
+        self._mounts = context.mounts()
+        self._sources = sources
+        self._request = request
+        self._fail = fail
+        self._moved = moved
+        self._number = 0
+        self._refused = -1  # the last file that the receiver does not want
+        self._pending: dict[int, Sent] = {}
+        self._hops = 1 + len(request.forward)  # machines of the chain that are alive
+        self._outlet = Outlet(channel, notice, peer_has_nixl=peer_has_nixl)
+
+    def plan(self) -> Plan:
+        """Add up what is to be sent."""
+        size = data = 0
+        for source in self._sources:
+            for step in self._walk(source, lambda path, error: None):
+                if step.kind == "file" and step.status is not None:
+                    size += step.size
+                    data += data_bytes(step.status, step.size) if step.size else 0
+        return Plan(size, data)
+
+    def run(self, plan: Plan) -> None:
+        """Send everything. Errors of the connection are raised, others go to ``fail``."""
+        self._channel.send(plan)
+        try:
+            self._outlet.choose(plan.size)
+            for number, source in enumerate(self._sources):
+                self._send_tree(number, source)
+        finally:
+            self._outlet.close()
+        self._channel.send(Done())
+
+    def _send_tree(self, number: int, source: Entry) -> None:
+        with closing(self._walk(source, self._fail)) as steps:
+            for step in steps:
+                try:
+                    self._send(number, step)
+                except OSError as error:
+                    if isinstance(error, ChannelError):
+                        raise
+                    self._fail(step.path, error)
+
+    def _walk(self, source: Entry, fail: Fail) -> Steps:
+        request = self._request
+        steps = walk_files(source, fail, recursive=request.recursive, dereference=request.dereference)
+        include, exclude = map(os.fsdecode, request.include), map(os.fsdecode, request.exclude)
+        return selected(steps, list(include), list(exclude))
+
+    def read_results(
+        self,
+        take: Callable[[Sent, Result], None],
+        fail: Callable[[Failed], None],
+        lose: Callable[[Lost], None],
+        notice: Callable[[str], None],
+    ) -> None:
+        """Receive what becomes of the files, until the receiver has finished."""
+        try:
+            while not isinstance(message := self._channel.receive(), Finished):
+                match message:
+                    case Result():
+                        take(self._answered(message), message)
+                    case Failed() if message.hop < self._hops:
+                        fail(message)
+                    case Lost() if 0 < message.hop < self._hops:
+                        self._lose(message.hop)
+                        lose(message)
+                    case Notice():
+                        notice(message.text)
+                    case Free() | Measured() | Window():
+                        self._outlet.take(message)
+                    case _:
+                        raise ProtocolError("no result")
+            for sent in self._pending.values():
+                if not sent.waiting.isdisjoint(range(self._hops)):
+                    raise ProtocolError(f"no result of {sent.path}")
+        finally:
+            self._outlet.end()
+
+    def _answered(self, result: Result) -> Sent:
+        """Return the file of a result."""
+        sent = self._pending.get(result.number)
+        if sent is None or result.hop not in sent.waiting:
+            raise ProtocolError("the result of a file that was not sent")
+        sent.waiting.discard(result.hop)
+        self._forget_if_answered(result.number, sent)
+        return sent
+
+    def _lose(self, hop: int) -> None:
+        self._hops = hop
+        for number, sent in list(self._pending.items()):
+            sent.waiting.intersection_update(range(hop))
+            self._forget_if_answered(number, sent)
+
+    def _forget_if_answered(self, number: int, sent: Sent) -> None:
+        if not sent.waiting:
+            del self._pending[number]
+            self._refused = number  # if it has not been sent to its end, nobody wants the rest
+
+    # ---- files ----
+
+    def _send(self, source: int, step: Step) -> None:
+        entry, status = step.source, step.status
+        if step.kind == "leave":
+            self._channel.send(Leave())
+            return
+        assert isinstance(entry, Entry)
+        assert status is not None
+        name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
+        if step.kind == "enter":
+            self._channel.send(Enter(source, name, path, status.st_dev in self._mounts, Attributes.of(status)))
+        elif stat.S_ISLNK(status.st_mode):
+            target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
+            self._channel.send(Link(source, name, path, target, Attributes.of(status)))
+        else:
+            opened = entries.open_source(entry)
+            try:
+                self._send_file(source, name, opened)
+            finally:
+                close_all((opened.fd,))
+
+    def _send_file(self, source: int, name: bytes, opened: OpenFile) -> None:
+        number, self._number = self._number, self._number + 1
+        path, status = opened.entry.path, opened.status
+        size = entries.size_of(opened)
+        self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
+        data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
+        named = os.fsencode(path)
+        self._channel.send(File(number, source, name, named, size, data, on_mount, Attributes.of(status)))
+        holes = stat.S_ISREG(status.st_mode) and data < size
+        end = self._send_content(number, opened, size, holes=holes)
+        self._outlet.await_reads()
+        self._channel.send(end)
+
+    def _send_content(self, number: int, opened: OpenFile, size: int, *, holes: bool) -> End | Abandon:
+        """Send the bytes of a file, and return what follows them."""
+        checksum = RunningChecksum(verify=self._request.verify)
+        done = data_end = 0
+        # With --verify all bytes pass through this process.
+        in_place = opened.status.st_dev in self._mounts and not holes and not self._request.verify
+        self._outlet.begin()
+        while self._refused != number:
+            if in_place and self._outlet.should_write(done):
+                in_place = False
+                done = self._write_in_place(opened, size, done)
+            buffer = self._outlet.buffer()
+            try:
+                if holes and done == data_end:
+                    start, data_end = entries.next_data(opened.fd, done)
+                    if start > done:
+                        self._channel.send(Hole(start - done))
+                        checksum.skip(start - done)
+                        done = start
+                        continue
+                count = os.preadv(opened.fd, [buffer[: data_end - done] if holes else buffer], done)
+            except ChannelError:
+                raise
+            except OSError as error:
+                return Abandon(error.errno or errno.EIO, plain(text_of(error)))
+            if not count:
+                return End(checksum.text)
+            checksum.update(buffer[:count])
+            self._outlet.send(count)
+            done += count
+            self._moved(opened.entry.path, done)
+        return Abandon(errno.ECANCELED, "")
+
+    def _write_in_place(self, opened: OpenFile, size: int, offset: int) -> int:
+        """Write a file's memory into that of the receiver's file, and return the offset that is reached."""
+        with attached_in_place(opened.fd, size, "r") as region:
+            if region is None:
+                return offset
+            return self._outlet.write(region, offset, lambda reached: self._moved(opened.entry.path, reached))

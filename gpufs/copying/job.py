@@ -1,0 +1,325 @@
+"""One copy from beginning to end: its space, the path that its bytes take, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from typing import Final
+
+from gpufs import syscalls
+from gpufs.client._cancellation import Cancellation
+from gpufs.client._daemons import IdleConnections
+from gpufs.copying import entries
+from gpufs.copying.data import DataCopy
+from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.space import SpaceCheck, data_bytes, shortage
+from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, error_class
+from gpufs.exceptions import text_of
+from gpufs.mounting import MountEntry, MountTable, place_of
+from gpufs.new_file import remove_name
+from gpufs.syscalls import close_all
+from gpufs.units import bytes_text
+
+Mounts = dict[int, list[MountEntry]]  # by st_dev
+
+# Up to this size one read and one write are faster than a request to the daemon.
+SMALL_BYTES: Final = 128 << 10
+# Failures of the destination alone.
+_DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
+
+
+class CopyContext:
+    """How the copies of a Copier are made, and what they share. Thread-safe."""
+
+    def __init__(self, options: CopyOptions, notice: Callable[[str], None] | None) -> None:
+        """ValueError for an option that is not allowed. ``notice``: called with lines for the user."""
+        options.check()
+        self.options = options
+        self.notice = notice
+        self.connections = IdleConnections(required=options.fastpath == "require", notice=notice)
+        self.space = SpaceCheck()
+        self._mounts = MountTable()
+
+    def mounts(self) -> Mounts:
+        """Return the mounts of this machine, by the st_dev of their files."""
+        return self._mounts.by_device()
+
+    def check_space(self, fd: int, needed: int, cancel: Cancellation | None) -> None:
+        """Raise OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+
+        Waits for the memory of files on a mount that have just been removed.
+        """
+        self.space.check(fd, needed, self.mounts().get(os.fstat(fd).st_dev, []), cancel)
+
+    def close(self) -> None:
+        """End the connections."""
+        self.connections.close()
+        self._mounts.close()
+
+
+class CopyJob:
+    """One copy, of which both ends are open.
+
+    ``created``: the destination did not exist. ``stream``: the source is read from where it is to its end.
+    """
+
+    def __init__(
+        self,
+        context: CopyContext,
+        source: OpenFile,
+        destination: OpenFile,
+        *,
+        created: bool = False,
+        stream: bool = False,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> None:
+        self.source = source
+        self.destination = destination
+        self.attributes = source.status  # to preserve
+        self.fd = destination.fd  # -1 once it is closed
+        self._context = context
+        self._mounts = context.mounts()
+        self._created = created
+        self._stream = stream
+        total = 0 if stream else entries.size_of(source)
+        self._data = DataCopy(source.fd, destination.fd, total, progress, cancel)
+        self._whole = False  # everything has been copied, and stays whatever fails
+        self._emptied = False
+        self._began = time.monotonic()
+
+    @classmethod
+    def open(
+        cls,
+        context: CopyContext,
+        source: OpenFile,
+        destination: Entry,
+        *,
+        stream: bool = False,
+        readable: bool = False,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> CopyJob:
+        """Open the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
+        # With its final mode only once it has its final owner.
+        allowed = 0o700 if context.options.preserve else 0o777
+        mode = 0o666 if stream else stat.S_IMODE(source.status.st_mode) & allowed
+        fd, created = entries.open_destination(
+            destination, source, mounts=context.mounts(), mode=mode, readable=readable
+        )
+        try:
+            end = OpenFile(destination, fd, os.fstat(fd))
+            return cls(context, source, end, created=created, stream=stream, progress=progress, cancel=cancel)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def run(self) -> CopyResult:
+        """Copy, and close the destination. A failure leaves it as ``partial`` says."""
+        self._began = time.monotonic()
+        try:
+            self._check_space()
+            self._empty()
+            self._move()
+            digest = self._complete()
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+        except OSError as error:
+            left = self.clean_up(partial=self._context.options.partial)
+            if isinstance(error, CopyError):
+                error.left, error.bytes_done = left, self._data.done
+                raise
+            raise self._failure(error, left) from None
+        except BaseException:
+            self.clean_up(partial=self._context.options.partial)
+            raise
+        finally:
+            self.close()
+        return self._result(digest)
+
+    def run_to_stream(self) -> CopyResult:
+        """Copy to a destination without offsets, which stays open."""
+        try:
+            self._data.to_stream()
+        except OSError as error:
+            raise self._failure(error, self.clean_up(partial=True)) from None
+        return self._result(None)
+
+    def close(self) -> None:
+        """Close the destination. A second call does nothing."""
+        if self.fd >= 0:
+            close_all((self.fd,))
+            self.fd = -1
+
+    def read_from(self, copy: OpenFile) -> None:
+        """Read another copy of the source instead of the source itself."""
+        self.source = copy
+        self._data.source_fd = copy.fd
+        self._data.total = copy.status.st_size
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the copy is."""
+        return self._data.cancel is not None and self._data.cancel.cancelled
+
+    def _result(self, digest: str | None) -> CopyResult:
+        data = self._data
+        names = (self.source.entry.path, self.destination.entry.path)
+        seconds = time.monotonic() - self._began
+        return CopyResult(*names, data.done, seconds, data.method, data.paths, data.refusals, digest)
+
+    def _on_mount(self) -> list[MountEntry]:
+        """The mounts that the destination is on, none for a file of the host."""
+        return self._mounts.get(self.destination.status.st_dev, [])
+
+    def _is_regular(self) -> bool:
+        return stat.S_ISREG(self.destination.status.st_mode)
+
+    # ---- the steps of a copy ----
+
+    def _check_space(self) -> None:
+        if self._data.total <= SMALL_BYTES or not self._is_regular():
+            return
+        needed = data_bytes(self.source.status, self._data.total)
+        try:
+            self._context.check_space(self.fd, needed, self._data.cancel)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._context.options.partial:  # which wants as much as fits
+                raise
+
+    def _empty(self) -> None:
+        """Truncate the destination. Registered memory is overwritten as a whole instead."""
+        if self._is_regular():
+            try:
+                os.ftruncate(self.fd, 0)
+            except PermissionError:
+                if not self._on_mount():
+                    raise
+                self._data.keeps_size = True
+                if not self._stream:
+                    self._check_fills()
+                return
+        self._emptied = True
+
+    def _check_fills(self) -> None:
+        size, given = self.destination.status.st_size, self._data.done if self._stream else self._data.total
+        if given != size:
+            text = f"registered memory keeps its size, {size} bytes, and the source has {given}"
+            raise OSError(errno.EPERM, f"{text}: dd conv=notrunc writes a part")
+
+    def _move(self) -> None:
+        source, destination = self.source.status.st_dev, self.destination.status.st_dev
+        if self._stream:
+            self._read_stream()
+        elif source in self._mounts and source == destination:
+            self._data.by_kernel()
+        elif source not in self._mounts and destination not in self._mounts:
+            raise OSError(errno.EXDEV, entries.NEITHER)  # a directory was replaced after it was opened
+        elif (source in self._mounts and destination in self._mounts) or self._is_small():
+            self._data.through_mount()
+        else:
+            load = destination in self._mounts
+            device = destination if load else source
+            connections, options = self._context.connections, self._context.options
+            if not self._data.by_daemon(connections, device, self._mounts[device], load=load, options=options):
+                self._data.through_mount()
+
+    def _is_small(self) -> bool:
+        status = self.source.status
+        size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return 0 < size <= SMALL_BYTES and self._context.options.fastpath == "auto"
+
+    def _read_stream(self) -> None:
+        try:
+            self._data.from_stream()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            place = place_of(self.fd, self._on_mount())
+            text = f"{error.strerror}: the first {bytes_text(self._data.done)} have filled {place or 'it'}"
+            raise OSError(errno.ENOSPC, text) from None
+        if self._data.keeps_size:
+            self._check_fills()
+
+    def _complete(self) -> str | None:
+        """Finish a copy whose bytes are in place; returns the checksum if one was asked for."""
+        options, fd = self._context.options, self.fd
+        if self._on_mount():
+            entries.settle_on_mount(fd)
+        if options.preserve:
+            self._whole = True  # without its attributes it still is a copy
+            entries.preserve(fd, self.attributes)
+            self._whole = False
+        if options.fsync and not self._on_mount():
+            directory = self.destination.entry.directory if self._created else None
+            entries.make_durable(fd, directory, synced=self._data.synced)
+        return self._verify() if options.verify else None
+
+    def _verify(self) -> str:
+        """The checksum that both files have. CopyError when they differ, or cannot be read."""
+        # A block device continues behind the copy.
+        end = self._data.done if stat.S_ISBLK(self.destination.status.st_mode) else None
+        outcomes = self._data.checksums(end)
+        total = self._data.total
+        for file, outcome in zip((self.source, self.destination), outcomes, strict=True):
+            if isinstance(outcome, OSError):
+                text = f"verifying: {outcome.strerror or outcome}"
+                raise CopyError(outcome.errno or errno.EIO, text, file.entry.path, bytes_total=total)
+        copied, read_back = outcomes
+        if copied != read_back:
+            text = f"the copy differs: SHA-256 {copied} was copied, {read_back} was read back"
+            names = (self.source.entry.path, self.destination.entry.path)
+            raise CopyError(errno.EIO, text, *names, bytes_total=total)
+        return str(copied)
+
+    # ---- failures ----
+
+    def clean_up(self, *, partial: bool) -> str:
+        """After a failure: what becomes of the destination, also in words."""
+        data = self._data
+        copied = f"{self._amount()} were copied" if data.done else ""
+        if self._whole or not self._is_regular():
+            return copied
+        if self._created and not (partial and self._emptied) and self._remove():
+            data.done = 0
+            return ""
+        if not self._emptied:
+            return copied
+        try:
+            if syscalls.refresh(self.fd) > data.done:
+                os.ftruncate(self.fd, data.done)
+        except OSError:
+            return ""  # its mount has died: there is nothing left to keep consistent
+        if self._created:
+            return f"{self._amount()} are kept"
+        return f"the old content is gone, {self._amount()} were copied"
+
+    def _remove(self) -> bool:
+        entry = self.destination.entry
+        return remove_name(self.fd, entry.name, entry.directory)
+
+    def _amount(self) -> str:
+        return f"{self._data.done} bytes" if self._stream else f"{self._data.done} of {self._data.total} bytes"
+
+    def _failure(self, error: OSError, left: str) -> CopyError:
+        """The error for the user."""
+        code = error.errno or errno.EIO
+        text = text_of(error)
+        if code == errno.ENOSPC and self._emptied and not self._stream:
+            needed = data_bytes(self.source.status, self._data.total)
+            lack = shortage(self.fd, needed, self._on_mount())
+            text = f"{text}: {lack}" if lack else text
+        source, destination = self.source.entry.path, self.destination.entry.path
+        of_disk = code in _DESTINATIONS and not self._on_mount()
+        return (CopyError if of_disk else error_class(code))(
+            code,
+            text,
+            *((destination, None) if code in _DESTINATIONS else (source, destination)),
+            bytes_done=self._data.done,
+            bytes_total=self._data.total,
+            device_code=getattr(error, "device_code", 0),
+            left=left,
+        )

@@ -1,0 +1,202 @@
+"""What a copy between machines reports, and where it goes: to the user, to a program, or to another machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, error_class
+from gpufs.exceptions import text_of
+from gpufs.hosts.channel import Channel
+from gpufs.hosts.messages import Lost, Moved, Notice, Plan, Result, plain
+
+_PROGRESS_SECONDS: Final = 0.1
+
+
+class Sink(Protocol):
+    """What a copy reports to, from any thread."""
+
+    def planned(self, size: int) -> None:
+        """``size`` bytes are to be copied."""
+
+    def moved(self, source: str, count: int) -> None:
+        """``count`` bytes of a source have been copied."""
+
+    def noticed(self, text: str) -> None:
+        """A line for the user."""
+
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
+
+
+class TreeReport(Protocol):
+    """What the loop of copies reports to, from any thread."""
+
+    def planned(self, size: int) -> None:
+        """``size`` more bytes are to be copied."""
+
+    def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
+        """Return what takes the progress of one copy, None if nobody sees it."""
+
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+        """Take what became of the copies of a file."""
+
+    def failed(self, source: str, destination: str | None, error: OSError) -> None:
+        """Take a failure other than that of a copy. ``destination``: None if it does not matter."""
+
+    def skipped(self) -> None:
+        """Count a file that exists already, with --no-clobber."""
+
+    def warned(self, text: str) -> None:
+        """Show a warning."""
+
+    def tick(self) -> None:
+        """Called about ten times a second, by the thread that waits for the others."""
+
+
+class Silent:
+    """Reports nothing: the other side has the results."""
+
+    def planned(self, size: int) -> None:
+        pass
+
+    def moved(self, source: str, count: int) -> None:
+        pass
+
+    def noticed(self, text: str) -> None:
+        pass
+
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        pass
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        pass
+
+
+class Noted:
+    """Passes on what a sender here reports, with the host in lines for the user."""
+
+    def __init__(self, sink: Sink, host: str) -> None:
+        self._sink = sink
+        self._host = host
+        self.planned, self.moved, self.ended, self.lost = sink.planned, sink.moved, sink.ended, sink.lost
+
+    def noticed(self, text: str) -> None:
+        self._sink.noticed(f"{self._host}: {text}")
+
+
+class Shown:
+    """Passes on what a receiver here, or a machine that uploads for this one, reports: with sources named HOST:PATH."""
+
+    def __init__(self, sink: Sink, host: str) -> None:
+        self._sink = sink
+        self._host = host
+        self.planned, self.lost = sink.planned, sink.lost
+
+    def moved(self, source: str, count: int) -> None:
+        self._sink.moved(f"{self._host}:{source}", count)
+
+    def noticed(self, text: str) -> None:
+        self._sink.noticed(f"{self._host}: {text}")
+
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        shown = f"{self._host}:{source}"
+        if isinstance(outcome, CopyResult):
+            outcome = outcome._replace(source=shown)
+        elif outcome is not None:
+            outcome.filename = shown if source else outcome.filename2
+            outcome.filename2 = outcome.filename2 if source else None
+        self._sink.ended(shown, outcome, hop)
+
+
+class Reports:
+    """Reports to the machine that has asked this one to upload."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._moved = 0.0
+
+    def planned(self, size: int) -> None:
+        self._channel.send(Plan(size, size))
+
+    def moved(self, source: str, count: int) -> None:
+        now = time.monotonic()
+        if now - self._moved >= _PROGRESS_SECONDS:
+            self._moved = now
+            self._channel.send(Moved(os.fsencode(source), count))
+
+    def noticed(self, text: str) -> None:
+        self._channel.send(Notice(plain(text)))
+
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        message = Result(0, b"", skipped=outcome is None, hop=hop, source=os.fsencode(source))
+        if isinstance(outcome, CopyError):
+            destination = outcome.filename2 if source else outcome.filename
+            message.path = os.fsencode(str(destination or ""))
+            message.error, message.text = outcome.errno or errno.EIO, plain(text_of(outcome))
+        elif outcome is not None:
+            message.path = os.fsencode(outcome.destination)
+            message.size, message.seconds, message.paths = outcome.bytes, outcome.seconds, outcome.paths
+            message.checksum = outcome.sha256 or ""
+        self._channel.send(message)
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        number, text = error.errno or errno.EIO, plain(text_of(error))
+        self._channel.send(Lost(hop, number, text, os.fsencode(str(error.filename))))
+
+
+def outcome_of(result: Result, source: str, destination: str | None, seconds: float) -> Outcome | None:
+    """Return what became of a file on another machine; None if it was skipped."""
+    if result.error:
+        return error_class(result.error)(result.error, result.text, source, destination)
+    if result.skipped:
+        return None
+    digest = result.checksum or None
+    return CopyResult(source, destination or "", result.size, seconds, "node", result.paths, sha256=digest)
+
+
+def show(message: Result, sink: Sink) -> None:
+    """Report what another machine has sent by Reports."""
+    source, destination = os.fsdecode(message.source), os.fsdecode(message.path)
+    sink.ended(source, outcome_of(message, source, destination or None, message.seconds), message.hop)
+
+
+class Outcomes:
+    """Takes what becomes of one file on each machine."""
+
+    def __init__(
+        self, count: int, progress: Callable[[CopyProgress], None] | None, notice: Callable[[str], None] | None
+    ) -> None:
+        self._progress = progress
+        self._notice = notice
+        self._size = 0
+        self._reported = 0.0
+        self.outcomes: list[Outcome | None] = [None] * count
+
+    def planned(self, size: int) -> None:
+        self._size = size
+
+    def moved(self, source: str, count: int) -> None:
+        now = time.monotonic()
+        if self._progress is not None and now - self._reported >= _PROGRESS_SECONDS:
+            self._reported = now
+            machines = len(self.outcomes)
+            moved, total = count * machines, max(count, self._size) * machines
+            self._progress(CopyProgress(moved, total, {"pipe": moved}))
+
+    def noticed(self, text: str) -> None:
+        if self._notice is not None:
+            self._notice(text)
+
+    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        self.outcomes[hop] = outcome
+
+    def lost(self, hop: int, error: CopyError) -> None:
+        for place in range(hop, len(self.outcomes)):
+            self.outcomes[place] = self.outcomes[place] or error

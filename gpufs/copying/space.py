@@ -1,0 +1,78 @@
+"""Whether a copy fits into the file system of its destination, and the wait for memory that is being released."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from gpufs.client._cancellation import Cancellation
+from gpufs.mounting import MountEntry, place_of
+from gpufs.units import bytes_text
+
+# How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
+_WAIT_SECONDS: Final = 3.0
+_RETRY_SECONDS: Final = 0.02
+
+
+class SpaceCheck:
+    """The check before copies, which wait for memory for a limited time in all: if many do not fit, only the first do.
+
+    Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._seconds_left = _WAIT_SECONDS
+
+    def check(self, fd: int, needed: int, mounts: Sequence[MountEntry], cancel: Cancellation | None) -> None:
+        """OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
+
+        Waits for the memory of files that have just been removed. ``mounts``: the mounts of gpufs with this st_dev.
+        """
+        waited = False
+        while text := shortage(fd, needed, mounts):
+            if self._seconds_left <= 0 or not mounts or _exceeds_all(fd, needed):
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
+            if cancel is not None and cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            time.sleep(_RETRY_SECONDS)
+            self._seconds_left -= _RETRY_SECONDS
+            waited = True
+        if waited:
+            self._seconds_left = _WAIT_SECONDS
+
+
+def data_bytes(status: os.stat_result, size: int) -> int:
+    """The least space that a copy of a file needs, in bytes. Holes need none."""
+    return min(size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else size
+
+
+def shortage(fd: int, needed: int, mounts: Sequence[MountEntry]) -> str:
+    """Why ``needed`` bytes do not fit, with the figures; "" if they do, or if the space is not known.
+
+    ``fd``: the file that they replace, whose own space they can use, or a directory, also opened with O_PATH.
+    ``mounts``: the mounts of gpufs with this file's st_dev.
+    """
+    try:
+        space = os.fstatvfs(fd)
+    except OSError:  # ENOSYS by a FUSE file system without STATFS
+        return ""
+    status = os.fstat(fd)
+    free = (space.f_bavail if mounts or os.geteuid() else space.f_bfree) * space.f_frsize  # root may use the reserve
+    reusable = status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
+    if not space.f_blocks or needed <= free + reusable:
+        return ""
+    place = place_of(fd, mounts)
+    texts = [bytes_text(needed), bytes_text(free)]
+    if texts[0] == texts[1]:
+        texts = [f"{needed} bytes", f"{free} bytes"]
+    return f"needs {texts[0]}, {texts[1]} free{f' on {place}' if place else ''}"
+
+
+def _exceeds_all(fd: int, needed: int) -> bool:
+    """Whether ``needed`` bytes are more than the file system of an open file has, so that waiting cannot help."""
+    space = os.fstatvfs(fd)
+    return needed > space.f_blocks * space.f_frsize

@@ -1,0 +1,403 @@
+"""Copies between files of a mount and URLs: what gpufs.stores moves, under the names and rules of copies.
+
+A file that is loaded has the name .NAME.gpufs-part until it is complete. Then it replaces what NAME was, in one step.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Final, TypeAlias
+
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying import entries
+from gpufs.copying.checksums import blocks
+from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.job import CopyContext
+from gpufs.copying.tree import TreeState
+from gpufs.copying.types import (
+    CopyError,
+    CopyProgress,
+    CopyResult,
+    NotOnMountCopyError,
+    Outcome,
+    check_options,
+    error_class,
+)
+from gpufs.copying.walk import Folder, Step
+from gpufs.exceptions import text_of
+from gpufs.new_file import NewFile
+from gpufs.stores import checksums, finding, urls, waiting
+from gpufs.stores.checksums import Checksum
+from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
+from gpufs.stores.files import StoreFile
+from gpufs.stores.upload import upload
+from gpufs.stores.waiting import Workers
+from gpufs.syscalls import close_all
+
+Progress: TypeAlias = Callable[[CopyProgress], None] | None
+
+_NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of the store"
+
+
+def _close_after(parts: Sequence[Future[None]], descriptors: Sequence[int]) -> None:
+    """Close files after their last write, so that a late one does not find another file behind the descriptor."""
+    wait(parts)
+    close_all(descriptors)
+
+
+def failure(error: OSError, source: str, destination: str | None = None) -> CopyError:
+    """The error for the user."""
+    number = error.errno or errno.EIO
+    return error_class(number)(number, text_of(error), source, destination)
+
+
+class _Destination:
+    """The incomplete file of one destination, locked against other copies to the same name."""
+
+    def __init__(self, context: CopyContext, file: StoreFile, entry: Entry, cancel: Cancellation) -> None:
+        """``entry`` has its directory open. OSError if nothing can be copied there."""
+        assert entry.directory is not None
+        self.entry = entry
+        self.kept = 0  # bytes that an earlier copy had stored
+        if os.fstat(entry.directory).st_dev not in context.mounts():
+            raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, file.url.shown, entry.path)
+        entry.check_no_directory()
+        self._new = NewFile.part_of(entry.directory, entry.name)
+        self.fd = self._new.fd
+        try:
+            self.parts = Parts(self.fd, file)
+            if context.options.partial and self.parts.resume():
+                self.kept = self.parts.bytes_done
+            else:
+                self.parts.end()  # first: a list of parts that are gone would make the next copy keep holes
+                os.ftruncate(self.fd, 0)
+            context.check_space(self.fd, file.size, cancel)
+            # The writes allocate memory while others wait for the store. Allocating all of it first takes longer.
+            os.ftruncate(self.fd, file.size)
+        except BaseException:
+            self.discard(keep=bool(self.kept))
+            os.close(self.fd)
+            raise
+
+    def read_back(self, cancel: Cancellation) -> Iterator[memoryview]:
+        """Yield what the file holds."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return blocks(self.fd, lambda: cancel.cancelled)
+
+    def complete(self) -> None:
+        """Give the file its name."""
+        self.parts.end()
+        self._new.complete(self.entry.name)
+
+    def discard(self, *, keep: bool) -> str:
+        """Remove the file, or keep it for the next copy; what became of it, in words."""
+        done = self.parts.bytes_done
+        if keep and done:
+            return f"{done} bytes are kept in {self._new.temporary}: --partial goes on from there"
+        self._new.discard()
+        with suppress(OSError):
+            os.ftruncate(self.fd, 0)  # its memory is free at once, also where a silent server keeps it open
+        return ""
+
+
+class StoreCopies:
+    """The copies from and to URLs of a Copier. Thread-safe."""
+
+    def __init__(self, context: CopyContext) -> None:
+        self._context = context
+        # Its threads start when they are needed, and are shared by all files.
+        self._pool = Workers(PARTS_IN_FLIGHT)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.close()
+
+    def download(
+        self, file: StoreFile, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation
+    ) -> list[Outcome]:
+        """Copy a file of a store to each destination, and request each of its bytes once."""
+        began = time.monotonic()
+        outcomes: dict[int, Outcome] = {}
+        with ExitStack() as opened:
+            ends: dict[int, _Destination] = {}
+            for place, destination in enumerate(destinations):
+                try:
+                    located = opened.enter_context(destination.located())
+                    ends[place] = _Destination(self._context, file, located, cancel)
+                except CopyError as error:
+                    outcomes[place] = error
+                except OSError as error:
+                    outcomes[place] = failure(error, destination.path)
+            loading = Download(file, [end.parts for end in ends.values()], self._pool)
+            try:
+                failed = self._load(loading, file, list(ends.values()), progress, cancel)
+                for place, end in ends.items():
+                    ended = end.parts.error or failed
+                    outcomes[place] = self._finish(file, loading.size, end, ended, began, progress, cancel)
+            except BaseException:  # for example by progress()
+                for end in ends.values():
+                    end.discard(keep=self._context.options.partial)
+                raise
+            finally:
+                descriptors = [end.fd for end in ends.values()]
+                if loading.running:
+                    waiting.start(_close_after, loading.running, descriptors)
+                else:
+                    close_all(descriptors)
+        return [outcomes[place] for place in range(len(destinations))]
+
+    def _load(
+        self,
+        loading: Download,
+        file: StoreFile,
+        ends: Sequence[_Destination],
+        progress: Progress,
+        cancel: Cancellation,
+    ) -> OSError | None:
+        """Load the parts; the error that ended it for all destinations."""
+        resumed = min((end.kept for end in ends), default=0)
+
+        def report(moved: int) -> None:
+            if progress is not None:
+                count = len(ends)  # it counts the bytes of all copies
+                kept = 0 if loading.is_whole else resumed
+                size = max(loading.size, moved)
+                moved = min(kept + moved, size) * count
+                progress(CopyProgress(moved, size * count, {"remote": moved - kept * count, "kept": kept * count}))
+
+        def check_space(more: int) -> None:
+            for end in ends:
+                try:
+                    self._context.check_space(end.fd, more, cancel)
+                except OSError as error:
+                    end.parts.error = error
+
+        try:
+            if ends:
+                loading.run(report, lambda: cancel.cancelled, check_space)
+                for end in ends:
+                    end.kept = 0 if loading.is_whole else end.kept
+        except OSError as error:
+            return error
+        return None
+
+    def _finish(
+        self,
+        file: StoreFile,
+        size: int,
+        end: _Destination,
+        error: OSError | None,
+        began: float,
+        progress: Progress,
+        cancel: Cancellation,
+    ) -> Outcome:
+        """Verify one destination and give it its name, or clean up after a failure."""
+        source, name = file.url.shown, end.entry.path
+        digest = None
+        try:
+            if error is not None:
+                raise error
+            if self._context.options.verify:
+                content, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
+                digest = self._verify(file.checksum, size, content, again, source, name, progress)
+            end.complete()
+        except OSError as failed:
+            # What differs from the store's checksum is not continued.
+            differs = error is None and failed.errno == errno.EIO
+            left = end.discard(keep=self._context.options.partial and not differs)
+            outcome = failed if isinstance(failed, CopyError) else failure(failed, source, name)
+            outcome.left, outcome.bytes_total = left, size
+            return outcome
+        paths = {"remote": size - end.kept, "kept": end.kept}
+        moved = {path: count for path, count in paths.items() if count}
+        return CopyResult(source, name, size, time.monotonic() - began, "remote", moved, sha256=digest)
+
+    def _verify(
+        self,
+        expected: Checksum | None,
+        size: int,
+        content: Iterator[memoryview],
+        again: Callable[[], str],
+        source: str,
+        destination: str,
+        progress: Progress,
+    ) -> str:
+        """The SHA-256 of a copy. CopyError if the store's checksum is another.
+
+        ``again`` reads the store's file and returns its SHA-256: an ETag may be something else.
+        """
+
+        def report(offset: int) -> None:
+            if progress is not None:
+                progress(CopyProgress(offset, size, {}, "verify"))
+
+        verification = checksums.verify(content, expected, size, report)
+        if expected is None and self._context.notice is not None:
+            self._context.notice(f"{source}: the store has no checksum, so only the size was verified")
+        if verification.matches():
+            return verification.sha256
+        assert expected is not None
+        stored = again() if expected.kind in ("md5", "parts") else ""
+        if stored != verification.sha256:
+            kind = "SHA-256" if expected.kind == "sha256" else "ETag" if expected.kind != "git" else "Git object"
+            text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
+            raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
+        if self._context.notice is not None:
+            self._context.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
+        return verification.sha256
+
+    def copy_names(
+        self, source: str, destinations: Sequence[str], progress: Progress, cancel: Cancellation
+    ) -> list[Outcome]:
+        """Copy a URL to several names, or a file to one URL."""
+        try:
+            check_options(self._context.options, "a URL")
+            found, target = plan([source], destinations)
+            if target is not None:
+                return [self.upload(Entry.of(source), target, progress, cancel)]
+            (file,) = waiting.result(
+                waiting.start(partial(finding.find, found[0], recursive=False)), lambda: cancel.cancelled
+            )
+        except ValueError:
+            text = "names several files ([[], [?] and [*] stand for the characters [, ? and *)"
+            return [CopyError(errno.EINVAL, text, source)] * len(destinations)
+        except CopyError as error:
+            return [error]
+        except OSError as error:
+            return [failure(error, source, name if urls.is_url(name) else None) for name in destinations]
+        return self.download(file, [Entry.of(name) for name in destinations], progress, cancel)
+
+    def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
+        """Copy a file of a mount to an object store. Raises CopyError."""
+        opened = entries.open_source(source)
+        try:
+            return self._upload(opened, url, progress, cancel)
+        except CopyError:
+            raise
+        except OSError as error:
+            raise failure(error, source.path, url.shown) from None
+        finally:
+            close_all((opened.fd,))
+
+    def _upload(self, opened: OpenFile, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
+        began = time.monotonic()
+        source, size = opened.entry.path, entries.size_of(opened)
+        if opened.status.st_dev not in self._context.mounts():
+            raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, source, url.shown)
+
+        stopped = threading.Event()
+        done = 0
+
+        def read(count: int) -> None:
+            nonlocal done
+            done = count
+            if stopped.is_set() or cancel.cancelled:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+        def report() -> None:
+            if progress is not None:
+                progress(CopyProgress(done, size, {"remote": done}))
+
+        sending = waiting.start(upload, os.dup(opened.fd), size, url, read)
+        try:
+            checksum = waiting.result(sending, lambda: cancel.cancelled, report)
+        finally:
+            stopped.set()
+            wait([sending], waiting.END_SECONDS)  # an upload that ends early is removed from the store
+        digest = None
+        if self._context.options.verify:
+            content = blocks(opened.fd, lambda: cancel.cancelled)
+
+            def again() -> str:
+                (stored,) = waiting.result(
+                    waiting.start(partial(finding.find, url, recursive=False)), lambda: cancel.cancelled
+                )
+                return sha256_of(stored, lambda: cancel.cancelled)
+
+            digest = self._verify(checksum, size, content, again, url.shown, source, progress)
+        paths = {"remote": size} if size else {}
+        return CopyResult(source, url.shown, size, time.monotonic() - began, "remote", paths, sha256=digest)
+
+
+# ---- one copy, of names that a program has given ----
+
+
+def file_in(destination: str, source: str) -> str:
+    """The file that a copy to a name creates, where one of the two is a URL."""
+    try:
+        name = urls.parse(source).name if urls.is_url(source) else os.path.basename(source)
+        if urls.is_url(destination):
+            url = urls.parse(destination)
+            return url.below(name).text if url.is_directory else destination
+    except OSError as error:
+        raise failure(error, str(error.filename)) from None
+    return os.path.join(destination, name) if os.path.isdir(destination) else destination
+
+
+def plan(sources: Sequence[str], ends: Sequence[str]) -> tuple[list[urls.Url], urls.Url | None]:
+    """Return the URLs of the sources, and that of the destination. OSError EINVAL for what is not possible."""
+    remote = [urls.parse(name) for name in sources if urls.is_url(name)]
+    if remote and len(remote) < len(sources):
+        raise OSError(errno.EINVAL, "files and URLs cannot be copied by one command: use one for each")
+    uploads = [urls.parse(name) for name in ends if urls.is_url(name)]
+    for url in uploads:
+        if remote:
+            raise OSError(errno.EINVAL, "a URL cannot be copied to another: copy it to a mount first", url.shown)
+        if not url.is_bucket:
+            raise OSError(errno.EINVAL, "takes no uploads: s3://, gs:// and az:// do", url.shown)
+    if uploads and len(ends) > 1:
+        raise OSError(errno.EINVAL, "a URL is the only destination: repeat the command for others")
+    return remote, uploads[0] if uploads else None
+
+
+def _is_current(file: StoreFile, step: Step) -> bool:
+    """Return whether an object has a source's size and is not older."""
+    known = file.modified_ns is not None and step.modified_ns is not None
+    return known and file.size == step.size and (file.modified_ns or 0) >= (step.modified_ns or 0)
+
+
+class BucketTree:
+    """The copy of one source in an object store, whose URL is ``base``."""
+
+    def __init__(self, base: urls.Url, state: TreeState) -> None:
+        self._base = base
+        self._state = state
+        self._directories: dict[Folder, urls.Url] = {}
+
+    def enter(self, step: Step) -> bool:
+        """Take the name of a directory: object stores have none."""
+        assert step.folder is not None
+        self._directories[step.folder] = self._url(step)
+        return True
+
+    def file(self, step: Step) -> urls.Url | None:
+        """Return the URL of the copy of a file, None if it is not copied."""
+        url = self._url(step)
+        try:
+            if step.parent is None and url.is_directory:
+                raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
+            options = self._state.options
+            found = finding.stored(url) if options.no_clobber or options.update else None
+            if found is None or not (options.no_clobber or _is_current(found, step)):
+                return url
+            self._state.report.skipped()
+        except OSError as error:
+            self._state.report.failed(step.path, url.shown, error)
+        return None
+
+    def special(self, step: Step) -> None:
+        """Refuse what is neither a file nor a directory."""
+        assert step.status is not None
+        what = "a symbolic link (-L copies its file)" if stat.S_ISLNK(step.status.st_mode) else "not a file"
+        self._state.report.failed(step.path, None, OSError(errno.EINVAL, f"is {what}"))
+
+    def _url(self, step: Step) -> urls.Url:
+        return self._base if step.parent is None else self._directories[step.parent].below(step.name)

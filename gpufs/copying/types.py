@@ -1,0 +1,210 @@
+"""What the caller of a copy uses: its options, progress and result, and the error if it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from gpufs._naming import named_in
+from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, class_of
+
+Fastpath: TypeAlias = Literal["auto", "off", "require"]
+
+# The name of a pipe, in messages.
+STREAM: Final = "-"
+
+
+class CopyOptions(NamedTuple):
+    """How files are copied; :func:`gpufs.copy` describes the options."""
+
+    fastpath: Fastpath = "auto"
+    fsync: bool = False
+    verify: bool = False
+    preserve: bool = False
+    partial: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError for an option that is not allowed."""
+        if self.fastpath not in get_args(Fastpath):
+            raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
+
+
+class TreeOptions(NamedTuple):
+    """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory."""
+
+    recursive: bool = False
+    dereference: bool = False
+    preserve: bool = False
+    no_clobber: bool = False
+    partial: bool = False
+    exact: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    update: bool = False
+    dry_run: bool = False
+
+
+_UNFIT: Final = {
+    "a URL": {
+        "preserve": "stores keep no modes, owners and times",
+        "fastpath require": "its bytes pass through this process",
+    },
+    "HOST:PATH": {
+        "partial": "a file comes whole or not at all",
+        "fastpath require": "its bytes come from a network",
+    },
+}
+
+
+def check_options(options: CopyOptions, where: Literal["a URL", "HOST:PATH"]) -> None:
+    """Raise OSError EINVAL for options that a copy from or to such a name does not have."""
+    given = {
+        "preserve": options.preserve,
+        "partial": options.partial,
+        "fastpath require": options.fastpath == "require",
+    }
+    for name, reason in _UNFIT[where].items():
+        if given[name]:
+            raise OSError(errno.EINVAL, f"{name} cannot be used with {where}: {reason}")
+
+
+@named_in("gpufs")
+class CopyError(OSError):
+    """A copy that failed or was cancelled (ECANCELED).
+
+    It is also a :class:`NotOnMount`, :class:`DeviceFull`, :class:`QuotaExceeded` or :class:`DaemonDied` if that is the
+    reason.
+
+    Attributes
+    ----------
+    errno, strerror
+        As of any OSError.
+    filename, filename2
+        The source and the destination, or the one of them that failed and None.
+    bytes_done : int
+        How many bytes of the source, from its start, the destination now holds; its size is no more than that. 0 if it
+        was new and has been removed.
+    bytes_total : int
+        How many were to be copied, 0 if that is not known.
+    left : str
+        The state of the destination in words, "" if it is unchanged or removed.
+    device_code : int
+        The vendor runtime's own code, 0 if the failure is not the device's.
+    """
+
+    def __init__(
+        self,
+        error: int,
+        message: str,
+        filename: str,
+        filename2: str | None = None,
+        *,
+        bytes_done: int = 0,
+        bytes_total: int = 0,
+        device_code: int = 0,
+        left: str = "",
+    ) -> None:
+        super().__init__(error, message or os.strerror(error), filename, None, filename2)
+        self.bytes_done = bytes_done
+        self.bytes_total = bytes_total
+        self.device_code = device_code
+        self.left = left
+
+    def __reduce__(self) -> tuple[Callable[..., CopyError], tuple[object, ...]]:
+        counts = {name: getattr(self, name) for name in ("bytes_done", "bytes_total", "device_code", "left")}
+        return partial(type(self), **counts), (self.errno, self.strerror, self.filename, self.filename2)
+
+    def __str__(self) -> str:
+        where = str(self.filename) if self.filename2 is None else f"{self.filename} -> {self.filename2}"
+        code = f" (device code {self.device_code})" if self.device_code else ""
+        left = f" ({self.left})" if self.left else ""
+        return f"{where}: {self.strerror}{code}{left}"
+
+
+class NotOnMountCopyError(CopyError, NotOnMount):
+    """A copy of which neither end is on a mount."""
+
+
+class DeviceFullCopyError(CopyError, DeviceFull):
+    """A copy that does not fit on its device."""
+
+
+class QuotaExceededCopyError(CopyError, QuotaExceeded):
+    """A copy that does not fit into its user's or directory's limit."""
+
+
+class DaemonDiedCopyError(CopyError, DaemonDied):
+    """A copy whose mount is dead."""
+
+
+_CLASSES: Final[dict[type[OSError], type[CopyError]]] = {
+    DeviceFull: DeviceFullCopyError,
+    QuotaExceeded: QuotaExceededCopyError,
+    DaemonDied: DaemonDiedCopyError,
+}
+
+
+def error_class(number: int) -> type[CopyError]:
+    """The class of the error when a mount has failed a copy with this errno."""
+    return _CLASSES.get(class_of(number), CopyError)
+
+
+@named_in("gpufs")
+class CopyProgress(NamedTuple):
+    """How far a copy is.
+
+    Attributes
+    ----------
+    moved, total : int
+        Bytes moved, and in all.
+    paths : dict of str to int
+        The bytes moved by each path, see :class:`CopyResult`.
+    phase : str
+        "copy", and then "verify" where that was asked for; the counts start again then.
+    """
+
+    moved: int
+    total: int
+    paths: dict[str, int]
+    phase: str = "copy"
+
+
+@named_in("gpufs")
+class CopyResult(NamedTuple):
+    """A copy that succeeded.
+
+    Attributes
+    ----------
+    source, destination : str
+        The files.
+    bytes : int
+        The bytes copied.
+    seconds : float
+        How long it took.
+    method : str
+        "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount), "mount" (read and written
+        through the mount) or "node" (from or to another machine).
+    paths : dict of str to int
+        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe", "nixl", and "direct" (NIXL without buffers); "hole"
+        counts holes, which stay holes and are not moved.
+    refusals : tuple of str
+        Why the fastpath did not move all bytes.
+    sha256 : str or None
+        The hexadecimal checksum of both files, if verified.
+    """
+
+    source: str
+    destination: str
+    bytes: int
+    seconds: float
+    method: str
+    paths: dict[str, int]
+    refusals: tuple[str, ...] = ()
+    sha256: str | None = None
+
+
+# What became of one copy of several.
+Outcome: TypeAlias = CopyResult | CopyError

@@ -1,0 +1,274 @@
+"""The walk over what is copied: the directories, files and links of a source, which a store or this machine has.
+
+Below the names given by the user nothing is looked up by path: each directory is open, and symbolic links are followed
+only on request. So another user who renames files or replaces them by links cannot lead the copy out of its trees.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+
+from gpufs.copying.entries import Entry, is_link
+from gpufs.syscalls import close_all
+
+if TYPE_CHECKING:
+    from gpufs.stores.files import StoreFile
+
+_users_lock: Final = threading.Lock()
+
+# Takes what cannot be found: its path, and why.
+Fail: TypeAlias = Callable[[str, OSError], None]
+Steps: TypeAlias = "Generator[Step, None, None]"
+
+
+class Folder:
+    """A directory of a source, open unless a store has it, until the walk and all copies of its files have ended.
+
+    Thread-safe: use() and release().
+
+    Attributes
+    ----------
+    path, below : str
+        Its own, for messages, and the one below the source; "" for the source itself.
+    fd : int
+        -1: a store has it.
+    status : os.stat_result or None
+        None: a store has it.
+    wanted : bool
+        Whether the walk goes on below it. Its taker may say that it does not.
+    ended : list of callables
+        Called once nothing more is copied from it.
+    """
+
+    def __init__(self, path: str, name: str, fd: int, status: os.stat_result | None, parent: Folder | None) -> None:
+        self.path = path
+        self.below: str = "" if parent is None else os.path.join(parent.below, name)
+        self.fd = fd
+        self.status = status
+        self.parent = parent
+        self.wanted = True
+        self.ended: list[Callable[[], None]] = []
+        self._users = 1  # the walk
+        if parent is not None:
+            parent.use()
+
+    def use(self) -> None:
+        """Keep it open until release()."""
+        with _users_lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """End a use. The last one ends that of the directory above, too."""
+        folder: Folder | None = self
+        while folder is not None:
+            with _users_lock:
+                folder._users -= 1
+                if folder._users:
+                    return
+            for end in folder.ended:
+                end()
+            if folder.fd >= 0:
+                os.close(folder.fd)
+            folder = folder.parent
+
+
+class Step(NamedTuple):
+    """What a walk finds: a directory that it enters, and later leaves, or anything else.
+
+    Attributes
+    ----------
+    source : Entry, StoreFile or None
+        None: a directory of a store, or one that the walk leaves.
+    name : str
+        In its directory.
+    path : str
+        For messages.
+    status : os.stat_result or None
+        None: a store has it.
+    folder : Folder or None
+        A directory itself. For others the one that has it, None for a name that the user has given.
+    """
+
+    kind: Literal["enter", "leave", "file"]
+    source: Entry | StoreFile | None
+    name: str
+    path: str
+    status: os.stat_result | None
+    size: int
+    folder: Folder | None
+
+    @property
+    def parent(self) -> Folder | None:
+        """The directory that has it, None for a name that the user has given."""
+        return self.folder if self.kind == "file" or self.folder is None else self.folder.parent
+
+    @property
+    def below(self) -> str:
+        """The path of a file below the source; "" for the source itself."""
+        return "" if self.folder is None else os.path.join(self.folder.below, self.name)
+
+    @property
+    def modified_ns(self) -> int | None:
+        """When a file was changed, in nanoseconds since 1970; None if a store does not know."""
+        if self.status is not None:
+            return self.status.st_mtime_ns
+        return None if self.source is None or isinstance(self.source, Entry) else self.source.modified_ns
+
+    @property
+    def has_content(self) -> bool:
+        """Whether it is copied as a regular file: also what is not one, if the user has named it."""
+        if self.status is None or stat.S_ISREG(self.status.st_mode):
+            return True
+        return self.folder is None and not stat.S_ISLNK(self.status.st_mode)
+
+
+def walk_files(source: Entry, fail: Fail, *, recursive: bool, dereference: bool, hint: str = "-r copies it") -> Steps:
+    """Yield a source, and what is below it: of each directory the files by name, and then the directories in it.
+
+    ``dereference``: follow links below it. ``hint``: what to do with a directory without ``recursive``.
+    """
+    status = _status(source, fail)
+    # What is to come of the source, and of each directory that is open.
+    found = iter([] if status is None else [(source, status)])
+    above: list[tuple[Folder, Iterator[tuple[Entry, os.stat_result]]]] = []
+    try:
+        while True:
+            for entry, status in above[-1][1] if above else found:
+                parent = above[-1][0] if above else None
+                if not stat.S_ISDIR(status.st_mode):
+                    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                    yield Step("file", entry, entry.name, entry.path, status, size, parent)
+                elif not recursive:
+                    fail(entry.path, OSError(errno.EISDIR, f"is a directory ({hint})"))
+                elif (folder := _open(entry, parent, fail)) is not None:
+                    above.append((folder, _below(folder, fail, dereference=dereference)))
+                    yield Step("enter", entry, entry.name, entry.path, folder.status, 0, folder)
+                    break
+            else:
+                if not above:
+                    return
+                folder, _ = above.pop()
+                folder.release()
+                yield Step("leave", None, "", folder.path, folder.status, 0, folder)
+    finally:
+        for folder, _ in reversed(above):
+            folder.release()
+
+
+def _status(entry: Entry, fail: Fail) -> os.stat_result | None:
+    try:
+        return entry.status()
+    except OSError as error:
+        if error.errno == errno.ENOENT and is_link(entry):
+            error = OSError(errno.ENOENT, "is a symbolic link to a file that does not exist")
+        fail(entry.path, error)
+        return None
+
+
+def _open(entry: Entry, parent: Folder | None, fail: Fail) -> Folder | None:
+    fd = -1
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
+        fd = os.open(entry.name, flags, dir_fd=entry.directory)
+        status = os.fstat(fd)
+        above = parent
+        while above is not None:
+            if above.status is not None and os.path.samestat(above.status, status):
+                text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
+                raise OSError(errno.ELOOP, text)
+            above = above.parent
+        return Folder(entry.path, entry.name, fd, status, parent)
+    except OSError as error:
+        fail(entry.path, error)
+        close_all([fd] if fd >= 0 else [])
+        return None
+
+
+def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[Entry, os.stat_result]]:
+    """Yield what a directory has, unless nobody wants it."""
+    directories = []
+    try:
+        names = sorted(os.listdir(folder.fd)) if folder.wanted else []
+    except OSError as error:
+        fail(folder.path, error)
+        return
+    for name in names:
+        entry = Entry(os.path.join(folder.path, name), name, folder.fd, dereference)
+        status = _status(entry, fail)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            directories.append((entry, status))
+        elif status is not None:
+            yield entry, status
+    yield from directories
+
+
+def selected(steps: Steps, include: Sequence[str], exclude: Sequence[str]) -> Steps:
+    """Leave out of a walk what the user does not want below the source.
+
+    That are files and directories that a pattern of ``exclude`` matches, and files that none of ``include`` matches if
+    there are any. A pattern with a slash is for the path below the source, one without for the name.
+    """
+    from fnmatch import fnmatchcase  # most copies need it not
+
+    def matches(patterns: Sequence[str], name: str, path: str) -> bool:
+        return any(fnmatchcase(path if "/" in pattern else name, pattern) for pattern in patterns)
+
+    with closing(steps):
+        for step in steps:
+            if step.kind == "file" and step.folder is not None:
+                unwanted = matches(exclude, step.name, step.below)
+                if unwanted or (include and not matches(include, step.name, step.below)):
+                    continue
+            elif step.parent is not None and step.folder is not None:
+                if step.kind == "enter" and matches(exclude, step.name, step.folder.below):
+                    step.folder.wanted = False
+                if not step.folder.wanted:
+                    continue
+            yield step
+
+
+def walk_store(path: str | None, files: Sequence[StoreFile], fail: Fail) -> Steps:
+    """Yield the files below a directory of a store, in the order of their paths, and the directories that have them.
+
+    ``path``: of the directory, for messages; None for files that the user has named.
+    """
+    if path is None:
+        for file in files:
+            yield Step("file", file, file.path, file.url.shown, None, file.size, None)
+        return
+    above: list[Folder] = []
+    names: list[str] = []  # of those below the first
+    try:
+        for file in files:
+            *directories, name = file.path.split("/")
+            while names != directories[: len(names)]:
+                names.pop()
+                yield _leave(above)
+            while len(above) <= len(directories):
+                if above:
+                    names.append(directories[len(names)])
+                parent = above[-1] if above else None
+                folder = Folder("/".join([path, *names]), names[-1] if names else "", -1, None, parent)
+                folder.wanted = not above or above[-1].wanted
+                above.append(folder)
+                if folder.wanted:
+                    yield Step("enter", None, names[-1] if names else "", folder.path, None, 0, folder)
+            if above[-1].wanted:
+                yield Step("file", file, name, file.url.shown, None, file.size, above[-1])
+        while above:
+            yield _leave(above)
+    finally:
+        for folder in reversed(above):
+            folder.release()
+
+
+def _leave(above: list[Folder]) -> Step:
+    folder = above.pop()
+    folder.release()
+    return Step("leave", None, "", folder.path, None, 0, folder)

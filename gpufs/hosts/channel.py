@@ -1,0 +1,254 @@
+"""Messages and bytes of files over two descriptors, each with its length before it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from gpufs.hosts.messages import Alive, Message, Refused
+
+BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
+_MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have
+_PIPE_BYTES: Final = 1 << 20
+_ALIVE_SECONDS: Final = 2.0
+_END_SECONDS: Final = 2.0  # for what the other side still says after its end
+_HEADER: Final = struct.Struct(">?I")  # whether it is a message, and its length
+
+_MESSAGES: Final = msgspec.msgpack.Decoder(Message)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class Cancel(Protocol):
+    """What ends all calls of a channel."""
+
+    cancelled: bool
+
+    def cancel(self) -> None:
+        """End them."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once cancelled."""
+
+
+class ChannelError(OSError):
+    """Nothing more can be sent or received."""
+
+
+class ConnectionEnded(ChannelError):
+    """The other side has ended, or has sent nothing for too long."""
+
+
+class RefusedError(ChannelError):
+    """The other side ends the copy; ``filename`` is there, or empty."""
+
+
+class ProtocolError(ChannelError):
+    """The other side sent what the protocol does not allow."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.EPROTO, f"the other side does not keep to the protocol: {text}")
+
+
+class Channel:
+    """The connection to the other side. The descriptors stay the caller's, and become non-blocking.
+
+    Thread-safe: send() and stop(). One thread receives.
+
+    Parameters
+    ----------
+    incoming, outgoing : int
+        Pipes or sockets.
+    silence : float
+        Seconds without a message after which the other side counts as dead.
+    cancel : Cancel, optional
+        Once it is cancelled all calls raise ChannelError ECANCELED.
+    """
+
+    def __init__(self, incoming: int, outgoing: int, *, silence: float, cancel: Cancel | None = None) -> None:
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._silence = silence
+        self._cancel = cancel
+        self._stopped = False
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._send_lock = threading.Lock()
+        self._block = memoryview(bytearray(BLOCK_BYTES))
+        self._patient = True  # no message has come: ssh may ask for a password
+        self._closed = threading.Event()
+        self.has_ended = False  # the other side takes no signs of life
+        for fd in (incoming, outgoing):
+            os.set_blocking(fd, False)
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            except OSError:
+                pass  # not a pipe, or the user's pipes have too much memory already
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+
+    def start_alive(self) -> None:
+        """Expect a sign of life of the other side from now on, and send some."""
+        self._patient = False
+        self._heart.start()
+
+    def close(self) -> None:
+        """End the thread that sends signs of life."""
+        self._closed.set()
+        self.stop()
+        if self._heart.ident is not None:
+            self._heart.join()
+        os.close(self._stop)
+
+    def stop(self) -> None:
+        """Make all calls, also of other threads, raise ChannelError."""
+        self._stopped = True
+        os.eventfd_write(self._stop, 1)
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        self._send(True, _ENCODER.encode(message))
+
+    def send_data(self, data: memoryview) -> None:
+        """Send bytes of a file, at most BLOCK_BYTES."""
+        self._send(False, data)
+
+    def receive(self) -> Message | memoryview:
+        """Return the next message, or bytes of a file, which are valid until the next call."""
+        while True:
+            header = bytearray(_HEADER.size)
+            self._fill(memoryview(header))
+            is_message, size = _HEADER.unpack(header)
+            if size > (_MESSAGE_BYTES if is_message else BLOCK_BYTES):
+                raise ProtocolError(f"a frame of {size} bytes")
+            if not is_message:
+                self._fill(self._block[:size])
+                return self._block[:size]
+            content = bytearray(size)
+            self._fill(memoryview(content))
+            try:
+                message: Message = _MESSAGES.decode(content)
+            except (msgspec.DecodeError, UnicodeError) as error:
+                raise ProtocolError(str(error)) from None
+            if isinstance(message, Refused):
+                raise RefusedError(message.error, message.text, os.fsdecode(message.path))
+            if not isinstance(message, Alive):
+                return message
+
+    def read_line(self, most: int) -> bytes:
+        """Return the next bytes up to a line feed, without it, or ``most`` bytes that have none."""
+        line = bytearray()
+        byte = bytearray(1)
+        while len(line) < most:
+            try:
+                self._fill(memoryview(byte))
+            except ConnectionEnded:
+                if not line:
+                    raise
+                break
+            if byte == b"\n":
+                break
+            line += byte
+        return bytes(line)
+
+    def write_line(self, line: bytes) -> None:
+        """Send a line."""
+        with self._send_lock:
+            self._write([line + b"\n"])
+
+    def check(self) -> None:
+        """Raise ChannelError if nothing more can be sent."""
+        if self._stopped or (self._cancel is not None and self._cancel.cancelled):
+            raise ChannelError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    # ---- bytes ----
+
+    def _beat(self) -> None:
+        try:
+            while not self._closed.wait(_ALIVE_SECONDS):
+                self.send(Alive())
+        except OSError:
+            self.has_ended = True  # a thread that sends or receives sees it, too
+
+    def _send(self, is_message: bool, content: bytes | memoryview) -> None:
+        with self._send_lock:
+            self._write([_HEADER.pack(is_message, len(content)), content])
+
+    def _write(self, parts: list[bytes | memoryview]) -> None:
+        views = [memoryview(part) for part in parts]
+        while views:
+            self.check()
+            try:
+                count = os.writev(self._outgoing, views)
+            except BlockingIOError:
+                self._await(self._outgoing, select.POLLOUT, None)
+                continue
+            except BrokenPipeError:
+                raise ConnectionEnded(errno.ECONNRESET, "the connection ended") from None
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                views[0] = views[0][count:]
+
+    def _fill(self, space: memoryview) -> None:
+        while space:
+            self.check()
+            try:
+                count = os.readv(self._incoming, [space])
+            except BlockingIOError:
+                if not self._await(self._incoming, select.POLLIN, None if self._patient else self._silence):
+                    text = f"the connection ended: nothing came for {self._silence:.0f} seconds"
+                    raise ConnectionEnded(errno.ETIMEDOUT, text) from None
+                continue
+            except ConnectionResetError:
+                count = 0
+            if not count:
+                raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
+            space = space[count:]
+
+    def _await(self, fd: int, event: int, seconds: float | None) -> bool:
+        """Wait until a descriptor is ready, or nothing more can be sent. False if ``seconds`` have passed."""
+        poll = select.poll()
+        poll.register(fd, event)
+        for other in (self._stop, self._cancel):
+            if other is not None:
+                poll.register(other, select.POLLIN)
+        # If this process was stopped, time has passed although something has come.
+        return bool(poll.poll(None if seconds is None else seconds * 1000) or poll.poll(0))
+
+
+def exchange(channel: Channel, read: Callable[[], None], write: Callable[[], None]) -> None:
+    """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
+    failures: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            read()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+            channel.stop()
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    ended: ChannelError | None = None
+    try:
+        write()
+        thread.join()
+    except ConnectionEnded as error:
+        ended = error
+        thread.join(_END_SECONDS)  # the results end as well, and may say why
+    except ChannelError as error:
+        ended = error
+    finally:
+        channel.stop()
+        thread.join()
+    for failure in failures:
+        if ended is None or type(failure) is not ChannelError:
+            raise failure
+    if ended is not None:
+        raise ended

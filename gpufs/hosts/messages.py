@@ -1,0 +1,306 @@
+"""The messages of a copy between two machines. One side sends files, the other receives them.
+
+After its Hello, the side that runs the command sends a Request. The sender then sends a Plan, and for each source a
+File, a Link, or a directory: an Enter, what is in it, and a Leave. A File is followed by its bytes and Holes, and by
+an End or an Abandon. The receiver answers each File with a Result, which comes early if the file cannot be stored. Done
+ends the files, Finished the results. Alive is sent every few seconds by both sides. Failed and Refused can come at any
+time.
+
+If both sides have NIXL and the copy is large, an Offer follows the Plan. The receiver answers how fast it reads, and
+then, after some blocks of bytes, a Measure, which shows how fast the pipe is. The sender then sends what it has Chosen.
+By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free. Within a large file the
+sender can ask for a Window, the memory of the receiver's file. It writes there, and says what is Written.
+
+In a chain each receiver sends what it receives to the next machine, as the sender of that connection, and passes the
+answers back with ``hop`` increased: 0 is the machine that sends the message, 1 the next one. Lost is the end of the
+chain behind a machine. If the side that runs the command has no files itself, it asks the first machine to Request
+the others, and is sent a Plan, Moved, and a Result for each file.
+
+A side ignores fields that it does not know, so a new field needs no new version. Names are bytes, as in the kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+# The versions of this protocol that this program speaks. Both sides use the newest that both speak.
+OLDEST_VERSION: Final = 1
+NEWEST_VERSION: Final = 1
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Errno: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
+Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Path: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The first message of each side."""
+
+    oldest: int
+    newest: int
+    program: Text  # the version of gpufs, for messages
+    nixl: bool = False  # whether NIXL is installed
+    chains: bool = False  # whether it knows Request.forward
+    selects: bool = False  # whether it knows exact, include, exclude and update of a Request
+
+    def check(self, host: str) -> None:
+        """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
+        if self.newest < OLDEST_VERSION or self.oldest > NEWEST_VERSION:
+            text = (
+                f"gpufs {self.program} there speaks versions {self.oldest} to {self.newest} of the protocol, and this "
+                f"one {OLDEST_VERSION} to {NEWEST_VERSION}: install the same gpufs on both"
+            )
+            raise OSError(errno.EPROTONOSUPPORT, text, host)
+
+
+class Attributes(msgspec.Struct):
+    """The attributes of a file that a copy can keep, named as in os.stat_result."""
+
+    st_mode: Annotated[int, Meta(ge=0, le=0xFFFF)]
+    st_uid: Count
+    st_gid: Count
+    st_atime_ns: int
+    st_mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Attributes:
+        """Return the attributes of a file."""
+        return cls(status.st_mode, status.st_uid, status.st_gid, status.st_atime_ns, status.st_mtime_ns)
+
+    @property
+    def permissions(self) -> int:
+        """The mode without the type."""
+        return stat.S_IMODE(self.st_mode)
+
+
+class Request(msgspec.Struct, tag=True):
+    """What the other side shall do: send ``sources``, or receive them as ``destination``.
+
+    ``forward``: HOST:PATH of the machines that get the files from the other side, each from the one before it.
+    What reaches them is not in it: a peer names files, and never a command.
+    """
+
+    sends: bool
+    sources: list[Path]
+    destination: Path = b""
+    in_directory: bool = False  # the destination must be a directory
+    recursive: bool = False
+    dereference: bool = False
+    preserve: bool = False
+    no_clobber: bool = False
+    verify: bool = False
+    fsync: bool = False
+    forward: list[Path] = []
+    exact: bool = False  # the destination is the copy itself
+    include: list[Path] = []
+    exclude: list[Path] = []
+    update: bool = False
+
+
+class Plan(msgspec.Struct, tag=True):
+    """What follows: the bytes of all files, and those of them that take space."""
+
+    size: Count
+    data: Count
+
+
+class Offer(msgspec.Struct, tag=True):
+    """How the receiver reads the slots of the sender by NIXL."""
+
+    metadata: Annotated[bytes, Meta(max_length=1 << 19)]
+    address: Count
+
+
+class Measure(msgspec.Struct, tag=True):
+    """Asks for an answer once the bytes before it have come."""
+
+
+class Measured(msgspec.Struct, tag=True):
+    """The bytes a second by NIXL; 0 if it has failed, with the reason, or if that was not asked."""
+
+    rate: float = 0.0
+    failure: Text = ""
+    in_place: bool = False  # whether the receiver answers InPlace
+
+
+class Chosen(msgspec.Struct, tag=True):
+    """Whether the bytes of all files move by NIXL, or a line that says why not."""
+
+    nixl: bool
+    text: Text = ""
+
+
+class Slot(msgspec.Struct, tag=True):
+    """The next bytes of a file are in this slot of the sender."""
+
+    number: Count
+    size: Count
+
+
+class Free(msgspec.Struct, tag=True):
+    """The receiver has used the bytes of a slot."""
+
+    number: Count
+
+
+class InPlace(msgspec.Struct, tag=True):
+    """Asks for a Window, to write what follows the bytes of the current file that have been sent."""
+
+
+class Window(msgspec.Struct, tag=True):
+    """The memory of the current file; ``metadata`` is empty if it cannot be written. ``device``: -1 for host memory."""
+
+    metadata: Annotated[bytes, Meta(max_length=1 << 19)] = b""
+    address: Count = 0
+    device: int = -1
+
+
+class Written(msgspec.Struct, tag=True):
+    """The offset up to which the sender has written. ``last``: it writes nothing more."""
+
+    offset: Count
+    last: bool
+
+
+class Enter(msgspec.Struct, tag=True):
+    """A directory: ``source`` itself, or one of this name in the current directory, which it becomes."""
+
+    source: Count
+    name: Path
+    path: Path
+    on_mount: bool
+    attributes: Attributes
+
+
+class Leave(msgspec.Struct, tag=True):
+    """The end of the current directory."""
+
+
+class Link(msgspec.Struct, tag=True):
+    """A symbolic link."""
+
+    source: Count
+    name: Path
+    path: Path
+    target: Path
+    attributes: Attributes
+
+
+class File(msgspec.Struct, tag=True):
+    """A regular file, or a block device. ``path``: for messages. ``on_mount``: whether it is on a gpufs mount."""
+
+    number: Count
+    source: Count
+    name: Path
+    path: Path
+    size: Count
+    data: Count
+    on_mount: bool
+    attributes: Attributes
+
+
+class Hole(msgspec.Struct, tag=True):
+    """Bytes of a file that are zero and take no space."""
+
+    size: Count
+
+
+class End(msgspec.Struct, tag=True):
+    """The end of a file, and, with ``verify``, the SHA-256 of its bytes."""
+
+    checksum: Text = ""
+
+
+class Abandon(msgspec.Struct, tag=True):
+    """The end of a file that could not be read, or that the receiver has refused."""
+
+    error: Errno
+    text: Text
+
+
+class Result(msgspec.Struct, tag=True):
+    """What became of a file. ``error``: 0, or why it has not been stored. ``path``: of the copy.
+
+    A machine that was asked to send its files to others names the ``source`` in place of the number, and the seconds.
+    """
+
+    number: Count
+    path: Path
+    error: Errno = 0
+    text: Text = ""
+    skipped: bool = False
+    size: Count = 0
+    paths: dict[Text, Count] = {}  # bytes by "pipe" and "nixl", and in holes
+    checksum: Text = ""  # SHA-256, if verified
+    hop: Count = 0
+    source: Path = b""
+    seconds: float = 0.0
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A failure that concerns no File, after which the others are copied."""
+
+    error: Errno
+    text: Text
+    path: Path
+    hop: Count = 0
+
+
+class Lost(msgspec.Struct, tag=True):
+    """The machine ``hop`` of a chain gets nothing more, nor do those after it. ``name``: for messages."""
+
+    hop: Count
+    error: Errno
+    text: Text
+    name: Path
+
+
+class Notice(msgspec.Struct, tag=True):
+    """A line for the user."""
+
+    text: Text
+
+
+class Moved(msgspec.Struct, tag=True):
+    """How many bytes of a source have been sent to the chain."""
+
+    source: Path
+    size: Count
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Why nothing, or nothing more, is copied. No message follows."""
+
+    error: Errno
+    text: Text
+    path: Path
+
+
+class Done(msgspec.Struct, tag=True):
+    """The end of the files."""
+
+
+class Finished(msgspec.Struct, tag=True):
+    """The end of the results."""
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The sender of this message is running."""
+
+
+_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
+_OfReceiver: TypeAlias = Result | Finished
+_OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
+_OfChain: TypeAlias = Lost | Notice | Moved
+Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
+
+
+def plain(text: str) -> str:
+    """Return a text that a message can have: file names in it may be no text."""
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")[:4096]

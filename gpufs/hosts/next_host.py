@@ -1,0 +1,158 @@
+"""Passes on to the next machine of a chain what this machine receives, while it receives it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from queue import Empty, Full, Queue
+from typing import Final, TypeAlias
+
+import msgspec
+
+from gpufs.exceptions import text_of
+from gpufs.hosts import names
+from gpufs.hosts.channel import Cancel, Channel, ChannelError, ProtocolError, exchange
+from gpufs.hosts.messages import (
+    Abandon,
+    Done,
+    End,
+    Enter,
+    Failed,
+    File,
+    Finished,
+    Free,
+    Hole,
+    Leave,
+    Link,
+    Lost,
+    Measured,
+    Notice,
+    Plan,
+    Request,
+    Result,
+    plain,
+)
+from gpufs.hosts.outlet import Outlet
+from gpufs.hosts.peer import Peer, connected
+
+# Blocks of BLOCK_BYTES, or messages, that have been received and not sent yet.
+_QUEUED: Final = 4
+_POLL_SECONDS: Final = 0.1
+
+Passed: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
+
+
+class NextHost:
+    """The connection to the next machine. A failure there is reported upstream, and does not end the copy here.
+
+    Parameters
+    ----------
+    upstream : Channel
+        Where results go.
+    request : Request
+        What this machine was asked for. ``forward`` is not empty.
+    cancel : Cancel
+        Ends it.
+    shell, program : str
+        What reaches the next machine, and gpufs there; "" for ssh and gpufs.
+    """
+
+    def __init__(
+        self, upstream: Channel, request: Request, cancel: Cancel, *, shell: str = "", program: str = ""
+    ) -> None:
+        self._shell = shell
+        self._program = program
+        targets = [names.parse(os.fsdecode(name)) for name in request.forward]
+        self._hosts = [target.host for target in targets]
+        path, forward = os.fsencode(targets[0].path), request.forward[1:]
+        self._request = msgspec.structs.replace(request, destination=path, forward=forward)
+        self._upstream = upstream
+        self._cancel = cancel
+        self._queue: Queue[Passed | bytes] = Queue(_QUEUED)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def pass_on(self, message: Passed | memoryview) -> None:
+        """Send a message, or bytes of a file, to the next machine. Nothing if that has failed."""
+        item = bytes(message) if isinstance(message, memoryview) else message
+        while self._thread.is_alive():
+            with suppress(Full):
+                self._queue.put(item, timeout=_POLL_SECONDS)
+                return
+            self._end_with_upstream()
+
+    def finish(self) -> None:
+        """Wait until the next machine has finished, or failed."""
+        while self._thread.is_alive():
+            self._thread.join(_POLL_SECONDS)
+            self._end_with_upstream()
+
+    def _end_with_upstream(self) -> None:
+        """End if nobody waits for results: the thread that receives from upstream waits for the next machine."""
+        if self._upstream.has_ended:
+            self._cancel.cancel()
+
+    def _run(self) -> None:
+        shell, program = self._shell, self._program
+        try:
+            with connected(self._hosts, shell=shell, program=program, cancel=self._cancel, notice=self._notice) as peer:
+                peer.request(self._request)
+                outlet = Outlet(peer.channel, self._notice_of_peer, peer_has_nixl=peer.has_nixl)
+                try:
+                    exchange(peer.channel, lambda: self._read(peer, outlet), lambda: self._write(peer.channel, outlet))
+                finally:
+                    outlet.close()
+        except OSError as error:
+            self._lose(error.errno or errno.EIO, text_of(error), str(error.filename or self._hosts[0]))
+        except Exception as error:  # noqa: BLE001 - whoever waits for results must hear of it
+            self._lose(errno.EIO, f"{type(error).__name__}: {error}", self._hosts[0])
+
+    def _lose(self, number: int, text: str, name: str) -> None:
+        if not self._cancel.cancelled:
+            self._tell(Lost(1, number, plain(text), os.fsencode(name)))
+
+    def _write(self, channel: Channel, outlet: Outlet) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=_POLL_SECONDS)
+            except Empty:
+                channel.check()
+                continue
+            if isinstance(item, bytes):
+                outlet.send_copy(item)
+                continue
+            if isinstance(item, (End, Abandon)):
+                outlet.await_reads()
+            channel.send(item)
+            if isinstance(item, Plan):
+                outlet.choose(item.size)
+            elif isinstance(item, Done):
+                return
+
+    def _read(self, peer: Peer, outlet: Outlet) -> None:
+        try:
+            while not isinstance(message := peer.channel.receive(), Finished):
+                match message:
+                    case Free() | Measured():
+                        outlet.take(message)
+                    case Result() | Failed() | Lost():
+                        message.hop += 1
+                        self._tell(message)
+                    case Notice():
+                        self._tell(message)
+                    case _:
+                        raise ProtocolError("no result")
+        finally:
+            outlet.end()
+
+    def _notice(self, text: str) -> None:
+        self._tell(Notice(plain(text)))
+
+    def _notice_of_peer(self, text: str) -> None:
+        self._notice(f"{self._hosts[0]}: {text}")
+
+    def _tell(self, message: Result | Failed | Lost | Notice) -> None:
+        with suppress(ChannelError):  # then this copy ends anyway
+            self._upstream.send(message)

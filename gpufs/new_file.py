@@ -1,0 +1,153 @@
+"""A file that gets its name when it is complete, or never."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from contextlib import suppress
+from typing import Final, Self
+
+from gpufs.syscalls import path_of
+
+_PREFIX: Final = ".gpufs-part-"
+_NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
+
+
+def has_name(fd: int, name: str, directory: int | None) -> bool:
+    """Return whether an open file has a name."""
+    try:
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(status, os.fstat(fd))
+
+
+def remove_name(fd: int, name: str, directory: int | None) -> bool:
+    """Remove the name of an open file; False where it has another name by now, or could not be removed."""
+    if not has_name(fd, name, directory):
+        return False
+    try:
+        os.unlink(name, dir_fd=directory)
+    except OSError:
+        return False
+    return True
+
+
+class NewFile:
+    """A new file in an open directory, which stays the caller's.
+
+    A temporary name belongs to a living process as long as the file is locked.
+
+    Attributes
+    ----------
+    fd : int
+        The file, open for reading and writing; -1 once it is closed.
+    temporary : str
+        The name until it is complete, if it has one.
+    """
+
+    def __init__(self, directory: int, fd: int, temporary: str, *, is_named: bool) -> None:
+        self.fd = fd
+        self.temporary = temporary
+        self._directory = directory
+        self._is_named = is_named
+
+    @classmethod
+    def create(cls, directory: int, mode: int = 0o666) -> Self:
+        """Create one that no other process goes on with.
+
+        It has no name where the file system allows that (O_TMPFILE; FUSE since Linux 6.2), so a process that dies
+        leaves nothing.
+        """
+        temporary, access = f"{_PREFIX}{secrets.token_hex(8)}", os.O_RDWR | os.O_CLOEXEC
+        is_named = False
+        try:
+            fd = os.open(".", access | os.O_TMPFILE, mode, dir_fd=directory)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            fd = os.open(temporary, access | os.O_CREAT | os.O_EXCL, mode, dir_fd=directory)
+            is_named = True
+        with suppress(OSError):  # not all file systems of the host have locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        return cls(directory, fd, temporary, is_named=is_named)
+
+    @classmethod
+    def part_of(cls, directory: int, name: str) -> Self:
+        """Open or create the incomplete file of a name, .NAME.gpufs-part, with which a later process can go on.
+
+        OSError EBUSY if another process has it, EEXIST if it is not this user's own file.
+        """
+        temporary = f".{name}.gpufs-part"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+        fd = os.open(temporary, flags, 0o666, dir_fd=directory)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+                raise OSError(errno.EEXIST, f"{temporary} is another user's file, or has other names")
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(errno.EBUSY, "another copy to this name is in progress") from None
+            if not has_name(fd, temporary, directory):
+                raise OSError(errno.EBUSY, "another copy to this name has just ended")
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(directory, fd, temporary, is_named=True)
+
+    def keep_mode_of(self, name: str) -> None:
+        """Take the mode of the file that this one will replace, if there is one."""
+        try:
+            status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if stat.S_ISREG(status.st_mode):
+            os.fchmod(self.fd, stat.S_IMODE(status.st_mode) & 0o777)
+
+    def complete(self, name: str) -> None:
+        """Give it its name in one step, in place of a file that has it."""
+        if not self._is_named:
+            try:
+                self._link(name)
+                return
+            except FileExistsError:
+                self._link(self.temporary)
+                self._is_named = True
+        os.rename(self.temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        self._is_named = False
+
+    def _link(self, name: str) -> None:
+        os.link(path_of(self.fd), name, dst_dir_fd=self._directory, follow_symlinks=True)
+
+    def discard(self) -> None:
+        """Remove the temporary name of an incomplete file."""
+        if self._is_named:
+            remove_name(self.fd, self.temporary, self._directory)
+            self._is_named = False
+
+    def close(self) -> None:
+        """Close it, and discard it if it is incomplete. A second call does nothing."""
+        if self.fd >= 0:
+            self.discard()
+            os.close(self.fd)
+            self.fd = -1
+
+
+def remove_leftovers(directory: int) -> None:
+    """Remove the temporary names that processes have left in a directory when they died."""
+    for name in os.listdir(directory):
+        if not name.startswith(_PREFIX):
+            continue
+        try:
+            file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=directory)
+            finally:
+                os.close(file)
+        except OSError:
+            pass  # locked by its writer, gone, or another user's

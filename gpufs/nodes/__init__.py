@@ -1,4 +1,0 @@
-"""The connection to gpufs on another machine: how it is started and what is sent. It knows no mounts.
-
-client/_node_copy.py copies files over it. docs/howto/copy-between-nodes.md is for users.
-"""

@@ -1,0 +1,278 @@
+"""Loading one file of a store: its parts in flight at once, each requested once and written to all destinations."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from typing import Final
+
+from gpufs.stores import errors, waiting
+from gpufs.stores.errors import StoreError
+from gpufs.stores.files import StoreFile
+from gpufs.stores.waiting import END_SECONDS, Workers
+from gpufs.stores.web import WholeFile
+
+PART_BYTES: Final = 16 << 20
+# Each has a connection, and a chunk of about 1 MiB in memory.
+PARTS_IN_FLIGHT: Final = 8
+_REPORT_SECONDS: Final = 0.1
+# The attribute of an incomplete file that lists its finished parts. The mount has user.gpufs.* for itself.
+_ATTRIBUTE: Final = "user.gpufs-parts"
+
+
+class Parts:
+    """A file that is being loaded, and which of its parts it has. The list is stored with the file itself.
+
+    Thread-safe: finish() and needs().
+
+    Parameters
+    ----------
+    fd : int
+        The file, open for reading and writing.
+    file : StoreFile
+        What it will be a copy of.
+    """
+
+    def __init__(self, fd: int, file: StoreFile) -> None:
+        self.fd = fd
+        self.error: OSError | None = None  # of writing to it, which ends it
+        # Others may read the file: no query, which may be signed, and no password.
+        self._source = {"url": file.url.shown, "size": file.size, "version": file.version, "part": PART_BYTES}
+        self._count = -(-file.size // PART_BYTES)
+        self._finished = 0  # one bit for each part: an attribute's value is at most 64 KiB long
+        self._size = file.size
+        self._lock = threading.Lock()
+
+    def resume(self) -> bool:
+        """Take over the parts that an earlier copy of the same content has stored. False if there are none."""
+        try:
+            stored = json.loads(os.getxattr(self.fd, _ATTRIBUTE))
+            finished = int(stored.pop("finished"), 16)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        if not stored.get("version") or stored != self._source or finished >> self._count:
+            return False
+        self._finished = finished
+        return True
+
+    def needs(self, part: int) -> bool:
+        """Return whether a part is not there yet."""
+        return not self._finished >> part & 1
+
+    def finish(self, part: int) -> None:
+        """Record that a part is there."""
+        with self._lock:
+            self._finished |= 1 << part
+            # After the part's bytes: what is listed is there, whenever this process ends.
+            text = json.dumps({**self._source, "finished": f"{self._finished:x}"})
+            os.setxattr(self.fd, _ATTRIBUTE, text.encode())
+
+    def end(self) -> None:
+        """Remove the list, from a complete file."""
+        try:
+            os.removexattr(self.fd, _ATTRIBUTE)
+        except OSError as error:
+            if error.errno != errno.ENODATA:
+                raise
+
+    def restart(self) -> None:
+        """Forget the parts: the file is loaded from its start."""
+        self._finished = 0
+        self.end()
+
+    @property
+    def bytes_done(self) -> int:
+        """The bytes of the finished parts."""
+        done = self._finished.bit_count() * PART_BYTES
+        last_is_done = self._count > 0 and not self.needs(self._count - 1)
+        return done - (self._count * PART_BYTES - self._size) * last_is_done
+
+
+class Download:
+    """Loads one file into one or several others.
+
+    Parameters
+    ----------
+    file : StoreFile
+        The source.
+    destinations : sequence of Parts
+        Files of its size. One that cannot be written gets its ``error``, and the others go on.
+    pool : Workers
+        Runs the parts of all files that are loaded at once, which bounds their memory.
+    """
+
+    def __init__(self, file: StoreFile, destinations: Sequence[Parts], pool: Workers) -> None:
+        self._file = file
+        self._destinations = destinations
+        self._pool = pool
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()  # guards moved
+        self.moved = 0  # bytes that have arrived
+        self.size = file.size  # may be another one once the file has been loaded as a whole
+        self.is_whole = False  # whether it has been loaded from its start
+        self.running: list[Future[None]] = []  # parts that may still be written, although run() has ended
+
+    def run(
+        self, report: Callable[[int], None], cancelled: Callable[[], bool], check_space: Callable[[int], None]
+    ) -> None:
+        """Load the missing parts, or the whole file where a web server's answers for parts do not fit together.
+
+        ``report`` is called about ten times a second with the bytes that have arrived. OSError ECANCELED once
+        ``cancelled``; StoreError if the store fails. ``check_space`` is called with the bytes that the file has more
+        than was known, and sets the errors of destinations.
+        """
+        if self._file.is_plain:
+            self._run(lambda _: self._load_whole(check_space), [0], report, cancelled)
+            return
+        parts = range(-(-self._file.size // PART_BYTES))
+        needed = [part for part in parts if any(end.needs(part) for end in self._destinations)]
+        try:
+            self._run(self._load, needed, report, cancelled)
+        except StoreError as error:
+            # The server sends whole files only; or it names the parts differently, as several servers behind one
+            # address do, and all parts must be of one file.
+            if error.errno not in (errno.EOPNOTSUPP, errno.ESTALE) or self._file.whole is None or self.running:
+                raise
+            self._stopped.clear()
+            self._run(lambda _: self._load_whole(check_space), [0], report, cancelled)
+
+    def _run(
+        self,
+        load: Callable[[int], None],
+        parts: Sequence[int],
+        report: Callable[[int], None],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        pending: set[Future[None]] = set()
+        try:
+            pending.update(self._pool.submit(load, part) for part in parts)
+            while pending:
+                done, pending = wait(pending, _REPORT_SECONDS, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if cancelled():
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                report(self.moved)
+        finally:
+            self._stopped.set()
+            self.running += wait([part for part in pending if not part.cancel()], END_SECONDS).not_done
+
+    def _load(self, part: int) -> None:
+        """Load a part in one request; in more if it ends early."""
+        offset = part * PART_BYTES
+        end = min(offset + PART_BYTES, self._file.size)
+        tries = 0
+        while offset < end:
+            before = offset
+            try:
+                for chunk in self._chunks(offset, end):
+                    self._write(part, chunk, offset)
+                    offset += len(chunk)
+                if offset < end:
+                    text = f"the store sent too few bytes: a range ended at {offset} instead of {end}"
+                    raise StoreError(errno.EIO, text, self._file.url.shown, transient=True)
+            except StoreError as error:
+                if not error.transient:
+                    raise
+                tries = 1 if offset > before else tries + 1
+                if tries == errors.TRIES:
+                    raise
+                errors.wait(tries, self._stopped)
+        for destination in self._destinations:
+            try:
+                if destination.error is None and destination.needs(part):
+                    destination.finish(part)
+            except OSError as error:
+                destination.error = error
+
+    def _load_whole(self, check_space: Callable[[int], None]) -> None:
+        """Load the file by one request. After a failure it begins again: the next answer may be another file."""
+        assert self._file.whole is not None
+        self.is_whole = True
+        for destination in self._destinations:
+            try:
+                destination.restart()
+            except OSError as error:
+                destination.error = error
+        for number in range(1, errors.TRIES + 1):
+            try:
+                done = self._receive_whole(self._file.whole(), check_space)
+                break
+            except StoreError as error:
+                if not error.transient or number == errors.TRIES:
+                    raise
+                errors.wait(number, self._stopped)
+        self.size = done
+        for destination in self._destinations:
+            try:
+                if destination.error is None:
+                    os.ftruncate(destination.fd, done)
+            except OSError as error:
+                destination.error = error
+
+    def _receive_whole(self, answer: WholeFile, check_space: Callable[[int], None]) -> int:
+        self.moved = 0
+        try:
+            if answer.size is not None and answer.size > self.size:
+                check_space(answer.size - self.size)
+                self.size = answer.size
+            for chunk in answer:
+                self._check_stopped()
+                self._write(None, memoryview(chunk), self.moved)
+                self.moved += len(chunk)
+        finally:
+            answer.close()
+        return self.moved
+
+    def _chunks(self, offset: int, end: int) -> Iterator[memoryview]:
+        """Yield what a request returns, until the download has stopped."""
+        for chunk in self._file.read(offset, end):
+            self._check_stopped()
+            offset += len(chunk)
+            if offset > end:
+                raise StoreError(errno.EIO, "the store sent more than was requested", self._file.url.shown)
+            with self._lock:
+                self.moved += len(chunk)
+            yield memoryview(chunk)
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    def _write(self, part: int | None, chunk: memoryview, offset: int) -> None:
+        """Write a chunk to all destinations that lack its part."""
+        left = False
+        for destination in self._destinations:
+            if destination.error is not None or (part is not None and not destination.needs(part)):
+                continue
+            try:
+                done = 0
+                while done < len(chunk):
+                    done += os.pwrite(destination.fd, chunk[done:], offset + done)
+                left = True
+            except OSError as error:
+                destination.error = error
+        if not left:
+            raise OSError(errno.ECANCELED, "all destinations have failed")
+
+
+def sha256_of(file: StoreFile, cancelled: Callable[[], bool]) -> str:
+    """Read a file of a store and return its SHA-256, hexadecimal. OSError ECANCELED once ``cancelled``."""
+    whole = hashlib.sha256()
+    for start in range(0, file.size, PART_BYTES):
+        end = min(start + PART_BYTES, file.size)
+        whole.update(waiting.result(waiting.start(errors.retried, partial(_part, file, start, end)), cancelled))
+    return whole.hexdigest()
+
+
+def _part(file: StoreFile, start: int, end: int) -> bytes:
+    part = b"".join(file.read(start, end))
+    if len(part) != end - start:
+        raise StoreError(errno.EIO, "the store sent too few bytes", file.url.shown, transient=True)
+    return part

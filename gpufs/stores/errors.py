@@ -1,0 +1,149 @@
+"""What a store's failure means: an OSError with the remedy, and whether another try may help."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from gpufs.stores.urls import Url
+
+_Result = TypeVar("_Result")
+
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+# The addresses at which the machines of a cloud ask for credentials, and what obstore says without asking.
+_NO_CREDENTIALS: Final = re.compile(
+    r"http://169\.254\.169\.254|http://metadata\.google|Account must be specified"
+    r"|Missing (AccessKeyId|SecretAccessKey)|service account"
+)
+# Of a connection: refused, reset, silent, or ended early. The store of web servers has the name HTTP, too.
+_CONNECTION: Final = re.compile(r"(?<!Generic )HTTP error: ")
+_REGION: Final = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IncorrectEndpoint")
+_CERTIFICATE: Final = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_RETRIED_STATUS: Final = (408, 429)
+# Of object_store, which parses the keys of a list.
+_ODD_KEY: Final = re.compile(r'Encountered object with invalid path: .*?[Pp]ath ("[^"]*")')
+_NOT_IMPLEMENTED: Final = 501
+_FIRST_SECONDS: Final = 0.25
+_MOST_SECONDS: Final = 8.0
+# About 24 s in all.
+TRIES: Final = 8
+# For the first contact, whose URL may be wrong.
+FIRST_TRIES: Final = 4
+
+_CREDENTIALS: Final = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "http": "the server asks for a password or a signed URL",
+    "https": "the server asks for a password or a signed URL",
+    "hf": "set HF_TOKEN, and accept the model's conditions on its page",
+}
+
+
+class StoreError(OSError):
+    """A failure of a store.
+
+    ``transient``: another try may help.
+    """
+
+    def __init__(self, number: int, text: str, url: str, *, transient: bool = False) -> None:
+        super().__init__(number, text, url)
+        self.transient = transient
+
+
+def failure(error: Exception, url: Url) -> StoreError:
+    """Return the error for the user for one that obstore has raised."""
+    from obstore import exceptions
+
+    text = str(error)
+    found = _STATUS.search(text)
+    status = int(found[1]) if found else 0
+    if (found := _CERTIFICATE.search(text)) is not None:
+        return certificate_failure(found[1], url)
+    if (found := _ODD_KEY.search(text)) is not None:
+        odd = f"the key {found[1]} has an empty part, one that is . or .., or a control character"
+        what = "with it a directory cannot be listed: name the other files, or a directory below"
+        return StoreError(errno.EINVAL, f"{odd}; {what}", url.shown)
+    if "InvalidObjectState" in text:
+        return StoreError(errno.EACCES, "is archived (Glacier): restore the object first", url.shown)
+    if "NoSuchBucket" in text:
+        return StoreError(errno.ENOENT, f"the bucket {url.place} does not exist", url.shown)
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not status):
+        return StoreError(errno.ENOENT, f"the file{' or its bucket' * url.is_bucket} does not exist", url.shown)
+    if isinstance(error, exceptions.NotSupportedError):
+        return StoreError(errno.EOPNOTSUPP, "the server sends whole files only", url.shown)
+    if isinstance(error, exceptions.PreconditionError) or status in (412, 416):
+        return StoreError(errno.ESTALE, "has changed during the copy: copy it again", url.shown)
+    if _REGION.search(text):
+        region = re.search(r"expecting '([\w-]+)'|<Region>([\w-]+)<", text)
+        name = (region[1] or region[2]) if region else "that of the bucket"
+        return StoreError(errno.EINVAL, f"the bucket is in another region: set AWS_REGION to {name}", url.shown)
+    if isinstance(error, exceptions.UnauthenticatedError) or status == 401:
+        return StoreError(errno.EACCES, f"the credentials are missing or wrong: {_CREDENTIALS[url.scheme]}", url.shown)
+    if url.is_bucket and _NO_CREDENTIALS.search(text):
+        return StoreError(errno.EACCES, f"no credentials were found: {_CREDENTIALS[url.scheme]}", url.shown)
+    if isinstance(error, exceptions.PermissionDeniedError) or status == 403:
+        return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS[url.scheme]}", url.shown)
+    if url.scheme == "s3" and status == 400:  # HEAD has no body that says why
+        text = "the request is refused: AWS_REGION is not the bucket's, or the credentials have expired"
+        return StoreError(errno.EINVAL, text, url.shown)
+    transient = _is_transient(status) or (not status and _CONNECTION.search(text) is not None)
+    return StoreError(errno.EIO, _reason(text), url.shown, transient=transient)
+
+
+def of_status(status: int, url: Url) -> StoreError:
+    """Return the error for a web server's status."""
+    if status in (404, 410):
+        return StoreError(errno.ENOENT, "the file does not exist", url.shown)
+    if status in (401, 403):
+        what = "access is denied" if status == 403 else "the credentials are missing or wrong"
+        return StoreError(errno.EACCES, f"{what}: {_CREDENTIALS[url.scheme]}", url.shown)
+    transient = _is_transient(status)
+    return StoreError(
+        errno.EIO, f"the server does not answer as expected: status {status}", url.shown, transient=transient
+    )
+
+
+def _is_transient(status: int) -> bool:
+    return status in _RETRIED_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
+
+
+def certificate_failure(reason: str, url: Url) -> StoreError:
+    """Return the error for a certificate that is not trusted."""
+    text = f"the server's certificate is not trusted ({reason}): SSL_CERT_FILE names a file with that of its authority"
+    return StoreError(errno.EPROTO, text, url.shown)
+
+
+def _reason(text: str) -> str:
+    """Return the reason in obstore's text, on one line and without the URL, which may be signed."""
+    summary = text.partition("\n\n")[0]
+    noise = r"Generic \w+ error: |Error performing .* in [\w.µ]+(, after \d+ retries[^-]*)? - "
+    reason = re.sub(noise, "", summary)
+    causes = re.findall(r'message: "([^"]+)"|kind: (TimedOut|UnexpectedEof|ConnectionReset)', text)
+    cause = next((one or other for one, other in reversed(causes)), "")
+    line = " ".join(f"{reason} {f'({cause})' if cause else ''}".split()).rstrip(": ")
+    return f"the store does not answer as expected: {line[:300]}"
+
+
+def retried(work: Callable[[], _Result]) -> _Result:
+    """Return what ``work``, the first contact with a store, returns. It is called again after transient failures."""
+    for number in range(1, FIRST_TRIES):
+        try:
+            return work()
+        except StoreError as error:
+            if not error.transient:
+                raise
+            wait(number, threading.Event())
+    return work()
+
+
+def wait(number: int, stopped: threading.Event) -> None:
+    """Wait before try ``number`` + 1, for a random part of a time that doubles. OSError ECANCELED when stopped."""
+    seconds = min(_FIRST_SECONDS * 2 ** (number - 1), _MOST_SECONDS) * random.uniform(0.5, 1.0)
+    if stopped.wait(seconds):
+        raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

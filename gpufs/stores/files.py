@@ -1,0 +1,172 @@
+"""The files of stores: opening a store, reading ranges of a file and writing whole files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from gpufs.stores.checksums import Checksum
+from gpufs.stores.errors import TRIES, StoreError, failure
+from gpufs.stores.urls import Url
+from gpufs.stores.web import WholeFile, authorization
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore
+
+# Each chunk is written as it arrives. The kernel passes at most 1 MiB to a mount at a time.
+_CHUNK_BYTES: Final = 1 << 20
+# A connection from which nothing comes for so long is ended, and the range is requested again.
+_SILENT: Final = timedelta(seconds=30)
+_environment: Final = threading.Lock()
+# Of one request. It only ends what trickles for ever.
+_LONGEST: Final = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFile:
+    """A file of a store.
+
+    Attributes
+    ----------
+    url : Url
+        Its own.
+    path : str
+        Its name below what the user has named.
+    size : int
+        In bytes.
+    etag : str or None
+        The store's name for this content, if it checks that name in requests.
+    version : str
+        What changes with the content, "" if nothing is known.
+    checksum : Checksum or None
+        Of its content, if the store has one.
+    whole : callable or None
+        Requests the whole file at once, where a web server has it.
+    modified_ns : int or None
+        When it was changed, in nanoseconds since 1970, if the store knows.
+    is_plain : bool
+        Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
+    """
+
+    url: Url
+    path: str
+    size: int
+    etag: str | None
+    version: str
+    checksum: Checksum | None
+    store: ObjectStore = field(repr=False)
+    _key: str = field(repr=False)
+    whole: Callable[[], WholeFile] | None = field(default=None, repr=False)
+    is_plain: bool = False
+    modified_ns: int | None = None
+
+    def read(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes of a range in order. They may end early.
+
+        StoreError if the store fails: EOPNOTSUPP if it sends whole files only, ESTALE if it has another file now.
+        """
+        import obstore
+
+        options: Any = {"range": (start, end)}
+        if self.etag is not None and not self.etag.startswith("W/"):  # a weak one matches nothing
+            options["if_match"] = self.etag
+        with translated(self.url):
+            result = obstore.get(self.store, self._key, options=options)
+        etag = result.meta["e_tag"]
+        if result.meta["size"] != self.size or (self.etag and etag and etag != self.etag):
+            raise StoreError(errno.ESTALE, "has changed during the copy: copy it again", self.url.shown)
+        chunks = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
+        while True:
+            with translated(self.url):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+
+def nanoseconds(time: datetime | None) -> int | None:
+    """Return a time of a store in nanoseconds since 1970, None for the time 0, which some report if they know none."""
+    return int(time.timestamp() * 1e9) or None if time is not None else None
+
+
+@contextmanager
+def translated(url: Url) -> Iterator[None]:
+    """Raise StoreError for what obstore raises."""
+    try:
+        from obstore.exceptions import BaseError
+    except ModuleNotFoundError:
+        raise StoreError(
+            errno.ENOPKG, f"{url.scheme}:// needs obstore: pip install 'gpufs[cloud]'", url.shown
+        ) from None
+    try:
+        yield
+    except (BaseError, FileNotFoundError, ValueError) as error:
+        raise failure(error, url) from None
+
+
+def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = None) -> ObjectStore:
+    """Return the store of a URL, without any request.
+
+    ``retries``: how often it repeats a request that fails. ``headers``: sent with each request.
+    """
+    with translated(url):
+        from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+        # The URL says http, or the variable with the store's endpoint does.
+        client: ClientConfig = {"allow_http": True, "timeout": _LONGEST, "read_timeout": _SILENT}
+        sent = dict(headers or {})
+        if url.is_web and (header := authorization(url)) is not None:
+            sent["authorization"] = header
+        if sent:
+            client["default_headers"] = sent
+        retry: Any = {"max_retries": retries}
+        if url.scheme == "s3":
+            with _certificates():
+                return S3Store(url.place, client_options=client, retry_config=retry)
+        if url.scheme == "gs":
+            return GCSStore(url.place, client_options=client, retry_config=retry)
+        if url.scheme == "az":
+            return AzureStore(url.place, client_options=client, retry_config=retry)
+        return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
+
+
+@contextmanager
+def _certificates() -> Iterator[None]:
+    """Use the certificates that AWS_CA_BUNDLE names, as AWS's programs do: they are read when a store is opened."""
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    if not bundle:
+        yield
+        return
+    with _environment:
+        before = os.environ.get("SSL_CERT_FILE")
+        os.environ["SSL_CERT_FILE"] = bundle
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["SSL_CERT_FILE"]
+            else:
+                os.environ["SSL_CERT_FILE"] = before
+
+
+def write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str | None:
+    """Write a file of an object store and return its ETag. Either all of it is written or nothing.
+
+    ``chunks``: the content, in pieces of ``part_bytes``; an exception there ends it.
+    """
+    import obstore
+
+    store = open_store(url, retries=TRIES)
+    with translated(url):
+        if size <= part_bytes:
+            return obstore.put(store, url.key, b"".join(chunks), use_multipart=False)["e_tag"]
+        # The parts in flight are all the memory that it uses.
+        return obstore.put(store, url.key, chunks, use_multipart=True, chunk_size=part_bytes, max_concurrency=4)[
+            "e_tag"
+        ]

@@ -1,0 +1,98 @@
+"""A file of a web server by one plain request, whose own headers count: for servers that answer others wrongly."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import http.client
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from gpufs._version import __version__
+from gpufs.stores.errors import StoreError, certificate_failure, of_status
+from gpufs.stores.urls import Url
+
+_CHUNK_BYTES: Final = 1 << 20
+# A connection from which nothing comes for so long is ended.
+_SILENT_SECONDS: Final = 30.0
+
+
+def authorization(url: Url) -> str | None:
+    """Return the header for the user and password in a URL, None if it has none."""
+    parts = urlsplit(url.text)
+    if parts.username is None:
+        return None
+    words = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return "Basic " + base64.b64encode(words.encode()).decode()
+
+
+class WholeFile:
+    """The answer to a request for a whole file. Iterating over it yields its bytes.
+
+    Attributes
+    ----------
+    size : int or None
+        In bytes; None if the server does not say it.
+    """
+
+    def __init__(self, url: Url, headers: Mapping[str, str] | None = None) -> None:
+        """Make the request. StoreError if it fails. ``headers``: for this server alone, not where it redirects to."""
+        self._url = url
+        # It follows redirects to http and https alone.
+        opener = urllib.request.OpenerDirector()
+        for handler in (
+            urllib.request.ProxyHandler(),
+            urllib.request.UnknownHandler(),
+            urllib.request.HTTPHandler(),
+            urllib.request.HTTPSHandler(),
+            urllib.request.HTTPDefaultErrorHandler(),
+            urllib.request.HTTPRedirectHandler(),
+            urllib.request.HTTPErrorProcessor(),
+        ):
+            opener.add_handler(handler)
+        request = urllib.request.Request(url.without_user, headers={"User-Agent": f"gpufs/{__version__}"})
+        for name, value in (headers or {}).items():
+            request.add_unredirected_header(name, value)
+        if (header := authorization(url)) is not None:
+            request.add_unredirected_header("Authorization", header)
+        try:
+            answer = opener.open(request, timeout=_SILENT_SECONDS)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise of_status(error.code, url) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._failure(error) from None
+        assert isinstance(answer, http.client.HTTPResponse)
+        self._answer = answer
+        length = answer.headers.get("Content-Length", "")
+        chunked = "chunked" in answer.headers.get("Transfer-Encoding", "").lower()
+        self.size = int(length) if length.isdecimal() and len(length) < 20 and not chunked else None
+
+    def __iter__(self) -> Iterator[bytes]:
+        done = 0
+        try:
+            while chunk := self._answer.read(_CHUNK_BYTES):
+                done += len(chunk)
+                yield chunk
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failure(error) from None
+        if self.size is not None and done != self.size:
+            text = f"the server sent {done} of {self.size} bytes"
+            raise StoreError(errno.EIO, text, self._url.shown, transient=True)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._answer.close()
+
+    def _failure(self, error: Exception) -> StoreError:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return certificate_failure(reason.verify_message, self._url)
+        if isinstance(reason, (ValueError, http.client.InvalidURL)):
+            return StoreError(errno.EINVAL, f"is not a URL that can be requested: {reason}", self._url.shown)
+        text = f"the server does not answer as expected: {type(reason).__name__}: {reason}"
+        return StoreError(errno.EIO, " ".join(text.split())[:300], self._url.shown, transient=True)
