@@ -117,8 +117,11 @@ class Records {
 
   // ---- what a new process finds ----
 
-  // Calls visit(record), or visit(id, record), for each of them. visit must not record anything.
-  void each_inode(const std::function<void(InodeRecord&)>& visit) const;
+  // The records of inodes where they lie in the journal, until something is recorded. Any thread may read them.
+  using StoredInode = std::pair<std::uint64_t, std::span<const std::byte>>;
+  [[nodiscard]] std::vector<StoredInode> stored_inodes() const;
+  [[nodiscard]] static InodeRecord read_inode(const StoredInode& stored);
+  // Calls visit(id, record) for each name. visit must not record anything.
   void each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> unnamed() const { return numbers(kUnnamed); }
   [[nodiscard]] std::vector<std::pair<std::uint64_t, FileRecord>> files() const;
