@@ -527,14 +527,14 @@ bool InodeTable::has_device(std::int32_t device) const {
   return device >= 0 && static_cast<std::size_t>(device) < devices_.size();
 }
 
-Status InodeTable::restore_slabs(const std::vector<Records::StoredInode>& stored, Restoring& known) {
+Status InodeTable::restore_slabs(const std::vector<Records::Stored>& stored, Restoring& known) {
   struct Small {
     std::vector<std::uint64_t> inodes;
     std::vector<std::uint64_t> memories;  // the number that the record of each has
     Extents slots;
   };
   std::map<std::int32_t, Small> small;  // by device
-  for (const Records::StoredInode& each : stored) {
+  for (const Records::Stored& each : stored) {
     const InodeRecord record = Records::read_inode(each);
     ++known.devices[record.attributes.device];
     if (!record.contents || record.contents->slot.bytes == 0) continue;
@@ -612,7 +612,7 @@ Status InodeTable::restore() {
   }
   Restoring known;
   records_.each_name([&](std::uint64_t, const NameRecord& name) { known.directories.insert(name.directory); });
-  const std::vector<Records::StoredInode> stored = records_.stored_inodes();
+  const std::vector<Records::Stored> stored = records_.stored_inodes();
   // First all slots: the slabs must know which are free.
   if (Status slabs = restore_slabs(stored, known); !slabs.ok()) return slabs;
   struct Restored {

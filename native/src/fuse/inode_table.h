@@ -300,7 +300,7 @@ class InodeTable {
     std::map<std::uint64_t, Status> lost;           // inodes, and why
   };
   // Restores the slabs of all devices.
-  Status restore_slabs(const std::vector<Records::StoredInode>& stored, Restoring& known);
+  Status restore_slabs(const std::vector<Records::Stored>& stored, Restoring& known);
   // Makes the inode of a record, and charges it whatever the limits are. Any thread may call them.
   Result<std::shared_ptr<Inode>> restore_inode(InodeRecord& record, const Restoring& known);
   void charge_restored(const std::shared_ptr<Inode>& inode);

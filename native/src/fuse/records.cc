@@ -252,14 +252,14 @@ std::optional<Outcome> Records::done_before() const {
 
 // ---- what a new process finds ----
 
-std::vector<Records::StoredInode> Records::stored_inodes() const {
-  std::vector<StoredInode> stored;
-  if (journal_ == nullptr) return stored;
-  journal_->each(kInode, [&](std::uint64_t ino, std::span<const std::byte> value) { stored.emplace_back(ino, value); });
-  return stored;
+std::vector<Records::Stored> Records::stored(Kind kind) const {
+  std::vector<Stored> found;
+  if (journal_ == nullptr) return found;
+  journal_->each(kind, [&](std::uint64_t id, std::span<const std::byte> value) { found.emplace_back(id, value); });
+  return found;
 }
 
-InodeRecord Records::read_inode(const StoredInode& stored) {
+InodeRecord Records::read_inode(const Stored& stored) {
   Reader reader(stored.second);
   InodeRecord inode;
   inode.attributes = reader.number<gpufs_attributes>();
@@ -290,16 +290,15 @@ InodeRecord Records::read_inode(const StoredInode& stored) {
 }
 
 void Records::each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const {
-  if (journal_ == nullptr) return;
   NameRecord name;  // whose text keeps its memory
-  journal_->each(kName, [&](std::uint64_t id, std::span<const std::byte> value) {
+  for (const auto& [id, value] : stored(kName)) {
     Reader reader(value);
     name.directory = reader.number<std::uint64_t>();
     name.number = reader.number<std::uint64_t>();
     name.inode = reader.number<std::uint64_t>();
     name.text = reader.text();
     visit(id, name);
-  });
+  }
 }
 
 std::vector<std::pair<std::uint64_t, FileRecord>> Records::files() const {
