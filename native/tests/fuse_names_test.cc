@@ -210,6 +210,29 @@ TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {
   EXPECT_EQ(table->file(fh), nullptr);
 }
 
+TEST_F(SentAgainTest, ManyFilesAreRestoredByThreads) {
+  constexpr std::size_t kFiles = 5000;
+  const std::shared_ptr<Inode> root = table->find(gpu);
+  for (std::size_t i = 0; i < kFiles; ++i) {
+    const NewInode wanted{.mode = S_IFREG | 0600, .uid = static_cast<std::uint32_t>(i % 7)};
+    ASSERT_TRUE(mount->names().create(*root, std::to_string(i), wanted).ok());
+  }
+  const auto before = table->counts();
+  options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
+  mount->close();
+  mount.reset();
+  open(options);
+  EXPECT_EQ(table->counts().inodes, before.inodes);
+  EXPECT_EQ(table->counts().metadata_bytes, before.metadata_bytes);
+  EXPECT_EQ(table->file_count(0), kFiles);
+  for (std::size_t i = 0; i < kFiles; ++i) {
+    const std::shared_ptr<Inode> found = mount->names().find("gpu0/" + std::to_string(i));
+    ASSERT_NE(found, nullptr) << i;
+    EXPECT_EQ(found->attributes().uid, i % 7);
+    EXPECT_EQ(found->attributes().nlink, 1U);
+  }
+}
+
 // Whatever one record says, all other files stay, each with a name.
 TEST_F(SentAgainTest, OneBadRecordOfAnyKindLosesNothingElse) {
   const std::uint64_t ino = create("file").as<fuse_entry_out>().nodeid;

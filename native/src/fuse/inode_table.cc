@@ -4,16 +4,21 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <exception>
+#include <functional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 
+#include "base/cpus.h"
 #include "base/log.h"
 #include "base/pages.h"
+#include "base/thread.h"
 #include "fuse/extended_attributes.h"
 #include "memory/slab_pool.h"
 
@@ -30,6 +35,27 @@ Status missing_device(std::int32_t device) { return Status(ENODEV, "gpu" + std::
 // Whether what a record describes cannot be restored by any process. Everything else may pass, as a lack of memory
 // does.
 bool is_bad_record(const Status& status) { return status.error() == EPROTO || status.error() == ENOENT; }
+
+// Calls work(index) for each index below `count`, on several threads if there are many. It must not throw.
+void for_each_index(std::size_t count, const std::function<void(std::size_t)>& work) {
+  constexpr std::size_t kChunk = 1024;
+  constexpr std::size_t kMostThreads = 8;
+  std::atomic<std::size_t> next{0};
+  const auto run = [&] {
+    for (std::size_t start = 0; (start = next.fetch_add(kChunk)) < count;) {
+      for (std::size_t index = start; index < std::min(start + kChunk, count); ++index) work(index);
+    }
+  };
+  const std::size_t most = std::min({kMostThreads, static_cast<std::size_t>(usable_cpus(-1)), count / kChunk});
+  std::vector<std::thread> threads;
+  while (threads.size() + 1 < most) {
+    Result<std::thread> thread = start_thread("gpufs-restore", run);
+    if (!thread.ok()) break;  // fewer do it as well
+    threads.push_back(thread.take());
+  }
+  run();
+  for (std::thread& thread : threads) thread.join();
+}
 
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
@@ -501,21 +527,22 @@ bool InodeTable::has_device(std::int32_t device) const {
   return device >= 0 && static_cast<std::size_t>(device) < devices_.size();
 }
 
-Status InodeTable::restore_slabs(Restoring& known) {
+Status InodeTable::restore_slabs(const std::vector<Records::Stored>& stored, Restoring& known) {
   struct Small {
     std::vector<std::uint64_t> inodes;
     std::vector<std::uint64_t> memories;  // the number that the record of each has
     Extents slots;
   };
   std::map<std::int32_t, Small> small;  // by device
-  records_.each_inode([&](const InodeRecord& record) {
+  for (const Records::Stored& each : stored) {
+    const InodeRecord record = Records::read_inode(each);
     ++known.devices[record.attributes.device];
-    if (!record.contents || record.contents->slot.bytes == 0) return;
+    if (!record.contents || record.contents->slot.bytes == 0) continue;
     Small& files = small[record.attributes.device];
     files.inodes.push_back(record.attributes.ino);
     files.memories.push_back(record.contents->memory);
     files.slots.push_back(record.contents->slot);
-  });
+  }
   for (auto& [device, files] : small) {
     if (!has_device(device)) continue;  // see restore_inode()
     std::map<std::uint64_t, std::size_t> counts;
@@ -540,14 +567,12 @@ Status InodeTable::restore_slabs(Restoring& known) {
   return {};
 }
 
-void InodeTable::enter_restored(const std::shared_ptr<Inode>& inode) {
+void InodeTable::charge_restored(const std::shared_ptr<Inode>& inode) {
   inode->restored_ = true;
   watch_contents(inode);
   inode->charged_ = inode->metadata_locked();
   inode->charged_to_ = metadata_.share_of(inode->attributes_.uid);
   metadata_.add(inode->charged_to_, inode->charged_);
-  inodes_.emplace(inode->ino_, inode);
-  if (inode->buffer_) ++file_counts_[inode->device_];
 }
 
 Result<std::shared_ptr<Inode>> InodeTable::restore_inode(InodeRecord& record, const Restoring& known) {
@@ -577,7 +602,7 @@ Result<std::shared_ptr<Inode>> InodeTable::restore_inode(InodeRecord& record, co
   inode->names_.target = std::move(record.target);
   if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
   for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
-  enter_restored(inode);
+  charge_restored(inode);
   return inode;
 }
 
@@ -587,23 +612,41 @@ Status InodeTable::restore() {
   }
   Restoring known;
   records_.each_name([&](std::uint64_t, const NameRecord& name) { known.directories.insert(name.directory); });
+  const std::vector<Records::Stored> stored = records_.stored_inodes();
   // First all slots: the slabs must know which are free.
-  if (Status slabs = restore_slabs(known); !slabs.ok()) return slabs;
-  std::vector<std::shared_ptr<Inode>> incomplete;
-  Status failure;
-  records_.each_inode([&](InodeRecord& record) {
-    const std::uint64_t ino = record.attributes.ino;
-    if (!failure.ok() || known.lost.contains(ino)) return;
-    const Result<std::shared_ptr<Inode>> restored = restore_inode(record, known);
-    if (is_bad_record(restored.status())) {
-      known.lost.emplace(ino, restored.status());
-    } else if (!restored.ok()) {
-      failure = restored.status().with_context("inode " + std::to_string(ino));
-    } else if (record.contents && record.contents->shift.step != 0) {
-      incomplete.push_back(restored.value());
+  if (Status slabs = restore_slabs(stored, known); !slabs.ok()) return slabs;
+  struct Restored {
+    Status status;
+    std::shared_ptr<Inode> inode;
+    bool moves = false;
+  };
+  std::vector<Restored> restored(stored.size());
+  for_each_index(stored.size(), [&](std::size_t index) {
+    if (known.lost.contains(stored[index].first)) return;
+    Restored& mine = restored[index];
+    try {
+      InodeRecord record = Records::read_inode(stored[index]);
+      Result<std::shared_ptr<Inode>> made = restore_inode(record, known);
+      mine.status = made.status();
+      if (!made.ok()) return;
+      mine.inode = made.take();
+      mine.moves = record.contents && record.contents->shift.step != 0;
+    } catch (const std::exception& failure) {
+      mine.status = Status(ENOMEM, failure.what());
     }
   });
-  if (!failure.ok()) return failure;
+  std::vector<std::shared_ptr<Inode>> incomplete;
+  inodes_.reserve(stored.size());
+  for (std::size_t index = 0; index < stored.size(); ++index) {
+    auto& [status, inode, moves] = restored[index];
+    const std::uint64_t ino = stored[index].first;
+    if (!status.ok() && !is_bad_record(status)) return status.with_context("inode " + std::to_string(ino));
+    if (!status.ok()) known.lost.emplace(ino, std::move(status));
+    if (!inode) continue;
+    if (moves) incomplete.push_back(inode);
+    if (inode->buffer_) ++file_counts_[inode->device_];
+    inodes_.emplace(ino, std::move(inode));
+  }
   for (const auto& [ino, reason] : known.lost) {
     log_error("inode ", ino, " is lost: ", reason.message());
     records_.remove_inode(ino);
@@ -646,7 +689,8 @@ void InodeTable::restore_directories() {
     attributes.blksize = kPageBytes;
     attributes.device = ino == kRootInode ? -1 : device;
     const auto inode = std::make_shared<Inode>(attributes, nullptr, 1, Timestamp::now(), records_);
-    enter_restored(inode);
+    charge_restored(inode);
+    inodes_.emplace(ino, inode);
     const std::lock_guard lock(inode->mutex_);
     inode->record_locked();
   }

@@ -300,10 +300,10 @@ class InodeTable {
     std::map<std::uint64_t, Status> lost;           // inodes, and why
   };
   // Restores the slabs of all devices.
-  Status restore_slabs(Restoring& known);
-  // Adds the inode of a record, whatever the limits are.
+  Status restore_slabs(const std::vector<Records::Stored>& stored, Restoring& known);
+  // Makes the inode of a record, and charges it whatever the limits are. Any thread may call them.
   Result<std::shared_ptr<Inode>> restore_inode(InodeRecord& record, const Restoring& known);
-  void enter_restored(const std::shared_ptr<Inode>& inode);
+  void charge_restored(const std::shared_ptr<Inode>& inode);
   // Adds the directories that have names and no record.
   void restore_directories();
   // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.

@@ -252,50 +252,53 @@ std::optional<Outcome> Records::done_before() const {
 
 // ---- what a new process finds ----
 
-void Records::each_inode(const std::function<void(InodeRecord&)>& visit) const {
-  if (journal_ == nullptr) return;
-  journal_->each(kInode, [&](std::uint64_t ino, std::span<const std::byte> stored) {
-    Reader reader(stored);
-    InodeRecord inode;
-    inode.attributes = reader.number<gpufs_attributes>();
-    inode.attributes.ino = ino;
-    inode.birth_seconds = reader.number<std::int64_t>();
-    inode.birth_nanoseconds = reader.number<std::uint32_t>();
-    inode.writers_ever = reader.number<std::uint32_t>();
-    inode.references = reader.number<std::uint64_t>();
-    inode.created_open = reader.number<bool>();
-    inode.target = reader.text();
-    for (auto left = reader.number<std::uint64_t>(); left > 0 && !reader.at_end(); --left) {
-      std::string name = reader.text();
-      const std::span<const std::byte> value = reader.bytes();
-      inode.extended.emplace_back(std::move(name), std::vector(value.begin(), value.end()));
-    }
-    if (reader.number<bool>()) {
-      KeptContents& contents = inode.contents.emplace();
-      contents.size = reader.number<std::uint64_t>();
-      contents.memory = reader.number<std::uint64_t>();
-      contents.slot = reader.number<Extent>();
-      const std::span<const std::byte> extents = reader.bytes();
-      contents.extents.resize(extents.size() / sizeof(Extent));
-      std::memcpy(contents.extents.data(), extents.data(), contents.extents.size() * sizeof(Extent));
-      contents.placement = reader.number<std::uint64_t>();
-      contents.shift = reader.number<Shift>();
-    }
-    visit(inode);
-  });
+std::vector<Records::Stored> Records::stored(Kind kind) const {
+  std::vector<Stored> found;
+  if (journal_ == nullptr) return found;
+  journal_->each(kind, [&](std::uint64_t id, std::span<const std::byte> value) { found.emplace_back(id, value); });
+  return found;
+}
+
+InodeRecord Records::read_inode(const Stored& stored) {
+  Reader reader(stored.second);
+  InodeRecord inode;
+  inode.attributes = reader.number<gpufs_attributes>();
+  inode.attributes.ino = stored.first;
+  inode.birth_seconds = reader.number<std::int64_t>();
+  inode.birth_nanoseconds = reader.number<std::uint32_t>();
+  inode.writers_ever = reader.number<std::uint32_t>();
+  inode.references = reader.number<std::uint64_t>();
+  inode.created_open = reader.number<bool>();
+  inode.target = reader.text();
+  for (auto left = reader.number<std::uint64_t>(); left > 0 && !reader.at_end(); --left) {
+    std::string name = reader.text();
+    const std::span<const std::byte> value = reader.bytes();
+    inode.extended.emplace_back(std::move(name), std::vector(value.begin(), value.end()));
+  }
+  if (reader.number<bool>()) {
+    KeptContents& contents = inode.contents.emplace();
+    contents.size = reader.number<std::uint64_t>();
+    contents.memory = reader.number<std::uint64_t>();
+    contents.slot = reader.number<Extent>();
+    const std::span<const std::byte> extents = reader.bytes();
+    contents.extents.resize(extents.size() / sizeof(Extent));
+    std::memcpy(contents.extents.data(), extents.data(), contents.extents.size() * sizeof(Extent));
+    contents.placement = reader.number<std::uint64_t>();
+    contents.shift = reader.number<Shift>();
+  }
+  return inode;
 }
 
 void Records::each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const {
-  if (journal_ == nullptr) return;
   NameRecord name;  // whose text keeps its memory
-  journal_->each(kName, [&](std::uint64_t id, std::span<const std::byte> value) {
+  for (const auto& [id, value] : stored(kName)) {
     Reader reader(value);
     name.directory = reader.number<std::uint64_t>();
     name.number = reader.number<std::uint64_t>();
     name.inode = reader.number<std::uint64_t>();
     name.text = reader.text();
     visit(id, name);
-  });
+  }
 }
 
 std::vector<std::pair<std::uint64_t, FileRecord>> Records::files() const {

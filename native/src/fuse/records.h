@@ -117,8 +117,11 @@ class Records {
 
   // ---- what a new process finds ----
 
-  // Calls visit(record), or visit(id, record), for each of them. visit must not record anything.
-  void each_inode(const std::function<void(InodeRecord&)>& visit) const;
+  // The records of inodes where they lie in the journal, until something is recorded. Any thread may read them.
+  using Stored = std::pair<std::uint64_t, std::span<const std::byte>>;
+  [[nodiscard]] std::vector<Stored> stored_inodes() const { return stored(kInode); }
+  [[nodiscard]] static InodeRecord read_inode(const Stored& stored);
+  // Calls visit(id, record) for each name. visit must not record anything.
   void each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> unnamed() const { return numbers(kUnnamed); }
   [[nodiscard]] std::vector<std::pair<std::uint64_t, FileRecord>> files() const;
@@ -134,6 +137,7 @@ class Records {
 
   void put(Kind kind, std::uint64_t id, std::span<const std::byte> value);
   void remove(Kind kind, std::uint64_t id);
+  [[nodiscard]] std::vector<Stored> stored(Kind kind) const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> numbers(Kind kind) const;
   void put_limit(Kind kind, std::uint64_t id, std::optional<std::uint64_t> bytes);
 

@@ -235,6 +235,8 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_placement.cc. All need mutation_mutex_. ----
   // Moves the contents, all of which exist. EBUSY: they are in use. ENOSPC, EDQUOT: no memory for a scratch.
   Status shift_to(std::uint64_t placement);
+  // Whether the last process can have begun to move contents like these.
+  [[nodiscard]] static bool has_scratch(const KeptContents& contents);
   // Takes the steps of shift_ that are left. Nobody uses the buffer.
   Status run_shift();
   // An empty buffer that is about to become a copy begins where its source does.

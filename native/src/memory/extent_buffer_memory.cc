@@ -624,9 +624,7 @@ Status ExtentBuffer::check_kept(const KeptContents& contents) const {
                (offset | bytes) % granule_ == 0;
     last = offset + bytes;
   }
-  // The scratch lies behind the contents in their extent.
-  const std::uint64_t reach = std::max(contents.placement, contents.shift.to) + contents.size;
-  if (contents.shift.step != 0) possible = possible && covered(contents.extents, 0, reach + 2 * kPlacementEnd);
+  if (contents.shift.step != 0) possible = possible && has_scratch(contents);
   return possible ? Status() : Status(EPROTO, "no file can be like that");
 }
 

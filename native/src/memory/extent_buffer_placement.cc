@@ -97,6 +97,11 @@ Status ExtentBuffer::run_shift() {
   return status.ok() ? zero_existing(to + size, extents.front().end()) : status;
 }
 
+bool ExtentBuffer::has_scratch(const KeptContents& contents) {
+  const std::uint64_t end = std::max(contents.placement, contents.shift.to) + contents.size;
+  return covered(contents.extents, 0, round_up(end, kPlacementEnd) + kSmallestScratch);
+}
+
 Status ExtentBuffer::complete_shift() {
   const std::lock_guard mutation(mutation_mutex_);
   if (shift_.step == 0) return {};
