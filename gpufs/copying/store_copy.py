@@ -44,6 +44,7 @@ from gpufs.syscalls import close_all
 
 Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
+_SECOND: Final = 10**9  # nanoseconds
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of the store"
 
 
@@ -359,9 +360,10 @@ def plan(sources: Sequence[str], ends: Sequence[str]) -> tuple[list[urls.Url], u
 
 
 def _is_current(file: StoreFile, step: Step) -> bool:
-    """Return whether an object has a source's size and is not older."""
-    known = file.modified_ns is not None and step.modified_ns is not None
-    return known and file.size == step.size and (file.modified_ns or 0) >= (step.modified_ns or 0)
+    """Return whether an object has a source's size and is not older. Stores give times in whole seconds."""
+    if file.modified_ns is None or step.modified_ns is None:
+        return False
+    return file.size == step.size and file.modified_ns // _SECOND >= step.modified_ns // _SECOND
 
 
 class BucketTree:
