@@ -48,6 +48,7 @@ def test_transformers(mount: Mounter) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_two_programs(mount: Mounter) -> None:
     assert "both programs gave the same answer" in run_example("two_programs.py", mount(memory=256 * MIB).device)
 

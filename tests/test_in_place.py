@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from support.cli import fails
 from support.mounting import GPUFS
 from support.processes import PATIENCE
@@ -68,6 +67,8 @@ def test_models_of_transformers(root: Path, tmp_path: Path, weights: Path) -> No
     save all. A forward in training mode changes the statistics of BatchNorm in the program alone. last_report() knows
     what is in place, what was copied and why.
     """
+    import transformers
+
     torch.manual_seed(0)
     language = small("qwen3", tie_word_embeddings=True)
     language.save_pretrained(tmp_path / "language", max_shard_size="100KB")
@@ -231,14 +232,12 @@ def test_a_mount_of_a_program_in_place(tmp_path: Path) -> None:
 
 
 def test_modes(weights: Path) -> None:
-    """r+ changes the file, c does not, and r ends a program that writes."""
+    """r+ changes the file, c does not. What r does: see the writes to read-only tensors below."""
     script = """
         import safetensors.torch
         safetensors.torch.load_file(sys.argv[1])["a"][0] = 42
         print(json.dumps(float(safetensors.torch.load_file(sys.argv[1])["a"][1])))
     """
-    with pytest.raises(AssertionError):
-        in_program(script, weights)
     assert in_program(script, weights, mode="c") == 1
     assert safetensors.torch.load_file(weights)["a"][0] == 0
     in_program(script, weights, mode="r+")
@@ -249,25 +248,25 @@ def test_a_program_prints_what_was_copied(weights: Path) -> None:
     """`gpufs run --report` prints a table when the loading is over, or at the end. Else a warning says if most is."""
     script = "import sys, time, torch\nfrom safetensors.torch import load_file\n"
     runs = {
-        "runs on": "weights = load_file(sys.argv[1]); time.sleep(60)",
-        "ends": "def main(): weights = load_file(sys.argv[1])\nmain()",
-        "copies": "weights = load_file(sys.argv[1], 'meta')",
+        "runs on": ("weights = load_file(sys.argv[1]); time.sleep(60)", ["--report"]),
+        "ends": ("def main(): weights = load_file(sys.argv[1])\nmain()", []),
+        "copies": ("weights = load_file(sys.argv[1], 'meta')", ["--report"]),
+        "copies, and nobody asked": ("weights = load_file(sys.argv[1], 'meta')", []),
     }
-    for what, text in runs.items():
-        for words in ((), ("--report",))[what == "runs on" :]:
-            command = [*GPUFS, "run", *words, sys.executable, "-c", script + text, str(weights)]
-            if what == "runs on":
-                with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-                    assert process.stderr is not None
-                    lines = [process.stderr.readline() for _ in range(3)]
-                    process.kill()
-            else:
-                lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
-            if not words:
-                assert len(lines) == (what == "copies")
-                continue
+    for what, (text, words) in runs.items():
+        command = [*GPUFS, "run", *words, sys.executable, "-c", script + text, str(weights)]
+        if what == "runs on":
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+                assert process.stderr is not None
+                lines = [process.stderr.readline() for _ in range(3)]
+                process.kill()
+        else:
+            lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+        if words:
             assert str(weights) in lines[1]
-            assert ("2 tensors" in lines[2]) == (what != "copies")
+            assert ("2 tensors" in lines[2]) == (what == "runs on")
+        else:
+            assert len(lines) == (what != "ends")
 
 
 WRITES = {
@@ -277,10 +276,9 @@ WRITES = {
     "training": """
 module = torch.nn.Linear(4000, 1, bias=False)
 module.load_state_dict({"weight": load_file(sys.argv[1])["a"].view(1, 4000)}, assign=True)
-optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-for _ in range(3):
-    module(torch.ones(2, 4000)).sum().backward()
-    optimizer.step()
+module(torch.ones(2, 4000)).sum().backward()
+with torch.no_grad():
+    module.weight -= 0.1 * module.weight.grad
 """,
 }
 
@@ -373,6 +371,8 @@ def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
 
 def small(kind: str, **more: Any) -> Any:
     """A model of transformers with random weights."""
+    import transformers  # it takes ten seconds: not in each process that collects tests
+
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500}
     sizes |= {"num_attention_heads": 4}
     kinds: Any = {
@@ -388,6 +388,8 @@ def small(kind: str, **more: Any) -> Any:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "bert", "t5"])
 def test_attach_module_takes_the_directory_of_a_model(root: Path, tmp_path: Path, kind: str) -> None:
     """Buffers that are in no file are computed as the model's class does; outputs equal those of from_pretrained."""
+    import transformers
+
     torch.manual_seed(0)
     small(kind).save_pretrained(tmp_path / "model", max_shard_size="100KB")
     subprocess.run([*GPUFS, "cp", "-r", tmp_path / "model", root], check=True, timeout=PATIENCE)
