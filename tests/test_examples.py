@@ -26,6 +26,7 @@ def run_example(name: str, *arguments: str | Path) -> str:
     return run(sys.executable, EXAMPLES / name, *arguments).stdout
 
 
+@pytest.mark.slow
 def test_restart(mount: Mounter) -> None:
     """A program that starts again loads nothing: only the header of the file is read."""
     device = mount(memory=256 * MIB).device

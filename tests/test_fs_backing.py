@@ -293,6 +293,7 @@ def short(session: Session, driver: str, tmp_path: Path, crowd: Path) -> Iterato
         yield mount.path / "backing" / "data", mount.path / "backing" / "crowd"
 
 
+@pytest.mark.slow
 def test_more_files_than_descriptors(short: tuple[Path, Path], tmp_path: Path) -> None:
     shown, crowd = short
     (tmp_path / "kept").write_text("kept")

@@ -111,6 +111,7 @@ def test_there_and_back(root: Path, host: Path, remote: tuple[str, ...], size: i
         assert_same(path.read_bytes(), noise(size))
 
 
+@pytest.mark.slow
 def test_between_network_namespaces(mount: Mounter) -> None:
     """Each has a mount, and starts the program of the next one."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -283,6 +284,7 @@ def test_a_chain(nodes: Nodes, host: Path, there: bool) -> None:
         assert [copy["source"] for copy in copies] == [f"{sources[0]}/sparse"]
 
 
+@pytest.mark.slow
 def test_one_copy_between_two_other_machines(nodes: Nodes) -> None:
     remote, (first, second, _) = nodes
     (first / "a").write_bytes(noise(5))
@@ -294,6 +296,7 @@ def test_one_copy_between_two_other_machines(nodes: Nodes) -> None:
     assert "-t takes a directory" in refused(*remote, f"x:{first}/a", "-t", f"y:{second}/none")
 
 
+@pytest.mark.slow
 def test_a_file_that_some_nodes_do_not_take(nodes: Nodes, host: Path) -> None:
     """The others get it. If none takes it, its bytes are not sent."""
     remote, directories = nodes
@@ -452,6 +455,7 @@ def test_a_chain_takes_the_time_of_one_copy(session: Session, nodes: Nodes, host
     assert seconds[1] < 2 * seconds[0]
 
 
+@pytest.mark.slow
 def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote, (first, second, _) = nodes
     (tmp_path / "bin").mkdir()

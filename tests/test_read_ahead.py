@@ -77,6 +77,7 @@ def test_the_knob_turns_it_off(mount: Mounter) -> None:
     mounted.unmount()
 
 
+@pytest.mark.slow
 def test_what_is_written_beside_a_scan_stays(mount: Mounter) -> None:
     mounted = mount()
     path = mounted.device / "file"

@@ -142,6 +142,7 @@ def test_files_are_listed_with_their_memory_and_leases(mount: Mounter) -> None:
     fails(1, "ls", own.path.parent)
 
 
+@pytest.mark.slow
 def test_deeply_nested_directories_are_listed(mount: Mounter) -> None:
     own = mount()
     folder = os.open(own.device, os.O_RDONLY)

@@ -460,6 +460,7 @@ FAULTS = {
     "a crash": "trio.run = lambda *_: os.abort()",
     "an exit": "trio.run = lambda *_: os._exit(3)",
 }
+IN_SHORT = ("the mount", "no memory", "threads", "a crash")
 BREAK = """
 import os, sys
 if "--takeover-fd" in sys.orig_argv and os.path.exists(BROKEN):
@@ -491,7 +492,10 @@ def test_the_size_of_a_device_stays(tmp_path: Path) -> None:
         assert os.stat(mount.device / "file").st_blocks == 256 * MIB // 512
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [fault if fault in IN_SHORT else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS],
+)
 def test_a_takeover_that_fails(tmp_path: Path, fault: str) -> None:
     """Whatever fails before the first answer, nothing is lost: `gpufs restart` works once the cause is gone."""
     broken = tmp_path / "broken"

@@ -776,6 +776,7 @@ def test_load_model_does_what_safetensors_does(root: Path) -> None:
 # Memory
 
 
+@pytest.mark.slow
 def test_no_growth(root: Path) -> None:
     gpufs.torch.publish({str(index): torch.randn(100, 100) for index in range(10)}, root / "model")
 
