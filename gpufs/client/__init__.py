@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpufs.copying.copier import Copier
     from gpufs.copying.types import CopyError, CopyProgress, CopyResult
 
-# A dot: beside this package.
+# A module whose name begins with a dot is beside this package.
 _MODULES = {
     "Cancellation": "_cancellation",
     "Copier": ".copying.copier",

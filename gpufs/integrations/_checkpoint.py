@@ -26,7 +26,7 @@ from gpufs.formats.safetensors import (
 )
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
-from gpufs.torch._new_file import TensorFile
+from gpufs.torch._tensor_file import TensorFile
 from gpufs.units import bytes_text
 
 

@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from gpufs._naming import named_in
 from gpufs.config.kinds import parse_size
 from gpufs.engine import TORCH_ALLOCATOR, AddressPool, keep_for_ever
-from gpufs.torch._new_file import TensorFile
+from gpufs.torch._tensor_file import TensorFile
 from gpufs.units import bytes_text
 
 _MIB = 1 << 20

@@ -13,8 +13,8 @@ from gpufs._naming import named_in
 from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
 from gpufs.torch import _pool
 from gpufs.torch._file import TORCH_DTYPES, stored_elements
-from gpufs.torch._new_file import TensorFile
 from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
+from gpufs.torch._tensor_file import TensorFile
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
 _MAX_SPREAD = 1.25
