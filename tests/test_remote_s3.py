@@ -284,7 +284,7 @@ def test_trees_by_name_and_in_part(root: Path, s3: S3) -> None:
 
 def test_update_and_dry_run(root: Path, s3: S3) -> None:
     make_model(root / "model")
-    now = time.time_ns() // 10**9 * 10**9 + 999_999_999  # stores tell no parts of a second
+    now = time.time_ns() // 10**9 * 10**9 + 999_999_999  # a store gives the time in whole seconds
     for path in (root / "model").rglob("*"):
         os.utime(path, ns=(now, now))
 

@@ -33,7 +33,7 @@ from support.processes import (
     run,
     wait_until,
 )
-from support.surviving import Survivor, mounted
+from support.surviving import Survivor, failing_takeovers, mounted
 from support.watchdog import mounted_at
 
 from gpufs import status
@@ -447,38 +447,6 @@ def test_restart_by_a_version_with_another_journal(tmp_path: Path) -> None:
         assert (mount.device / "file").read_bytes() == b"contents"
 
 
-# What goes wrong in a daemon that takes over, until the file BROKEN is gone.
-FAULTS = {
-    "the keeper's descriptors": "gpufs.daemon.takeover.begin = too_many",
-    "the engine": "gpufs.engine.Engine.__init__ = too_many",
-    "the mount": "gpufs.engine.Mount.__init__ = too_many",
-    "its start": "gpufs.engine.Mount.start = too_many",
-    "the event loop": "trio.run = too_many",
-    "no memory": "trio.run = no_memory",
-    "the loop of requests": "gpufs.fs.connection.RequestLoop.serve = fails",
-    "threads": "gpufs.threads.run = fails",
-    "a crash": "trio.run = lambda *_: os.abort()",
-    "an exit": "trio.run = lambda *_: os._exit(3)",
-}
-IN_SHORT = ("the mount", "no memory", "threads", "a crash")
-BREAK = """
-import os, sys
-if "--takeover-fd" in sys.orig_argv and os.path.exists(BROKEN):
-    import trio, gpufs.daemon.takeover, gpufs.engine, gpufs.fs.connection, gpufs.threads
-
-    def too_many(*_, **__):
-        raise OSError(24, "Too many open files, as planned")
-
-    def no_memory(*_, **__):
-        raise MemoryError
-
-    async def fails(*_, **__):
-        raise RuntimeError("as planned")
-
-    FAULT
-"""
-
-
 def test_the_size_of_a_device_stays(tmp_path: Path) -> None:
     """By default it follows from the memory that is free at the beginning, of which the files take some."""
     with mounted(tmp_path / "mount", memory=None) as mount:
@@ -492,17 +460,43 @@ def test_the_size_of_a_device_stays(tmp_path: Path) -> None:
         assert os.stat(mount.device / "file").st_blocks == 256 * MIB // 512
 
 
+# What goes wrong in a daemon that takes over; FAILURES has what some of them call.
+FAULTS = {
+    "the keeper's descriptors": "gpufs.daemon.takeover.begin = too_many",
+    "the engine": "gpufs.engine.Engine.__init__ = too_many",
+    "the mount": "gpufs.engine.Mount.__init__ = too_many",
+    "its start": "gpufs.engine.Mount.start = too_many",
+    "the event loop": "trio.run = too_many",
+    "no memory": "trio.run = no_memory",
+    "the loop of requests": "gpufs.fs.connection.RequestLoop.serve = fails",
+    "threads": "gpufs.threads.run = fails",
+    "a crash": "trio.run = lambda *_: os.abort()",
+    "an exit": "trio.run = lambda *_: os._exit(3)",
+}
+IN_SHORT = ("the mount", "no memory", "threads", "a crash")
+FAILURES = """
+import trio, gpufs.daemon.takeover, gpufs.engine, gpufs.fs.connection, gpufs.threads
+
+def too_many(*_, **__):
+    raise OSError(24, "Too many open files, as planned")
+
+def no_memory(*_, **__):
+    raise MemoryError
+
+async def fails(*_, **__):
+    raise RuntimeError("as planned")
+
+"""
+
+
 @pytest.mark.parametrize(
     "fault",
     [fault if fault in IN_SHORT else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS],
 )
 def test_a_takeover_that_fails(tmp_path: Path, fault: str) -> None:
     """Whatever fails before the first answer, nothing is lost: `gpufs restart` works once the cause is gone."""
-    broken = tmp_path / "broken"
-    text = BREAK.replace("BROKEN", repr(str(broken))).replace("FAULT", FAULTS[fault])
-    (tmp_path / "sitecustomize.py").write_text(text)
-    path = os.pathsep.join([os.fspath(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with mounted(tmp_path / "mount", environment={"PYTHONPATH": path}) as mount:
+    environment, broken = failing_takeovers(tmp_path, FAILURES + FAULTS[fault])
+    with mounted(tmp_path / "mount", environment=environment) as mount:
         (mount.device / "file").write_bytes(b"contents" * 100_000)
         (keeper,) = mount.keepers()
         former = mount.pid

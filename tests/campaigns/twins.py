@@ -30,7 +30,7 @@ import numpy
 from support import fake_gpu
 from support.cli import gpufs
 from support.processes import PATIENCE, errno_of, run, wait_until
-from support.surviving import Survivor, mounted
+from support.surviving import Survivor, failing_takeovers, mounted
 
 import gpufs as gpufs_client
 from campaigns.harness import Missing, Place
@@ -662,7 +662,7 @@ def twins(place: Place) -> str:
     return f"{rounds} rounds of {steps} calls on both, seed {seed}"
 
 
-# Prints the deaths. A process of its own: the campaign acts as other users, with all its threads.
+# It is a program of its own, as the campaign acts as other users with all its threads.
 KILL = """
 import random, sys, time
 from pathlib import Path
@@ -670,18 +670,9 @@ from support.surviving import Survivor
 
 mount, deaths = Survivor(Path(sys.argv[1])), int(sys.argv[2])
 chance = random.Random(int(sys.argv[3]))
-for number in range(deaths):
+for _ in range(deaths):
     time.sleep(chance.random() * 0.4)
     mount.kill()
-    print(number + 1, flush=True)
-"""
-
-
-# In every Python of the mount: a daemon that takes over ends at once while this file exists.
-BREAK = """
-import os, sys
-if "--takeover-fd" in sys.orig_argv and os.path.exists(BROKEN):
-    os._exit(1)
 """
 
 
@@ -734,10 +725,9 @@ def killed_twins(place: Place, driver: str = "host") -> str:
     seed = random.SystemRandom().randrange(1 << 30)
     rounds = 0
     place.host.chmod(0o755)  # for the other users
-    broken = place.host / "broken"
-    (place.host / "sitecustomize.py").write_text(BREAK.replace("BROKEN", repr(str(broken))))
-    search = os.pathsep.join([str(place.host), *sys.path])
-    environment = {"PYTHONPATH": search} | ({} if driver == "host" else fake_gpu.environment(place.host))
+    environment, broken = failing_takeovers(place.host, "os._exit(1)")
+    if driver != "host":
+        environment |= fake_gpu.environment(place.host)
     survivor = mounted(place.host / "mount", "--allow-other", driver=driver, environment=environment)
     with survivor as mount, like_a_mount() as other:
         ours = mount.device / "twins"
@@ -746,7 +736,7 @@ def killed_twins(place: Place, driver: str = "host") -> str:
         using = in_use(mount) if driver == "host" else nullcontext(lambda _: None)
         words = [sys.executable, "-c", KILL, str(mount.path), str(deaths), str(seed)]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with using as check, subprocess.Popen(words, stdout=subprocess.DEVNULL, env=variables) as killer:
+        with using as check, subprocess.Popen(words, env=variables) as killer:
             try:
                 while killer.poll() is None:
                     pair = (ours / f"r{rounds}", other / f"r{rounds}")

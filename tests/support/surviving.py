@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,21 @@ from gpufs import status
 from support.cli import gpufs
 from support.mounting import GPUFS
 from support.processes import PATIENCE, run, wait_until
+
+# Every Python of the mount runs it as it starts.
+_FAILURE = """
+import os, sys
+if "--takeover-fd" in sys.orig_argv and os.path.exists({switch!r}):
+{fault}
+"""
+
+
+def failing_takeovers(folder: Path, fault: str) -> tuple[dict[str, str], Path]:
+    """Return an environment for a mount, and a file: while it exists, daemons that take over run ``fault`` first."""
+    switch = folder / "broken"
+    text = _FAILURE.format(switch=os.fspath(switch), fault=textwrap.indent(fault, "    "))
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([os.fspath(folder), os.environ.get("PYTHONPATH", "")])}, switch
 
 
 class Survivor:
