@@ -221,7 +221,7 @@ def test_engines_share_weights(servers: Servers[Outcome]) -> None:
     assert published.name in gpufs("ls", published.parent).stdout
     read = servers.bytes_read()
     second = servers.start(attempts=["reload", "tensor"])
-    assert servers.bytes_read() == read
+    assert servers.bytes_read() < read + MIB  # headers alone
     assert first.tokens == second.tokens == default.tokens
     for engine in (first, second):
         assert engine.private_bytes < default.private_bytes - 0.7 * weights
@@ -262,7 +262,7 @@ def test_keeps_weights_apart(servers: Servers[Outcome]) -> None:
         assert servers.start(options=other).tokens == expected, damage
         read = servers.bytes_read()
         assert servers.start(options=other).tokens == expected, damage
-        assert servers.bytes_read() == read, damage
+        assert servers.bytes_read() < read + MIB, damage
     assert servers.start(extra={"share": False}).tokens == tokens
     assert servers.published() == [second]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
     make_model(tmp_path / "model", seed=0)
     shutil.copytree(tmp_path / "model", model)
     environment = {
-        "PYTHONPATH": python_path(tmp_path, "vllm.general_plugins", "vllm", "without_onednn"),
+        "PYTHONPATH": python_path(tmp_path, "vllm.general_plugins", "vllm", "without_onednn", "kernels_with_state"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -52,7 +53,7 @@ def test_vllm_engines_share_weights(servers: Servers[Outcome]) -> None:
     assert published.name in gpufs("ls", published.parent).stdout
     read = servers.bytes_read()
     second = servers.start()
-    assert servers.bytes_read() == read
+    assert servers.bytes_read() < read + MIB  # headers alone
     assert first.tokens == second.tokens == default.tokens
     for engine in (first, second):
         assert engine.private_bytes < default.private_bytes - 0.9 * weights
@@ -64,6 +65,15 @@ def test_vllm_engines_share_weights(servers: Servers[Outcome]) -> None:
         both = list(pool.map(lambda _: servers.start(), range(2)))
     assert [engine.tokens for engine in both] == [default.tokens] * 2
     assert servers.published() == [published]
+
+
+def test_vllm_kernels_find_their_state(servers: Servers[Outcome]) -> None:
+    """What kernels note beside tensors while weights are processed is there in engines that map the weights."""
+    engines = replace(servers, environment={**servers.environment, "VLLM_PLUGINS": "kernels_with_state"})
+    first = engines.start()
+    second = engines.start()
+    assert any(line.startswith("Mapped") for line in second.log)
+    assert first.tokens == second.tokens
 
 
 def test_vllm_keeps_weights_apart(servers: Servers[Outcome]) -> None:
@@ -90,7 +100,7 @@ def test_vllm_keeps_weights_apart(servers: Servers[Outcome]) -> None:
         assert second.stat().st_size > 20 * MIB, damage
         read = servers.bytes_read()
         assert servers.start(model=other, extra=mount).tokens == expected[1], damage
-        assert servers.bytes_read() == read, damage
+        assert servers.bytes_read() < read + MIB, damage
 
 
 def test_vllm_frees_a_published_checkpoint(servers: Servers[Outcome]) -> None:
@@ -175,7 +185,7 @@ def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome]) -> None:
     capability = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
     nobody = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *capability)
     assert servers.start(*nobody).tokens == expected
-    assert servers.bytes_read() == read
+    assert servers.bytes_read() < read + MIB  # headers alone
     published.unlink()
     assert servers.start(*nobody).tokens == expected  # root's directory is closed to it
     assert not servers.published()

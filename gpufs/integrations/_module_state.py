@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,15 +17,46 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _MISSING = object()
 
 
-class ModuleState:
-    """The attributes of all submodules, and the forms of their tensors, as they are now."""
+class _Attributes:
+    """The values of attributes, as they are now. find: yields them with their names."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._attributes = {name: _comparable(value) for name, value in _attributes(module)}
+    def __init__(self, find: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+        self._find = find
+        self._before = {name: _comparable(value) for name, value in find()}
+
+    def changes(self) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Return what has changed since then, by names: values that JSON can express, others, and those that are gone.
+
+        The names of others come without values.
+        """
+        plain: dict[str, Any] = {}
+        others = []
+        names = set()
+        for name, value in self._find():
+            names.add(name)
+            if self._before.get(name, _MISSING) == _comparable(value):
+                continue
+            if is_json(value):
+                plain[name] = value
+            else:
+                others.append(name)
+        return plain, others, [name for name in self._before if name not in names]
+
+
+class ModuleState:
+    """The attributes of all submodules and their helpers, and the forms of their tensors, as they are now.
+
+    package: as for :class:`HelperState`.
+    """
+
+    def __init__(self, module: torch.nn.Module, package: str) -> None:
+        self._module = module
+        self._attributes = _Attributes(lambda: _attributes(module))
+        self._helpers = HelperState(module, package)
         self._tensors = _forms(module)
 
-    def changes(self, module: torch.nn.Module) -> tuple[dict[str, Any], str | None]:
-        """Return the attributes that the module has got since then.
+    def changes(self) -> tuple[dict[str, Any], str | None]:
+        """Return the attributes that the module and its helpers have got since then.
 
         Returns
         -------
@@ -32,26 +65,57 @@ class ModuleState:
         obstacle : str or None
             A name of what has changed in another way: :func:`set_attributes` would not make up for it.
         """
-        tensors = _forms(module)
-        obstacle = next((name for name, form in self._tensors.items() if tensors.get(name) != form), None)
-        attributes: dict[str, Any] = {}
-        names = set()
-        for name, value in _attributes(module):
-            names.add(name)
-            if self._attributes.get(name, _MISSING) == _comparable(value):
-                continue
-            if is_json(value):
-                attributes[name] = value
-            else:
-                obstacle = obstacle or name
-        return attributes, obstacle or next((name for name in self._attributes if name not in names), None)
+        tensors = _forms(self._module)
+        plain, others, gone = self._attributes.changes()
+        of_helpers, unknown = self._helpers.changes()
+        changed = [name for name, form in self._tensors.items() if tensors.get(name) != form]
+        return {**plain, **of_helpers}, next(iter([*changed, *others, *unknown, *gone]), None)
+
+
+class HelperState:
+    """The attributes of objects that a module's parts hold beside tensors, as a quantisation's method and its kernels.
+
+    package: only objects of classes from this package count.
+    """
+
+    def __init__(self, module: torch.nn.Module, package: str) -> None:
+        self._attributes = _Attributes(lambda: _helper_attributes(module, package))
+
+    def changes(self) -> tuple[dict[str, Any], list[str]]:
+        """Return what has changed since then: values that JSON can express, and the names of others."""
+        plain, others, _ = self._attributes.changes()
+        return plain, others
 
 
 def set_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Give another module of the same kind the attributes that :meth:`ModuleState.changes` has found."""
+    """Give another module of the same kind, and its helpers, the attributes that have been found changed.
+
+    Raises
+    ------
+    AttributeError
+        It has no such part.
+    """
     for name, value in attributes.items():
-        prefix, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(prefix), attribute, value)
+        path, _, attribute = name.rpartition(".")
+        owner = _part(module, path)
+        if getattr(owner, attribute, _MISSING) != value:
+            setattr(owner, attribute, value)
+
+
+def missing(module: torch.nn.Module, names: list[str]) -> str | None:
+    """Return the first of the attributes that this module does not have, or that is None. None if all are there."""
+    for name in names:
+        try:
+            if _part(module, name) is not None:
+                continue
+        except AttributeError:
+            pass
+        return name
+    return None
+
+
+def _part(module: torch.nn.Module, path: str) -> Any:
+    return reduce(getattr, path.split(".") if path else (), module)
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -62,6 +126,27 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for prefix, tensor in named_tensors(module).items():
         # What JSON can express is in the published file.
         yield from ((f"{prefix}.{name}", value) for name, value in vars(tensor).items() if not is_json(value))
+
+
+def _helper_attributes(module: torch.nn.Module, package: str) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of helpers, and of helpers that these hold, each object's once."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        held = [(f"{prefix}.{name}" if prefix else name, value) for name, value in vars(part).items()]
+        while held:
+            path, value = held.pop()
+            if not _is_helper(value, package) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            attributes = [(f"{path}.{name}", item) for name, item in vars(value).items()]
+            yield from attributes
+            held += attributes
+
+
+def _is_helper(value: object, package: str) -> bool:
+    if isinstance(value, torch.nn.Module | torch.Tensor | enum.Enum) or not hasattr(value, "__dict__"):
+        return False
+    return f"{type(value).__module__}.".startswith(f"{package}.")
 
 
 def _forms(module: torch.nn.Module) -> dict[str, object]:

@@ -118,9 +118,9 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return None, None
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: torch.device) -> None:
-        state = ModuleState(model)
+        state = ModuleState(model, "sglang.srt.layers")
         super().load_weights_and_postprocess(model, weights, target_device)
-        self._attributes, self._changed = state.changes(model)
+        self._attributes, self._changed = state.changes()
 
     def _reason_against(self) -> str | None:
         return None if self._changed is None else f"SGLang changes {self._changed} when it loads the model"

@@ -51,6 +51,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def __init__(self, load_config: Any) -> None:
         self._settings = LoaderSettings(load_config.model_loader_extra_config)
         self._elements: dict[str, int] = {}  # of each tensor before vLLM processes it
+        self._helpers: Any = None  # as they were then
         # The default loader finds the files, and knows only its own formats and keys.
         others = self._settings.others
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=others))
@@ -79,13 +80,14 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             build=partial(pieces.build, phases, *arguments),
             restored_on_failure=partial(pieces.restored_on_failure, vllm_config.compilation_config),
             reason_against=lambda model: pieces.reason_against(model) or self._emptied(model),
-            attributes=pieces.export_model_attrs,
+            attributes=lambda model: pieces.notes(model, self._helpers),
             moved=lambda _: None,
             ranks=get_tp_group(),
             released=checkpoint is not None and bool(checkpoint.released),
             phases=phases,
         )
         loaded = get_model(server, shared)
+        self._helpers = None
         if not self._settings.keep_checkpoint:
             release(server, loaded, checkpoint, pieces.reason_to_keep_checkpoint(vllm_config))
         if loaded.shared is not None:
@@ -133,6 +135,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         self._elements = {name: tensor.numel() for name, tensor in named_tensors(model).items()}
+        if pieces is not None:
+            self._helpers = pieces.helpers(model)
         super().load_weights(model, model_config)
 
     def _emptied(self, model: torch.nn.Module) -> str | None:

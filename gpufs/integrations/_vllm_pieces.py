@@ -37,13 +37,15 @@ from vllm.model_executor.model_loader.weight_cache.utils import export_model_att
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from gpufs.integrations._module_state import HelperState, missing, set_attributes
 from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import OpenWeights, fill
 from gpufs.integrations._sharing import device_name
 
 __all__ = [
     "build",
-    "export_model_attrs",
+    "helpers",
+    "notes",
     "obstacle",
     "reason_against",
     "reason_to_keep_checkpoint",
@@ -112,6 +114,7 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]])
         "torch": torch.__version__,
         "device": device_name(),
         "files": files,
+        "notes": 2,  # their form
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}
@@ -143,10 +146,14 @@ def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weig
         check_ipc_quant_support(model)
         fill(model, weights)
         phases.end("fill it")
-        for name, value in weights.attributes.items():
+        for name, value in weights.attributes["model"].items():
             setattr(model, name, value)
         with weights_already_processed():
             process_weights_after_loading(model, model_config, device)
+        # What vLLM leaves out there, as the sizes that its FP8 kernels for Hopper note.
+        set_attributes(model, weights.attributes["helpers"])
+        if (name := missing(model, weights.attributes["objects"])) is not None:
+            raise RuntimeError(f"{name} is made when weights are processed, and only then")
         _materialize_remaining_meta_tensors(model, device)
         for name, module in model.named_modules():
             for attribute, value in vars(module).items():
@@ -154,6 +161,17 @@ def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weig
                     raise RuntimeError(f"{name}.{attribute} is computed when the model is built, and is not a buffer")
         phases.end("finish it")
         return model.eval()
+
+
+def helpers(model: torch.nn.Module) -> HelperState:
+    """Return the state of the objects with which the model's layers compute."""
+    return HelperState(model, "vllm.model_executor")
+
+
+def notes(model: torch.nn.Module, before: HelperState) -> dict[str, Any]:
+    """Return what to note about a model beside its weights. before: when it had no weights yet."""
+    plain, objects = before.changes()
+    return {"model": export_model_attrs(model), "helpers": plain, "objects": objects}
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 For a model in bfloat16, one in FP8 and a mixture of experts: the default load, the first start with gpufs, which
 publishes the weights, the second, two at once, one whose daemon is killed before it loads and before it generates, and
-starts that free the checkpoint. It ends with 1 if tokens differ, or if an engine that maps weights takes memory too.
+starts that free the checkpoint. On a GPU by turns with starts from vLLM's own cache (`vllm preload`, `ipc_cache`). It
+ends with 1 if tokens differ, or if an engine that maps weights takes memory too.
 
 GPUFS_VLLM_PYTHON is the Python of an environment with vLLM, or a script that runs one; gpufs is that of this checkout.
 """
@@ -30,7 +31,8 @@ from support.surviving import Survivor, mounted
 from support.vllm_engine import Outcome
 
 PYTHON = Path(os.environ.get("GPUFS_VLLM_PYTHON", REPOSITORY / "build" / "vllm-venv" / "bin" / "python"))
-COLUMNS = {"model": 9, "start": 22, "load_s": 8, "LLM()_s": 8, "own": 6, "device": 7, "mount": 6, "": 0}
+COLUMNS = {"model": 9, "start": 22, "load_s": 8, "LLM()_s": 8, "own": 6, "device": 7, "mount": 6, "held_GiB": 9, "": 0}
+ROUNDS = 3
 
 
 def main() -> int:
@@ -46,8 +48,12 @@ def main() -> int:
         return 0
     if not PYTHON.exists():
         parser.error(f"there is no {PYTHON}: set GPUFS_VLLM_PYTHON to the Python of an environment with vLLM")
+    # Python compiles what vLLM imports once: half a minute for each start where it may not store that.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir(), "gpufs-servers-compiled")))
     wrong = []
     print("Memory in multiples of the weights. own: what the load takes of the engine's, device: of the device's")
+    print("held_GiB: of the device, while an engine is there, by all that this way needs: engine, cache or mount")
     print_row(*COLUMNS)
     for kind in ("bfloat16", "fp8", "experts"):
         with tempfile.TemporaryDirectory(prefix="gpufs-servers-", dir=scratch()) as folder:
@@ -56,8 +62,9 @@ def main() -> int:
             run(sys.executable, "-m", "campaigns.servers", *words, timeout=1200)
             weights = sum(file.stat().st_size for file in Path(folder, "model").glob("*.safetensors"))
             memory = 3 * weights + 256 * MIB
+            before = device_used() if given.driver == "cuda" else 0
             with mounted(Path(folder, "mnt"), "--memory", str(memory), driver=given.driver) as mount:
-                wrong += Check(kind, Path(folder), mount, given.driver, weights).run()
+                wrong += Check(kind, Path(folder), mount, given.driver, weights, before).run()
     print(*wrong, sep="\n")
     print(f"servers: {'FAILED' if wrong else 'all good'}")
     return 1 if wrong else 0
@@ -80,6 +87,12 @@ def make(kind: str, folder: str, width: int) -> None:
         model_servers.make_model(target, seed=0, width=width, layers=6 if width < 4096 else 20, shards="3GB")
 
 
+def device_used() -> int:
+    """The bytes of the first GPU's memory that are in use."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(run(*words).stdout) << 20
+
+
 def print_row(*cells: str) -> None:
     print(" ".join(cell.ljust(size) for cell, size in zip(cells, COLUMNS.values(), strict=True)).rstrip(), flush=True)
 
@@ -87,13 +100,16 @@ def print_row(*cells: str) -> None:
 class Check:
     """Starts of engines with one model, and what was wrong with them."""
 
-    def __init__(self, kind: str, folder: Path, mount: Survivor, driver: str, weights: int) -> None:
+    def __init__(self, kind: str, folder: Path, mount: Survivor, driver: str, weights: int, before: int) -> None:
+        """before: what the device held before there was a mount."""
         self._kind = kind
         self._folder = folder
         self._mount = mount
         self._on_gpu = driver == "cuda"
         self._weights = weights
+        self._before = before
         self._tokens: list[int] = []
+        self._beside = 0  # bytes that an engine takes beside weights
         self._wrong: list[str] = []
         environment = {
             "PYTHONPATH": python_path(folder, "vllm.general_plugins", "vllm"),
@@ -107,20 +123,23 @@ class Check:
         self._options: dict[str, Any] = {}
         if self._on_gpu:
             self._options = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1 << 30}
-        self._shared = {"extra": {"mount": str(mount.path)}}
+        self._shared: dict[str, Any] = {"extra": {"mount": str(mount.path)}}
 
     def run(self) -> list[str]:
         try:
             self._judge("default", self._engine(load_format="auto"))
         except AssertionError as error:
             last = str(error).strip().splitlines()[-1]
-            print_row(self._kind, "default", "-", "-", "-", "-", "-", f"vLLM cannot load it: {last}"[:160])
+            print_row(self._kind, "default", "-", "-", "-", "-", "-", "-", f"vLLM cannot load it: {last}"[:160])
             return [f"{self._kind}: vLLM cannot load the model by itself"] if self._on_gpu else []
         self._judge("first start", self._engine(**self._shared))
         maps = bool(self._servers.published())
         if not maps and self._kind == "bfloat16":
             self._wrong.append(f"{self._kind}: nothing was published")
-        self._judge("second start", self._engine(**self._shared), maps=maps)
+        if self._on_gpu:
+            self._beside_the_servers_cache(maps)
+        else:
+            self._judge("second start", self._engine(**self._shared), maps=maps)
         self._two_at_once(maps)
         self._daemon_killed(maps)
         if maps:
@@ -130,13 +149,17 @@ class Check:
     def _engine(self, **settings: Any) -> Outcome:
         return self._servers.start(options=self._options, **settings)
 
-    def _judge(self, label: str, outcome: Outcome, *, maps: bool = False, alone: bool = True) -> None:
+    def _judge(
+        self, label: str, outcome: Outcome, *, maps: bool = False, alone: bool = True, held: int | None = None
+    ) -> None:
         """Prints a row. maps: whether the engine must take no memory for weights. alone: whether no other one ran."""
-        self._tokens = self._tokens or outcome.tokens
+        if not self._tokens:  # the default load
+            self._tokens, self._beside = outcome.tokens, max(outcome.own_bytes - self._weights, 0)
         problems = []
         if outcome.tokens != self._tokens:
             problems.append(f"tokens {outcome.tokens} instead of {self._tokens}")
-        allowed = self._weights // 4 + (0 if self._on_gpu else 32 * MIB)  # of host memory, Python takes some
+        python = 0 if self._on_gpu else 32 * MIB  # which takes host memory, too
+        allowed = self._beside + self._weights // 4 + python
         if maps and (outcome.own_bytes > allowed or not outcome.external_bytes):
             problems.append(f"{outcome.own_bytes} bytes of its own, {outcome.external_bytes} mapped")
         self._wrong += [f"{self._kind}, {label}: {problem}" for problem in problems]
@@ -150,10 +173,47 @@ class Check:
             f"{outcome.own_bytes / self._weights:.2f}",
             f"{outcome.device_bytes / self._weights:.2f}" if alone and self._on_gpu else "-",
             f"{used / self._weights:.2f}",
+            "-" if held is None else f"{held / GIB:.2f}",
             "WRONG" if problems else "",
         )
         for line in outcome.log:
             print(f"  {line}", flush=True)
+
+    def _beside_the_servers_cache(self, maps: bool) -> None:
+        """Later starts with gpufs and with vLLM's own cache, by turns; at the end the cache's process is killed."""
+        before_cache = device_used()
+        sockets = self._folder / "sockets"
+        sockets.mkdir(mode=0o700)
+        cached: dict[str, Any] = {"load_format": "ipc_cache", "extra": {"socket_dir": str(sockets), "fallback": False}}
+        self._start("second start", self._before, maps, **self._shared)
+        try:
+            with self._servers.preload(sockets, self._options) as cache:
+                print(f"  vllm preload was ready after {cache.seconds:.1f} s", flush=True)
+                for number in range(1, ROUNDS + 1):
+                    self._start(f"ipc_cache, {number}", before_cache, True, **cached)
+                    self._start(f"second start, {number}", None, maps, **self._shared)
+                self._start("ipc_cache, killed", before_cache, True, cache.kill, **cached)
+        except AssertionError as error:
+            last = str(error).strip().splitlines()[-1]
+            print_row(self._kind, "ipc_cache", "-", "-", "-", "-", "-", "-", f"vLLM's cache does not: {last}"[:160])
+        cached["extra"]["fallback"] = True
+        self._start("ipc_cache, after that", before_cache, False, **cached)
+
+    def _start(
+        self, label: str, before: int | None, maps: bool, act: Callable[[], None] = lambda: None, **settings: Any
+    ) -> None:
+        """Starts an engine; when it has loaded, sees what the device holds more than before, and acts."""
+        folder = self._folder / label.replace(" ", "-")
+        folder.mkdir()
+        (folder / "load-go").touch()
+        with ThreadPoolExecutor(1) as pool:
+            engine = pool.submit(self._engine, stops=str(folder), **settings)
+            self._wait((folder / "generate").exists, [engine])
+            held = None if before is None else device_used() - before
+            act()
+            (folder / "generate-go").touch()
+            (folder / "end-go").touch()
+            self._judge(label, engine.result(), maps=maps, held=held)
 
     def _two_at_once(self, maps: bool) -> None:
         def both_there(stop: str, folders: list[Path]) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +18,7 @@ import safetensors.torch
 import torch
 
 from support.mounting import REPOSITORY, GpufsMount
+from support.processes import wait_until
 from support.surviving import Survivor
 
 Outcome = TypeVar("Outcome")
@@ -50,6 +54,33 @@ class Servers(Generic[Outcome]):
         last = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
         return self.outcome(**json.loads(last))
 
+    @contextmanager
+    def preload(self, sockets: Path, options: Mapping[str, Any]) -> Iterator[Preloaded]:
+        """Keeps the model in a process of vLLM's own weight cache, with sockets in that folder."""
+        words = ["--model", self.model, "--weight-cache-socket-dir", sockets, "--dtype", "bfloat16", "--enforce-eager"]
+        words += ["--max-model-len", "64", "--skip-tokenizer-init"]
+        words += [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        environment = {**os.environ, "HOME": str(self.scratch), "HF_HUB_OFFLINE": "1", **self.environment}
+        program = REPOSITORY / "tests" / "support" / "vllm_preload.py"
+        log = sockets / "log"
+        begun = time.perf_counter()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [str(self.python), str(program), *map(str, words)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        cache = Preloaded(process)
+        try:
+            wait_until(lambda: b"READY" in log.read_bytes() or process.poll() is not None, 600, "vllm preload")
+            assert process.poll() is None, log.read_text()
+            cache.seconds = time.perf_counter() - begun
+            yield cache
+        finally:
+            cache.kill()
+
     def published(self) -> list[Path]:
         """The weights that engines have published."""
         return sorted(self.mount.device.glob(f"{self.program}/*"))
@@ -58,6 +89,19 @@ class Servers(Generic[Outcome]):
         """Bytes of the model's and of published weights that were ever read through the mount."""
         files = [*self.model.glob("*.safetensors"), *self.published()]
         return sum(int(os.getxattr(file, "user.gpufs.bytes_read")) for file in files)
+
+
+@dataclass
+class Preloaded:
+    """vLLM's weight cache: a process with one for each GPU. seconds: until it was ready."""
+
+    process: subprocess.Popen[bytes]
+    seconds: float = 0
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def python_path(folder: Path, group: str, program: str, *plugins: str) -> str:
