@@ -307,7 +307,7 @@ typedef struct {
   int32_t reader_threads;   /* 0: chosen by the number of CPUs */
   int32_t worker_threads;   /* most for each device's operations that may take long; 0: 64 */
   double reader_spin;       /* seconds that a reader spins for a request before it sleeps, to 0.01; 0: not at all */
-  uint32_t max_write;       /* bytes of one READ or WRITE, page multiple; 0: default */
+  uint32_t max_write;       /* bytes of one READ or WRITE, page multiple, to 16 MiB; 0: default */
   uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
   double entry_timeout;     /* seconds, for natively answered LOOKUP */
   double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */

@@ -18,7 +18,6 @@ namespace gpufs::fuse {
 namespace {
 
 constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
-constexpr std::uint32_t kLargestMaxWrite = 64 << 20;
 constexpr std::size_t kLargestWorkers = 256;
 constexpr std::size_t kReadAheadThreads = 2;
 // The kernel has sent everything again after so long.
@@ -132,7 +131,7 @@ Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
                                              MountOptions options) {
   if (const std::uint32_t bytes = max_write_of(options); bytes % kPageBytes != 0 || bytes > kLargestMaxWrite) {
-    return Status(EINVAL, "max_write must be a multiple of 4096 of 64 MiB at most");
+    return Status(EINVAL, "max_write must be a multiple of 4096 of 16 MiB at most");
   }
   for (const double timeout : {options.entry_timeout, options.attribute_timeout}) {
     if (!(timeout >= 0 && timeout <= 1e9)) return Status(EINVAL, "a timeout must be 0 or more seconds");
