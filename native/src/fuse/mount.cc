@@ -261,7 +261,7 @@ void Mount::handle(Request& request) {
   if (const InodeHandler* const handler = inode_handler(opcode); handler != nullptr) {
     if (const std::shared_ptr<Inode> inode = table_.find(request.header.nodeid); inode) {
       if (request.message.size() < kBodyOffset + handler->arguments) return responder.error(EINVAL);
-      if (records_.done_before()) return attributes_.answer_again(inode, std::move(responder));
+      if (records_.outcome_of(request.header.unique)) return attributes_.answer_again(inode, std::move(responder));
       return (attributes_.*handler->serve)(inode, request, std::move(responder));
     }
   }

@@ -110,7 +110,7 @@ bool NameOperations::serve(Request& request, Responder& responder) {
   if (request.header.nodeid >= kFirstHostInode) return false;
   const InodePointer inode = table_.find(request.header.nodeid);
   if (!inode) return false;
-  if (const std::optional<Outcome> outcome = table_.records().done_before()) {
+  if (const std::optional<Outcome> outcome = table_.records().outcome_of(request.header.unique)) {
     answer_again(*outcome, request, std::move(responder));
     return true;
   }
@@ -256,7 +256,7 @@ void NameOperations::rename(const InodePointer& directory, Request& request, Res
 void NameOperations::readlink(const InodePointer& inode, Request& /*request*/, Responder responder) {
   if (!S_ISLNK(inode->kind())) return responder.error(EINVAL);
   table_.was_read(*inode);
-  const std::string_view target = Namespace::target_of(*inode);
+  const std::string_view target = inode->target();
   responder.data(std::as_bytes(std::span(target)));
 }
 
@@ -278,27 +278,22 @@ void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Re
   auto directory = std::make_shared<OpenDirectory>();
   directory->inode = inode;
   fuse_open_out out{};
-  out.fh = directories_.add(std::move(directory));
   {
-    const Records::Change change(table_.records());
-    table_.records().put_file(out.fh, {inode->ino(), false});
+    const Records::Change together(table_.records());
+    out.fh = directories_.add(std::move(directory));
     table_.records().done({inode->ino(), out.fh});
   }
   responder.body(out);
 }
 
 void NameOperations::restore_directories() {
-  for (const auto& [fh, file] : table_.records().files()) {
-    if (!is_directory_handle(fh)) continue;
+  directories_.restore([this](const FileRecord& record) -> std::shared_ptr<OpenDirectory> {
     auto directory = std::make_shared<OpenDirectory>();
-    directory->inode = table_.find(file.inode);
-    if (!directory->inode) {
-      table_.records().remove_file(fh);
-      continue;
-    }
+    directory->inode = table_.find(record.inode);
+    if (!directory->inode) return nullptr;
     directory->end = names_.next_number(*directory->inode);
-    directories_.restore(fh, std::move(directory));
-  }
+    return directory;
+  });
 }
 
 void NameOperations::answer_again(const Outcome& outcome, const Request& request, Responder responder) {
@@ -322,12 +317,6 @@ void NameOperations::answer_again(const Outcome& outcome, const Request& request
   }
   if (!opens) return responder.body(entry_of(*inode));
   responder.body(Created{entry_of(*inode), opened(fh)});
-}
-
-std::shared_ptr<NameOperations::OpenDirectory> NameOperations::close_directory(std::uint64_t fh) {
-  std::shared_ptr<OpenDirectory> directory = directories_.remove(fh);
-  table_.records().remove_file(fh);
-  return directory;
 }
 
 bool NameOperations::serve_directory(Request& request, Responder& responder) {

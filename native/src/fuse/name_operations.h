@@ -31,7 +31,7 @@ class NameOperations {
         entry_validity_(Validity::of(entry_timeout)),
         attribute_validity_(Validity::of(attribute_timeout)),
         counters_(counters),
-        directories_(table.records().journal(), journal::Numbers::kDirectories) {}
+        directories_(table.records(), journal::NumbersOf::kDirectories) {}
 
   // Serves a request about names, or returns false: the request is another one, or about the host's files or control
   // files, for which the control plane answers. The kernel has checked the caller's rights.
@@ -47,9 +47,11 @@ class NameOperations {
   struct OpenDirectory {
     InodePointer inode;
     std::atomic<std::uint64_t> end{0};
+
+    [[nodiscard]] FileRecord record() const { return {inode->ino(), 0}; }
   };
   // The directory that was open; null: none was.
-  std::shared_ptr<OpenDirectory> close_directory(std::uint64_t fh);
+  std::shared_ptr<OpenDirectory> close_directory(std::uint64_t fh) { return directories_.remove(fh); }
 
  private:
   struct Handler;
