@@ -53,6 +53,9 @@ void for_each_index(std::size_t count, const std::function<void(std::size_t)>& w
   for (std::thread& thread : threads) thread.join();
 }
 
+// Waking another thread takes longer than freeing so much memory that the CPU can address: a slot for a small file.
+constexpr std::uint64_t kBrieflyFreedBytes = std::uint64_t{64} << 10;
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
@@ -126,22 +129,28 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
   directory_access_times_.store(not_directories ? AccessTimes::kNever : policy, std::memory_order_relaxed);
 }
 
-void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
-  bool must_be_freed = false;
-  {
-    const Inode::Writer writer(*inode);
-    const InodeRecord& record = writer->record;
-    if (writer->presence != Inode::Presence::kKnown || record.references != 0 || record.attributes.nlink != 0) return;
-    writer->presence = Inode::Presence::kForgotten;
-    metadata_.release(writer->charged_to, std::exchange(writer->charged, 0));
-    must_be_freed = update_expected(*inode, *writer);
-  }
+InodeTable::Departure InodeTable::forget_if_unused(const Inode& inode, Inode::State& state) {
+  const InodeRecord& record = state.record;
+  if (state.presence != Inode::Presence::kKnown || record.references != 0 || record.attributes.nlink != 0) return {};
+  state.presence = Inode::Presence::kForgotten;
+  metadata_.release(state.charged_to, std::exchange(state.charged, 0));
+  return {true, update_expected(inode, state)};
+}
+
+void InodeTable::remove(std::shared_ptr<Inode> inode, Departure departure) {
+  if (!departure.is_forgotten) return;
   {
     const std::unique_lock lock(inodes_mutex_);
     inodes_.erase(inode->ino_);
     if (inode->buffer_) --file_counts_[inode->device_];
   }
-  if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
+  if (!departure.must_be_freed) return;
+  records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
+}
+
+void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
+  const Departure departure = forget_if_unused(*inode, *Inode::Writer(*inode));
+  remove(std::move(inode), departure);
 }
 
 Status InodeTable::hold(std::uint64_t ino) {
@@ -152,11 +161,13 @@ Status InodeTable::hold(std::uint64_t ino) {
 bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
   std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return false;
+  Departure departure;
   {
     const Inode::Writer writer(*inode);
     writer->record.references -= std::min(count, writer->record.references);
+    departure = forget_if_unused(*inode, *writer);
   }
-  remove_if_unused(std::move(inode));
+  remove(std::move(inode), departure);
   return true;
 }
 
@@ -308,6 +319,9 @@ bool InodeTable::update_expected(const Inode& inode, Inode::State& state) {
 }
 
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
+  const Buffer& buffer = *inode->buffer_;
+  const std::uint64_t most = buffer.device()->info().cpu_addressable ? kBrieflyFreedBytes : 0;
+  if (buffer.bytes_held() <= most) return free(std::move(inode));
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
   const std::int32_t device = inode->device_;
   {

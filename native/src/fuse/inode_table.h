@@ -193,7 +193,15 @@ class InodeTable {
   void restore_directories();
   // After a change of links, open files or presence. True if free_later() must follow.
   [[nodiscard]] static bool update_expected(const Inode& inode, Inode::State& state);
-  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all of a device at a time.
+  // What has become of an inode, and so must follow when its Writer has ended.
+  struct Departure {
+    bool is_forgotten = false;
+    bool must_be_freed = false;
+  };
+  // Forgets an inode without names and references.
+  Departure forget_if_unused(const Inode& inode, Inode::State& state);
+  void remove(std::shared_ptr<Inode> inode, Departure departure);
+  // Frees the memory: on the executor, if that may take long. One job frees all of a device at a time.
   void free_later(std::shared_ptr<Inode> inode);
   void free_forgotten_files(std::int32_t device);
   void free(std::shared_ptr<Inode> inode);

@@ -177,15 +177,13 @@ void NameOperations::create(const InodePointer& directory, Request& request, Res
   const auto name = texts<1>(request, sizeof(in));
   if (!name) return responder.error(EINVAL);
   const NewInode wanted = wanted_by(request, S_IFREG, in.mode, in.umask);
-  const bool is_unnamed = request.header.opcode == FUSE_TMPFILE;
-  const Result<InodePointer> made =
-      is_unnamed ? names_.create_unnamed(*directory, wanted) : names_.create(*directory, name->front(), wanted);
+  std::optional<std::string_view> given = name->front();
+  if (request.header.opcode == FUSE_TMPFILE) given.reset();
+  const Result<Namespace::Opened> made = names_.create_open(*directory, given, wanted, static_cast<int>(in.flags));
   // The kernel remembers that there was no such name. On ESTALE it looks the name up again and opens the file.
   if (made.error() == EEXIST && (in.flags & O_EXCL) == 0) return responder.error(ESTALE);
   if (!made.ok()) return responder.error(made.error());
-  const Result<std::uint64_t> fh = table_.open(made.value(), static_cast<int>(in.flags));
-  if (!fh.ok()) return responder.error(fh.error());
-  responder.body(Created{entry_of(*made.value()), opened(fh.value())});
+  responder.body(Created{entry_of(*made.value().inode), opened(made.value().handle)});
 }
 
 void NameOperations::mknod(const InodePointer& directory, Request& request, Responder responder) {

@@ -128,24 +128,37 @@ Result<Namespace::InodePointer> Namespace::add(Inode& directory, const NewInode&
                      .first_directory = is_unnamed ? directory.ino() : 0});
 }
 
-Result<Namespace::InodePointer> Namespace::create(Inode& directory, std::string_view name, const NewInode& wanted) {
-  NamesWriter writer(mutex_, table_);
-  if (Status status = check_new_name(directory, directory.names_, name); !status.ok()) return status;
-  Result<InodePointer> added = add(directory, wanted, S_ISDIR(wanted.mode) ? 2 : 1, 1);
+Result<Namespace::InodePointer> Namespace::make(NamesWriter& writer, Inode& directory,
+                                                std::optional<std::string_view> name, const NewInode& wanted) {
+  const bool is_named = name.has_value();
+  Status status = is_named ? check_new_name(directory, directory.names_, *name) : check_users_directory(directory);
+  if (!status.ok()) return status;
+  const std::uint32_t links = S_ISDIR(wanted.mode) ? 2 : 1;
+  Result<InodePointer> added = add(directory, wanted, is_named ? links : 0, 1, !is_named);
   if (!added.ok()) return added;
-  writer.attach(directory, name, added.value());
-  records_.done({added.value()->ino(), 0});
+  if (is_named) {
+    writer.attach(directory, *name, added.value());
+  } else {
+    NamesWriter::set_parent(*added.value(), directory.shared_from_this());
+  }
   return added;
 }
 
-Result<Namespace::InodePointer> Namespace::create_unnamed(Inode& directory, const NewInode& wanted) {
-  const NamesWriter writer(mutex_, table_);
-  if (Status status = check_users_directory(directory); !status.ok()) return status;
-  Result<InodePointer> added = add(directory, wanted, 0, 1, true);
-  if (!added.ok()) return added;
-  NamesWriter::set_parent(*added.value(), directory.shared_from_this());
-  records_.done({added.value()->ino(), 0});
-  return added;
+Result<Namespace::InodePointer> Namespace::create(Inode& directory, std::string_view name, const NewInode& wanted) {
+  NamesWriter writer(mutex_, table_);
+  Result<InodePointer> made = make(writer, directory, name, wanted);
+  if (made.ok()) records_.done({made.value()->ino(), 0});
+  return made;
+}
+
+Result<Namespace::Opened> Namespace::create_open(Inode& directory, std::optional<std::string_view> name,
+                                                 const NewInode& wanted, int flags) {
+  NamesWriter writer(mutex_, table_);
+  const Result<InodePointer> made = make(writer, directory, name, wanted);
+  if (!made.ok()) return made.status();
+  const Result<std::uint64_t> handle = table_.open(made.value(), flags);
+  if (!handle.ok()) return handle.status();
+  return Opened{made.value(), handle.value()};
 }
 
 // ---- changes of names ----

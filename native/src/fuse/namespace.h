@@ -54,8 +54,12 @@ class Namespace {
 
   // A new inode, with one reference for the reply.
   Result<InodePointer> create(Inode& directory, std::string_view name, const NewInode& wanted);
-  // The same without a name, which link() may give it once (O_TMPFILE).
-  Result<InodePointer> create_unnamed(Inode& directory, const NewInode& wanted);
+  // A new file that is open with these flags. nullopt: it has no name, and link() may give it one (O_TMPFILE).
+  struct Opened {
+    InodePointer inode;
+    std::uint64_t handle = 0;
+  };
+  Result<Opened> create_open(Inode& directory, std::optional<std::string_view> name, const NewInode& wanted, int flags);
   Status link(const InodePointer& inode, Inode& directory, std::string_view name);
   Status unlink(Inode& directory, std::string_view name);
   Status rmdir(Inode& directory, std::string_view name);
@@ -107,6 +111,9 @@ class Namespace {
   // Adds an inode that a user creates in a directory, without a name. is_unnamed: link() may give it the first one.
   Result<InodePointer> add(Inode& directory, const NewInode& wanted, std::uint32_t links, std::uint64_t references,
                            bool is_unnamed = false);
+  // What create() does, but for the outcome.
+  Result<InodePointer> make(NamesWriter& writer, Inode& directory, std::optional<std::string_view> name,
+                            const NewInode& wanted);
   [[nodiscard]] static bool lacks_name(const Inode& inode);
   // In the directory of its device, for users to find.
   void name_again(NamesWriter& writer, const InodePointer& inode);

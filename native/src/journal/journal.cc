@@ -413,15 +413,22 @@ void Journal::commit(std::span<const std::uint64_t> fresh, std::span<const std::
 
 void Journal::end(std::uint64_t began, std::span<const Change> changes) {
   const std::lock_guard lock(mutex_);
-  std::vector<std::uint64_t> fresh;
-  std::vector<std::uint64_t> obsolete;
+  std::vector<std::uint64_t>& fresh = fresh_;
+  std::vector<std::uint64_t>& obsolete = obsolete_;
+  fresh.clear();
+  obsolete.clear();
   for (const Change& change : changes) {
     Entry& entry = entries_[change.key];
     if (entry.order > change.order) {  // a later change was committed earlier
       if (change.block != 0) release(change.block);
       continue;
     }
-    if (entry.block != 0) obsolete.push_back(entry.block);
+    if (entry.block != 0 && block(entry.block).state.load(std::memory_order_relaxed) == BlockState::kFree) {
+      std::erase(fresh, entry.block);  // of this transaction, and never visible
+      release(entry.block);
+    } else if (entry.block != 0) {
+      obsolete.push_back(entry.block);
+    }
     if (entry.block == 0 && entry.order != 0) removed_.erase(entry.order);
     entry = {change.block, change.order};
     if (change.block != 0) {
@@ -430,13 +437,6 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
       removed_.emplace(change.order, change.key);
     }
   }
-  // A value that this transaction wrote and replaced itself was never visible.
-  std::erase_if(fresh, [&](std::uint64_t offset) {
-    if (std::ranges::find(obsolete, offset) == obsolete.end()) return false;
-    std::erase(obsolete, offset);
-    release(offset);
-    return true;
-  });
   std::bitset<kSizeClasses> smaller;  // the size classes that have fewer values now
   for (const std::uint64_t offset : obsolete) smaller.set(block(offset).size_class);
   commit(fresh, obsolete);

@@ -142,6 +142,8 @@ class Journal {
   std::set<std::uint64_t> free_units_;  // parts of the file without memory, of kSegmentBytes each
   std::uint64_t file_bytes_ = 0;
   std::uint64_t used_bytes_ = 0;
+  std::vector<std::uint64_t> fresh_;  // of the commit in progress, as below: they keep their memory
+  std::vector<std::uint64_t> obsolete_;
   Status health_;
 };
 
