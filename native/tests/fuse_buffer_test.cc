@@ -79,7 +79,7 @@ TEST_F(BufferOperationsTest, RequestsThatAreNeverRelayed) {
 TEST_F(BufferOperationsTest, LseekOnControlFiles) {
   gpufs_attributes attributes = file_attributes(5, S_IFREG | 0444, -1);
   attributes.size = 100;
-  ASSERT_TRUE(table->add(attributes).ok());
+  ASSERT_TRUE(table->add({.attributes = attributes}).ok());
   EXPECT_EQ(lseek(5, 17, SEEK_DATA, 10).as<fuse_lseek_out>().offset, 10U);
   EXPECT_EQ(lseek(5, 17, SEEK_HOLE, 10).as<fuse_lseek_out>().offset, 100U);
   EXPECT_EQ(lseek(5, 17, SEEK_HOLE, 100).error(), ENXIO);

@@ -407,7 +407,8 @@ class MountTest : public DevicesTest {
   }
 
   std::uint64_t add_file(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644, std::int32_t device = 0) {
-    EXPECT_TRUE(table->add(file_attributes(ino, mode, device), nullptr, 0, 1).ok());  // the kernel's reference
+    // With the kernel's reference.
+    EXPECT_TRUE(table->add({.attributes = file_attributes(ino, mode, device), .references = 1}).ok());
     return open_file(ino);
   }
   void unlink_file(std::uint64_t ino) { EXPECT_TRUE(table->set_links(table->find(ino), 0).ok()); }

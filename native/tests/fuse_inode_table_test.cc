@@ -23,7 +23,7 @@ class InodeTableTest : public DevicesTest {
 };
 
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
-  ASSERT_TRUE(table.add(file_attributes(2), nullptr, 0, 1).ok());
+  ASSERT_TRUE(table.add({.attributes = file_attributes(2), .references = 1}).ok());
   write(2, 3 * kGranule);
   EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
   (void)table.set_links(table.find(2), 0);  // the kernel may still hold it
@@ -56,7 +56,7 @@ TEST_F(InodeTableTest, ManyThreads) {
     threads.emplace_back([&, t] {
       for (std::uint64_t i = 0; i < 300; ++i) {
         const std::uint64_t ino = 10 + (i * 7 + t) % 5;  // several threads on one inode
-        static_cast<void>(table.add(file_attributes(ino)));
+        static_cast<void>(table.add({.attributes = file_attributes(ino)}));
         const std::shared_ptr<Inode> inode = table.find(ino);
         if (!inode) continue;
         const Result<std::uint64_t> fh = table.open(inode, O_RDWR);

@@ -185,14 +185,15 @@ TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {
   records.put_file(fh + 1000, {ino + 1000, true});
   records.put_name(records.new_name(), {gpu, 1000, ino + 1000, "without an inode"});
   records.put_name(records.new_name(), {gpu, 1001, ino, "file"});
-  records.put_directory_limit(ino + 1000, 1 << 20);
+  records.put_limit({journal::kDirectoryLimit, ino + 1000}, 1 << 20);
   InodeRecord lost;
   lost.attributes = file_attributes(ino + 2000);
-  lost.contents = KeptContents{};
-  lost.contents->size = 10;
-  lost.contents->memory = 4711;
-  lost.contents->slot = {0, 512};
+  lost.attributes.size = 10;
   records.put_inode(lost);
+  KeptContents nowhere;
+  nowhere.memory = 4711;
+  nowhere.slot = {0, 512};
+  records.put_contents(ino + 2000, nowhere);
   const UniqueFd keeper(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   for (int round = 0; round < 2; ++round) {
     options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
@@ -208,6 +209,37 @@ TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {
   }
   mount->close_handle(fh);
   EXPECT_EQ(table->file(fh), nullptr);
+}
+
+TEST_F(SentAgainTest, AChangeRecordsNoOtherPartOfTheInode) {
+  const std::uint64_t ino = create("file").as<fuse_entry_out>().nodeid;
+  const std::string value(60000, 'v');
+  ASSERT_EQ(kernel->call(FUSE_SETXATTR, ino, set_attribute("user.one", value, 0)).error(), 0);
+  const std::shared_ptr<Inode> inode = table->find(ino);
+  const auto grow = [&] {
+    const std::uint64_t size = inode->buffer()->size();
+    ASSERT_TRUE(inode->buffer()->write(size, pattern(100, 1)).ok());
+    inode->was_written(SetIdLoss::kNone);
+  };
+  const auto places = [&] {  // of the values, which move when they are written
+    std::map<journal::Kind, const std::byte*> found;
+    for (const journal::Kind kind : {journal::kInode, journal::kExtended, journal::kContents}) {
+      mount->journal()->each(kind, [&](std::uint64_t id, std::span<const std::byte> bytes) {
+        if (id == ino) found[kind] = bytes.data();
+      });
+    }
+    return found;
+  };
+  grow();  // gets memory
+  auto before = places();
+  ASSERT_EQ(before.size(), 3U);
+  grow();
+  auto after = places();
+  EXPECT_NE(after[journal::kInode], before[journal::kInode]);
+  EXPECT_EQ(after[journal::kExtended], before[journal::kExtended]);
+  EXPECT_EQ(after[journal::kContents], before[journal::kContents]);
+  ASSERT_EQ(kernel->call(FUSE_GETATTR, ino, bytes_of(fuse_getattr_in{})).error(), 0);
+  EXPECT_EQ(places(), after);
 }
 
 TEST_F(SentAgainTest, ManyFilesAreRestoredByThreads) {
@@ -306,8 +338,8 @@ TEST_F(SentAgainTest, AMissingDeviceIsAnError) {
     InodeRecord elsewhere;
     elsewhere.attributes = file_attributes(ino);
     elsewhere.attributes.device = 5;
-    elsewhere.contents = KeptContents{};
     table->records().put_inode(elsewhere);
+    table->records().put_contents(ino, KeptContents{});
   }
   options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
   mount->close();

@@ -15,6 +15,7 @@ import errno
 import os
 import random
 import shutil
+import signal
 import stat
 import struct
 import subprocess
@@ -684,6 +685,9 @@ def phase_of_errors(mount: Survivor, broken: Path) -> None:
         os.write(fd, b"contents" * 50_000)
     os.unlink(mount.device / "removed")
     broken.touch()
+    if pid := mount.pid:  # the killer may have ended
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     wait_until(lambda: errno_of(lambda: os.listdir(mount.device)) == errno.EIO, PATIENCE, "errors")
     for fd in fds:
         with suppress(OSError):

@@ -35,11 +35,11 @@ bool read_text(std::span<const std::byte> message, std::size_t at, std::string_v
   return true;
 }
 
-void touch_ctime(gpufs_attributes& attributes) { set_ctime(attributes, Timestamp::now()); }
+void touch_ctime(Inode::State& state) { set_ctime(state.record.attributes, Timestamp::now()); }
 
-ExtendedAttributes& created(std::unique_ptr<ExtendedAttributes>& extended) {
-  if (!extended) extended = std::make_unique<ExtendedAttributes>();
-  return *extended;
+ExtendedAttributes& extended_of(Inode::State& state) {
+  if (!state.extended) state.extended = std::make_unique<ExtendedAttributes>();
+  return *state.extended;
 }
 
 void finish(int error, Responder& responder) {
@@ -236,10 +236,11 @@ void AttributeOperations::getxattr(const Target& inode, Request& request, Respon
   }
   if (const int error = name_error(name); error != 0) return responder.error(error);
   std::optional<ExtendedAttributes::Value> value;
-  inode->with_extended([&](const gpufs_attributes&, const std::unique_ptr<ExtendedAttributes>& extended) {
-    const ExtendedAttributes::Value* const found = extended ? extended->find(name) : nullptr;
+  {
+    const Inode::Reader reader(*inode);
+    const ExtendedAttributes::Value* const found = reader->extended ? reader->extended->find(name) : nullptr;
     if (found != nullptr) value = *found;
-  });
+  }
   if (!value) return responder.error(ENODATA);
   reply_value(in.size, *value, responder);
 }
@@ -268,9 +269,9 @@ void AttributeOperations::setxattr(const Target& inode, Request& request, Respon
     return finish(set_acl(*inode, name, value, (in.setxattr_flags & kSetxattrAclKillSgid) != 0), responder);
   }
   const std::size_t most = name.size() + 1 + value.size() + ExtendedAttributes::kOverhead;
-  const auto change = [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
-    const Status status = created(extended).set(name, value, in.flags);
-    if (status.ok()) touch_ctime(attributes);
+  const auto change = [&](Inode::State& state) {
+    const Status status = extended_of(state).set(name, value, in.flags);
+    if (status.ok()) touch_ctime(state);
     return status.error();
   };
   finish(change_attribute(*inode, most, change), responder);
@@ -283,14 +284,15 @@ int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<
   const bool access = name == kAccessAcl;
   if (!access && !S_ISDIR(inode.kind())) return EACCES;
   const std::size_t most = name.size() + 1 + list.size() + ExtendedAttributes::kOverhead;
-  return change_attribute(inode, most, [&](gpufs_attributes& attributes, auto& extended) {
+  return change_attribute(inode, most, [&](Inode::State& state) {
     if (access && acl_is_minimal(list)) {
-      if (extended) extended->remove(name);
-    } else if (const Status status = created(extended).set(name, list, 0); !status.ok()) {
+      if (state.extended) state.extended->remove(name);
+    } else if (const Status status = extended_of(state).set(name, list, 0); !status.ok()) {
       return status.error();
     }
-    touch_ctime(attributes);
+    touch_ctime(state);
     if (!access) return 0;
+    gpufs_attributes& attributes = state.record.attributes;
     attributes.mode = mode_with_acl(attributes.mode, list);
     if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
     return 0;
@@ -298,13 +300,16 @@ int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<
 }
 
 void AttributeOperations::listxattr(const Target& inode, Request& request, Responder responder) {
-  using Extended = std::unique_ptr<ExtendedAttributes>;
-  const bool has_trusted = inode->with_extended(
-      [](const gpufs_attributes&, const Extended& extended) { return extended && extended->has_trusted(); });
-  const bool trusted = has_trusted && Caller::of(request.header).administers();
-  const std::string names = inode->with_extended([&](const gpufs_attributes&, const Extended& extended) {
-    return extended ? extended->names(trusted) : std::string();
-  });
+  const auto has_trusted = [&] {
+    const Inode::Reader reader(*inode);
+    return reader->extended && reader->extended->has_trusted();
+  };
+  const bool trusted = has_trusted() && Caller::of(request.header).administers();
+  std::string names;
+  {
+    const Inode::Reader reader(*inode);
+    if (reader->extended) names = reader->extended->names(trusted);
+  }
   reply_value(request.arguments<fuse_getxattr_in>().size, std::as_bytes(std::span(names)), responder);
 }
 
@@ -318,11 +323,11 @@ void AttributeOperations::removexattr(const Target& inode, Request& request, Res
     const gpufs_attributes now = inode->attributes();
     kill_set_gid = (now.mode & S_ISGID) != 0 && !Caller::of(request.header).keeps_set_gid_of(now.gid);
   }
-  const auto change = [&](gpufs_attributes& attributes, std::unique_ptr<ExtendedAttributes>& extended) {
-    if (kill_set_gid) attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
-    const bool removed = extended && extended->remove(name);
+  const auto change = [&](Inode::State& state) {
+    if (kill_set_gid) state.record.attributes.mode &= ~static_cast<std::uint32_t>(S_ISGID);
+    const bool removed = state.extended && state.extended->remove(name);
     if (!removed && !is_acl(name)) return ENODATA;  // removing a list that is not there succeeds
-    touch_ctime(attributes);
+    touch_ctime(state);
     return 0;
   };
   finish(change_attribute(*inode, 0, change), responder);

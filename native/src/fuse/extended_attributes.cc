@@ -47,6 +47,12 @@ std::span<AclEntry> entries_of(std::span<std::byte> acl) {
 
 std::uint16_t bits(std::uint32_t mode, int shift) { return static_cast<std::uint16_t>((mode >> shift) & kRwxMask); }
 
+// In an image, before each name and its value.
+struct Lengths {
+  std::uint32_t name;
+  std::uint32_t value;
+};
+
 // The entry whose permissions are the group's bits of a mode: the mask or the owning group.
 std::uint16_t group_class_of(std::span<const std::byte> acl) {
   const bool masked = std::ranges::any_of(entries_of(acl), [](const AclEntry& entry) { return entry.tag == kMask; });
@@ -79,10 +85,11 @@ Status ExtendedAttributes::set(std::string_view name, std::span<const std::byte>
   }
   names_bytes_ = names;
   values_bytes_ = values;
+  ++changes_;
   return {};
 }
 
-ExtendedAttributes::Value* ExtendedAttributes::find(std::string_view name) {
+const ExtendedAttributes::Value* ExtendedAttributes::find(std::string_view name) const {
   const auto found = values_.find(name);
   return found == values_.end() ? nullptr : &found->second;
 }
@@ -93,7 +100,15 @@ bool ExtendedAttributes::remove(std::string_view name) {
   names_bytes_ -= found->first.size() + 1;
   values_bytes_ -= found->second.size();
   values_.erase(found);
+  ++changes_;
   return true;
+}
+
+void ExtendedAttributes::follow_mode(std::uint32_t mode) {
+  const auto found = values_.find(kAccessAcl);
+  if (found == values_.end()) return;
+  acl_follow_mode(found->second, mode);
+  ++changes_;
 }
 
 std::string ExtendedAttributes::names(bool trusted) const {
@@ -111,8 +126,40 @@ bool ExtendedAttributes::has_trusted() const {
 
 std::size_t ExtendedAttributes::bytes() const { return names_bytes_ + values_bytes_ + values_.size() * kOverhead; }
 
-std::size_t ExtendedAttributes::recorded_bytes() const {
-  return names_bytes_ + values_bytes_ + values_.size() * 2 * sizeof(std::uint64_t);
+std::size_t ExtendedAttributes::image_bytes() const {
+  return names_bytes_ - values_.size() + values_bytes_ + values_.size() * sizeof(Lengths);
+}
+
+std::vector<std::byte> ExtendedAttributes::image() const {
+  std::vector<std::byte> image(image_bytes());
+  std::byte* next = image.data();
+  const auto append = [&next](const void* data, std::size_t bytes) {
+    if (bytes != 0) std::memcpy(next, data, bytes);
+    next += bytes;
+  };
+  for (const auto& [name, value] : values_) {
+    const Lengths lengths{static_cast<std::uint32_t>(name.size()), static_cast<std::uint32_t>(value.size())};
+    append(&lengths, sizeof lengths);
+    append(name.data(), name.size());
+    append(value.data(), value.size());
+  }
+  return image;
+}
+
+bool ExtendedAttributes::restore(std::span<const std::byte> image) {
+  bool whole = true;
+  while (!image.empty()) {
+    Lengths lengths{};
+    if (image.size() < sizeof lengths) return false;
+    std::memcpy(&lengths, image.data(), sizeof lengths);
+    image = image.subspan(sizeof lengths);
+    if (image.size() < std::uint64_t{lengths.name} + lengths.value) return false;
+    const std::string_view name(reinterpret_cast<const char*>(image.data()), lengths.name);
+    const Value value(image.begin() + lengths.name, image.begin() + lengths.name + lengths.value);
+    image = image.subspan(lengths.name + lengths.value);
+    whole = whole && !name.empty() && (!is_acl(name) || acl_is_valid(value)) && set(name, value, 0).ok();
+  }
+  return whole;
 }
 
 void ExtendedAttributes::drop_capability() {

@@ -32,14 +32,11 @@ class ExtendedAttributes {
   // flags: as setxattr(2). E2BIG for a value, ENOSPC for all attributes together.
   Status set(std::string_view name, std::span<const std::byte> value, std::uint32_t flags);
   // Null if there is none.
-  [[nodiscard]] Value* find(std::string_view name);
+  [[nodiscard]] const Value* find(std::string_view name) const;
   // False if there was none.
   bool remove(std::string_view name);
-  // Calls visit(name, value) for all.
-  template <typename Visit>
-  void each(Visit visit) const {
-    for (const auto& [name, value] : values_) visit(name, value);
-  }
+  // chmod(2): the access control list, if there is one, gets the permissions of the mode.
+  void follow_mode(std::uint32_t mode);
   // As listxattr(2) returns them.
   [[nodiscard]] std::string names(bool trusted) const;
   [[nodiscard]] bool has_trusted() const;
@@ -47,8 +44,14 @@ class ExtendedAttributes {
   void drop_capability();
   // Of memory.
   [[nodiscard]] std::size_t bytes() const;
-  // Of them in the journal.
-  [[nodiscard]] std::size_t recorded_bytes() const;
+
+  // How often any has changed.
+  [[nodiscard]] std::uint64_t changes() const { return changes_; }
+  // For the journal; empty without attributes.
+  [[nodiscard]] std::vector<std::byte> image() const;
+  [[nodiscard]] std::size_t image_bytes() const;
+  // Sets those of an image. False: some of it is damaged, and left out.
+  bool restore(std::span<const std::byte> image);
   // The most that an attribute takes beside its name and value.
   static constexpr std::size_t kOverhead = 256;
 
@@ -56,6 +59,7 @@ class ExtendedAttributes {
   std::map<std::string, Value, std::less<>> values_;
   std::size_t names_bytes_ = 0;
   std::size_t values_bytes_ = 0;
+  std::uint64_t changes_ = 0;
 };
 
 // ---- POSIX access control lists in the form of their attribute (version 2, then entries, little-endian) ----

@@ -26,10 +26,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-std::uint64_t user_key(std::int32_t device, std::uint32_t uid) {
-  return std::uint64_t{static_cast<std::uint32_t>(device)} << 32 | uid;
-}
-
 Status missing_device(std::int32_t device) { return Status(ENODEV, "gpu" + std::to_string(device) + " is missing"); }
 
 // Whether what a record describes cannot be restored by any process. Everything else may pass, as a lack of memory
@@ -57,140 +53,17 @@ void for_each_index(std::size_t count, const std::function<void(std::size_t)>& w
   for (std::thread& thread : threads) thread.join();
 }
 
+// Waking another thread takes longer than freeing so much memory that the CPU can address: a slot for a small file.
+constexpr std::uint64_t kBrieflyFreedBytes = std::uint64_t{64} << 10;
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
 
-Inode::Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references,
-             Timestamp birth, Records& records)
-    : ino_(attributes.ino),
-      device_(attributes.device),
-      kind_(attributes.mode & S_IFMT),
-      buffer_(std::move(buffer)),
-      in_host_memory_(buffer_ && buffer_->device()->info().cpu_addressable),
-      birth_(birth),
-      records_(records),
-      attributes_(attributes),
-      references_(references) {}
-
-gpufs_attributes Inode::attributes() const {
-  gpufs_attributes copy;
-  {
-    const std::lock_guard lock(mutex_);
-    copy = attributes_;
-  }
-  if (buffer_) {
-    copy.size = buffer()->size();
-    copy.blocks = buffer()->bytes_held() / 512;
-  }
-  return copy;
-}
-
-std::shared_ptr<Account> Inode::directory_account() const {
-  const std::lock_guard lock(mutex_);
-  return directory_account_;
-}
-
-void Inode::was_read(AccessTimes policy) {
-  if (policy == AccessTimes::kNever) return;
-  const Timestamp now = Timestamp::now();
-  const std::lock_guard lock(mutex_);
-  if (!atime_is_due(policy, attributes_, now)) return;
-  set_atime(attributes_, now);
-  record_locked();
-}
-
-void Inode::was_written(SetIdLoss loss) {
-  const Timestamp now = Timestamp::now();
-  const std::lock_guard lock(mutex_);
-  set_mtime(attributes_, now);
-  set_ctime(attributes_, now);
-  attributes_.mode = mode_without_set_id(attributes_.mode, loss);
-  if (extended_) extended_->drop_capability();
-  record_locked();
-}
-
-bool Inode::has_writers() const {
-  const std::lock_guard lock(mutex_);
-  return open_writers_ > 0;
-}
-
-SetIdLoss Inode::set_id_bits_to_clear(const Caller& caller) const {
-  return has_bare_set_gid_foreign_to(caller) ? SetIdLoss::kAll : SetIdLoss::kExecutable;
-}
-
-SetIdLoss Inode::bare_set_gid_to_clear(const Caller& caller) const {
-  return has_bare_set_gid_foreign_to(caller) && !caller.keeps_set_id() ? SetIdLoss::kAll : SetIdLoss::kNone;
-}
-
-bool Inode::has_bare_set_gid_foreign_to(const Caller& caller) const {
-  std::uint32_t mode = 0;
-  std::uint32_t gid = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    mode = attributes_.mode;
-    gid = attributes_.gid;
-  }
-  return has_bare_set_gid(mode) && !caller.in_group(gid);
-}
-
-void Inode::inherit(Inode& directory, std::uint32_t umask) {
-  gpufs_attributes above{};
-  ExtendedAttributes::Value list;
-  directory.with_extended([&](const gpufs_attributes& theirs, const std::unique_ptr<ExtendedAttributes>& extended) {
-    above = theirs;
-    const ExtendedAttributes::Value* const found = extended ? extended->find(kDefaultAcl) : nullptr;
-    if (found != nullptr) list = *found;
-  });
-  const bool is_directory = S_ISDIR(kind());
-  std::shared_ptr<Account> account = directory.directory_account();
-  const std::lock_guard lock(mutex_);
-  if (buffer_) buffer_->charge().move(Charge::kDirectory, account);
-  directory_account_ = std::move(account);
-  std::uint32_t& mode = attributes_.mode;
-  if ((above.mode & S_ISGID) != 0) {
-    attributes_.gid = above.gid;
-    if (is_directory) mode |= S_ISGID;
-  }
-  if (S_ISLNK(kind())) return;
-  if (list.empty()) {
-    mode &= ~(umask & kPermissionBits);
-    return;
-  }
-  ExtendedAttributes::Value access = list;
-  acl_inherit(access, mode);
-  const bool minimal = acl_is_minimal(access);
-  if (minimal && !is_directory) return;
-  extended_ = std::make_unique<ExtendedAttributes>();
-  if (!minimal) static_cast<void>(extended_->set(kAccessAcl, access, 0));
-  if (is_directory) static_cast<void>(extended_->set(kDefaultAcl, list, 0));
-}
-
-bool Inode::hold() {
-  const std::lock_guard lock(mutex_);
-  if (forgotten_) return false;
-  ++references_;
-  record_locked();
-  return true;
-}
-
-std::uint64_t Inode::metadata_locked(std::uint64_t more) const {
-  // The link count of a directory counts its subdirectories, which are charged themselves.
-  const std::uint64_t names = S_ISDIR(kind_) ? 1 : std::max(attributes_.nlink, 1U);
-  const std::uint64_t target = S_ISLNK(kind_) ? attributes_.size : 0;
-  const std::uint64_t attributes = more + (extended_ ? extended_->bytes() : 0);
-  const std::uint64_t recorded = more + (extended_ ? extended_->recorded_bytes() : 0);
-  constexpr std::uint64_t kUsual = InodeTable::kRecordBytes;
-  const std::uint64_t block =
-      records_.journal() == nullptr
-          ? 0
-          : journal::Journal::block_bytes(kUsual + target + recorded) - journal::Journal::block_bytes(kUsual);
-  return InodeTable::kInodeBytes + names * InodeTable::kNameBytes + target + attributes + block;
-}
-
-Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, Inode* parent, std::uint32_t umask,
-                                               std::uint64_t references) {
-  gpufs_attributes attributes = wanted;
+Result<std::shared_ptr<Inode>> InodeTable::add(const Wanted& wanted) {
+  Inode::State state;
+  gpufs_attributes& attributes = state.record.attributes;
+  attributes = wanted.attributes;
   if (attributes.device < -1 || attributes.device >= static_cast<std::int32_t>(devices_.size())) {
     return Status(EINVAL, "no device " + std::to_string(attributes.device));
   }
@@ -203,9 +76,12 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, I
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   if (attributes.ino == 0) attributes.ino = ino_numbers_.next();
-  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), references,
-                                       Timestamp{attributes.ctime, attributes.ctime_ns}, records_);
-  if (parent != nullptr) inode->inherit(*parent, umask);
+  state.record.birth_seconds = attributes.ctime;
+  state.record.birth_nanoseconds = attributes.ctime_ns;
+  state.record.references = wanted.references;
+  state.record.first_directory = wanted.first_directory;
+  auto inode = std::make_shared<Inode>(std::move(state), std::move(buffer), std::string(wanted.target), records_);
+  if (wanted.parent != nullptr) inode->inherit(*wanted.parent, wanted.umask);
   if (Status inserted = insert(inode); !inserted.ok()) return inserted;
   return inode;
 }
@@ -213,28 +89,26 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const gpufs_attributes& wanted, I
 void InodeTable::watch_contents(const std::shared_ptr<Inode>& inode) {
   if (!inode->buffer_) return;
   inode->buffer_->watch([moved = std::weak_ptr<Inode>(inode)] {
-    const std::shared_ptr<Inode> found = moved.lock();
-    if (!found) return;
-    const std::lock_guard lock(found->mutex_);
-    found->record_locked();
+    if (const std::shared_ptr<Inode> found = moved.lock()) Inode::Writer(*found).contents_moved();
   });
 }
 
 Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
   watch_contents(inode);
-  const std::lock_guard own(inode->mutex_);
-  const std::uint64_t metadata = inode->metadata_locked();
-  Metadata::Share* const share = metadata_.share_of(inode->attributes_.uid);
-  if (!metadata_.take(share, metadata)) return metadata_full(inode->attributes_.uid);
-  inode->charged_ = metadata;
-  inode->charged_to_ = share;
+  const Inode::Writer writer(*inode);
+  const std::uint32_t uid = writer->record.attributes.uid;
+  const std::uint64_t metadata = inode->metadata(*writer);
+  Metadata::Share* const share = metadata_.share_of(uid);
+  if (!metadata_.take(share, metadata)) return metadata_full(uid);
+  writer->charged = metadata;
+  writer->charged_to = share;
   const std::unique_lock lock(inodes_mutex_);
   if (!inodes_.emplace(inode->ino_, inode).second) {
     metadata_.release(share, metadata);
     return Status(EEXIST, "inode " + std::to_string(inode->ino_) + " exists");
   }
   if (inode->buffer_) ++file_counts_[inode->device_];
-  inode->record_locked();
+  writer->presence = Inode::Presence::kKnown;
   return {};
 }
 
@@ -255,22 +129,28 @@ void InodeTable::set_access_times(AccessTimes policy, bool not_directories) {
   directory_access_times_.store(not_directories ? AccessTimes::kNever : policy, std::memory_order_relaxed);
 }
 
-void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
-  bool must_be_freed = false;
-  {
-    const std::lock_guard lock(inode->mutex_);
-    if (inode->forgotten_ || inode->references_ != 0 || inode->attributes_.nlink != 0) return;
-    inode->forgotten_ = true;
-    records_.remove_inode(inode->ino_);
-    metadata_.release(inode->charged_to_, std::exchange(inode->charged_, 0));
-    must_be_freed = update_expected_locked(*inode);
-  }
+InodeTable::Departure InodeTable::forget_if_unused(const Inode& inode, Inode::State& state) {
+  const InodeRecord& record = state.record;
+  if (state.presence != Inode::Presence::kKnown || record.references != 0 || record.attributes.nlink != 0) return {};
+  state.presence = Inode::Presence::kForgotten;
+  metadata_.release(state.charged_to, std::exchange(state.charged, 0));
+  return {true, update_expected(inode, state)};
+}
+
+void InodeTable::remove(std::shared_ptr<Inode> inode, Departure departure) {
+  if (!departure.is_forgotten) return;
   {
     const std::unique_lock lock(inodes_mutex_);
     inodes_.erase(inode->ino_);
     if (inode->buffer_) --file_counts_[inode->device_];
   }
-  if (must_be_freed) records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
+  if (!departure.must_be_freed) return;
+  records_.afterwards([this, inode = std::move(inode)]() mutable { free_later(std::move(inode)); });
+}
+
+void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
+  const Departure departure = forget_if_unused(*inode, *Inode::Writer(*inode));
+  remove(std::move(inode), departure);
 }
 
 Status InodeTable::hold(std::uint64_t ino) {
@@ -281,12 +161,13 @@ Status InodeTable::hold(std::uint64_t ino) {
 bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
   std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return false;
+  Departure departure;
   {
-    const std::lock_guard lock(inode->mutex_);
-    inode->references_ -= std::min(count, inode->references_);
-    inode->record_locked();
+    const Inode::Writer writer(*inode);
+    writer->record.references -= std::min(count, writer->record.references);
+    departure = forget_if_unused(*inode, *writer);
   }
-  remove_if_unused(std::move(inode));
+  remove(std::move(inode), departure);
   return true;
 }
 
@@ -303,26 +184,23 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
   }
   const bool pays = changes.uid && inode.buffer_;
   std::shared_ptr<Account> payer = pays ? quotas_.user(inode.device_, *changes.uid) : nullptr;
-  const std::lock_guard lock(inode.mutex_);
-  gpufs_attributes& ours = inode.attributes_;
+  const Inode::Writer writer(inode);
+  gpufs_attributes& ours = writer->record.attributes;
   if (changes.mode) {
     ours.mode = (ours.mode & ~kPermissionBits) | (*changes.mode & kPermissionBits);
-    ExtendedAttributes::Value* const acl = inode.extended_ ? inode.extended_->find(kAccessAcl) : nullptr;
-    if (acl != nullptr) acl_follow_mode(*acl, ours.mode);
+    if (writer->extended) writer->extended->follow_mode(ours.mode);
   }
   if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
   if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
   if (changes.uid) {
     Metadata::Share* const share = metadata_.share_of(*changes.uid);
-    metadata_.move(std::exchange(inode.charged_to_, share), share, inode.charged_);
+    metadata_.move(std::exchange(writer->charged_to, share), share, writer->charged);
   }
   ours.uid = changes.uid.value_or(ours.uid);
   ours.gid = changes.gid.value_or(ours.gid);
   if (changes.atime) set_atime(ours, *changes.atime);
   if (changes.mtime) set_mtime(ours, *changes.mtime);
   set_ctime(ours, Timestamp::now());
-  const Records::Change change(records_);
-  inode.record_locked();
   records_.done({});
   return {};
 }
@@ -331,10 +209,10 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
   const std::uint32_t before = inode->attributes().nlink;
   const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
   bool must_be_freed = false;
-  const auto change = [&](gpufs_attributes& ours, const auto&) {
-    ours.nlink = links;
-    set_ctime(ours, Timestamp::now());
-    must_be_freed = update_expected_locked(*inode);  // removed at the same time
+  const auto change = [&](Inode::State& state) {
+    state.record.attributes.nlink = links;
+    set_ctime(state.record.attributes, Timestamp::now());
+    must_be_freed = update_expected(*inode, state);  // removed at the same time
     return 0;
   };
   if (change_metadata(*inode, more, 0, change) != 0) {
@@ -348,7 +226,6 @@ Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optio
   if (device < 0 || device >= static_cast<std::int32_t>(devices_.size()))
     return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
-  records_.put_user_limit(user_key(device, uid), bytes);
   return {};
 }
 
@@ -357,10 +234,10 @@ void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {
 }
 
 void InodeTable::charge_to(Inode& inode, std::shared_ptr<Account> account) {
-  const std::lock_guard lock(inode.mutex_);
+  const Inode::Writer writer(inode);
   if (inode.buffer_) inode.buffer_->charge().move(Charge::kDirectory, account);
   if (inode.replacement_) inode.replacement_->charge().move(Charge::kDirectory, account);
-  inode.directory_account_ = std::move(account);
+  writer->directory_account = std::move(account);
 }
 
 Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer, bool again) {
@@ -368,17 +245,17 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   if (!inode) return unknown_inode(ino);
   if (!inode->buffer_) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
   const Timestamp now = Timestamp::now();
-  const std::lock_guard lock(inode->mutex_);
-  const bool is_new = inode->created_open_ && inode->writers_ever_ == 1 && inode->attributes_.nlink <= 1;
+  const Inode::Writer writer(*inode);
+  InodeRecord& record = writer->record;
+  const bool is_new = record.created_open != 0 && record.writers_ever == 1 && record.attributes.nlink <= 1;
   const bool fresh = (is_new || again) && !inode->replaced_ && inode->buffer_->size() == 0;
   if (!fresh) return Status(EBUSY, "the file is not one that its opener has just created, empty and for itself alone");
   buffer->charge().move_to_accounts_of(inode->buffer_->charge());  // whose owner may have changed
   inode->replacement_ = std::move(buffer);
   inode->replaced_.store(true, std::memory_order_release);
   if (again) return {};
-  set_mtime(inode->attributes_, now);
-  set_ctime(inode->attributes_, now);
-  inode->record_locked();
+  set_mtime(record.attributes, now);
+  set_ctime(record.attributes, now);
   return {};
 }
 
@@ -387,21 +264,18 @@ Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int 
     return Status(S_ISDIR(inode->kind_) ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
   }
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
+  const Inode::Writer writer(*inode);
   const std::uint64_t fh = files_.add(std::make_shared<OpenFile>(OpenFile{inode, writes}));
-  // Last, since nothing that fails may come after it. The handle is not known to anyone yet.
-  const std::lock_guard lock(inode->mutex_);
-  ++inode->open_files_;
+  // Nothing that fails may come after it. The handle is not known to anyone yet.
+  ++writer->open_files;
   if (writes) {
-    ++inode->open_writers_;
+    ++writer->open_writers;
     // The kernel names these flags only when it creates the file.
     constexpr int kCreation = O_CREAT | O_EXCL;
-    if (inode->writers_ever_++ == 0) inode->created_open_ = (flags & kCreation) == kCreation;
+    if (writer->record.writers_ever++ == 0) writer->record.created_open = (flags & kCreation) == kCreation ? 1 : 0;
   }
-  const Records::Change change(records_);
-  records_.put_file(fh, {inode->ino_, writes});
-  inode->record_locked();
   records_.done({inode->ino_, fh});
-  static_cast<void>(update_expected_locked(*inode));  // in use now
+  static_cast<void>(update_expected(*inode, *writer));  // in use now
   return fh;
 }
 
@@ -414,13 +288,12 @@ Status InodeTable::release(std::uint64_t fh) {
   bool must_be_freed = false;
   bool trims = false;
   {
-    const std::lock_guard lock(inode->mutex_);
-    records_.remove_file(fh);
-    --inode->open_files_;
-    if (writes) --inode->open_writers_;
+    const Inode::Writer writer(*inode);
+    --writer->open_files;
+    if (writes) --writer->open_writers;
     // At each close without a writer: the last try may have found the buffer in use.
-    trims = inode->open_writers_ == 0 && inode->attributes_.nlink != 0 && inode->buffer_->may_trim();
-    must_be_freed = update_expected_locked(*inode);
+    trims = writer->open_writers == 0 && writer->record.attributes.nlink != 0 && inode->buffer_->may_trim();
+    must_be_freed = update_expected(*inode, *writer);
   }
   if (must_be_freed) {
     free_later(std::move(inode));
@@ -430,21 +303,25 @@ Status InodeTable::release(std::uint64_t fh) {
   return {};
 }
 
-bool InodeTable::update_expected_locked(Inode& inode) {
+bool InodeTable::update_expected(const Inode& inode, Inode::State& state) {
   if (!inode.buffer_) return false;
-  if (inode.open_files_ != 0 || inode.attributes_.nlink != 0) {
-    inode.expected_.reset();
+  if (state.open_files != 0 || state.record.attributes.nlink != 0) {
+    state.expected.reset();
     return false;
   }
-  if (!inode.expected_) {
-    inode.expected_ = std::make_unique<Reclaim::Expected>(
+  if (!state.expected) {
+    state.expected = std::make_unique<Reclaim::Expected>(
         inode.buffer_->device()->reclaim(), [buffer = inode.buffer_.get()] { return buffer->bytes_held(); });
   }
-  if (inode.forgotten_) inode.expected_->confirm();
-  return inode.forgotten_;
+  const bool is_forgotten = state.presence == Inode::Presence::kForgotten;
+  if (is_forgotten) state.expected->confirm();
+  return is_forgotten;
 }
 
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
+  const Buffer& buffer = *inode->buffer_;
+  const std::uint64_t most = buffer.device()->info().cpu_addressable ? kBrieflyFreedBytes : 0;
+  if (buffer.bytes_held() <= most) return free(std::move(inode));
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
   const std::int32_t device = inode->device_;
   {
@@ -480,9 +357,9 @@ void InodeTable::free_forgotten_files(std::int32_t device) {
 void InodeTable::free(std::shared_ptr<Inode> inode) {
   std::unique_ptr<Reclaim::Expected> expected;
   {
-    const std::lock_guard lock(inode->mutex_);
+    const Inode::Writer writer(*inode);
     // Null: it was opened again at the last moment, and comes back when that file is released.
-    expected = std::move(inode->expected_);
+    expected = std::move(writer->expected);
   }
   if (expected) expected->begin_release();
   inode.reset();  // frees the memory, unless a request or a lease still uses it; `expected` reports that
@@ -503,64 +380,52 @@ void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
 
 // ---- another process's inodes ----
 
-void Inode::record_locked() const {
-  if (records_.journal() == nullptr || forgotten_) return;
-  InodeRecord record{.attributes = attributes_,
-                     .birth_seconds = birth_.seconds,
-                     .birth_nanoseconds = birth_.nanoseconds,
-                     .writers_ever = writers_ever_,
-                     .references = references_,
-                     .created_open = created_open_,
-                     .target = names_.target,
-                     .extended = {},
-                     .contents = std::nullopt};
-  if (extended_) {
-    extended_->each([&](const std::string& name, const ExtendedAttributes::Value& value) {
-      record.extended.emplace_back(name, value);
-    });
-  }
-  if (buffer_) record.contents = buffer_->kept();
-  records_.put_inode(record);
-}
-
 bool InodeTable::has_device(std::int32_t device) const {
   return device >= 0 && static_cast<std::size_t>(device) < devices_.size();
 }
 
-Status InodeTable::restore_slabs(const std::vector<Records::Stored>& stored, Restoring& known) {
+InodeTable::Restored InodeTable::read(const Records::StoredInode& stored) {
+  Restored found;
+  found.record = Records::read_inode(stored);
+  found.contents = Records::read_contents(stored, found.record);
+  found.target = {reinterpret_cast<const char*>(stored.target.data()), stored.target.size()};
+  if (stored.record.empty()) found.status = Status(EPROTO, "its attributes are missing");
+  if (stored.extended.empty()) return found;
+  found.extended = std::make_unique<ExtendedAttributes>();
+  if (!found.extended->restore(stored.extended)) log_error("extended attributes of inode ", stored.ino, " are lost");
+  return found;
+}
+
+Status InodeTable::restore_slabs(std::vector<Restored>& found) {
   struct Small {
-    std::vector<std::uint64_t> inodes;
-    std::vector<std::uint64_t> memories;  // the number that the record of each has
-    Extents slots;
+    std::vector<Restored*> files;
+    std::map<std::uint64_t, std::size_t> memories;  // how many records have each number
   };
-  std::map<std::int32_t, Small> small;  // by device
-  for (const Records::Stored& each : stored) {
-    const InodeRecord record = Records::read_inode(each);
-    ++known.devices[record.attributes.device];
-    if (!record.contents || record.contents->slot.bytes == 0) continue;
-    Small& files = small[record.attributes.device];
-    files.inodes.push_back(record.attributes.ino);
-    files.memories.push_back(record.contents->memory);
-    files.slots.push_back(record.contents->slot);
+  std::map<std::int32_t, Small> by_device;
+  for (Restored& each : found) {
+    if (!each.status.ok() || !each.contents || each.contents->slot.bytes == 0) continue;
+    Small& small = by_device[each.record.attributes.device];
+    small.files.push_back(&each);
+    ++small.memories[each.contents->memory];
   }
-  for (auto& [device, files] : small) {
+  for (auto& [device, small] : by_device) {
     if (!has_device(device)) continue;  // see restore_inode()
-    std::map<std::uint64_t, std::size_t> counts;
-    for (const std::uint64_t memory : files.memories) ++counts[memory];
     const std::uint64_t memory =
-        std::ranges::max_element(counts, {}, [](const auto& each) { return each.second; })->first;
-    for (std::size_t i = 0; i < files.slots.size(); ++i) {
-      if (files.memories[i] != memory) files.slots[i] = {};
+        std::ranges::max_element(small.memories, {}, [](const auto& each) { return each.second; })->first;
+    Extents slots;
+    for (const Restored* const each : small.files) {
+      slots.push_back(each->contents->memory == memory ? each->contents->slot : Extent{});
     }
     SlabPool* const slabs = devices_[static_cast<std::size_t>(device)]->slabs();
-    Status restored = slabs == nullptr ? Status(EPROTO, "the device has no memory for small files")
-                                       : slabs->restore(memory, files.slots);
+    Status restored =
+        slabs == nullptr ? Status(EPROTO, "the device has no memory for small files") : slabs->restore(memory, slots);
     if (!restored.ok() && !is_bad_record(restored)) return restored;
-    for (std::size_t i = 0; i < files.slots.size(); ++i) {
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      Status& status = small.files[i]->status;
       if (!restored.ok()) {
-        known.lost.emplace(files.inodes[i], restored);
-      } else if (files.slots[i].bytes == 0) {
-        known.lost.emplace(files.inodes[i], Status(EPROTO, "no other small file lies where it should"));
+        status = restored;
+      } else if (slots[i].bytes == 0) {
+        status = Status(EPROTO, "no other small file lies where it should");
       }
     }
   }
@@ -568,15 +433,16 @@ Status InodeTable::restore_slabs(const std::vector<Records::Stored>& stored, Res
 }
 
 void InodeTable::charge_restored(const std::shared_ptr<Inode>& inode) {
-  inode->restored_ = true;
   watch_contents(inode);
-  inode->charged_ = inode->metadata_locked();
-  inode->charged_to_ = metadata_.share_of(inode->attributes_.uid);
-  metadata_.add(inode->charged_to_, inode->charged_);
+  const Inode::Writer writer(*inode);
+  writer->restored = true;
+  writer->charged = inode->metadata(*writer);
+  writer->charged_to = metadata_.share_of(writer->record.attributes.uid);
+  metadata_.add(writer->charged_to, writer->charged);
 }
 
-Result<std::shared_ptr<Inode>> InodeTable::restore_inode(InodeRecord& record, const Restoring& known) {
-  gpufs_attributes& attributes = record.attributes;
+Result<std::shared_ptr<Inode>> InodeTable::restore_inode(Restored& found, const Known& known) {
+  const gpufs_attributes& attributes = found.record.attributes;
   if (known.directories.contains(attributes.ino) && !S_ISDIR(attributes.mode)) {
     return Status(EPROTO, "it has names, and is not a directory");
   }
@@ -586,70 +452,71 @@ Result<std::shared_ptr<Inode>> InodeTable::restore_inode(InodeRecord& record, co
     if (known.devices.at(attributes.device) == 1) return Status(EPROTO, "nothing else is on its device");
     return missing_device(attributes.device);
   }
+  const bool has_contents = attributes.device >= 0 && is_regular(attributes.mode);
+  if (found.contents.has_value() != has_contents) {
+    return Status(EPROTO, has_contents ? "its contents are missing" : "it cannot have contents");
+  }
   std::shared_ptr<Buffer> buffer;
-  if (record.contents) {
-    if (attributes.device < 0 || !is_regular(attributes.mode)) return Status(EPROTO, "it cannot have contents");
+  if (has_contents) {
     Result<std::shared_ptr<Buffer>> restored =
-        Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *record.contents);
+        Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *found.contents);
     if (!restored.ok()) return restored.status();
     buffer = restored.take();
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
-  const Timestamp birth{record.birth_seconds, record.birth_nanoseconds};
-  auto inode = std::make_shared<Inode>(attributes, std::move(buffer), record.references, birth, records_);
-  inode->writers_ever_ = record.writers_ever;
-  inode->created_open_ = record.created_open;
-  inode->names_.target = std::move(record.target);
-  if (!record.extended.empty()) inode->extended_ = std::make_unique<ExtendedAttributes>();
-  for (const auto& [name, value] : record.extended) static_cast<void>(inode->extended_->set(name, value, 0));
+  Inode::State state;
+  state.presence = Inode::Presence::kKnown;
+  state.record = found.record;
+  state.extended = std::move(found.extended);
+  auto inode = std::make_shared<Inode>(std::move(state), std::move(buffer), std::string(found.target), records_);
   charge_restored(inode);
   return inode;
 }
 
 Status InodeTable::restore() {
-  for (const auto& [user, bytes] : records_.user_limits()) {
-    quotas_.limit_user(static_cast<std::int32_t>(user >> 32), static_cast<std::uint32_t>(user), bytes);
-  }
-  Restoring known;
-  records_.each_name([&](std::uint64_t, const NameRecord& name) { known.directories.insert(name.directory); });
-  const std::vector<Records::Stored> stored = records_.stored_inodes();
-  // First all slots: the slabs must know which are free.
-  if (Status slabs = restore_slabs(stored, known); !slabs.ok()) return slabs;
-  struct Restored {
-    Status status;
-    std::shared_ptr<Inode> inode;
-    bool moves = false;
-  };
-  std::vector<Restored> restored(stored.size());
+  quotas_.restore_users();
+  const std::vector<Records::StoredInode> stored = records_.stored_inodes();
+  std::vector<Restored> found(stored.size());
+  // Nothing may be recorded until this is done.
   for_each_index(stored.size(), [&](std::size_t index) {
-    if (known.lost.contains(stored[index].first)) return;
-    Restored& mine = restored[index];
     try {
-      InodeRecord record = Records::read_inode(stored[index]);
-      Result<std::shared_ptr<Inode>> made = restore_inode(record, known);
+      found[index] = read(stored[index]);
+    } catch (const std::exception& failure) {
+      found[index].status = Status(ENOMEM, failure.what());
+    }
+  });
+  Known known;
+  records_.each_name([&](std::uint64_t, const NameRecord& name) { known.directories.insert(name.directory); });
+  for (const Restored& each : found) ++known.devices[each.record.attributes.device];
+  // Before the buffers: the slabs must know which slots are free.
+  if (Status slabs = restore_slabs(found); !slabs.ok()) return slabs;
+  for_each_index(found.size(), [&](std::size_t index) {
+    Restored& mine = found[index];
+    if (!mine.status.ok()) return;
+    try {
+      Result<std::shared_ptr<Inode>> made = restore_inode(mine, known);
       mine.status = made.status();
-      if (!made.ok()) return;
-      mine.inode = made.take();
-      mine.moves = record.contents && record.contents->shift.step != 0;
+      if (made.ok()) mine.inode = made.take();
     } catch (const std::exception& failure) {
       mine.status = Status(ENOMEM, failure.what());
     }
   });
   std::vector<std::shared_ptr<Inode>> incomplete;
-  inodes_.reserve(stored.size());
-  for (std::size_t index = 0; index < stored.size(); ++index) {
-    auto& [status, inode, moves] = restored[index];
-    const std::uint64_t ino = stored[index].first;
+  inodes_.reserve(found.size());
+  for (std::size_t index = 0; index < found.size(); ++index) {
+    const std::uint64_t ino = stored[index].ino;
+    auto& [record, contents, extended, target, status, inode] = found[index];
     if (!status.ok() && !is_bad_record(status)) return status.with_context("inode " + std::to_string(ino));
-    if (!status.ok()) known.lost.emplace(ino, std::move(status));
-    if (!inode) continue;
-    if (moves) incomplete.push_back(inode);
+    if (!inode) {
+      log_error("inode ", ino, " is lost: ", status.message());
+      for (const journal::Kind kind : {journal::kInode, journal::kTarget, journal::kExtended, journal::kContents}) {
+        records_.remove({kind, ino});
+      }
+      continue;
+    }
+    if (contents && contents->shift.step != 0) incomplete.push_back(inode);
     if (inode->buffer_) ++file_counts_[inode->device_];
     inodes_.emplace(ino, std::move(inode));
-  }
-  for (const auto& [ino, reason] : known.lost) {
-    log_error("inode ", ino, " is lost: ", reason.message());
-    records_.remove_inode(ino);
   }
   restore_directories();
   // From now on a buffer's record is written with each step.
@@ -658,18 +525,15 @@ Status InodeTable::restore() {
       log_error("inode ", inode->ino_, ": ", whole.message());
     }
   }
-  for (const auto& [fh, file] : records_.files()) {
-    if (!is_buffer(fh)) continue;
-    const std::shared_ptr<Inode> inode = find(file.inode);
-    if (!inode || !inode->buffer_) {
-      log_error("an open file is lost with inode ", file.inode);
-      records_.remove_file(fh);
-      continue;
-    }
-    files_.restore(fh, std::make_shared<OpenFile>(OpenFile{inode, file.writes}));
-    ++inode->open_files_;
-    if (file.writes) ++inode->open_writers_;
-  }
+  files_.restore([this](const FileRecord& record) -> std::shared_ptr<OpenFile> {
+    const std::shared_ptr<Inode> inode = find(record.inode);
+    if (!inode || !inode->buffer_) return nullptr;
+    const bool writes = record.writes != 0;
+    const Inode::Writer writer(*inode);
+    ++writer->open_files;
+    if (writes) ++writer->open_writers;
+    return std::make_shared<OpenFile>(OpenFile{inode, writes});
+  });
   return {};
 }
 
@@ -682,17 +546,19 @@ void InodeTable::restore_directories() {
   });
   for (const auto& [ino, device] : missing) {
     log_error("directory ", ino, " has no record any more: it is root's now, with what is in it");
-    gpufs_attributes attributes{};
+    Inode::State state;
+    gpufs_attributes& attributes = state.record.attributes;
     attributes.ino = ino;
     attributes.mode = S_IFDIR | (ino == kRootInode ? 0555 : 0700);
     attributes.nlink = 2;
     attributes.blksize = kPageBytes;
     attributes.device = ino == kRootInode ? -1 : device;
-    const auto inode = std::make_shared<Inode>(attributes, nullptr, 1, Timestamp::now(), records_);
+    state.record.references = 1;
+    state.record.birth_seconds = Timestamp::now().seconds;
+    const auto inode = std::make_shared<Inode>(std::move(state), nullptr, std::string(), records_);
     charge_restored(inode);
     inodes_.emplace(ino, inode);
-    const std::lock_guard lock(inode->mutex_);
-    inode->record_locked();
+    Inode::Writer(*inode)->presence = Inode::Presence::kKnown;
   }
 }
 
@@ -703,17 +569,18 @@ std::vector<std::uint64_t> InodeTable::doubtful() const {
   std::vector<std::uint64_t> found;
   if (std::ranges::none_of(devices_, expects)) return found;
   for (const std::shared_ptr<Inode>& inode : all()) {
-    const std::lock_guard lock(inode->mutex_);
-    if (inode->restored_ && inode->expected_ && !inode->forgotten_) found.push_back(inode->ino_);
+    const Inode::Reader reader(*inode);
+    const bool is_known = reader->presence == Inode::Presence::kKnown;
+    if (reader->restored && reader->expected && is_known) found.push_back(inode->ino_);
   }
   return found;
 }
 
 void InodeTable::restore_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
   {
-    const std::lock_guard lock(inode->mutex_);
-    inode->attributes_.nlink = links;
-    static_cast<void>(update_expected_locked(*inode));
+    const Inode::Writer writer(*inode);
+    writer->record.attributes.nlink = links;
+    static_cast<void>(update_expected(*inode, *writer));
   }
   if (links == 0) remove_if_unused(std::move(inode));
 }

@@ -1,19 +1,16 @@
-// The inodes of a mount: their attributes, buffers, references and open files. Namespace has their names.
+// The inodes of a mount, and their open files. Namespace has their names.
 // Ownership: the Mount's; inodes and open files are shared with the requests that use them.
 // Thread-safe.
 #pragma once
 
 #include <atomic>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
-#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -21,11 +18,9 @@
 
 #include "base/status.h"
 #include "device/device_context.h"
-#include "device/reclaim.h"
 #include "fuse/attributes.h"
-#include "fuse/caller.h"
 #include "fuse/executor.h"
-#include "fuse/extended_attributes.h"
+#include "fuse/inode.h"
 #include "fuse/open_files.h"
 #include "fuse/quotas.h"
 #include "fuse/records.h"
@@ -35,134 +30,11 @@
 
 namespace gpufs::fuse {
 
-class Inode;
-
-// An inode's names, and for a directory the names in it. Namespace guards and changes it.
-struct InodeNames {
-  struct Name {
-    Inode* directory;
-    const std::string* text;  // the key of the directory's entry
-  };
-  struct Entry {
-    std::shared_ptr<Inode> inode;
-    std::uint64_t number;             // in the order of listings; a name that is replaced keeps it
-    std::uint64_t record;             // of Records
-    std::list<Name>::iterator place;  // in the inode's `names`
-  };
-  using Entries = std::map<std::string, Entry, std::less<>>;
-
-  std::list<Name> names;  // the latest one last
-  std::shared_ptr<Inode>
-      parent;  // the directory of the latest name, kept when that is removed; null: root, or none yet
-  bool may_get_first_name = false;  // created by O_TMPFILE, and not linked since
-  std::string target;               // of a symbolic link; set before others see the inode, and constant from then on
-
-  Entries entries;
-  std::map<std::uint64_t, Entries::iterator> by_number;
-  std::uint64_t next_number = 0;
-  std::uint32_t subdirectories = 0;
-  bool closed = false;  // removed: takes no new names
-};
-
-class Inode : public std::enable_shared_from_this<Inode> {
- public:
-  Inode(const gpufs_attributes& attributes, std::shared_ptr<Buffer> buffer, std::uint64_t references, Timestamp birth,
-        Records& records);
-
-  [[nodiscard]] std::uint64_t ino() const { return ino_; }
-  [[nodiscard]] std::int32_t device() const { return device_; }
-  // Null without a buffer. Both the first one and the one that InodeTable::replace_buffer() sets live as long as the
-  // inode.
-  [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const {
-    return replaced_.load(std::memory_order_acquire) ? replacement_ : buffer_;
-  }
-
-  // Whether the CPU can read the buffer's memory in place.
-  [[nodiscard]] bool in_host_memory() const { return in_host_memory_ && !replaced_.load(std::memory_order_acquire); }
-
-  // Of the limited directory that it is in; null: none.
-  [[nodiscard]] std::shared_ptr<Account> directory_account() const;
-
-  // As they are now; size and blocks of a regular file are the buffer's.
-  [[nodiscard]] gpufs_attributes attributes() const;
-  [[nodiscard]] std::uint32_t kind() const { return kind_; }  // S_IF of its mode
-  // The mount's own, which keep their names: all but what is below the directories of devices.
-  [[nodiscard]] bool is_fixed() const { return device_ < 0; }
-  [[nodiscard]] Timestamp birth() const { return birth_; }
-  // Access time.
-  void was_read(AccessTimes policy);
-  // Modification and change time, set-id bits, the capability.
-  void was_written(SetIdLoss loss);
-  // For a request with FUSE_WRITE_KILL_SUIDGID: the kernel says that the caller may not keep set-id bits.
-  [[nodiscard]] SetIdLoss set_id_bits_to_clear(const Caller& caller) const;
-  // For other changes of contents: the kernel has cleared the rest, and set-gid without execution for the group is
-  // left.
-  [[nodiscard]] SetIdLoss bare_set_gid_to_clear(const Caller& caller) const;
-
-  // Adds a reference; false if the kernel has forgotten the inode, and the table no longer has it.
-  [[nodiscard]] bool hold();
-
-  [[nodiscard]] bool has_writers() const;
-  // Whether this is the first call: what a mapping stored is lost.
-  [[nodiscard]] bool first_loss() { return !lost_stores_.exchange(true); }
-
-  // Runs look(attributes, extended attributes) with the inode locked.
-  template <typename Look>
-  auto with_extended(Look look) {
-    const std::lock_guard lock(mutex_);
-    return look(attributes_, extended_);
-  }
-
- private:
-  friend class InodeTable;
-  friend class Namespace;
-
-  // The memory that names and attributes take, at most, with so many more bytes of an extended attribute. With the
-  // mutex held.
-  [[nodiscard]] std::uint64_t metadata_locked(std::uint64_t more = 0) const;
-  // Writes the inode's record after a change, with the mutex held.
-  void record_locked() const;
-
-  // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
-  [[nodiscard]] bool has_bare_set_gid_foreign_to(const Caller& caller) const;
-  // Applies what a directory passes on to a new entry; before the inode is visible.
-  void inherit(Inode& directory, std::uint32_t umask);
-
-  const std::uint64_t ino_;
-  const std::int32_t device_;
-  const std::uint32_t kind_;
-  const std::shared_ptr<Buffer> buffer_;
-  const bool in_host_memory_;
-  const Timestamp birth_;
-  Records& records_;
-  std::shared_ptr<Buffer> replacement_;  // set once, before replaced_
-  std::atomic<bool> replaced_{false};
-  std::atomic<bool> lost_stores_{false};
-
-  // Guards all below. Under it may be taken: InodeTable::inodes_mutex_, ExtentBuffer::state_mutex_, the mutexes of a
-  // Charge, Metadata, the journal and a Reclaim, and, through the Reclaim's listener, the executor's. Never
-  // ExtentBuffer::mutation_mutex_: a buffer holds that when it reports that its contents have moved.
-  mutable std::mutex mutex_;
-  gpufs_attributes attributes_;
-  std::unique_ptr<ExtendedAttributes> extended_;  // null until the first one
-  std::uint64_t references_;                      // the kernel's, and what hold() adds
-  bool restored_ = false;                         // perhaps there are fewer references
-  std::shared_ptr<Account> directory_account_;
-  std::uint64_t charged_ = 0;              // of the table's metadata
-  Metadata::Share* charged_to_ = nullptr;  // the share of its owner
-  std::uint32_t open_files_ = 0;
-  std::uint32_t open_writers_ = 0;               // of them, those open for writing
-  std::uint32_t writers_ever_ = 0;               // how often it was opened for writing
-  bool created_open_ = false;                    // by O_CREAT | O_EXCL, which was the first time
-  bool forgotten_ = false;                       // by the kernel, and gone from the table
-  std::unique_ptr<Reclaim::Expected> expected_;  // while it has neither names nor open files; its memory is coming back
-
-  InodeNames names_;  // guarded by Namespace::mutex_, except `target`
-};
-
 struct OpenFile {
   std::shared_ptr<Inode> inode;
   bool writes = false;
+
+  [[nodiscard]] FileRecord record() const { return {inode->ino(), writes ? 1U : 0U}; }
 };
 
 class InodeTable {
@@ -170,10 +42,9 @@ class InodeTable {
   static constexpr std::uint64_t kRootInode = 1;
   static constexpr std::uint64_t kNoMetadataLimit = std::uint64_t{1} << 62;
   // Memory that an inode takes, and each of its names, however long that is: measured, and rounded up. It has their
-  // blocks in the journal; what a target or extended attributes need there beyond kRecordBytes comes on top.
+  // blocks in the journal; those of a target and of extended attributes come on top.
   static constexpr std::uint64_t kInodeBytes = 1536;
   static constexpr std::uint64_t kNameBytes = 640;
-  static constexpr std::uint64_t kRecordBytes = 320;
 
   // metadata_limit: bytes of memory that names and attributes may take together, of which a user may take a share;
   // above that is ENOSPC.
@@ -184,18 +55,24 @@ class InodeTable {
         executor_(executor),
         records_(records),
         metadata_(metadata_limit),
-        quotas_(user_limit),
-        ino_numbers_(records.journal(), journal::Numbers::kInodes, kRootInode + 1),
-        files_(records.journal(), journal::Numbers::kFiles) {}
+        quotas_(records, user_limit),
+        ino_numbers_(records.journal(), journal::NumbersOf::kInodes, kRootInode + 1),
+        files_(records, journal::NumbersOf::kFiles) {}
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
-  // A new inode, with the number in the attributes or the next one (0). A regular file with device >= 0 gets an empty
-  // buffer. EEXIST if the number is taken.
-  // parent: the directory in which a user creates it, which determines its group (set-gid) and its access control
-  // lists; its mode is then what the user asked for before `umask`. Null: as in the attributes.
-  Result<std::shared_ptr<Inode>> add(const gpufs_attributes& attributes, Inode* parent = nullptr,
-                                     std::uint32_t umask = 0, std::uint64_t references = 0);
+  struct Wanted {
+    gpufs_attributes attributes{};  // number 0: the next one
+    std::string_view target{};      // of a symbolic link
+    std::uint64_t references = 0;
+    // The directory in which a user creates it, which determines its group (set-gid) and its access control lists; its
+    // mode is then what the user asked for before `umask`. Null: as in the attributes.
+    const Inode* parent = nullptr;
+    std::uint32_t umask = 0;
+    std::uint64_t first_directory = 0;  // as InodeRecord
+  };
+  // A regular file with device >= 0 gets an empty buffer. EEXIST if the number is taken.
+  Result<std::shared_ptr<Inode>> add(const Wanted& wanted);
   // Adds the inodes and open files that the records have. Before anything else; Namespace::restore() comes next. A
   // record that nothing can be restored from is logged and removed: it does not keep the others from being restored.
   Status restore();
@@ -224,18 +101,17 @@ class InodeTable {
   // The change time becomes now. ENOSPC: a new name exceeds the limit for metadata.
   Status set_links(std::shared_ptr<Inode> inode, std::uint32_t links);
 
-  // Runs change(attributes, extended attributes), which returns an errno, with the inode locked, where so many more
-  // names and bytes of an extended attribute fit under the limit for metadata; else ENOSPC. It may not add more.
+  // Runs change(Inode::State&), which returns an errno, where so many more names and bytes of an extended attribute fit
+  // under the limit for metadata; else ENOSPC. It may not add more.
   template <typename Change>
   int change_metadata(Inode& inode, std::uint64_t names, std::uint64_t attribute_bytes, Change change) {
-    const std::lock_guard lock(inode.mutex_);
-    const std::uint64_t most = names * kNameBytes + inode.metadata_locked(attribute_bytes) - inode.metadata_locked();
-    if (!metadata_.take(inode.charged_to_, most)) return metadata_full(inode.attributes_.uid).error();
-    const int error = change(inode.attributes_, inode.extended_);
-    if (error == 0) inode.record_locked();
-    const std::uint64_t before = inode.charged_;
-    inode.charged_ = inode.forgotten_ ? 0 : inode.metadata_locked();
-    metadata_.release(inode.charged_to_, most + before - inode.charged_);  // modulo 2^64
+    const Inode::Writer writer(inode);
+    const std::uint64_t most = names * kNameBytes + inode.metadata(*writer, attribute_bytes) - inode.metadata(*writer);
+    if (!metadata_.take(writer->charged_to, most)) return metadata_full(writer->record.attributes.uid).error();
+    const int error = change(*writer);
+    const std::uint64_t before = writer->charged;
+    writer->charged = writer->presence == Inode::Presence::kForgotten ? 0 : inode.metadata(*writer);
+    metadata_.release(writer->charged_to, most + before - writer->charged);  // modulo 2^64
     return error;
   }
   // ENOSPC, which it logs: a user cannot take more.
@@ -293,22 +169,39 @@ class InodeTable {
   Status insert(const std::shared_ptr<Inode>& inode);
   // Before anybody else has an inode: its record is written whenever its contents move.
   static void watch_contents(const std::shared_ptr<Inode>& inode);
-  // What restore() knows of the other records when it reads one.
-  struct Restoring {
+  // The parts of an inode's record, and what becomes of them.
+  struct Restored {
+    InodeRecord record;
+    std::optional<KeptContents> contents;
+    std::unique_ptr<ExtendedAttributes> extended;
+    std::string_view target;
+    Status status;
+    std::shared_ptr<Inode> inode;  // null: lost
+  };
+  // What restore() knows of the other records when it makes an inode of one.
+  struct Known {
     std::map<std::int32_t, std::size_t> devices;    // how many inodes each has
     std::unordered_set<std::uint64_t> directories;  // that have names
-    std::map<std::uint64_t, Status> lost;           // inodes, and why
   };
-  // Restores the slabs of all devices.
-  Status restore_slabs(const std::vector<Records::Stored>& stored, Restoring& known);
+  static Restored read(const Records::StoredInode& stored);
+  // Restores the slabs of all devices, before any buffer.
+  Status restore_slabs(std::vector<Restored>& found);
   // Makes the inode of a record, and charges it whatever the limits are. Any thread may call them.
-  Result<std::shared_ptr<Inode>> restore_inode(InodeRecord& record, const Restoring& known);
+  Result<std::shared_ptr<Inode>> restore_inode(Restored& found, const Known& known);
   void charge_restored(const std::shared_ptr<Inode>& inode);
   // Adds the directories that have names and no record.
   void restore_directories();
-  // After a change of links, open files or presence, with the inode's mutex held. True if free_later() must follow.
-  [[nodiscard]] bool update_expected_locked(Inode& inode);
-  // Frees the memory on the executor, since freeing gigabytes takes long. One job frees all of a device at a time.
+  // After a change of links, open files or presence. True if free_later() must follow.
+  [[nodiscard]] static bool update_expected(const Inode& inode, Inode::State& state);
+  // What has become of an inode, and so must follow when its Writer has ended.
+  struct Departure {
+    bool is_forgotten = false;
+    bool must_be_freed = false;
+  };
+  // Forgets an inode without names and references.
+  Departure forget_if_unused(const Inode& inode, Inode::State& state);
+  void remove(std::shared_ptr<Inode> inode, Departure departure);
+  // Frees the memory: on the executor, if that may take long. One job frees all of a device at a time.
   void free_later(std::shared_ptr<Inode> inode);
   void free_forgotten_files(std::int32_t device);
   void free(std::shared_ptr<Inode> inode);

@@ -95,10 +95,10 @@ class Mount final : private RequestHandler {
   void publish_gauges();
 
  private:
+  struct Handler;
   struct FileHandler;
-  struct InodeHandler;
-  static const FileHandler* file_handler(std::uint32_t opcode);
-  static const InodeHandler* inode_handler(std::uint32_t opcode);
+  // Null: the request is relayed.
+  static const Handler* handler_of(std::uint32_t opcode);
 
   Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::shared_ptr<DeviceContext>> devices,
         MountOptions options);
@@ -109,14 +109,22 @@ class Mount final : private RequestHandler {
   void handle(Request& request) override;
   void connection_ended() override;
 
-  void interrupt(const Request& request);
-  void serve_file(const FileHandler& handler, Request& request, Responder responder);
+  void serve(const Handler& handler, Request& request, Responder responder);
+  void serve_file(const Handler& handler, const FileHandler& file, Request& request, Responder responder);
+  // Answers a request that the last process has carried out, and may have answered.
+  void answer_from_state(const Handler& handler, const Outcome& outcome, Request& request, Responder responder);
   // For files of the control plane, which does not know these requests: its ENOSYS would end them on the whole mount.
   void lseek_control_file(Request& request, Responder responder);
   void refuse_fallocate(Request& request, Responder responder);
+  void refuse_ioctl(Request& request, Responder responder);
   // A copy is about two files.
   void copy_file_range(Request& request, Responder responder);
+  void initialize(Request& request, Responder responder);
+  void open(Request& request, Responder responder);
   void release(Request& request, Responder responder);
+  void forget(const Request& request);
+  void interrupt(const Request& request);
+  void ignore(const Request& request);
 
   UniqueFd ended_;
   const std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();

@@ -57,8 +57,9 @@ void reply_status(const Status& status, Responder& responder) {
   status.ok() ? responder.ok() : responder.error(status.error());
 }
 
-// Whether one of the two inodes of a request is the host's and the other one is not.
-bool crosses_to_host(const Request& request) {
+}  // namespace
+
+bool NameOperations::crosses_to_host(const Request& request) {
   switch (request.header.opcode) {
     case FUSE_LINK:
     case FUSE_RENAME:
@@ -69,58 +70,6 @@ bool crosses_to_host(const Request& request) {
     default:
       return false;
   }
-}
-
-}  // namespace
-
-struct NameOperations::Handler {
-  std::uint32_t opcode;
-  std::size_t arguments;  // bytes
-  void (NameOperations::*serve)(const InodePointer&, Request&, Responder);
-};
-
-bool NameOperations::serve(Request& request, Responder& responder) {
-  using Names = NameOperations;
-  static constexpr Handler kHandlers[] = {
-      {FUSE_LOOKUP, 0, &Names::lookup},
-      {FUSE_CREATE, sizeof(fuse_create_in), &Names::create},
-      {FUSE_TMPFILE, sizeof(fuse_create_in), &Names::create},
-      {FUSE_MKNOD, sizeof(fuse_mknod_in), &Names::mknod},
-      {FUSE_MKDIR, sizeof(fuse_mkdir_in), &Names::mkdir},
-      {FUSE_SYMLINK, 0, &Names::symlink},
-      {FUSE_LINK, sizeof(fuse_link_in), &Names::link},
-      {FUSE_UNLINK, 0, &Names::unlink},
-      {FUSE_RMDIR, 0, &Names::rmdir},
-      {FUSE_RENAME, sizeof(fuse_rename_in), &Names::rename},
-      {FUSE_RENAME2, sizeof(fuse_rename2_in), &Names::rename},
-      {FUSE_READLINK, 0, &Names::readlink},
-      {FUSE_OPENDIR, 0, &Names::opendir},
-  };
-  const std::uint32_t opcode = request.header.opcode;
-  if (opcode == FUSE_READDIRPLUS || opcode == FUSE_FSYNCDIR || opcode == FUSE_RELEASEDIR) {
-    return serve_directory(request, responder);
-  }
-  const auto* const handler = std::ranges::find(kHandlers, opcode, &Handler::opcode);
-  if (handler == std::end(kHandlers) && opcode != FUSE_OPEN) return false;
-  if (crosses_to_host(request)) {
-    responder.error(EXDEV);
-    return true;
-  }
-  // The names of the host's directories are the control plane's, and the directory above them, which is in the table.
-  if (request.header.nodeid >= kFirstHostInode) return false;
-  const InodePointer inode = table_.find(request.header.nodeid);
-  if (!inode) return false;
-  if (const std::optional<Outcome> outcome = table_.records().done_before()) {
-    answer_again(*outcome, request, std::move(responder));
-    return true;
-  }
-  if (opcode == FUSE_OPEN) return open(inode, request, responder);
-  if (request.message.size() < kBodyOffset + handler->arguments) {
-    responder.error(EINVAL);
-  } else {
-    (this->*handler->serve)(inode, request, std::move(responder));
-  }
-  return true;
 }
 
 // ---- replies ----
@@ -139,8 +88,18 @@ fuse_entry_out NameOperations::entry_of(const Inode& inode) const {
   return out;
 }
 
-void NameOperations::reply_entry(const Result<InodePointer>& made, Responder& responder) const {
-  made.ok() ? responder.body(entry_of(*made.value())) : responder.error(made.error());
+void NameOperations::reply_made(const Result<InodePointer>& made, Responder& responder) const {
+  made.ok() ? reply_entry(*made.value(), responder) : responder.error(made.error());
+}
+
+void NameOperations::reply_open(std::uint64_t fh, std::uint32_t more_flags, Responder& responder) const {
+  fuse_open_out out = opened(fh);
+  out.open_flags |= more_flags;
+  responder.body(out);
+}
+
+void NameOperations::reply_created(const Inode& inode, std::uint64_t fh, Responder& responder) const {
+  responder.body(Created{entry_of(inode), opened(fh)});
 }
 
 fuse_open_out NameOperations::opened(std::uint64_t fh) const {
@@ -165,7 +124,7 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
     held = found->hold();
     if (held) table_.records().done({found->ino(), 0});
   }
-  if (held) return responder.body(entry_of(*found));
+  if (held) return reply_entry(*found, responder);
   fuse_entry_out none{};  // without an inode: the kernel may remember that the name does not exist
   none.entry_valid = entry_validity_.seconds;
   none.entry_valid_nsec = entry_validity_.nanoseconds;
@@ -177,15 +136,13 @@ void NameOperations::create(const InodePointer& directory, Request& request, Res
   const auto name = texts<1>(request, sizeof(in));
   if (!name) return responder.error(EINVAL);
   const NewInode wanted = wanted_by(request, S_IFREG, in.mode, in.umask);
-  const bool is_unnamed = request.header.opcode == FUSE_TMPFILE;
-  const Result<InodePointer> made =
-      is_unnamed ? names_.create_unnamed(*directory, wanted) : names_.create(*directory, name->front(), wanted);
+  std::optional<std::string_view> given = name->front();
+  if (request.header.opcode == FUSE_TMPFILE) given.reset();
+  const Result<Namespace::Opened> made = names_.create_open(*directory, given, wanted, static_cast<int>(in.flags));
   // The kernel remembers that there was no such name. On ESTALE it looks the name up again and opens the file.
   if (made.error() == EEXIST && (in.flags & O_EXCL) == 0) return responder.error(ESTALE);
   if (!made.ok()) return responder.error(made.error());
-  const Result<std::uint64_t> fh = table_.open(made.value(), static_cast<int>(in.flags));
-  if (!fh.ok()) return responder.error(fh.error());
-  responder.body(Created{entry_of(*made.value()), opened(fh.value())});
+  reply_created(*made.value().inode, made.value().handle, responder);
 }
 
 void NameOperations::mknod(const InodePointer& directory, Request& request, Responder responder) {
@@ -196,14 +153,14 @@ void NameOperations::mknod(const InodePointer& directory, Request& request, Resp
   if (!name || std::ranges::find(kKinds, kind) == std::end(kKinds)) return responder.error(EINVAL);
   NewInode wanted = wanted_by(request, kind, in.mode, in.umask);
   wanted.rdev = in.rdev;
-  reply_entry(names_.create(*directory, name->front(), wanted), responder);
+  reply_made(names_.create(*directory, name->front(), wanted), responder);
 }
 
 void NameOperations::mkdir(const InodePointer& directory, Request& request, Responder responder) {
   const auto in = request.arguments<fuse_mkdir_in>();
   const auto name = texts<1>(request, sizeof(in));
   if (!name) return responder.error(EINVAL);
-  reply_entry(names_.create(*directory, name->front(), wanted_by(request, S_IFDIR, in.mode, in.umask)), responder);
+  reply_made(names_.create(*directory, name->front(), wanted_by(request, S_IFDIR, in.mode, in.umask)), responder);
 }
 
 void NameOperations::symlink(const InodePointer& directory, Request& request, Responder responder) {
@@ -211,7 +168,7 @@ void NameOperations::symlink(const InodePointer& directory, Request& request, Re
   if (!name_and_target) return responder.error(EINVAL);
   NewInode wanted = wanted_by(request, S_IFLNK, 0777, 0);
   wanted.target = name_and_target->back();
-  reply_entry(names_.create(*directory, name_and_target->front(), wanted), responder);
+  reply_made(names_.create(*directory, name_and_target->front(), wanted), responder);
 }
 
 void NameOperations::link(const InodePointer& directory, Request& request, Responder responder) {
@@ -221,7 +178,7 @@ void NameOperations::link(const InodePointer& directory, Request& request, Respo
   const InodePointer inode = table_.find(in.oldnodeid);
   if (!inode || !inode->hold()) return responder.error(ESTALE);
   const Status status = names_.link(inode, *directory, name->front());
-  if (status.ok()) return responder.body(entry_of(*inode));
+  if (status.ok()) return reply_entry(*inode, responder);
   table_.forget(inode->ino(), 1);
   responder.error(status.error());
 }
@@ -256,21 +213,16 @@ void NameOperations::rename(const InodePointer& directory, Request& request, Res
 void NameOperations::readlink(const InodePointer& inode, Request& /*request*/, Responder responder) {
   if (!S_ISLNK(inode->kind())) return responder.error(EINVAL);
   table_.was_read(*inode);
-  const std::string_view target = Namespace::target_of(*inode);
+  const std::string_view target = inode->target();
   responder.data(std::as_bytes(std::span(target)));
 }
 
 // ---- open files and directories ----
 
-bool NameOperations::open(const InodePointer& inode, const Request& request, Responder& responder) {
-  fuse_open_in in{};
-  if (!read_struct(request.message, kBodyOffset, &in) || !inode->buffer()) return false;
-  const Result<std::uint64_t> fh = table_.open(inode, static_cast<int>(in.flags));
-  if (!fh.ok()) return false;
-  fuse_open_out out = opened(fh.value());
-  if (read_ahead_.is_own(request.header.pid)) out.open_flags |= kOpenKeepCache;
-  responder.body(out);
-  return true;
+void NameOperations::open(const InodePointer& inode, Request& request, Responder responder) {
+  const Result<std::uint64_t> fh = table_.open(inode, static_cast<int>(request.arguments<fuse_open_in>().flags));
+  if (!fh.ok()) return responder.error(fh.error());
+  reply_open(fh.value(), read_ahead_.is_own(request.header.pid) ? kOpenKeepCache : 0, responder);
 }
 
 void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Responder responder) {
@@ -278,79 +230,36 @@ void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Re
   auto directory = std::make_shared<OpenDirectory>();
   directory->inode = inode;
   fuse_open_out out{};
-  out.fh = directories_.add(std::move(directory));
   {
-    const Records::Change change(table_.records());
-    table_.records().put_file(out.fh, {inode->ino(), false});
+    const Records::Change together(table_.records());
+    out.fh = directories_.add(std::move(directory));
     table_.records().done({inode->ino(), out.fh});
   }
   responder.body(out);
 }
 
 void NameOperations::restore_directories() {
-  for (const auto& [fh, file] : table_.records().files()) {
-    if (!is_directory_handle(fh)) continue;
+  directories_.restore([this](const FileRecord& record) -> std::shared_ptr<OpenDirectory> {
     auto directory = std::make_shared<OpenDirectory>();
-    directory->inode = table_.find(file.inode);
-    if (!directory->inode) {
-      table_.records().remove_file(fh);
-      continue;
-    }
+    directory->inode = table_.find(record.inode);
+    if (!directory->inode) return nullptr;
     directory->end = names_.next_number(*directory->inode);
-    directories_.restore(fh, std::move(directory));
-  }
+    return directory;
+  });
 }
 
-void NameOperations::answer_again(const Outcome& outcome, const Request& request, Responder responder) {
-  if (outcome.inode == 0) return responder.ok();  // it has changed names
-  const InodePointer inode = table_.find(outcome.inode);
-  if (!inode) return responder.error(ESTALE);
-  const std::uint32_t opcode = request.header.opcode;
-  const bool opens = opcode == FUSE_OPEN || opcode == FUSE_CREATE || opcode == FUSE_TMPFILE;
-  std::uint64_t fh = outcome.handle;
-  if (opens && fh == 0) {  // the process died between creating the file and opening it
-    const Result<std::uint64_t> opened_now =
-        table_.open(inode, static_cast<int>(request.arguments<fuse_create_in>().flags));
-    if (!opened_now.ok()) return responder.error(opened_now.error());
-    fh = opened_now.value();
-  }
-  if (opcode == FUSE_OPEN) return responder.body(opened(fh));
-  if (opcode == FUSE_OPENDIR) {
-    fuse_open_out out{};
-    out.fh = fh;
-    return responder.body(out);
-  }
-  if (!opens) return responder.body(entry_of(*inode));
-  responder.body(Created{entry_of(*inode), opened(fh)});
+void NameOperations::releasedir(const Directory& /*directory*/, Request& request, Responder responder) {
+  static_cast<void>(close_directory(request.arguments<std::uint64_t>()));
+  responder.ok();
 }
 
-std::shared_ptr<NameOperations::OpenDirectory> NameOperations::close_directory(std::uint64_t fh) {
-  std::shared_ptr<OpenDirectory> directory = directories_.remove(fh);
-  table_.records().remove_file(fh);
-  return directory;
+void NameOperations::fsyncdir(const Directory& /*directory*/, Request& /*request*/, Responder responder) {
+  table_.asks_for_fsync() ? responder.ok() : responder.error(ENOSYS);
 }
 
-bool NameOperations::serve_directory(Request& request, Responder& responder) {
-  const auto fh = request.arguments<std::uint64_t>();
-  if (!is_directory_handle(fh)) return false;
-  const std::uint32_t opcode = request.header.opcode;
-  const std::shared_ptr<OpenDirectory> directory =
-      opcode == FUSE_RELEASEDIR ? close_directory(fh) : directories_.find(fh);
-  if (!directory) {
-    responder.error(EBADF);
-  } else if (opcode == FUSE_READDIRPLUS) {
-    list(*directory, request, std::move(responder));
-  } else if (opcode == FUSE_FSYNCDIR && !table_.asks_for_fsync()) {
-    responder.error(ENOSYS);
-  } else {
-    responder.ok();
-  }
-  return true;
-}
-
-void NameOperations::list(OpenDirectory& directory, Request& request, Responder responder) {
-  fuse_read_in in{};
-  if (!read_struct(request.message, kBodyOffset, &in)) return responder.error(EINVAL);
+void NameOperations::readdirplus(const Directory& open, Request& request, Responder responder) {
+  const auto in = request.arguments<fuse_read_in>();
+  OpenDirectory& directory = *open;
   if (in.offset == 0) {  // also after rewinddir(3)
     directory.end = names_.next_number(*directory.inode);
     if ((in.flags & O_NOATIME) == 0) table_.was_read(*directory.inode);

@@ -31,15 +31,7 @@ class NameOperations {
         entry_validity_(Validity::of(entry_timeout)),
         attribute_validity_(Validity::of(attribute_timeout)),
         counters_(counters),
-        directories_(table.records().journal(), journal::Numbers::kDirectories) {}
-
-  // Serves a request about names, or returns false: the request is another one, or about the host's files or control
-  // files, for which the control plane answers. The kernel has checked the caller's rights.
-  bool serve(Request& request, Responder& responder);
-  // FORGET and BATCH_FORGET, which have no reply.
-  void forget(const Request& request);
-  // The open directories of the last process, after Namespace::restore().
-  void restore_directories();
+        directories_(table.records(), journal::NumbersOf::kDirectories) {}
 
   using InodePointer = std::shared_ptr<Inode>;
   // Where a listing ends: at the names that the directory had when it began, so a program that creates a name for each
@@ -47,13 +39,12 @@ class NameOperations {
   struct OpenDirectory {
     InodePointer inode;
     std::atomic<std::uint64_t> end{0};
+
+    [[nodiscard]] FileRecord record() const { return {inode->ino(), 0}; }
   };
-  // The directory that was open; null: none was.
-  std::shared_ptr<OpenDirectory> close_directory(std::uint64_t fh);
+  using Directory = std::shared_ptr<OpenDirectory>;
 
- private:
-  struct Handler;
-
+  // Requests on inodes of the table. The kernel has checked the caller's rights.
   void lookup(const InodePointer& inode, Request& request, Responder responder);
   void create(const InodePointer& directory, Request& request, Responder responder);
   void mknod(const InodePointer& directory, Request& request, Responder responder);
@@ -64,16 +55,32 @@ class NameOperations {
   void rmdir(const InodePointer& directory, Request& request, Responder responder);
   void rename(const InodePointer& directory, Request& request, Responder responder);
   void readlink(const InodePointer& inode, Request& request, Responder responder);
+  void open(const InodePointer& inode, Request& request, Responder responder);
   void opendir(const InodePointer& inode, Request& request, Responder responder);
-  // As serve() for OPEN, and for requests on open directories.
-  bool open(const InodePointer& inode, const Request& request, Responder& responder);
-  bool serve_directory(Request& request, Responder& responder);
-  // Answers a request that the last process has carried out, and may have answered.
-  void answer_again(const Outcome& outcome, const Request& request, Responder responder);
-  void list(OpenDirectory& directory, Request& request, Responder responder);
+  // Requests on open directories.
+  void readdirplus(const Directory& directory, Request& request, Responder responder);
+  void fsyncdir(const Directory& directory, Request& request, Responder responder);
+  void releasedir(const Directory& directory, Request& request, Responder responder);
+  // FORGET and BATCH_FORGET.
+  void forget(const Request& request);
+  // The open directories of the last process, after Namespace::restore().
+  void restore_directories();
 
+  // Null: there is no such handle.
+  [[nodiscard]] Directory directory(std::uint64_t fh) const { return directories_.find(fh); }
+  // The directory that was open; null: none was.
+  Directory close_directory(std::uint64_t fh) { return directories_.remove(fh); }
+
+  // Whether one of the two inodes of a request is the host's and the other one is not.
+  [[nodiscard]] static bool crosses_to_host(const Request& request);
+
+  void reply_entry(const Inode& inode, Responder& responder) const { responder.body(entry_of(inode)); }
+  void reply_open(std::uint64_t fh, std::uint32_t more_flags, Responder& responder) const;
+  void reply_created(const Inode& inode, std::uint64_t fh, Responder& responder) const;
+
+ private:
   [[nodiscard]] fuse_entry_out entry_of(const Inode& inode) const;
-  void reply_entry(const Result<InodePointer>& made, Responder& responder) const;
+  void reply_made(const Result<InodePointer>& made, Responder& responder) const;
   [[nodiscard]] fuse_open_out opened(std::uint64_t fh) const;
 
   InodeTable& table_;

@@ -19,6 +19,7 @@
 
 #include "base/status.h"
 #include "fuse/inode_table.h"
+#include "fuse/names_writer.h"
 
 namespace gpufs::fuse {
 
@@ -53,8 +54,12 @@ class Namespace {
 
   // A new inode, with one reference for the reply.
   Result<InodePointer> create(Inode& directory, std::string_view name, const NewInode& wanted);
-  // The same without a name, which link() may give it once (O_TMPFILE).
-  Result<InodePointer> create_unnamed(Inode& directory, const NewInode& wanted);
+  // A new file that is open with these flags. nullopt: it has no name, and link() may give it one (O_TMPFILE).
+  struct Opened {
+    InodePointer inode;
+    std::uint64_t handle = 0;
+  };
+  Result<Opened> create_open(Inode& directory, std::optional<std::string_view> name, const NewInode& wanted, int flags);
   Status link(const InodePointer& inode, Inode& directory, std::string_view name);
   Status unlink(Inode& directory, std::string_view name);
   Status rmdir(Inode& directory, std::string_view name);
@@ -82,52 +87,36 @@ class Namespace {
   [[nodiscard]] InodePointer find(std::string_view path) const;
   // The directory above an inode; the root is above itself.
   [[nodiscard]] InodePointer parent_of(const InodePointer& inode) const;
-  // Of a symbolic link.
-  [[nodiscard]] static std::string_view target_of(const Inode& inode);  // constant
   // The path below the root; nullopt for an inode without a name.
   [[nodiscard]] std::optional<std::string> path_of(const Inode& inode) const;
 
   // The number that the next new name of a directory gets.
   [[nodiscard]] std::uint64_t next_number(const Inode& directory) const {
     const std::shared_lock lock(mutex_);
-    return directory.names_.next_number;
+    return directory.names_.next_number();
   }
   // Calls visit(number, name, inode) for the names with numbers from start to end, which is left out, until it returns
   // false. visit must not call this object.
   template <typename Visit>
   void list(const Inode& directory, std::uint64_t start, std::uint64_t end, Visit visit) const {
     const std::shared_lock lock(mutex_);
-    const auto& names = directory.names_.by_number;
+    const auto& names = directory.names_.by_number();
     for (auto next = names.lower_bound(start); next != names.end() && next->first < end; ++next) {
       if (!visit(next->first, next->second->first, *next->second->second.inode)) return;
     }
   }
 
  private:
-  // All below are called with the mutex held, for writing unless they are const.
-  // Adds an inode that a user creates in a directory, without a name.
-  Result<InodePointer> add(Inode& directory, const NewInode& wanted, std::uint32_t links, std::uint64_t references);
-  static void set_target(Inode& inode, std::string_view target);
-  // Gives an inode a name, over what had it.
-  void attach(Inode& directory, std::string_view name, const InodePointer& inode);
-  void detach(Inode& directory, InodeNames::Entries::iterator entry);
-  static void lose_place(Inode& inode, std::list<InodeNames::Name>::iterator place);
-  // The times of a directory whose names have changed, and its link count.
-  static void changed(Inode& directory, int subdirectories);
-  // The link count of an inode whose names have changed; the change time becomes now.
-  void update_links(const InodePointer& inode);
-  // After an inode has lost a name: the same, and it goes with the last one if nothing uses it.
-  void settle(InodePointer inode);
-  // Swaps what two names lead to.
-  void exchange(Inode& from, InodeNames::Entries::iterator one, Inode& to, InodeNames::Entries::iterator other);
+  // All below are called with the mutex held.
+  // Adds an inode that a user creates in a directory, without a name. is_unnamed: link() may give it the first one.
+  Result<InodePointer> add(Inode& directory, const NewInode& wanted, std::uint32_t links, std::uint64_t references,
+                           bool is_unnamed = false);
+  // What create() does, but for the outcome.
+  Result<InodePointer> make(NamesWriter& writer, Inode& directory, std::optional<std::string_view> name,
+                            const NewInode& wanted);
   [[nodiscard]] static bool lacks_name(const Inode& inode);
   // In the directory of its device, for users to find.
-  void name_again(const InodePointer& inode);
-  // False if there can be no such name.
-  static bool restore_name(std::uint64_t id, const NameRecord& record, const InodePointer& directory,
-                           const InodePointer& inode);
-  // Whether an inode is this directory or anywhere below it.
-  [[nodiscard]] static bool contains(const Inode& directory, const Inode* inode);
+  void name_again(NamesWriter& writer, const InodePointer& inode);
 
   InodeTable& table_;
   Records& records_;

@@ -11,7 +11,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "journal/journal.h"
+#include "base/log.h"
+#include "fuse/records.h"
 
 namespace gpufs::fuse {
 
@@ -26,23 +27,20 @@ inline constexpr std::uint64_t kFirstHostInode = std::uint64_t{1} << 48;
 [[nodiscard]] constexpr bool is_buffer(std::uint64_t fh) { return (fh & kBufferHandle) != 0; }
 [[nodiscard]] constexpr bool is_backing(std::uint64_t fh) { return (fh & kBackingHandle) != 0; }
 
+// Each change of the files is recorded, if the file says how: FileRecord record() const.
 template <typename File, std::uint64_t kKind>
 class OpenFiles {
  public:
-  OpenFiles() : OpenFiles(nullptr, {}) {}
-  // journal: see Numbers.
-  OpenFiles(journal::Journal* journal, journal::Numbers::Of of) : numbers_(journal, of, 1) {}
+  // For files of this process alone.
+  OpenFiles() : numbers_(nullptr, {}, 1) {}
+  OpenFiles(Records& records, journal::NumbersOf of) : records_(&records), numbers_(records.journal(), of, 1) {}
 
   std::uint64_t add(std::shared_ptr<File> file) {
     const std::uint64_t fh = kKind | numbers_.next();
+    if constexpr (requires { file->record(); }) records_->put_file(fh, file->record());
     const std::unique_lock lock(mutex_);
     files_.emplace(fh, std::move(file));
     return fh;
-  }
-  // One of the last process, with the handle that it had.
-  void restore(std::uint64_t fh, std::shared_ptr<File> file) {
-    const std::unique_lock lock(mutex_);
-    files_.emplace(fh, std::move(file));
   }
   // Null if unknown, as below.
   [[nodiscard]] std::shared_ptr<File> find(std::uint64_t fh) const {
@@ -51,12 +49,30 @@ class OpenFiles {
     return found == files_.end() ? nullptr : found->second;
   }
   std::shared_ptr<File> remove(std::uint64_t fh) {
-    const std::unique_lock lock(mutex_);
-    const auto found = files_.find(fh);
-    if (found == files_.end()) return nullptr;
-    std::shared_ptr<File> file = std::move(found->second);
-    files_.erase(found);
+    std::shared_ptr<File> file;
+    {
+      const std::unique_lock lock(mutex_);
+      const auto found = files_.find(fh);
+      if (found == files_.end()) return nullptr;
+      file = std::move(found->second);
+      files_.erase(found);
+    }
+    if constexpr (requires { file->record(); }) records_->remove({journal::kOpenFile, fh});
     return file;
+  }
+  // The files of the last process, with the handles that they had. make(record): the file; null if it is lost.
+  template <typename Make>
+  void restore(Make make) {
+    for (const auto& [fh, record] : records_->files()) {
+      if ((fh & kKind) == 0) continue;
+      if (std::shared_ptr<File> file = make(record)) {
+        const std::unique_lock lock(mutex_);
+        files_.emplace(fh, std::move(file));
+      } else {
+        log_error("an open file is lost with inode ", record.inode);
+        records_->remove({journal::kOpenFile, fh});
+      }
+    }
   }
   [[nodiscard]] std::size_t size() const {
     const std::shared_lock lock(mutex_);
@@ -64,6 +80,7 @@ class OpenFiles {
   }
 
  private:
+  Records* const records_ = nullptr;
   journal::Numbers numbers_;
   mutable std::shared_mutex mutex_;  // guards all below
   std::unordered_map<std::uint64_t, std::shared_ptr<File>> files_;

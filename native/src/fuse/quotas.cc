@@ -36,6 +36,13 @@ std::shared_ptr<Account> Quotas::user(std::int32_t device, std::uint32_t uid) {
 
 void Quotas::limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes) {
   user(device, uid)->set_limit(bytes.value_or(default_limit(uid)));
+  records_.put_limit({journal::kUserLimit, journal::user_key(device, uid)}, bytes);
+}
+
+void Quotas::restore_users() {
+  for (const auto& [user, bytes] : records_.limits(journal::kUserLimit)) {
+    this->user(journal::device_of(user), journal::uid_of(user))->set_limit(bytes);
+  }
 }
 
 std::shared_ptr<Account> Quotas::directory(std::uint64_t ino) const {
@@ -44,7 +51,10 @@ std::shared_ptr<Account> Quotas::directory(std::uint64_t ino) const {
   return found == directories_.end() ? nullptr : found->second;
 }
 
-void Quotas::set_directory(std::uint64_t ino, std::shared_ptr<Account> account) {
+void Quotas::limit_directory(std::uint64_t ino, std::shared_ptr<Account> account) {
+  std::optional<std::uint64_t> bytes;
+  if (account != nullptr) bytes = account->limit();
+  records_.put_limit({journal::kDirectoryLimit, ino}, bytes);
   const std::lock_guard lock(mutex_);
   if (account == nullptr) {
     directories_.erase(ino);

@@ -14,24 +14,27 @@
 #include <vector>
 
 #include "drivers/ledger.h"
+#include "fuse/records.h"
 #include "gpufs.h"
 #include "memory/account.h"
 
 namespace gpufs::fuse {
 
-// The accounts of device memory.
+// The accounts of device memory. Each change of a limit is recorded.
 class Quotas {
  public:
   // plain_limit: bytes on each device for each user without a limit of their own, except root and this process's user.
-  explicit Quotas(std::uint64_t plain_limit) : plain_limit_(plain_limit) {}
+  Quotas(Records& records, std::uint64_t plain_limit) : records_(records), plain_limit_(plain_limit) {}
 
   [[nodiscard]] std::shared_ptr<Account> user(std::int32_t device, std::uint32_t uid);
   // nullopt: as for users without a limit of their own.
   void limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes);
   // The account of a limited directory; null: it has no limit.
   [[nodiscard]] std::shared_ptr<Account> directory(std::uint64_t ino) const;
-  // Lists the account of a directory's inode; null: no longer.
-  void set_directory(std::uint64_t ino, std::shared_ptr<Account> account);
+  // The account of a directory, with its limit; null: it has none any more.
+  void limit_directory(std::uint64_t ino, std::shared_ptr<Account> account);
+  // The limits of users that the last process had.
+  void restore_users();
 
   // Accounts that are used or have a limit.
   [[nodiscard]] std::vector<gpufs_account> list() const;
@@ -40,6 +43,7 @@ class Quotas {
   [[nodiscard]] static bool is_plain(std::uint32_t uid);
   [[nodiscard]] std::uint64_t default_limit(std::uint32_t uid) const;
 
+  Records& records_;
   const std::uint64_t plain_limit_;
   const std::shared_ptr<AddressSpace> addresses_ = std::make_shared<AddressSpace>();
   mutable std::mutex mutex_;  // guards all below

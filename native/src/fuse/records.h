@@ -2,8 +2,8 @@
 // restores the mount from it: InodeTable::restore(), Namespace::restore().
 // Ownership: the Mount's. Thread-safe.
 //
-// A record describes its object as it is when the record is written, with the object's lock held. Whatever changes an
-// object writes its record before it releases that lock, and so before the request is answered.
+// A record describes its object as it is when the record is written, with the object's lock held. Each kind of record
+// has one writer, without which its object does not change: Inode::Writer, NamesWriter, OpenFiles, Quotas.
 #pragma once
 
 #include <atomic>
@@ -14,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -24,28 +25,28 @@
 
 namespace gpufs::fuse {
 
+// What changes often of an inode, as it is in the journal.
 struct InodeRecord {
-  gpufs_attributes attributes{};
+  gpufs_attributes attributes{};  // of a file with contents the size is that of the last record
   std::int64_t birth_seconds = 0;
+  std::uint64_t references = 0;       // the kernel's, and others
+  std::uint64_t first_directory = 0;  // where O_TMPFILE created it; 0: it may not get its first name any more
   std::uint32_t birth_nanoseconds = 0;
-  std::uint32_t writers_ever = 0;
-  std::uint64_t references = 0;
-  bool created_open = false;
-  std::string target;  // of a symbolic link
-  std::vector<std::pair<std::string, std::vector<std::byte>>> extended;
-  std::optional<KeptContents> contents;  // of a regular file on a device
+  std::uint32_t writers_ever = 0;  // how often it was opened for writing
+  std::uint32_t created_open = 0;  // 1: by O_CREAT | O_EXCL, which was the first time
+  std::uint32_t reserved = 0;
 };
 
 struct NameRecord {
   std::uint64_t directory = 0;
-  std::uint64_t number = 0;
+  std::uint64_t number = 0;  // in the order of listings
   std::uint64_t inode = 0;
-  std::string text;
+  std::string_view text;
 };
 
 struct FileRecord {
   std::uint64_t inode = 0;
-  bool writes = false;
+  std::uint64_t writes = 0;
 };
 
 // What a request has done that must not be done twice: the inode to which its reply gives the kernel a reference, and
@@ -66,7 +67,7 @@ class Records {
   [[nodiscard]] journal::Journal* journal() const { return journal_.get(); }
 
   // What the calling thread records while this lives becomes valid at once when it is destroyed, or when an outer one
-  // is. Without one each record is valid on return.
+  // is. Without one each record is valid on return. It costs nothing where nothing is recorded.
   class Change {
    public:
     explicit Change(Records& records);
@@ -75,28 +76,29 @@ class Records {
     Change& operator=(const Change&) = delete;
 
    private:
-    Records* records_;  // null: not the outermost one, or nothing is kept
+    const bool counts_;  // something is kept
   };
 
   // Calls work() once what the calling thread has recorded is valid: it takes something away that other records need.
   void afterwards(std::function<void()> work);
 
+  // ---- the writers ----
+
   void put_inode(const InodeRecord& inode);
-  void remove_inode(std::uint64_t ino);
-  // A file without a name that may get its first one, and the directory that it was created in.
-  void put_unnamed(std::uint64_t ino, std::uint64_t directory);
-  void remove_unnamed(std::uint64_t ino);
+  void put_target(std::uint64_t ino, std::string_view target);
+  // As ExtendedAttributes has them; empty: none.
+  void put_extended(std::uint64_t ino, std::span<const std::byte> attributes);
+  // Without the size.
+  void put_contents(std::uint64_t ino, const KeptContents& contents);
   // id: new_name().
   void put_name(std::uint64_t id, const NameRecord& name);
-  void remove_name(std::uint64_t id);
   [[nodiscard]] std::uint64_t new_name() { return name_numbers_.next(); }
   void put_file(std::uint64_t handle, const FileRecord& file);
-  void remove_file(std::uint64_t handle);
-  // Bytes of a user (device << 32 | uid) or of a directory's inode; nullopt: no limit of its own.
-  void put_user_limit(std::uint64_t user, std::optional<std::uint64_t> bytes);
-  void put_directory_limit(std::uint64_t ino, std::optional<std::uint64_t> bytes);
+  // Bytes of a user (journal::user_key()) or of a directory's inode; nullopt: no limit of its own.
+  void put_limit(journal::Key whose, std::optional<std::uint64_t> bytes);
   // The flags of INIT.
   void put_init(std::uint64_t offered, std::uint64_t granted);
+  void remove(journal::Key key);
 
   // ---- requests ----
 
@@ -112,34 +114,35 @@ class Records {
   void done(const Outcome& outcome);
   // Drops the records of what the last process did, since the kernel has sent all of it again by now.
   void forget_outcomes();
-  // What that request did before the last process ended; nullopt: nothing yet. The kernel has sent it again.
-  [[nodiscard]] std::optional<Outcome> done_before() const;
+  // What a request did before the last process ended; nullopt: nothing yet, or the kernel sends it for the first time.
+  [[nodiscard]] std::optional<Outcome> outcome_of(std::uint64_t unique) const;
 
   // ---- what a new process finds ----
 
-  // The records of inodes where they lie in the journal, until something is recorded. Any thread may read them.
-  using Stored = std::pair<std::uint64_t, std::span<const std::byte>>;
-  [[nodiscard]] std::vector<Stored> stored_inodes() const { return stored(kInode); }
-  [[nodiscard]] static InodeRecord read_inode(const Stored& stored);
+  // The parts of an inode where they lie in the journal, until something is recorded. Empty: there is none.
+  struct StoredInode {
+    std::uint64_t ino = 0;
+    std::span<const std::byte> record;
+    std::span<const std::byte> target;
+    std::span<const std::byte> extended;
+    std::span<const std::byte> contents;
+  };
+  // By their numbers. Any thread may read them.
+  [[nodiscard]] std::vector<StoredInode> stored_inodes() const;
+  // Missing bytes read as zeros, since the journal is this program's own.
+  [[nodiscard]] static InodeRecord read_inode(const StoredInode& stored);
+  // Of the size of the record; nullopt: there are none.
+  [[nodiscard]] static std::optional<KeptContents> read_contents(const StoredInode& stored, const InodeRecord& record);
   // Calls visit(id, record) for each name. visit must not record anything.
   void each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const;
-  [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> unnamed() const { return numbers(kUnnamed); }
   [[nodiscard]] std::vector<std::pair<std::uint64_t, FileRecord>> files() const;
-  [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> user_limits() const { return numbers(kUserLimit); }
-  [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> directory_limits() const {
-    return numbers(kDirectoryLimit);
-  }
+  // kUserLimit or kDirectoryLimit.
+  [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> limits(journal::Kind kind) const;
   // Offered and granted; nullopt: INIT has not been answered.
   [[nodiscard]] std::optional<std::pair<std::uint64_t, std::uint64_t>> init() const;
 
  private:
-  enum Kind : std::uint32_t { kInit = 1, kInode, kUnnamed, kName, kFile, kUserLimit, kDirectoryLimit, kOutcome };
-
-  void put(Kind kind, std::uint64_t id, std::span<const std::byte> value);
-  void remove(Kind kind, std::uint64_t id);
-  [[nodiscard]] std::vector<Stored> stored(Kind kind) const;
-  [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint64_t>> numbers(Kind kind) const;
-  void put_limit(Kind kind, std::uint64_t id, std::optional<std::uint64_t> bytes);
+  void put(journal::Key key, std::span<const std::byte> head, std::span<const std::byte> tail = {});
 
   const std::shared_ptr<journal::Journal> journal_;
   journal::Numbers name_numbers_;

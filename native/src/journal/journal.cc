@@ -44,7 +44,6 @@ std::size_t blocks_in_segment(std::size_t size_class) {
   return static_cast<std::size_t>(segment_bytes(size_class) / bytes_of_class(size_class));
 }
 
-constexpr std::uint32_t kKind = 101;          // of the journal's values
 constexpr std::uint64_t kReservation = 4096;  // numbers for each record
 
 }  // namespace
@@ -316,14 +315,15 @@ void Journal::begin(std::uint64_t order) {
   under_way_.insert(order);
 }
 
-std::uint64_t Journal::write(Key key, std::span<const std::byte> value) {
-  const auto size_class = static_cast<std::size_t>(std::countr_zero(block_bytes(value.size())) -  //
+std::uint64_t Journal::write(Key key, std::span<const std::byte> head, std::span<const std::byte> tail) {
+  const std::uint64_t bytes = head.size() + tail.size();
+  const auto size_class = static_cast<std::size_t>(std::countr_zero(block_bytes(bytes)) -  //
                                                    std::countr_zero(kSmallestBlock));
   std::uint64_t offset = 0;
   {
     const std::lock_guard lock(mutex_);
     if (size_class >= kSizeClasses) {
-      give_up(Status(EFBIG, "a value of " + std::to_string(value.size()) + " bytes is too large for the journal"));
+      give_up(Status(EFBIG, "a value of " + std::to_string(bytes) + " bytes is too large for the journal"));
       return 0;
     }
     if (classes_[size_class].with_free.empty() && classes_[size_class].spare == 0) {
@@ -336,8 +336,10 @@ std::uint64_t Journal::write(Key key, std::span<const std::byte> value) {
   }
   Block& fresh = block(offset);  // free for all others until it is committed
   fresh.key = key;
-  fresh.value_bytes = value.size();
-  if (!value.empty()) std::memcpy(base_ + offset + sizeof(Block), value.data(), value.size());
+  fresh.value_bytes = bytes;
+  std::byte* const value = base_ + offset + sizeof(Block);
+  if (!head.empty()) std::memcpy(value, head.data(), head.size());
+  if (!tail.empty()) std::memcpy(value + head.size(), tail.data(), tail.size());
   return offset;
 }
 
@@ -411,15 +413,22 @@ void Journal::commit(std::span<const std::uint64_t> fresh, std::span<const std::
 
 void Journal::end(std::uint64_t began, std::span<const Change> changes) {
   const std::lock_guard lock(mutex_);
-  std::vector<std::uint64_t> fresh;
-  std::vector<std::uint64_t> obsolete;
+  std::vector<std::uint64_t>& fresh = fresh_;
+  std::vector<std::uint64_t>& obsolete = obsolete_;
+  fresh.clear();
+  obsolete.clear();
   for (const Change& change : changes) {
     Entry& entry = entries_[change.key];
     if (entry.order > change.order) {  // a later change was committed earlier
       if (change.block != 0) release(change.block);
       continue;
     }
-    if (entry.block != 0) obsolete.push_back(entry.block);
+    if (entry.block != 0 && block(entry.block).state.load(std::memory_order_relaxed) == BlockState::kFree) {
+      std::erase(fresh, entry.block);  // of this transaction, and never visible
+      release(entry.block);
+    } else if (entry.block != 0) {
+      obsolete.push_back(entry.block);
+    }
     if (entry.block == 0 && entry.order != 0) removed_.erase(entry.order);
     entry = {change.block, change.order};
     if (change.block != 0) {
@@ -428,13 +437,6 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
       removed_.emplace(change.order, change.key);
     }
   }
-  // A value that this transaction wrote and replaced itself was never visible.
-  std::erase_if(fresh, [&](std::uint64_t offset) {
-    if (std::ranges::find(obsolete, offset) == obsolete.end()) return false;
-    std::erase(obsolete, offset);
-    release(offset);
-    return true;
-  });
   std::bitset<kSizeClasses> smaller;  // the size classes that have fewer values now
   for (const std::uint64_t offset : obsolete) smaller.set(block(offset).size_class);
   commit(fresh, obsolete);
@@ -461,9 +463,9 @@ Transaction::~Transaction() {
   journal_.under_way_.erase(journal_.under_way_.find(began_));
 }
 
-void Transaction::put(Key key, std::span<const std::byte> value) {
+void Transaction::put(Key key, std::span<const std::byte> head, std::span<const std::byte> tail) {
   const std::uint64_t order = journal_.next_order();
-  const std::uint64_t block = journal_.write(key, value);
+  const std::uint64_t block = journal_.write(key, head, tail);
   if (block != 0) changes_.push_back({key, block, order});
 }
 
@@ -474,12 +476,12 @@ void Transaction::commit() {
   journal_.end(began_, changes_);
 }
 
-Numbers::Numbers(Journal* journal, Of of, std::uint64_t first)
+Numbers::Numbers(Journal* journal, NumbersOf of, std::uint64_t first)
     : journal_(journal), of_(of), next_(first), reserved_(journal == nullptr ? UINT64_MAX : first) {
   if (journal == nullptr) return;
-  journal->each(kKind, [&](std::uint64_t id, std::span<const std::byte> value) {
+  journal->each(kNumbers, [&](std::uint64_t id, std::span<const std::byte> value) {
     std::uint64_t reserved = 0;
-    if (id != of || value.size() != sizeof reserved) return;
+    if (id != static_cast<std::uint64_t>(of) || value.size() != sizeof reserved) return;
     std::memcpy(&reserved, value.data(), sizeof reserved);
     next_ = reserved_ = std::max(first, reserved);
   });
@@ -496,7 +498,7 @@ void Numbers::reserve(std::uint64_t number) {
   if (number < reserved_.load(std::memory_order_relaxed)) return;
   const std::uint64_t reserved = number + kReservation;
   Transaction change(*journal_);
-  change.put({kKind, of_}, std::as_bytes(std::span(&reserved, 1)));
+  change.put({kNumbers, static_cast<std::uint64_t>(of_)}, std::as_bytes(std::span(&reserved, 1)));
   change.commit();
   reserved_.store(reserved, std::memory_order_release);
 }

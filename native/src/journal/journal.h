@@ -26,21 +26,14 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "journal/keys.h"
 
 namespace gpufs::journal {
-
-// What a value describes, and which of these. The journal does not interpret them.
-struct Key {
-  std::uint32_t kind = 0;
-  std::uint64_t id = 0;
-  // clang-tidy takes the 0 of the generated comparison for a pointer.
-  friend auto operator<=>(const Key&, const Key&) = default;  // NOLINT(modernize-use-nullptr)
-};
 
 class Journal {
  public:
   // Another one is refused.
-  static constexpr std::uint32_t kFormat = 2;
+  static constexpr std::uint32_t kFormat = 3;
   // Of one value.
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
 
@@ -110,7 +103,8 @@ class Journal {
   // The order of the changes of one key is that of these calls, not of the commits.
   std::uint64_t next_order() { return last_order_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void begin(std::uint64_t order);
-  std::uint64_t write(Key key, std::span<const std::byte> value);  // the block; 0: see health()
+  // The block; 0: see health().
+  std::uint64_t write(Key key, std::span<const std::byte> head, std::span<const std::byte> tail);
   void end(std::uint64_t began, std::span<const Change> changes);
 
   // The rest needs the mutex.
@@ -148,6 +142,8 @@ class Journal {
   std::set<std::uint64_t> free_units_;  // parts of the file without memory, of kSegmentBytes each
   std::uint64_t file_bytes_ = 0;
   std::uint64_t used_bytes_ = 0;
+  std::vector<std::uint64_t> fresh_;  // of the commit in progress, as below: they keep their memory
+  std::vector<std::uint64_t> obsolete_;
   Status health_;
 };
 
@@ -161,7 +157,8 @@ class Transaction {
 
   // Of two transactions that change a key, the one that called this last determines its value. So the caller holds the
   // lock of what it describes.
-  void put(Key key, std::span<const std::byte> value);
+  // The value is the head with the tail behind it.
+  void put(Key key, std::span<const std::byte> head, std::span<const std::byte> tail = {});
   void remove(Key key);
   void commit();
 
@@ -176,12 +173,9 @@ class Transaction {
 // still use those that this one gave. A member of the object that gives the numbers.
 class Numbers {
  public:
-  // Which numbers they are, for the journal.
-  enum Of : std::uint64_t { kInodes = 1, kFiles, kDirectories, kNames, kMemories, kMemoryKeys };
-
   // From `first` on; where the journal has a record, from the first that no process has given. Null: no other process
   // will continue.
-  Numbers(Journal* journal, Of of, std::uint64_t first);
+  Numbers(Journal* journal, NumbersOf of, std::uint64_t first);
 
   std::uint64_t next();
 
@@ -189,7 +183,7 @@ class Numbers {
   void reserve(std::uint64_t number);
 
   Journal* const journal_;
-  const Of of_;
+  const NumbersOf of_;
   std::atomic<std::uint64_t> next_;
   std::mutex mutex_;                     // held while the journal gets a record
   std::atomic<std::uint64_t> reserved_;  // the journal's record: a new process begins here

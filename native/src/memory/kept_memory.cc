@@ -14,8 +14,6 @@
 namespace gpufs {
 namespace {
 
-constexpr std::uint32_t kKind = 100;  // of the journal's values
-
 constexpr int kQueueTimeout = 5000;   // milliseconds
 constexpr int kSettleTimeout = 1000;  // milliseconds
 
@@ -23,15 +21,15 @@ constexpr int kSettleTimeout = 1000;  // milliseconds
 
 KeptMemory::KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, std::vector<Held> held)
     : journal_(std::move(journal)),
-      memories_(journal_.get(), journal::Numbers::kMemories, 1),
-      keys_(journal_.get(), journal::Numbers::kMemoryKeys, kFirstKey),
+      memories_(journal_.get(), journal::NumbersOf::kMemories, 1),
+      keys_(journal_.get(), journal::NumbersOf::kMemoryKeys, kFirstKey),
       keeper_(keeper),
       restoring_(!held.empty()) {
   std::map<std::uint64_t, UniqueFd> descriptors;
   for (Held& each : held) {
     descriptors.emplace(each.key, std::move(each.descriptor));
   }
-  journal_->each(kKind, [&](std::uint64_t key, std::span<const std::byte> value) {
+  journal_->each(journal::kMemory, [&](std::uint64_t key, std::span<const std::byte> value) {
     Part part{};
     std::memcpy(&part, value.data(), std::min(value.size(), sizeof part));
     const auto found = descriptors.find(key);
@@ -49,7 +47,7 @@ std::uint64_t KeptMemory::hold(std::uint64_t memory, std::uint64_t offset, std::
   held_.emplace(key, descriptor);
   send_locked(keeper::Kind::kHold, key, descriptor);
   journal::Transaction change(*journal_);
-  change.put({kKind, key}, std::as_bytes(std::span(&part, 1)));
+  change.put({journal::kMemory, key}, std::as_bytes(std::span(&part, 1)));
   change.commit();
   return key;
 }
@@ -62,7 +60,7 @@ void KeptMemory::drop(std::uint64_t key) {
     return;
   }
   journal::Transaction change(*journal_);
-  change.remove({kKind, key});
+  change.remove({journal::kMemory, key});
   change.commit();
   send_locked(keeper::Kind::kDrop, key, -1);
 }
