@@ -66,7 +66,6 @@
 
 #include "base/keeper_messages.h"
 #include "base/unique_fd.h"
-#include "fuse/protocol.h"
 
 namespace {
 
@@ -81,7 +80,7 @@ constexpr std::uint64_t kConnection = 1;  // the key of /dev/fuse
 constexpr int kDaemonSocket = 3;          // the number of a new daemon's end
 constexpr std::int32_t kNotifyResend = 7;
 // The largest WRITE of a mount, and a page for its headers.
-constexpr std::size_t kRequestBytes = std::size_t{gpufs::fuse::kLargestMaxWrite} + 4096;
+constexpr std::size_t kRequestBytes = std::size_t{gpufs::keeper::kLargestMaxWrite} + 4096;
 constexpr auto kBriefly = std::chrono::seconds(1);        // a daemon that has answered for longer counts as a good one
 constexpr unsigned kBriefAtOnce = 20;                     // so many others are replaced at once, too
 constexpr auto kLongestPause = std::chrono::seconds(60);  // before a start

@@ -27,6 +27,8 @@ enum class Kind : std::uint32_t {
   kReleased = 18,
 };
 
+// The most bytes of one READ or WRITE of a mount. The keeper must be able to read what it refuses, too.
+constexpr std::uint32_t kLargestMaxWrite = 16U << 20;
 constexpr std::size_t kBatch = 200;  // numbers in a message; the kernel passes 253 descriptors at most
 
 struct Message {

@@ -12,6 +12,7 @@
 #include <utility>
 #include <variant>
 
+#include "base/keeper_messages.h"
 #include "base/log.h"
 #include "base/pages.h"
 #include "fuse/protocol.h"
@@ -189,7 +190,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
                                              MountOptions options) {
-  if (const std::uint32_t bytes = max_write_of(options); bytes % kPageBytes != 0 || bytes > kLargestMaxWrite) {
+  if (const std::uint32_t bytes = max_write_of(options); bytes % kPageBytes != 0 || bytes > keeper::kLargestMaxWrite) {
     return Status(EINVAL, "max_write must be a multiple of 4096 of 16 MiB at most");
   }
   for (const double timeout : {options.entry_timeout, options.attribute_timeout}) {

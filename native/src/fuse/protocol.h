@@ -11,9 +11,6 @@
 
 namespace gpufs::fuse {
 
-// The most bytes of one READ or WRITE that a mount takes, whatever the kernel offers.
-inline constexpr std::uint32_t kLargestMaxWrite = 16U << 20;
-
 // INIT flags as one 64-bit number: the upper half travels as flags2. They have names of their own, since the kernel's
 // are macros in one release, enumerators in another and missing in a third.
 inline constexpr std::uint64_t kInitAsyncRead = 1ULL << 0;
