@@ -326,6 +326,7 @@ def test_more_directories_than_descriptors(short: tuple[Path, Path], tmp_path: P
     assert not (tmp_path / "d0").exists()
 
 
+@pytest.mark.slow
 def test_descriptors_of_files_removed_on_the_host_are_closed(short: tuple[Path, Path], tmp_path: Path) -> None:
     """The daemon keeps a descriptor only while the kernel knows the name."""
     shown, _ = short

@@ -173,6 +173,7 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "model.safetensors")) == set(nn.Linear(3, 3).state_dict())
 
 
+@pytest.mark.slow
 def test_workers(mounted: GpufsMount, tmp_path: Path) -> None:
     """Each worker attaches the file, also if the program itself has attached something."""
     save_file({"tokens": torch.ones(8, 16)}, mounted.device / "data.safetensors")

@@ -283,7 +283,10 @@ with torch.no_grad():
 }
 
 
-@pytest.mark.parametrize("what", WRITES)
+@pytest.mark.parametrize(
+    "what",
+    ["in place", "in a thread", *(pytest.param(one, marks=pytest.mark.slow) for one in ("a small file", "training"))],
+)
 def test_a_write_to_read_only_tensors_explains_itself(weights: Path, what: str) -> None:
     """One line names the file. The program ends as it would otherwise, and faulthandler shows where."""
     program = f"import sys, threading, time, gpufs, torch\nfrom safetensors.torch import load_file\n{WRITES[what]}"
@@ -297,6 +300,7 @@ def test_a_write_to_read_only_tensors_explains_itself(weights: Path, what: str) 
     assert ("Segmentation fault" in done.stderr) == bool(words)
 
 
+@pytest.mark.slow
 def test_other_faults_are_as_ever(weights: Path) -> None:
     """A handler of the program's own, signals that others send, and faults elsewhere."""
     load = "import ctypes, faulthandler, os, signal, sys, safetensors.torch\n"

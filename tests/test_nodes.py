@@ -332,9 +332,8 @@ def test_a_node_that_cannot_be_reached(nodes: Nodes, host: Path) -> None:
     assert (left(first), left(third)) == (["file", "large"], ["large"])
 
 
-@pytest.mark.parametrize(
-    "position", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_node_of_a_chain_is_killed(session: Session, nodes: Nodes, host: Path, position: int) -> None:
     """At random points: no partial name is left anywhere, and one line names the node."""
     remote, directories = nodes

@@ -272,7 +272,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("many objects", "gguf tensors") else name for name in BAD],
+)
 def test_what_cannot_be_used_in_place_is_refused(root: Path, name: str) -> None:
     path = root / "file.bin"
     path.write_bytes(BAD[name])
