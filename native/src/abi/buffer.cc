@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
-#include <optional>
 #include <span>
 #include <utility>
 
@@ -42,18 +41,13 @@ gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info)
 gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint32_t timeout_ms) {
   return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
-    const DeviceContext& device = *found.device();
-    Reclaim& reclaim = found.device()->reclaim();
-    for (;;) {
-      // In this order: memory that is no longer expected is free for others.
-      const std::uint64_t seen = reclaim.release_count();
-      const std::optional<Reclaim::TimePoint> until = reclaim.expected_until();
-      if (!until || std::chrono::steady_clock::now() >= deadline) return {};
-      const Result<MemoryInfo> memory = device.memory();
-      if (!memory.ok()) return memory.status();
-      if (std::min(memory.value().free_bytes, found.charge().available()) >= bytes) return {};
-      reclaim.wait_for_release(seen, std::min(deadline, *until));
-    }
+    Status status;
+    found.device()->reclaim().wait_for_expected(deadline, [&] {
+      const Result<MemoryInfo> memory = found.device()->memory();
+      status = memory.status();
+      return !memory.ok() || std::min(memory.value().free_bytes, found.charge().available()) >= bytes;
+    });
+    return status;
   });
 }
 

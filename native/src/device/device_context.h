@@ -46,7 +46,13 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   void set_reclaimable(std::uint64_t bytes) { reclaimable_.store(bytes, std::memory_order_relaxed); }
 
   // Bytes of device memory that buffers of this engine hold.
-  void account(std::int64_t bytes) { held_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+  void took(std::uint64_t bytes) { held_bytes_.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed); }
+  // So many bytes less; call it once the memory is free and no account is charged for it any more. Wakes all that wait
+  // because the device is full: nothing else does. bytes: 0 for memory that buffers do not hold.
+  void released(std::uint64_t bytes) {
+    held_bytes_.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+    reclaim_.released();
+  }
   [[nodiscard]] std::uint64_t held_bytes() const {
     const std::int64_t held = held_bytes_.load(std::memory_order_relaxed);
     return held < 0 ? 0 : static_cast<std::uint64_t>(held);

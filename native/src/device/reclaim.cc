@@ -113,6 +113,16 @@ void Reclaim::wait_for_release(std::uint64_t seen, TimePoint deadline) const {
   changed_.wait_until(lock, deadline, [&] { return releases_ != seen; });
 }
 
+void Reclaim::wait_for_expected(TimePoint deadline, const std::function<bool()>& enough) const {
+  for (;;) {
+    // In this order: memory that is no longer expected is free for others.
+    const std::uint64_t seen = release_count();
+    const std::optional<TimePoint> until = expected_until();
+    if (!until || std::chrono::steady_clock::now() >= deadline || enough()) return;
+    wait_for_release(seen, std::min(deadline, *until));
+  }
+}
+
 std::shared_ptr<void> Reclaim::on_release(std::function<void()> action) {
   const std::lock_guard lock(mutex_);
   const auto place = listeners_.insert(listeners_.end(), std::move(action));

@@ -1,7 +1,8 @@
 // What a call needs to know that finds a device full: which buffers can release memory, which memory is about to be
-// released, and how to wait for a release. Whatever releases memory reports it here, and whatever waits is woken here.
+// released, and how to wait for a release. DeviceContext::released() reports each release here, and whatever waits is
+// woken here.
 // Ownership: the DeviceContext's.
-// Thread-safe. The mutex is a leaf, except that listeners run under it.
+// Thread-safe. Listeners run under the mutex.
 //
 // A call for memory first has unused memory released (ExtentBuffer::retry_when_full, on its own thread); a request of
 // the mount that still finds none waits for memory of removed files (fuse/long_requests.h, without a thread).
@@ -71,25 +72,28 @@ class Reclaim {
 
   // ---- waiting ----
 
-  // Memory has been released.
-  void released();
   // How often that was.
   [[nodiscard]] std::uint64_t release_count() const;
   // Blocks until release_count() is not `seen` any more, or the deadline.
   void wait_for_release(std::uint64_t seen, TimePoint deadline) const;
+  // Blocks until enough() returns true, no memory is expected any more, or the deadline. Asks it after each release.
+  void wait_for_expected(TimePoint deadline, const std::function<bool()>& enough) const;
   // Calls `action` after each release, for as long as the result lives. It must neither block nor call this object.
   [[nodiscard]] std::shared_ptr<void> on_release(std::function<void()> action);
 
  private:
+  friend class DeviceContext;
   struct Pending {
     std::function<std::uint64_t()> bytes;
     TimePoint since;  // the removal
     bool certain = false;
   };
+  // Memory has been released; see DeviceContext::released().
+  void released();
   void released_locked();
 
   const std::uint64_t device_bytes_;
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards all below; order of locks: docs/design/requests.md#locks
   mutable std::condition_variable changed_;
   std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;
   PendingReleases pending_;

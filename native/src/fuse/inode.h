@@ -150,9 +150,8 @@ class Inode : public std::enable_shared_from_this<Inode> {
    private:
     friend class Reader;
     friend class Writer;
-    // Under it may be taken: InodeTable::inodes_mutex_, OpenFiles::mutex_, ExtentBuffer::state_mutex_, the mutexes of a
-    // Charge, Metadata, the journal and a Reclaim, and, through the Reclaim's listener, the executor's. Never
-    // ExtentBuffer::mutation_mutex_: a buffer holds that when it reports that its contents have moved.
+    // Guards the state. ExtentBuffer::mutation_mutex_ is never taken under it: a buffer holds that when it reports that
+    // its contents have moved. Order of locks: docs/design/requests.md#locks
     mutable std::mutex mutex;
     State state;
   };

@@ -369,12 +369,8 @@ void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
   // Weak: once free() has reported an inode, its memory must be free.
   executor_.submit({Executor::Lane::Kind::kReclaim, inode->device_, 0}, nullptr, 0,
                    [closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
-                     std::shared_ptr<Inode> found = refusal == 0 ? closed.lock() : nullptr;
-                     if (!found) return;
-                     const std::shared_ptr<DeviceContext> device = found->buffer_->device();
-                     (void)found->buffer_->trim(std::chrono::milliseconds(0));
-                     found.reset();  // perhaps the last reference
-                     device->reclaim().released();
+                     const std::shared_ptr<Inode> found = refusal == 0 ? closed.lock() : nullptr;
+                     if (found) (void)found->buffer_->trim(std::chrono::milliseconds(0));
                    });
 }
 

@@ -216,7 +216,7 @@ class InodeTable {
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 
   journal::Numbers ino_numbers_;
-  // Guards the two below; an inode's mutex is never taken under it.
+  // Guards the two below. Order of locks: docs/design/requests.md#locks
   mutable std::shared_mutex inodes_mutex_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Inode>> inodes_;
   std::map<std::int32_t, std::size_t> file_counts_;  // by device

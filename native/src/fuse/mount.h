@@ -148,7 +148,8 @@ class Mount final : private RequestHandler {
   bool restored_ = false;  // constant once it is created
   std::atomic<bool> started_{false};
 
-  std::mutex close_mutex_;  // guards closed_; outermost, held while everything ends
+  std::mutex
+      close_mutex_;  // guards closed_, and is held while everything ends; order of locks: docs/design/requests.md#locks
   bool closed_ = false;
 };
 

@@ -120,7 +120,7 @@ class Namespace {
 
   InodeTable& table_;
   Records& records_;
-  // Guards Inode::names_ of all inodes. Inodes' mutexes may be taken under it.
+  // Guards Inode::names_ of all inodes. Order of locks: docs/design/requests.md#locks
   mutable std::shared_mutex mutex_;
 };
 

@@ -133,7 +133,7 @@ class Journal {
   std::byte* base_ = nullptr;  // of a mapping that reaches beyond the file, so that it never moves
   std::atomic<std::uint64_t> last_order_{0};
 
-  mutable std::mutex mutex_;  // guards all below; innermost
+  mutable std::mutex mutex_;  // guards all below; order of locks: docs/design/requests.md#locks
   std::map<Key, Entry> entries_;
   std::map<std::uint64_t, Key> removed_;    // the removed entries, by order
   std::multiset<std::uint64_t> under_way_;  // when the transactions began

@@ -26,9 +26,9 @@ ExtentBuffer::~ExtentBuffer() {
   snapshot_.reset();
   range_.reset();
   memory_.reset();
-  context_->account(-static_cast<std::int64_t>(own_held_));
   context_->reclaim().unlist_trimmable(this);
-  if (own_held_ > 0) context_->reclaim().released();
+  charge().settle(0);
+  if (own_held_ > 0) context_->released(own_held_);
 }
 
 // ---- snapshots ----

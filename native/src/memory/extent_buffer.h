@@ -247,7 +247,7 @@ class ExtentBuffer : public Buffer {
   const bool preallocates_;
   std::function<void()> moved_ = [] {};  // constant once the buffer is shared
 
-  // One change of the memory at a time; taken before state_mutex_, and held over driver calls.
+  // One change of the memory at a time, over calls of the driver. Order of locks: docs/design/requests.md#locks
   std::mutex mutation_mutex_;
   // Guarded by mutation_mutex_:
   std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
@@ -258,7 +258,7 @@ class ExtentBuffer : public Buffer {
   Extents ahead_;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
 
-  // Innermost: nothing that waits is called, and no snapshot destroyed, under it.
+  // Nothing that waits is called, and no snapshot destroyed, under it. Order of locks: docs/design/requests.md#locks
   mutable std::mutex state_mutex_;
   std::condition_variable state_changed_;  // a writer or a snapshot is gone, or the gate has opened
   // Guarded by state_mutex_. A buffer's extents are those of snapshot_, which only the holder of mutation_mutex_

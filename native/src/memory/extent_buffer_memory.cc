@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <chrono>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "base/log.h"
@@ -32,6 +31,7 @@ constexpr std::uint64_t kFreeParts = 16;
 // them.
 constexpr std::chrono::milliseconds kReclaimTimeout{100};
 constexpr std::chrono::milliseconds kTrimTimeout{10};
+constexpr std::chrono::milliseconds kPause{1};
 constexpr int kMostAttempts = 4;  // others that grow may be faster to take what was released
 
 }  // namespace
@@ -64,7 +64,7 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
     }
     if (context_->reclaim().release_count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    context_->reclaim().wait_for_release(releases_before, std::chrono::steady_clock::now() + kPause);
   }
 }
 
@@ -99,15 +99,14 @@ Extents ExtentBuffer::unreached() const {
 void ExtentBuffer::account() {
   const SlabPool::Slot* const slot = snapshot_->slot.get();
   const std::uint64_t own = slot != nullptr ? 0 : total_bytes(hidden()) + total_bytes(snapshot_->extents);
-  context_->account(static_cast<std::int64_t>(own) - static_cast<std::int64_t>(own_held_));
-  const bool released = own < own_held_;
-  own_held_ = own;
+  const std::uint64_t before = std::exchange(own_held_, own);
   // The slot's slab is counted by its pool.
   const std::uint64_t held = slot != nullptr ? slot->bytes : own;
   held_.store(held, std::memory_order_release);
   charge().settle(held);
   charge().settle_descriptors(memory_ == nullptr ? 0 : memory_->descriptors());
-  if (released) context_->reclaim().released();
+  if (own > before) context_->took(own - before);
+  if (own < before) context_->released(before - own);
 }
 
 Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t replaced) {

@@ -61,8 +61,8 @@ class KeptMemory final : public MemoryKeeper {
   journal::Numbers keys_;
   const int keeper_;
 
-  mutable std::mutex mutex_;                             // guards all below; held over sending
-  std::map<std::uint64_t, int> held_;                    // descriptors of the callers, which stay open until drop()
+  mutable std::mutex mutex_;           // guards all below, over sending; order of locks: docs/design/requests.md#locks
+  std::map<std::uint64_t, int> held_;  // descriptors of the callers, which stay open until drop()
   std::map<std::uint64_t, std::vector<Piece>> untaken_;  // of the last process, by memory
   bool restoring_;                                       // until drop_untaken(), if anything was held
   Status health_;                                        // of the keeper

@@ -79,7 +79,7 @@ void RegisteredBuffer::unmap(std::unique_ptr<ForeignMapping> memory) {
   charge().settle(0);
   charge().release_addresses(address_bytes_);
   charge().settle_descriptors(0);
-  device()->reclaim().released();  // on the host driver it counted as memory of the device
+  device()->released(0);  // on the host driver it counted as memory of the device
   {
     const std::lock_guard lock(mutex_);
     gone_ = true;

@@ -70,7 +70,7 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
     const std::uint64_t offset = *chosen;
     if (spares_[size_class] == offset) {
       spares_[size_class].reset();
-      context_.account(static_cast<std::int64_t>(granule_));
+      context_.took(granule_);
     }
     Slab& slab = slabs_.at(offset);
     used_before = !slab.returned.empty();
@@ -146,7 +146,7 @@ Status SlabPool::restore(std::uint64_t memory, std::span<Extent> slots_in_use) {
     }
   }
   for (auto& [offset, slab] : slabs_) {
-    context_.account(static_cast<std::int64_t>(granule_));
+    context_.took(granule_);
     slab.fresh = slots(slab);  // which of the others were used is not known
     slab.owners.resize(slab.fresh);
     for (std::size_t index = 0; index < slab.fresh; ++index) {
@@ -183,7 +183,7 @@ Status SlabPool::add_slab(std::size_t size_class, Wait wait) {
   for (auto slab = slabs_.begin(); slab != slabs_.end() && slab->first == offset; ++slab) offset += granule_;
   if (offset + granule_ > range_->bytes()) return Status(ENOSPC, "the device has no memory for another slab");
   if (Status populated = memory_->populate(offset, granule_, wait); !populated.ok()) return populated;
-  context_.account(static_cast<std::int64_t>(granule_));
+  context_.took(granule_);
   const Slab& added = slabs_.emplace(offset, Slab{size_class, 0, {}, {}}).first->second;
   free_slabs_[size_class].insert(offset);
   count_free(size_class, static_cast<std::ptrdiff_t>(slots(added)));
@@ -203,8 +203,7 @@ void SlabPool::put_back(std::uint64_t offset, std::size_t index) {
   if (slab.returned.size() < slab.fresh) return;
   if (!slab.emptying && !spares_[slab.size_class]) {
     spares_[slab.size_class] = offset;
-    context_.account(-static_cast<std::int64_t>(granule_));
-    context_.reclaim().released();
+    context_.released(granule_);
     return;
   }
   if (!slab.emptying) {
@@ -216,14 +215,11 @@ void SlabPool::put_back(std::uint64_t offset, std::size_t index) {
 
 void SlabPool::release_slab(std::uint64_t offset) {
   std::optional<std::uint64_t>& spare = spares_[slabs_.at(offset).size_class];
-  if (spare == offset) {
-    spare.reset();
-  } else {
-    context_.account(-static_cast<std::int64_t>(granule_));
-  }
+  const bool was_spare = spare == offset;
+  if (was_spare) spare.reset();
   slabs_.erase(offset);
   memory_->release(offset, granule_);
-  context_.reclaim().released();
+  context_.released(was_spare ? 0 : granule_);  // a spare one was counted as released
 }
 
 // ---- a full device ----
