@@ -98,7 +98,7 @@ class Connection:
         """Connect to the daemon whose socket is at ``path``; see gpufs.client._daemons.connect()."""
         self.driver = ""  # of the mount
         self.last: protocol.Result | None = None  # of the copy that was asked for last
-        self.lost = False  # whether it has ended, for any reason
+        self.is_lost = False  # whether it has ended, for any reason
         self._numbers = itertools.count(_GREETING + 1)  # of requests
         self._lock = threading.Lock()  # held from a request to the end of its answer; guards _pending and _silent
         self._pending: dict[int, _Pending] = {}  # by the request's number
@@ -135,12 +135,12 @@ class Connection:
         self._slots = max(greeting.message.requests // 2, 1)
 
     def _lose(self) -> None:
-        self.lost = True
+        self.is_lost = True
 
     @property
-    def ended(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the daemon has closed the connection, or this side has."""
-        if self.lost or self._sock.fileno() < 0:
+        if self.is_lost or self._sock.fileno() < 0:
             return True
         poll = select.poll()
         poll.register(self._sock, 0)
@@ -154,7 +154,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; the daemon cancels and releases what is on it."""
-        self.lost = True
+        self.is_lost = True
         self._sock.close()
 
     def forget(self) -> None:
@@ -208,7 +208,7 @@ class Connection:
                     self._wait(pending, seconds=_CANCEL_SECONDS)
             except BaseException:
                 try:
-                    if pending is not None and not self.lost:
+                    if pending is not None and not self.is_lost:
                         pending.progress = None
                         with suppress(OSError):
                             self._send(protocol.Cancel(request.id))
@@ -263,7 +263,7 @@ class Connection:
             try:
                 done = self._ask(request, [file] if share.fd < 0 else [file, share.fd])
             except BaseException:  # the daemon may have registered it
-                if not self.lost:
+                if not self.is_lost:
                     self._send(protocol.Unregister(request.id))
                 raise
         _check(done)
@@ -325,7 +325,7 @@ class Connection:
         Waits for the daemon. A daemon that does not answer in time is not waited for again until it sends something,
         and a thread ends the leases for which it has no slot.
         """
-        while self._detached and not self.lost and self._lock.acquire(blocking=False):
+        while self._detached and not self.is_lost and self._lock.acquire(blocking=False):
             failed = False
             try:
                 self._send_detaches()
@@ -333,7 +333,7 @@ class Connection:
                 failed = True
             finally:
                 self._lock.release()
-            if failed and self._detached and not self.lost:
+            if failed and self._detached and not self.is_lost:
                 self._retry()
                 return
 
@@ -355,7 +355,7 @@ class Connection:
                 self._retrying = False  # no thread can be started: the next request ends the leases
 
     def _end_later(self) -> None:
-        while self._detached and not self.lost:
+        while self._detached and not self.is_lost:
             time.sleep(_RETRY_SECONDS)
             self._end_leases()
         self._retrying = False

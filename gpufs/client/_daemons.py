@@ -169,7 +169,7 @@ def shared_connection(st_dev: int, mounts: list[MountEntry]) -> Connection:
     """
     with _shared_locks.setdefault(st_dev, threading.Lock()):
         connection = _shared.get(st_dev)
-        if connection is None or connection.ended:
+        if connection is None or connection.is_closed:
             connection = _shared[st_dev] = connect(st_dev, mounts, trusting=True)
         return connection
 
@@ -222,7 +222,7 @@ class IdleConnections:
                 connection = idle.pop()
             except IndexError:  # another thread was faster
                 break
-            if not connection.ended:
+            if not connection.is_closed:
                 return connection
             connection.close()
         if time.monotonic() < self._silent_until.get(st_dev, 0.0) and not self._required:

@@ -24,7 +24,7 @@ _IN_FLIGHT_PAUSE: Final = 0.01
 _COMMAND_BYTES: Final = 15  # of a process's name, as the kernel keeps it
 
 
-class Peer(NamedTuple):
+class ClientProcess(NamedTuple):
     """The process at the other end, for logs and limits; it grants nothing. ``pid``: 0 if it is not visible here."""
 
     pid: int
@@ -35,14 +35,14 @@ class Peer(NamedTuple):
         return f"PID {self.pid} ({self.program or 'unknown program'}, user {self.uid})"
 
 
-def peer_of(sock: socket.socket) -> Peer:
+def peer_of(sock: socket.socket) -> ClientProcess:
     """The process at the other end of a socket."""
     pid, uid = syscalls.peer_of(sock)
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
-            return Peer(pid, uid, file.read(_COMMAND_BYTES + 1).decode(errors="replace").strip())
+            return ClientProcess(pid, uid, file.read(_COMMAND_BYTES + 1).decode(errors="replace").strip())
     except OSError:
-        return Peer(pid, uid, "")
+        return ClientProcess(pid, uid, "")
 
 
 def path_behind(fd: int) -> str:
@@ -53,10 +53,10 @@ def path_behind(fd: int) -> str:
         return ""
 
 
-class Channel:
+class ClientChannel:
     """A connection. ``number`` names it in logs."""
 
-    def __init__(self, sock: socket.socket, peer: Peer, number: int, limits: Limits, user: User) -> None:
+    def __init__(self, sock: socket.socket, peer: ClientProcess, number: int, limits: Limits, user: User) -> None:
         sock.setblocking(False)
         self.peer = peer
         self.number = number

@@ -32,7 +32,7 @@ from gpufs.protocol import (
     Welcome,
 )
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, Peer
+from gpufs.service._channel import ClientChannel, ClientProcess
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
@@ -46,12 +46,12 @@ from gpufs.syscalls import trusted
 class ClientConnection:
     """Serves one connection until it ends. Owns its socket."""
 
-    def __init__(self, sock: socket.socket, peer: Peer, number: int, served: ServedMount, user: User) -> None:
+    def __init__(self, sock: socket.socket, peer: ClientProcess, number: int, served: ServedMount, user: User) -> None:
         """``number``: names the connection in logs; ``user``: the share of its user."""
         self.peer = peer
         self._sock = sock
         self._served = served
-        self._channel = Channel(sock, peer, number, served.limits, user)
+        self._channel = ClientChannel(sock, peer, number, served.limits, user)
         self._record = Record(served.keeper, number, sock)
         self._registrations = ClientRegistrations(self._channel, served, self._record)
         self._leases = ClientLeases(self._channel, served, self._record)

@@ -19,7 +19,7 @@ from gpufs import protocol
 from gpufs.engine import BackingFile, Transfer
 from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_behind
+from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import Record
 from gpufs.service._resources import Descriptor, Resources
 from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
@@ -118,7 +118,7 @@ def _drop_set_id(fd: int) -> None:
 class ClientCopies:
     """Serves the copies of one connection."""
 
-    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
+    def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
         self._record = record

@@ -14,7 +14,7 @@ from gpufs.engine import Lease, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_behind
+from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptLease, Record, kept_path
 from gpufs.service._resources import Descriptor, Resources
 from gpufs.service._served_mount import Holder, ServedMount
@@ -56,7 +56,7 @@ async def _refuse(failure: OSError) -> None:
 class ClientLeases:
     """Serves the leases of one connection."""
 
-    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
+    def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
         self._record = record

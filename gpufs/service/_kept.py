@@ -26,7 +26,7 @@ from gpufs import protocol
 from gpufs.engine import Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
-from gpufs.service._channel import Peer, peer_of
+from gpufs.service._channel import ClientProcess, peer_of
 from gpufs.service._resources import Keeping
 from gpufs.syscalls import close_all, trusted
 
@@ -345,7 +345,7 @@ class KeptClient:
 
     number: int
     sock: socket.socket
-    peer: Peer
+    peer: ClientProcess
     leases: list[tuple[KeptLease, Lease | None]]
     registrations: list[KeptRegistration]
     lost: list[KeptRequest]
@@ -411,7 +411,7 @@ def _restore_client(
     return KeptClient(number, sock, peer, leases, registered, lost, (socket_fd, record), slots)
 
 
-def _read_slots(record: int, peer: Peer) -> dict[int, Entry]:
+def _read_slots(record: int, peer: ClientProcess) -> dict[int, Entry]:
     """Return what a record has. There may be thousands of entries, and the mount answers nothing yet."""
     slots: dict[int, Entry] = {}
     decode = msgspec.json.Decoder(Entry).decode
@@ -436,7 +436,9 @@ def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
         return None
 
 
-def _register_again(mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: Peer) -> bool:
+def _register_again(
+    mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: ClientProcess
+) -> bool:
     """Return whether the file shows the memory again. If the memory is lost, the file is removed."""
     try:
         mount.inode_hold(entry.ino)

@@ -13,7 +13,7 @@ from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
-from gpufs.service._channel import Peer
+from gpufs.service._channel import ClientProcess
 from gpufs.service._kept import KeptRegistrations, RegisteredMemory
 from gpufs.service._resources import Keeping, Resources
 from gpufs.service._user import Limits
@@ -29,7 +29,7 @@ REGISTERED: Final = "registered"  # the mode of a registration
 class Holder:
     """One lease or registration, and the program that has it."""
 
-    peer: Peer
+    peer: ClientProcess
     mode: str
     path: str = ""  # the name at the beginning, as this process sees it
     ino: int = 0

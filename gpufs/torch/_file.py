@@ -13,6 +13,7 @@ from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.placement import misplaced
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -23,7 +24,6 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
-from gpufs.torch._alignment import misplaced
 from gpufs.torch._memory import FileMemory
 from gpufs.torch._program_report import program
 from gpufs.torch._record import TensorRecord, parse_records, span
@@ -47,7 +47,7 @@ def stored_elements(dtype: str) -> int:
     return 2 if dtype in _PACKED else 1
 
 
-class TensorFile:
+class SafetensorsFile:
     """One safetensors file, mapped. Its tensors are the file's memory, and keep the mapping alive."""
 
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
@@ -196,7 +196,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         listed = find_files(path)
-        files = {name: TensorFile(name, mode) for name in listed.files}
+        files = {name: SafetensorsFile(name, mode) for name in listed.files}
         self.files = list(files.values())
         if listed.places is None:
             self.places = {name: file for file in self.files for name in file.names()}

@@ -22,7 +22,7 @@ _MAGIC_BYTES = 8
 _LARGEST_ITEM = 8  # bytes of an element of torch.save(), at most
 
 
-class _File:
+class _FileInPlace:
     """An attached file."""
 
     def __init__(self, path: str, mode: Mode, device: Device) -> None:
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     magic = _first_bytes(name)
     if not magic.startswith((gguf.MAGIC, layout.NPY_MAGIC, archives.MAGIC, archives.EMPTY_MAGIC)):
         return load_file(name, device, mode=mode)
-    file = _File(name, mode, device)
+    file = _FileInPlace(name, mode, device)
     try:
         if magic.startswith(gguf.MAGIC):
             return _load_gguf(file)
@@ -142,7 +142,7 @@ def _first_bytes(path: str) -> bytes:
         os.close(fd)
 
 
-def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
+def _load_gguf(file: _FileInPlace) -> dict[str, torch.Tensor]:
     tensors = {}
     for entry in gguf.read_gguf(file.size, file.read)[0]:
         dtype = TORCH_DTYPES[entry.type] if entry.block == 1 else torch.uint8
@@ -152,7 +152,7 @@ def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _load_npz(path: str, file: _File, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
+def _load_npz(path: str, file: _FileInPlace, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
     arrays, others = layout.read_npz(members, file.read)
     if members and not arrays:
         raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {min(members)!r}")
@@ -175,7 +175,7 @@ def _dtype_of(place: layout.TensorPlace) -> torch.dtype | None:
         return None
 
 
-def _array(file: _File, place: layout.TensorPlace) -> torch.Tensor:
+def _array(file: _FileInPlace, place: layout.TensorPlace) -> torch.Tensor:
     dtype = _dtype_of(place)
     if dtype is None:
         raise FormatError(f"torch has no dtype for numpy's {place.dtype}: use numpy.load()")
@@ -185,7 +185,7 @@ def _array(file: _File, place: layout.TensorPlace) -> torch.Tensor:
     return file.tensor(dtype, place.offset, place.bytes, shape).permute(*reversed(range(len(shape))))
 
 
-def _leaf(file: _File, value: archives.Leaf) -> Any:
+def _leaf(file: _FileInPlace, value: archives.Leaf) -> Any:
     """Return what stands for a part of the saved object, as torch.load() has it."""
     if isinstance(value, archives.Size):
         return torch.Size(value.shape)
@@ -198,13 +198,13 @@ def _leaf(file: _File, value: archives.Leaf) -> Any:
     return _storage(value, file, dtype) if isinstance(value, archives.Storage) else _stored(value, file, dtype)
 
 
-def _storage(value: archives.Storage, file: _File, dtype: torch.dtype) -> torch.TypedStorage:
+def _storage(value: archives.Storage, file: _FileInPlace, dtype: torch.dtype) -> torch.TypedStorage:
     return torch.TypedStorage(  # type: ignore[no-untyped-call]
         wrap_storage=file.storage(value).untyped_storage(), dtype=dtype, _internal=True
     )
 
 
-def _stored(value: archives.StoredTensor, file: _File, dtype: torch.dtype) -> torch.Tensor:
+def _stored(value: archives.StoredTensor, file: _FileInPlace, dtype: torch.dtype) -> torch.Tensor:
     tensor = file.stored(value, dtype)
     if value.conjugated:
         tensor = tensor.conj()
