@@ -72,9 +72,9 @@ def file_placement(path: str) -> int | None:
             prefix = read(0, safetensors.LENGTH_BYTES + 1)
             if prefix.endswith(b"{"):
                 return best_placement(_in_safetensors(read(0, _data_start(prefix, size))))
-            from gpufs.formats import layout  # which programs of safetensors alone need not load
+            from gpufs.formats.table import read_layout  # which programs of safetensors alone need not load
 
-            found = layout.read_layout(path, size, read)
+            found = read_layout(path, size, read)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, FormatError):
         return None
     if found is None or not found.tensors:

@@ -182,9 +182,9 @@ def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Hea
     """Return where the data begins, and the header. ``read(offset, count)`` returns bytes of the file."""
     prefix = read(0, min(size, LENGTH_BYTES + 1))
     if not prefix.endswith(b"{"):
-        from gpufs.formats import layout  # which names the format that the file has
+        from gpufs.formats import table  # which names the format that the file has
 
-        layout.check_safetensors(read(0, min(size, layout.PREFIX_BYTES)))
+        table.check_safetensors(read(0, min(size, table.PREFIX_BYTES)))
     length = header_bytes(prefix, size)
     start = LENGTH_BYTES + length
     return start, parse_header(read(LENGTH_BYTES, length), size - start)
