@@ -104,7 +104,7 @@ PYTHON_MAY_USE = {
         "syscalls",
         "units",
     },  # gpufs: attach; engine: pools of addresses
-    "gpufs.integrations": {"client", "torch", "formats", "mounting", "units"},
+    "gpufs.integrations": {"client", "torch", "formats", "mounting", "reports", "units"},
     "gpufs.threads": set(),
     "gpufs.fs": {"syscalls", "threads", "engine", "statistics", "_version"},
     "gpufs.service": {"syscalls", "threads", "engine", "modes", "protocol", "units", "_version"},

@@ -192,7 +192,7 @@ class _Devices:
 
         mount, directory = place
         if mount not in self._reports:
-            self._reports[mount] = _daemons.status_of(self._mounts[mount])
+            self._reports[mount] = _daemons.control_file(_whole(self._mounts[mount]), "status")
         report = self._reports[mount]
         wanted = next((device for device in report["devices"] if device["name"] == directory), None)
         if wanted is None:
@@ -206,6 +206,14 @@ class _Devices:
             if visible.info.pci_address == wanted["pci_address"]:
                 return engine, index
         raise OSError(errno.ENODEV, f"this process does not see the GPU of {directory}")
+
+
+def _whole(mounts: list[mounting.MountEntry]) -> mounting.MountEntry:
+    """The place that shows a mount's root. OSError ENOENT if none does."""
+    whole = next((entry for entry in mounts if entry.root == "/"), None)
+    if whole is None:
+        raise OSError(errno.ENOENT, "the root of the mount is not visible here")
+    return whole
 
 
 def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
