@@ -201,7 +201,7 @@ class Connection:
             pending = None
             seconds = _CANCEL_SECONDS  # that the end of the copy may take after an exception
             try:
-                pending = self._start(request, protocol.Result, (host_fd, mount_fd), progress)
+                pending = self._start(request, (host_fd, mount_fd), progress)
                 if not self._wait(pending, cancel=cancel):
                     self._send(protocol.Cancel(request.id))
                     seconds = 0.0
@@ -287,7 +287,7 @@ class Connection:
         _check(done)
 
     def _ask(self, request: protocol.Request, descriptors: Sequence[int]) -> protocol.Done:
-        pending = self._start(request, protocol.Done, descriptors)
+        pending = self._start(request, descriptors)
         self._wait(pending)
         assert isinstance(pending.message, protocol.Done)
         return pending.message
@@ -295,7 +295,7 @@ class Connection:
     def _ask_for_memory(self, request: protocol.Attach | protocol.Refresh, descriptors: Sequence[int] = ()) -> Memory:
         while request.id in self._pending:  # a refresh that was interrupted
             self._receive()
-        pending = self._start(request, protocol.Attached, descriptors)
+        pending = self._start(request, descriptors)
         try:
             self._wait(pending)
             if pending.failure is not None:
@@ -342,7 +342,7 @@ class Connection:
         sent: list[_Pending] = []
         while self._detached or not all(pending.complete for pending in sent):
             while self._detached and len(self._pending) < self._slots:
-                sent.append(self._start(protocol.Detach(self._detached[0]), protocol.Done))
+                sent.append(self._start(protocol.Detach(self._detached[0])))
                 self._detached.popleft()
             self._receive(deadline)
 
@@ -366,14 +366,13 @@ class Connection:
     def _start(
         self,
         request: protocol.Request,
-        kind: type[protocol.Answer],
         descriptors: Sequence[int] = (),
         progress: Callable[[protocol.Progress], None] | None = None,
     ) -> _Pending:
-        """Send a request, whose last answer is a message of ``kind``. _wait() waits for it."""
+        """Send a request. _wait() waits for its answer."""
         while len(self._pending) >= self._slots:  # those that were abandoned
             self._receive()
-        pending = self._pending[request.id] = _Pending(kind, progress)
+        pending = self._pending[request.id] = _Pending(request.answer, progress)
         try:
             self._send(request, descriptors)
         except BaseException:

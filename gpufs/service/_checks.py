@@ -14,7 +14,7 @@ from typing import Final
 
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import LOAD
-from gpufs.service._resources import Descriptor
+from gpufs.service._scope import Descriptor
 from gpufs.syscalls import FileIdentity, file_system_type, identity, open_flags, trusted
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.

@@ -3,6 +3,7 @@
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from errno import EINVAL, EPERM, ETIMEDOUT
@@ -15,7 +16,7 @@ from gpufs.protocol import Register
 from gpufs.service import _checks
 from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptRegistration, Record, kept_path
-from gpufs.service._resources import Descriptor
+from gpufs.service._scope import Descriptor
 from gpufs.service._served_mount import REGISTERED, Holder, ServedMount
 from gpufs.syscalls import trusted
 
@@ -50,7 +51,7 @@ class ClientRegistrations:
         self._served.holders.enter(holder)
         self._by_id[kept.id] = _ClientRegistration(kept.id, holder, kept.number)
 
-    async def add(self, message: Register, descriptors: list[Descriptor]) -> None:
+    async def add(self, message: Register, descriptors: Sequence[Descriptor]) -> None:
         """Serve ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
         if message.id in self._by_id:
             raise OSError(EINVAL, "a registration with this id exists")
