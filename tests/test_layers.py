@@ -55,7 +55,6 @@ PYTHON_MAY_USE = {
     "gpufs.protocol": {"modes", "syscalls"},
     "gpufs.stores": {"_version"},
     "gpufs.hosts": {"_version", "exceptions", "units"},
-    # engine: lazily, to map memory
     "gpufs.client": {
         "_naming",
         "_version",

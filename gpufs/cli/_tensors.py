@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import stat
@@ -116,8 +117,6 @@ class Contents:
 
     def sha256(self) -> str:
         """Return the SHA-256 of the file, in hexadecimal."""
-        import hashlib
-
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
             return hashlib.file_digest(file, "sha256").hexdigest()

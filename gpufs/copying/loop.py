@@ -18,11 +18,10 @@ from gpufs.copying.copier import Copier
 from gpufs.copying.entries import Entry
 from gpufs.copying.space import data_bytes
 from gpufs.copying.tree import FileTree, TreeState, file_is_current
-from gpufs.copying.types import CopyResult, Outcome, TreeOptions
+from gpufs.copying.types import CopyResult, Outcome, TreeOptions, TreeReport
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
 
 if TYPE_CHECKING:
-    from gpufs.copying.reports import TreeReport
     from gpufs.stores.urls import Url
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open

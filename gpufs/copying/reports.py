@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, error_class
@@ -33,31 +33,6 @@ class Sink(Protocol):
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
-
-
-class TreeReport(Protocol):
-    """What the loop of copies reports to, from any thread."""
-
-    def planned(self, size: int) -> None:
-        """``size`` more bytes are to be copied."""
-
-    def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
-        """Return what takes the progress of one copy, None if nobody sees it."""
-
-    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
-        """Take what became of the copies of a file."""
-
-    def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        """Take a failure other than that of a copy. ``destination``: None if it does not matter."""
-
-    def skipped(self) -> None:
-        """Count a file that exists already, with --no-clobber."""
-
-    def warned(self, text: str) -> None:
-        """Show a warning."""
-
-    def tick(self) -> None:
-        """Called about ten times a second, by the thread that waits for the others."""
 
 
 class Silent:

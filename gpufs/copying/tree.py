@@ -11,17 +11,14 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, open_path, preserve
-from gpufs.copying.types import TreeOptions
+from gpufs.copying.types import TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step
 from gpufs.syscalls import path_of
-
-if TYPE_CHECKING:
-    from gpufs.copying.reports import TreeReport
 
 _INTO_ITSELF: Final = "a directory cannot be copied into itself"
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from numpy.lib import format as npy
+
 from gpufs.formats import FormatError, archives
 from gpufs.formats.layout import ARRAY_NAME, TensorPlace
 
@@ -51,8 +53,6 @@ def _read_from(read: Callable[[int, int], bytes], start: int, offset: int, count
 
 def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
     """Return the array of an npy file."""
-    from numpy.lib import format as npy
-
     prefix = read(0, min(size, _PREFIX_BYTES))
     if not prefix.startswith(MAGIC) or len(prefix) < _PREFIX_BYTES:
         raise FormatError(f"the file has {size} bytes and begins with {prefix[: len(MAGIC)]!r}, not {MAGIC!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import torch
 
@@ -27,9 +27,6 @@ from gpufs.modes import Mode
 from gpufs.torch._memory import FileMemory
 from gpufs.torch._program_report import program
 from gpufs.torch._record import TensorRecord, parse_records, span
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Device: TypeAlias = "torch.device | str | int | None"
 _PACKED: Final = {"F4": "float4_e2m1fn_x2"}  # dtypes of safetensors of which an element of torch has two
