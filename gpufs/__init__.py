@@ -8,7 +8,7 @@ first asked for, also the packages :mod:`gpufs.torch` and :mod:`gpufs.engine`. A
 import importlib
 from typing import TYPE_CHECKING
 
-from gpufs._lazy import lazy
+from gpufs._naming import lazy
 from gpufs._version import __version__
 
 if TYPE_CHECKING:

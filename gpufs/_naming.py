@@ -1,6 +1,9 @@
-"""The names under which public objects show themselves: the module that programs import them from."""
+"""The public names of packages: where they are loaded from, and the module that they name as their own."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,3 +17,24 @@ def named_in(module: str) -> Callable[[T], T]:
         return public
 
     return name
+
+
+def lazy(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a ``__getattr__`` for a package.
+
+    Parameters
+    ----------
+    package
+        The package's ``globals()``, which keep what has been loaded.
+    modules
+        The module of the package that has each name; with a dot before it, one beside the package.
+    """
+
+    def load(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(f".{modules[name]}", str(package["__name__"])), name)
+        package[name] = value
+        return value
+
+    return load

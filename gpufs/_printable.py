@@ -1,5 +1,7 @@
 """Texts for terminals and logs, where control characters would do harm."""
 
+import unicodedata
+
 _NAMED = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
 # Categories of Unicode: characters that break a line, control a terminal, or change how their neighbours are shown, as
 # U+202E does, after which text runs from right to left.
@@ -12,8 +14,6 @@ def printable(text: str) -> str:
 
 
 def _shown(character: str) -> str:
-    import unicodedata  # most texts never need it
-
     number = ord(character)
     # Half of a surrogate pair cannot be written; those from U+DC80 to U+DCFF stand for bytes of a file name.
     unpaired = 0xD800 <= number <= 0xDFFF and not 0xDC80 <= number <= 0xDCFF

@@ -3,8 +3,8 @@
 A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes, its kind under "type". Every field of
 a kind is there, and no other: both sides know the version they speak.
 
-A new message is a class here, with the bounds of its fields; a case in service/_client.py, in `_handle` and, if it is a
-Request whose answer is not Done, in `_answer_lost`; a method in client/_connection.py; and a row in docs/protocol.md.
+A new message is a class here, with the bounds of its fields, and, if it is a Request whose answer is not Done, with its
+``answer``; a case in service/_client.py, in `_handle`; a method in client/_connection.py; a row in docs/protocol.md.
 """
 
 import errno
@@ -14,7 +14,7 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias, Union
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, TypeVar, Union
 
 import msgspec
 from msgspec import Meta
@@ -41,6 +41,7 @@ HANDLE_BYTES: Final = 64
 NO_LIMIT: Final = -1  # instead of bytes
 DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
 
+AnyMessage = TypeVar("AnyMessage", bound="Message")
 _INT = struct.Struct("@i")
 
 # Types of fields, each with its bounds. A number of msgpack is at most 2^64 - 1.
@@ -68,16 +69,6 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
     """A message, whose kind is the class's tag. A default is for the sender's code: every field is sent."""
 
 
-class ClientMessage(Message):
-    """A message of a client."""
-
-
-class Request(ClientMessage):
-    """A request. The client chooses the ``id`` of a copy, a lease or a registration; later requests name it."""
-
-    id: Id
-
-
 class ServerMessage(Message):
     """A message of the daemon."""
 
@@ -88,7 +79,97 @@ class Answer(ServerMessage):
     id: Id
 
 
+class FinalAnswer(Answer):
+    """The last message about a request, except for pieces: ``error`` is 0, or ``message`` says why it has failed."""
+
+    error: Errno = 0
+    message: Text = ""
+
+
+# ---- messages of the daemon ----
+
+
+class Welcome(ServerMessage, tag="welcome"):
+    """The daemon's answer to Hello: the version that is spoken from now on, and what the client needs to know of it.
+
+    ``requests``: how many may be in progress. ``driver``: of the mount's devices.
+    """
+
+    version: Id
+    server: Text
+    requests: Count
+    driver: Text
+
+
+class Progress(Answer, tag="progress"):
+    """The progress of a copy. ``moved``: bytes anywhere in the range; ``paths``: the same by path."""
+
+    total: Count
+    moved: Count
+    paths: Counts
+
+
+class Result(FinalAnswer, tag="result"):
+    """The end of a copy, exactly one for each. ``done``: bytes from the start without a gap, also after a failure."""
+
+    device_code: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    done: Count = 0
+    paths: Counts = {}
+    refusals: Texts = []
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Attached(FinalAnswer, tag="attached"):
+    """The answer to Attach and Refresh; ``pieces`` pieces of memory follow in Pieces messages unless ``error`` is set.
+
+    ``size``: of the file in bytes. ``driver``, ``pci_address``: the device; ``device``: its number in the mount.
+    ``private``: the memory is a copy of the file's contents, for this client alone. ``placement``: where in the memory
+    of the pieces the file's first byte lies, whether or not that is what the client asked for.
+    """
+
+    driver: Text = ""
+    pci_address: Text = ""
+    device: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    size: Offset = 0
+    private: bool = False
+    placement: Placement = 0
+    pieces: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
+
+
+class Pieces(Answer, tag="pieces"):
+    """Pieces of the file's memory, in order, each with a descriptor. Offsets and sizes in bytes of that memory."""
+
+    offsets: Sizes
+    sizes: Sizes
+
+
+class Done(FinalAnswer, tag="done"):
+    """The answer to the other requests about leases, memory and limits."""
+
+
+class Goodbye(ServerMessage, tag="goodbye"):
+    """The daemon's last message on a connection that it ends, and why."""
+
+    error: Errno
+    message: Text
+
+
 # ---- messages of a client ----
+
+
+class ClientMessage(Message):
+    """A message of a client."""
+
+
+class Request(ClientMessage):
+    """A request. The client chooses the ``id`` of a copy, a lease or a registration; later requests name it.
+
+    ``answer``: the kind of message that ends it.
+    """
+
+    answer: ClassVar[type[FinalAnswer]] = Done
+
+    id: Id
 
 
 class Hello(ClientMessage, tag="hello"):
@@ -104,6 +185,8 @@ class Copy(Request, tag="copy"):
     Offsets and size in bytes; size None: up to the end of the source. ``fastpath`` None: as the mount is configured.
     ``sync`` is for the host's file, after a store. ``progress``: seconds between two progress messages, 0 for none.
     """
+
+    answer = Result
 
     direction: Direction
     host_offset: Offset = 0
@@ -126,12 +209,16 @@ class Attach(Request, tag="attach"):
     that memory the file's first byte should lie, so that its tensors are aligned; None: it does not matter.
     """
 
+    answer = Attached
+
     mode: Mode
     placement: Placement | None = None
 
 
 class Refresh(Request, tag="refresh"):
     """Ask for the memory from ``start`` on that the file of a lease has by now. Answered as Attach is."""
+
+    answer = Attached
 
     start: Offset
 
@@ -179,85 +266,10 @@ class SetQuota(Request, tag="set_quota"):
     limit: Annotated[int, Meta(ge=DEFAULT_LIMIT, le=MAX_OFFSET)]
 
 
-# ---- messages of the daemon ----
-
-
-class Welcome(ServerMessage, tag="welcome"):
-    """The daemon's answer to Hello: the version that is spoken from now on, and what the client needs to know of it.
-
-    ``requests``: how many may be in progress. ``driver``: of the mount's devices.
-    """
-
-    version: Id
-    server: Text
-    requests: Count
-    driver: Text
-
-
-class Progress(Answer, tag="progress"):
-    """The progress of a copy. ``moved``: bytes anywhere in the range; ``paths``: the same by path."""
-
-    total: Count
-    moved: Count
-    paths: Counts
-
-
-class Result(Answer, tag="result"):
-    """The end of a copy, exactly one for each. ``done``: bytes from the start without a gap, also after a failure."""
-
-    error: Errno
-    device_code: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
-    message: Text
-    done: Count
-    paths: Counts
-    refusals: Texts
-    seconds: Annotated[float, Meta(ge=0)]
-
-
-class Attached(Answer, tag="attached"):
-    """The answer to Attach and Refresh; ``pieces`` pieces of memory follow in Pieces messages unless ``error`` is set.
-
-    ``size``: of the file in bytes. ``driver``, ``pci_address``: the device; ``device``: its number in the mount.
-    ``private``: the memory is a copy of the file's contents, for this client alone. ``placement``: where in the memory
-    of the pieces the file's first byte lies, whether or not that is what the client asked for.
-    """
-
-    error: Errno = 0
-    message: Text = ""
-    driver: Text = ""
-    pci_address: Text = ""
-    device: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
-    size: Offset = 0
-    private: bool = False
-    placement: Placement = 0
-    pieces: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
-
-
-class Pieces(Answer, tag="pieces"):
-    """Pieces of the file's memory, in order, each with a descriptor. Offsets and sizes in bytes of that memory."""
-
-    offsets: Sizes
-    sizes: Sizes
-
-
-class Done(Answer, tag="done"):
-    """The answer to the other requests about leases, memory and limits: ``error`` is 0, or ``message`` says why not."""
-
-    error: Errno = 0
-    message: Text = ""
-
-
-class Goodbye(ServerMessage, tag="goodbye"):
-    """The daemon's last message on a connection that it ends, and why."""
-
-    error: Errno
-    message: Text
-
-
 # ---- packets ----
 
 
-def kinds(base: type[Message]) -> list[type[Message]]:
+def kinds(base: type[AnyMessage]) -> list[type[AnyMessage]]:
     """The kinds of messages below ``base``."""
     return [kind for below in base.__subclasses__() for kind in kinds(below) or [below]]
 

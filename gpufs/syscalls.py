@@ -41,7 +41,7 @@ def _check(result: int) -> int:
 # ---- descriptors ----
 
 
-class Identity(NamedTuple):
+class FileIdentity(NamedTuple):
     """The file of a descriptor: the device number of its file system, the inode's number, type and permission bits."""
 
     st_dev: int
@@ -55,7 +55,7 @@ def _statx(fd: int, flags: int, mask: int) -> bytes:
     return buffer.raw
 
 
-def identity(fd: int) -> Identity:
+def identity(fd: int) -> FileIdentity:
     """Return what a descriptor names, from what the kernel knows already: never waits for the file system's server.
 
     OSError EBADF when it is not open.
@@ -64,7 +64,7 @@ def identity(fd: int) -> Identity:
     (mode,) = struct.unpack_from("=H", data, 28)
     (ino,) = struct.unpack_from("=Q", data, 32)
     major, minor = struct.unpack_from("=II", data, 136)
-    return Identity(os.makedev(major, minor), ino, mode)
+    return FileIdentity(os.makedev(major, minor), ino, mode)
 
 
 def refresh(fd: int) -> int:

@@ -116,7 +116,7 @@ def write_npz(path: Path) -> None:
 
 
 OTHER_FORMATS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "zip of torch.save": ("torch.load", lambda path: torch.save({"a": torch.ones(3)}, path)),
+    "torch.save": ("torch.load", lambda path: torch.save({"a": torch.ones(3)}, path)),
     "old torch.save": ("torch.load", lambda path: torch.save({}, path, _use_new_zipfile_serialization=False)),
     "pickle": ("pickle.load", lambda path: path.write_bytes(pickle.dumps({"a": 1}))),
     "npz": ("numpy.load", write_npz),

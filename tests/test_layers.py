@@ -19,7 +19,7 @@ NATIVE_ORDER = ["base", "observe", "journal", "drivers", "device", "memory", "io
 # Packages that give names to what lies elsewhere: what they load, lazily. Modules in them have the next table.
 PUBLIC_NAMES = {
     "gpufs": {
-        "_lazy",
+        "_naming",
         "_version",
         "client",
         "config",
@@ -31,7 +31,7 @@ PUBLIC_NAMES = {
         "statistics",
         "torch",
     },
-    "gpufs.client": {"_lazy", "copying"},
+    "gpufs.client": {"_naming", "copying"},
 }
 
 COMPILED = {"gpufs.engine._native"}
@@ -39,7 +39,6 @@ COMPILED = {"gpufs.engine._native"}
 # module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
 PYTHON_MAY_USE = {
     "gpufs.__main__": {"cli"},
-    "gpufs._lazy": set(),
     "gpufs._naming": set(),
     "gpufs._printable": set(),
     "gpufs.drivers": set(),
@@ -50,13 +49,12 @@ PYTHON_MAY_USE = {
     "gpufs._version": set(),
     "gpufs.units": set(),
     "gpufs.statistics": set(),
-    "gpufs.config": {"_lazy", "drivers", "modes", "units"},
+    "gpufs.config": {"_naming", "drivers", "modes", "units"},
     "gpufs.mounting": {"exceptions", "syscalls"},
     "gpufs.engine": {"drivers"},
     "gpufs.protocol": {"modes", "syscalls"},
     "gpufs.stores": {"_version"},
     "gpufs.hosts": {"_version", "exceptions", "units"},
-    # engine: lazily, to map memory
     "gpufs.client": {
         "_naming",
         "_version",
@@ -89,7 +87,6 @@ PYTHON_MAY_USE = {
     # torch: lazily, when the program opens a file on a mount
     "gpufs.in_place": {"_naming", "modes", "mounting", "torch"},
     "gpufs.torch": {
-        "_lazy",
         "_naming",
         "gpufs",
         "client._array",
@@ -106,7 +103,7 @@ PYTHON_MAY_USE = {
         "syscalls",
         "units",
     },  # gpufs: attach; engine: pools of addresses
-    "gpufs.integrations": {"client", "torch", "formats", "mounting", "units"},
+    "gpufs.integrations": {"client", "torch", "formats", "mounting", "reports", "units"},
     "gpufs.threads": set(),
     "gpufs.fs": {"syscalls", "threads", "engine", "statistics", "_version"},
     "gpufs.service": {"syscalls", "threads", "engine", "modes", "protocol", "units", "_version"},

@@ -769,12 +769,12 @@ def test_a_peer_that_stops(session: Session, root: Path, remote: tuple[str, ...]
 
 FAKE = """
 import sys
-from gpufs.hosts.channel import Channel
+from gpufs.hosts.channel import HostChannel
 from gpufs.hosts.messages import *
 from gpufs.hosts.peer import GREETING, our_hello
-channel = Channel(0, 1, silence=30)
+channel = HostChannel(0, 1, silence=30)
 channel.write_line(GREETING)
-attributes = Attributes(0o100644, 0, 0, 0, 0)
+attributes = FileAttributes(0o100644, 0, 0, 0, 0)
 hello = our_hello()
 {before}
 channel.send(hello)
@@ -782,7 +782,7 @@ channel.receive()
 channel.receive()
 channel.send(Plan(3, 3))
 {after}
-channel.send(Done())
+channel.send(FilesDone())
 channel.receive()
 """
 
@@ -800,7 +800,7 @@ def fake(path: Path, *, before: str = "", after: str = "") -> tuple[str, ...]:
 def test_a_sender_that_names_other_files(root: Path, host: Path, tmp_path: Path, name: str) -> None:
     """It chooses names below the destination, and nothing else."""
     after = f"""
-channel.send(Enter(0, b"tree", b"tree", True, Attributes(0o40755, 0, 0, 0, 0)))
+channel.send(Enter(0, b"tree", b"tree", True, FileAttributes(0o40755, 0, 0, 0, 0)))
 channel.send(File(0, 0, {name.encode()!r}, b"p", 3, 3, True, attributes))
 channel.send_data(memoryview(b"abc"))
 channel.send(End())
@@ -812,7 +812,7 @@ channel.send(End())
 
 def test_a_link_of_the_sender_is_not_followed(root: Path, host: Path, tmp_path: Path) -> None:
     after = f"""
-directory = Attributes(0o40755, 0, 0, 0, 0)
+directory = FileAttributes(0o40755, 0, 0, 0, 0)
 channel.send(Enter(0, b"tree", b"tree", True, directory))
 channel.send(Link(0, b"x", b"x", {os.fsencode(host)!r}, attributes))
 channel.send(Enter(0, b"x", b"x", True, directory))
@@ -850,7 +850,7 @@ def test_results_that_are_missing(root: Path, tmp_path: Path) -> None:
     """A machine that stores nothing and says nothing is not a success."""
     (root / "file").write_bytes(b"x")
     after = "\n".join(
-        ["while not isinstance(channel.receive(), Done): pass", "channel.send(Finished())", "channel.receive()"]
+        ["while not isinstance(channel.receive(), FilesDone): pass", "channel.send(Finished())", "channel.receive()"]
     )
     program = FAKE.format(before="", after="").replace("channel.send(Plan(3, 3))", after)
     shell = script(
@@ -942,8 +942,8 @@ def test_a_peer_names_no_command(tmp_path: Path) -> None:
         tmp_path / "client.py",
         f"""
 import subprocess, msgspec
-from gpufs.hosts.channel import Channel
-from gpufs.hosts.messages import Done, Finished, Plan
+from gpufs.hosts.channel import HostChannel
+from gpufs.hosts.messages import FilesDone, Finished, Plan
 from gpufs.hosts.peer import our_hello
 class Request(msgspec.Struct, tag=True):
     sends: bool
@@ -955,14 +955,14 @@ class Request(msgspec.Struct, tag=True):
 for sends in (True, False):
     command = [{GPUFS[0]!r}, "serve-copy"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-    channel = Channel(child.stdout.fileno(), child.stdin.fileno(), silence=30)
+    channel = HostChannel(child.stdout.fileno(), child.stdin.fileno(), silence=30)
     channel.read_line(256)
     channel.send(our_hello())
     channel.receive()
     channel.send(Request(sends, [b"x"], {os.fsencode(tmp_path)!r}, [b"h:x"], {str(trap)!r}, {str(trap)!r}))
     if not sends:
         channel.send(Plan(0, 0))
-        channel.send(Done())
+        channel.send(FilesDone())
     while not isinstance(channel.receive(), Finished):
         pass
     channel.close()

@@ -310,6 +310,16 @@ def test_inspect_and_diff_know_the_formats(root: Path) -> None:
         assert gpufs_command("diff", root / name, root / name).stdout == ""
 
 
+def test_compressed_arrays_are_not_compared(root: Path) -> None:
+    """Their tensors are not in the files as they are: two files without tensors are not equal."""
+    for name, value in (("one.npz", 1), ("other.npz", 2)):
+        np.savez_compressed(root / name, a=np.full(10, value))
+    assert gpufs_command("diff", root / "one.npz", root / "other.npz", check=False).returncode == 2
+    found = json.loads(gpufs_command("inspect", "--json", root / "one.npz").stdout)
+    assert (found["format"], "tensors" in found) == ("npz", False)
+    assert "numpy.load" in gpufs_command("inspect", "--stats", root / "one.npz", check=False).stderr
+
+
 @pytest.mark.parametrize(("depth", "content"), [(40, b""), (20, TENSOR)], ids=["containers", "names"])
 def test_what_is_shared_ends(root: Path, depth: int, content: bytes) -> None:
     (root / "shared.pt").write_bytes(archive(a__data_pkl=shared_lists(depth, content), a__data__0=bytes(16)))

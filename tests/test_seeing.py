@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.cli import fails, gpufs
 from support.data import MIB
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
-from support.processes import PATIENCE, as_nobody, wait_until
+from support.processes import PATIENCE, as_nobody, run, wait_until
 
 import gpufs as library
 
@@ -156,3 +157,23 @@ def test_deeply_nested_directories_are_listed(mount: Mounter) -> None:
     os.close(folder)
     assert listed("-R", own.path)["file"]["size"] == 4096
     assert listed(own.path)["d"]["size"] == 4096
+
+
+def test_a_model_server_does_not_wait_for_a_mount_that_hangs(mount: Mounter, tmp_path: Path) -> None:
+    """It looks for its device on all mounts, also on those of other users."""
+    hanging = mount()
+    script = """
+import sys
+import torch
+from gpufs.integrations._sharing import NoDirectoryError, device_directory
+try:
+    device_directory(torch.device("cpu"), sys.argv[1], sys.argv[2])
+except NoDirectoryError as error:
+    print(error)
+"""
+    hanging.signal(signal.SIGSTOP)
+    try:
+        done = run(sys.executable, "-c", script, tmp_path, hanging.path, timeout=PATIENCE)
+    finally:
+        hanging.signal(signal.SIGCONT)
+    assert "no gpufs mount" in done.stdout

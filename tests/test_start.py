@@ -77,4 +77,4 @@ print(*sorted(name for name in sys.modules if name.startswith("gpufs.")))
     assert done.returncode == 0, done.stderr
     later, ours = done.stdout.splitlines()
     assert later == ""
-    assert not {"gpufs.config", "gpufs.formats.layout", "gpufs.copying"} & set(ours.split())
+    assert not {"gpufs.config", "gpufs.formats.table", "gpufs.copying"} & set(ours.split())

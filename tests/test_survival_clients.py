@@ -214,8 +214,9 @@ def test_death_while_a_client_asks_for_the_socket(mount: Path, monkeypatch: pyte
 
 def test_status_at_random_moments(mount: Path) -> None:
     """The commands that ask the mount itself report no error when its daemon dies between open and read."""
-    script = "from gpufs.cli import _answers, _mounts; import sys; entry = _mounts.mounted_at(sys.argv[1])\n"
-    script += "for _ in range(1000): _answers.control_file(entry, 'status')"
+    script = "from gpufs.cli import _mounts; from gpufs.client import _daemons; import sys\n"
+    script += "entry = _mounts.mounted_at(sys.argv[1])\n"
+    script += "for _ in range(1000): _daemons.control_file(entry, 'status')"
     asking = [subprocess.Popen([sys.executable, "-c", script, mount]) for _ in range(3)]
     for _ in range(3):
         time.sleep(0.2)

@@ -80,7 +80,7 @@ def _run(words: list[str]) -> int:
     import click
 
     if "_GPUFS_COMPLETE" in os.environ:  # set by a shell that asks for completions
-        import gpufs.cli._completion  # noqa: F401
+        _keep_commas_in_completions()
     from gpufs.cli._main import COMMANDS, program, rewrite_for_mount
     from gpufs.cli._output import complain
 
@@ -98,6 +98,14 @@ def _run(words: list[str]) -> int:
         return 2
     except click.Abort:
         raise KeyboardInterrupt from None
+
+
+def _keep_commas_in_completions() -> None:
+    """Mend click's script for fish, which cuts values and descriptions at their first comma."""
+    from click.shell_completion import FishComplete
+
+    script = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')
+    FishComplete.source_template = script
 
 
 def _open_closed_streams() -> None:

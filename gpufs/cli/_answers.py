@@ -11,14 +11,11 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from errno import EFBIG, ENOTCONN, EPROTO, ETIMEDOUT
-from typing import Any, Final
+from typing import Any
 
 from gpufs.cli._mounts import Process, wait_for_end
 from gpufs.cli._output import Failure, complain
-from gpufs.client._daemons import repeat_if_it_dies
-from gpufs.mounting import MountEntry
-
-_MOST_BYTES: Final = 4 << 20  # of one answer; ten times what a mount of many devices reports
+from gpufs.client._daemons import MOST_BYTES
 
 Show = Callable[[Any], object]
 
@@ -111,27 +108,12 @@ def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
 
 def _read(answer: int) -> Any:
     size = os.fstat(answer).st_size
-    if size > _MOST_BYTES:
+    if size > MOST_BYTES:
         return OSError(EFBIG, os.strerror(EFBIG))
     if not size:
         return OSError(EPROTO, "the process that asked has crashed")
     report = json.loads(os.pread(answer, size, 0))
     return report["value"] if "value" in report else OSError(report["errno"], report["text"])
-
-
-def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
-    """Read the JSON object in a file of a mount, in a question. OSError EFBIG if it is larger than any of gpufs."""
-
-    def read() -> bytes:
-        content = b""
-        with open(os.path.join(entry.mountpoint, ".gpufs", name), "rb", buffering=0) as file:
-            while part := file.read(_MOST_BYTES):
-                content += part
-                if len(content) > _MOST_BYTES:
-                    raise OSError(EFBIG, os.strerror(EFBIG))
-        return content
-
-    return dict(json.loads(repeat_if_it_dies(read)))
 
 
 def finish(silent: Sequence[tuple[str, object]], asked: int, *, named: bool) -> None:

@@ -418,7 +418,7 @@ class Run:
         """Print a line."""
         self._print(f"gpufs cp: {text}", sys.stderr)
 
-    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """Take what became of a file on a machine. None if it was skipped."""
         with self._lock:
             if hop == 0:  # the others are not counted
@@ -431,7 +431,7 @@ class Run:
         else:
             self._failed(str(outcome.filename), outcome.filename2, outcome)
 
-    def lost(self, hop: int, error: CopyError) -> None:
+    def host_lost(self, hop: int, error: CopyError) -> None:
         """Take the failure of a machine of a chain."""
         if not self.cancel.cancelled:
             self._failed(str(error.filename), None, error)

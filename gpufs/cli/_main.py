@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from gpufs import __version__
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
 
 # Each command, and what it does; the module of that name in gpufs/cli defines it as `command`. Those without a text are
 # not for people.
@@ -68,8 +66,6 @@ class _Commands(click.Group):
             formatter.write_dl(list(VISIBLE.items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem
-
         commands = [CompletionItem(name, help=text) for name, text in VISIBLE.items() if name.startswith(incomplete)]
         return commands + click.Command.shell_complete(self, ctx, incomplete)
 
@@ -103,13 +99,9 @@ def rewrite_for_mount(arguments: list[str]) -> list[str]:
 # Not click.Path, which calls stat(2): that never returns for a mount that hangs.
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete file names for a shell."""
-    from click.shell_completion import CompletionItem
-
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_directories(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete directory names for a shell."""
-    from click.shell_completion import CompletionItem
-
     return [CompletionItem(incomplete, type="dir")]

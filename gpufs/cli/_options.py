@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import click
+from click.shell_completion import CompletionItem
 
 from gpufs import config, mounting
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, complain
 from gpufs.config import kinds
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
 
 _ALL = "gpufs.help_all"
 Function: TypeAlias = Callable[..., Any]
@@ -30,8 +28,6 @@ def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float |
 
 def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the mountpoints of this machine, for a shell."""
-    from click.shell_completion import CompletionItem
-
     return [CompletionItem(entry.mountpoint) for entry in mounting.mounts() if entry.mountpoint.startswith(incomplete)]
 
 
@@ -41,8 +37,6 @@ def _completion(kind: kinds.Kind) -> Callable[[click.Context, click.Parameter, s
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if kind is kinds.PATH:
             return complete_files(ctx, parameter, incomplete)
-        from click.shell_completion import CompletionItem
-
         return [CompletionItem(word) for word in kind.choices if word.startswith(incomplete)]
 
     return complete

@@ -10,6 +10,7 @@ from typing import Any, Final
 from gpufs import mounting
 from gpufs.cli import _answers, _mounts
 from gpufs.cli._output import MOST_NAMES, Failure, age_text, bytes_text, table_lines, user_name
+from gpufs.client._daemons import control_file
 from gpufs.exceptions import DEAD
 
 # errno of reading the status file: state of the mount
@@ -61,7 +62,7 @@ def _basics(entry: mounting.MountEntry, state: str = "ok", error: str | None = N
 def _status_of(entry: mounting.MountEntry) -> dict[str, Any]:
     basics = _basics(entry)
     known = {name: basics[name] for name in ("mountpoint", "source", "state", "error")}
-    return {**basics, **_answers.control_file(entry, "status"), **known}
+    return {**basics, **control_file(entry, "status"), **known}
 
 
 def _unknown(entry: mounting.MountEntry, failure: OSError) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def leases_of(entries: Sequence[mounting.MountEntry], timeout: float) -> list[li
 
 def _leases_of(entry: mounting.MountEntry) -> list[dict[str, Any]]:
     now = time.time()
-    leases = _answers.control_file(entry, "leases")["leases"]
+    leases = control_file(entry, "leases")["leases"]
     return [
         {"mountpoint": entry.mountpoint, **lease, "age_seconds": max(0.0, now - lease["since"])} for lease in leases
     ]
@@ -256,7 +257,7 @@ def counters_of(entry: mounting.MountEntry) -> dict[str, Any]:
     try:
         counted = statistics.read_mount(entry.device, entry.uid, entry.mountpoint)
     except FileNotFoundError:
-        counted = _answers.control_file(entry, "stats")
+        counted = control_file(entry, "stats")
         if counted.get("format") != statistics.VERSION:
             raise ValueError("it has another format: another version of gpufs serves the mount") from None
         counted.pop("error", None)

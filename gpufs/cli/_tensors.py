@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import stat
@@ -22,21 +23,10 @@ from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
-from gpufs.formats.layout import (
-    PREFIX_BYTES,
-    TYPE_ATTRIBUTE,
-    Format,
-    GivenType,
-    Layout,
-    TensorPlace,
-    parse_shape,
-    read_layout,
-    recognize,
-)
+from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType, Layout, TensorPlace, parse_shape
+from gpufs.formats.table import PREFIX_BYTES, Format, read_layout, recognize
 from gpufs.syscalls import path_of
 
-# Formats whose tensors are read; see gpufs.formats.layout.
-READ_FORMATS: Final = ("safetensors", "npy", "npz", "GGUF", "torch.save", "raw")
 _THREADS: Final = 4
 
 Result = TypeVar("Result")
@@ -127,8 +117,6 @@ class Contents:
 
     def sha256(self) -> str:
         """Return the SHA-256 of the file, in hexadecimal."""
-        import hashlib
-
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -147,11 +135,13 @@ class TensorFiles:
     Attributes
     ----------
     format
-        One of READ_FORMATS, such as "safetensors" or "raw"; another format's name, or None if the format is unknown.
+        The format's name, such as "safetensors" or "raw"; None if it is unknown.
+    has_tensors
+        Whether the tensors, if there are any, are known. Not if gpufs does not read the format, or they are compressed.
     kind
-        The format, if it is one that gpufs does not read tensors from.
+        The format of a file whose tensors are not known.
     tensors
-        In the order of the files and of their offsets. Empty if the format has none.
+        In the order of the files and of their offsets.
     registered
         Whether the program that registered the file gave the type.
     """
@@ -164,6 +154,7 @@ class TensorFiles:
         self.metadata: dict[str, str] | None = None
         self.tensors: list[Tensor] = []
         self.registered = False
+        self.has_tensors = False
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
         checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))
         self._opened = ExitStack()
@@ -189,7 +180,7 @@ class TensorFiles:
         except FormatError as error:
             raise FormatError(str(error) if file.path == self.path else f"{file.path}: {error}") from None
         if layout is not None:
-            self.format = layout.format
+            self.format, self.has_tensors = layout.format, True
             self.metadata = self.metadata or layout.metadata
             self.tensors += [
                 Tensor(file, place) for place in layout.tensors if places is None or places.get(place.name) == file.path

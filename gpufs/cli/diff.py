@@ -12,7 +12,6 @@ import click
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, json_text, table
 from gpufs.cli._tensors import (
-    READ_FORMATS,
     Part,
     Tensor,
     TensorFiles,
@@ -49,7 +48,8 @@ def command(first: str, second: str, dtype: str | None, shape: str | None, as_js
             pair.append(opened.enter_context(_opened(name, given)))
         ours, theirs = pair
         array = {ours.format, theirs.format} <= {"npy", "raw"}
-        if ours.format not in READ_FORMATS or not (array or ours.format == theirs.format):
+        known = ours.has_tensors and theirs.has_tensors
+        if not known or not (array or ours.format == theirs.format):
             text = "neither both safetensors nor both arrays: cmp compares their bytes, --dtype gives a type"
             raise Failure(f"{first} and {second} are {text}", 2)
         tensors = _compare_tensors(ours, theirs)

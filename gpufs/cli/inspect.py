@@ -9,7 +9,6 @@ import click
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, complain, json_text, printable, table
 from gpufs.cli._tensors import (
-    READ_FORMATS,
     Part,
     TensorFiles,
     finite,
@@ -63,7 +62,7 @@ def command(
                         _print(files, summaries)
                     for file, digest in zip(files.files, digests, strict=False):
                         _print_digest(file.path, digest)
-                if stats and files.format not in READ_FORMATS:
+                if stats and not files.has_tensors:
                     raise Failure(f"{name}: {_without_stats(files)}")
         except Failure as failure:
             complain(str(failure))
@@ -124,7 +123,7 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
         report["first_bytes"] = first.read(0, min(_FIRST_BYTES, first.size)).hex()
     if digests:
         report["sha256"] = digests if several else digests[0]
-    if files.format in READ_FORMATS:
+    if files.has_tensors:
         report["metadata"] = files.metadata
         report["registered"] = files.registered
         report["tensors"] = [
@@ -155,7 +154,7 @@ def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
     places = files.places()
     held = f"{bytes_text(used)} held on {places}" if places else "unknown place"
     print(printable(f"{files.path}: {_described(files)}, {bytes_text(size)}, {held}"))
-    if files.format not in READ_FORMATS:
+    if not files.has_tensors:
         file = files.files[0]
         for offset in range(0, min(_FIRST_BYTES, file.size), _LINE_BYTES):
             print(_dump_line(offset, bytes(file.read(offset, min(_LINE_BYTES, file.size - offset)))))
@@ -181,7 +180,7 @@ def _described(files: TensorFiles) -> str:
     if files.format == "raw":
         (tensor,) = files.tensors
         return f"{'registered' if files.registered else 'raw'} {tensor.place.dtype} {shape_text(tensor.place)}"
-    if files.format not in READ_FORMATS:
+    if not files.has_tensors:
         return "data" if files.kind is None else f"{files.kind.name} ({files.kind.remedy})"
     shards = f", files: {len(files.files)}" if len(files.files) > 1 else ""
     return f"{files.format}{shards}, tensors: {len(files.tensors)}"

@@ -7,6 +7,7 @@ from gpufs.cli import _answers, _mounts, _queries
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import complete_mounts, timeout_option
 from gpufs.cli._output import Failure, json_text, table
+from gpufs.client._daemons import revoke
 
 
 @click.command(name="leases")
@@ -51,8 +52,6 @@ def command(mountpoints: tuple[str, ...], as_json: bool, revoke: tuple[str, ...]
 
 
 def _revoke(path: str) -> None:
-    from gpufs.client._daemons import revoke
-
     try:
         revoke(path)
     except OSError as error:

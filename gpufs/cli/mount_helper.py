@@ -16,6 +16,7 @@ from gpufs.cli import _answers, _mounts
 from gpufs.cli._options import settings
 from gpufs.cli._output import Failure
 from gpufs.cli.mount import Options, mount, origin, parse
+from gpufs.client._daemons import control_file
 
 # Exit codes of mount(8), which returns ours.
 _WRONG_USE: Final = 1
@@ -77,4 +78,4 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
 
 def _knobs(entry: mounting.MountEntry) -> dict[str, Any]:
     """Return the knobs of a mount that runs."""
-    return dict(_answers.control_file(entry, "status")["knobs"])
+    return dict(control_file(entry, "status")["knobs"])

@@ -10,7 +10,9 @@ from gpufs.cli import _answers, _mounts, _queries
 from gpufs.cli._main import complete_directories
 from gpufs.cli._options import complete_mounts, timeout_option
 from gpufs.cli._output import Failure, json_text
+from gpufs.client._daemons import set_quota
 from gpufs.config import kinds
+from gpufs.protocol import DEFAULT_LIMIT, MAX_OFFSET, NO_LIMIT
 
 _user_option = click.option("-u", "--user", metavar="NAME|UID", help="Limit this user's files instead of a directory.")
 
@@ -34,8 +36,6 @@ def set_command(directory: str, size: str, user: str | None) -> None:
     With --user: let the user's files hold SIZE. DIR is a device (MOUNT/gpu0) or the mountpoint, for each device; SIZE
     may be none. Only for root and the user who mounted.
     """
-    from gpufs.protocol import MAX_OFFSET, NO_LIMIT
-
     if size == "none" and user is not None:
         limit = NO_LIMIT
     else:
@@ -56,8 +56,6 @@ def remove_command(directory: str, user: str | None) -> None:
 
     The limit of the knob user_memory then applies to the user again.
     """
-    from gpufs.protocol import DEFAULT_LIMIT
-
     _change(directory, user, DEFAULT_LIMIT)
 
 
@@ -84,8 +82,6 @@ def list_command(mountpoints: tuple[str, ...], as_json: bool, timeout: float) ->
 
 
 def _change(directory: str, user: str | None, limit: int) -> None:
-    from gpufs.client._daemons import set_quota
-
     uid = None if user is None else _uid(user)
     try:
         set_quota(directory, uid, limit)

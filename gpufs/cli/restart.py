@@ -96,7 +96,7 @@ def _check(path: str, status: dict[str, object]) -> None:
     if "survives" not in status:
         raise _WouldNotSurvive(f"{path}: version {status.get('version')} serves it, whose mounts end with their daemon")
     if not status["survives"]:
-        raise _WouldNotSurvive(f"{path}: not restarted, it would not survive: {status['survives_not_because']}")
+        raise _WouldNotSurvive(f"{path}: not restarted, it would not survive: {status.get('survival_obstacle', '-')}")
     if status["journal_format"] != journal_format():
         raise Failure(
             f"{path}: its journal has format {status['journal_format']}, the installed version continues format "

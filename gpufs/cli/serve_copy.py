@@ -5,15 +5,15 @@ import signal
 
 import click
 
+from gpufs.copying.host_copy import serve
+from gpufs.hosts.peer import decoded
+
 
 @click.command(name="serve-copy", hidden=True)
 @click.option("--shell", default="", metavar="COMMAND", help="What reaches the next machine, percent-encoded; ssh.")
 @click.option("--program", default="", metavar="COMMAND", help="gpufs on that machine, percent-encoded; gpufs.")
 def command(shell: str, program: str) -> int:
     """Copy files for `gpufs cp` on another machine, over standard input and output, with your rights."""
-    from gpufs.copying.host_copy import serve
-    from gpufs.hosts.peer import decoded
-
     # Ctrl-C ends the other side, and the end of the connection ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     outgoing = os.dup(1)

@@ -95,7 +95,7 @@ def _details(status: dict[str, Any]) -> list[str]:
     if "started" in status:
         facts.append(("started", clock_text(status["started"])))
     if "survives" in status:
-        facts.append(("survives", "yes" if status["survives"] else f"no: {status['survives_not_because']}"))
+        facts.append(("survives", "yes" if status["survives"] else f"no: {status.get('survival_obstacle', '-')}"))
     width = max(len(key) for key, _ in facts)
     lines = [f"{key:<{width}}  {printable(value)}" for key, value in facts]
     if status["devices"]:

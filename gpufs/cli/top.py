@@ -20,6 +20,7 @@ from gpufs.cli import _answers, _mounts, _queries
 from gpufs.cli._options import check_seconds, complete_mounts, timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, printable, rate_text, table_lines
 from gpufs.cli._queries import mode_text, path_text, program_text
+from gpufs.client._daemons import control_file
 
 _KEY_MILLISECONDS: Final = 200  # getch() does not end when a signal comes: Python's handlers run after it
 # A whole copy, whose pieces other backends count.
@@ -139,7 +140,7 @@ def _readings(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeo
 
 def _activity_of(entry: mounting.MountEntry) -> dict[str, Any]:
     try:
-        activity = _answers.control_file(entry, "activity")
+        activity = control_file(entry, "activity")
     except FileNotFoundError:
         raise OSError(ENOENT, "has no .gpufs/activity: another version of gpufs serves it") from None
     return {"activity": activity, "devices": _queries.counters_of(entry)["devices"]}

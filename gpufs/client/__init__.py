@@ -8,7 +8,7 @@ cp` does not load them. Importing this starts nothing and loads no driver.
 
 from typing import TYPE_CHECKING
 
-from gpufs._lazy import lazy
+from gpufs._naming import lazy
 
 if TYPE_CHECKING:
     from gpufs.client._cancellation import Cancellation

@@ -6,15 +6,13 @@ import ctypes
 import math
 import operator
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
+from typing import Any, Final, Protocol, Self, TypeAlias
 
 from gpufs._naming import named_in
 from gpufs.drivers import DRIVERS, HOST
+from gpufs.engine import Mapping, dlpack_capsule
 from gpufs.formats.element_types import UINT8, ElementType, element_type
 from gpufs.modes import Mode
-
-if TYPE_CHECKING:
-    from gpufs.engine import Mapping
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
 
@@ -421,8 +419,6 @@ class DeviceArray:
         consumers from before DLPack 1.0 cannot mark memory as read-only; writing to such memory ends the program.
         """
         attached = self._open()
-        from gpufs.engine import dlpack_capsule
-
         return dlpack_capsule(
             attached,
             attached.driver,

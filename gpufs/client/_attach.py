@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from gpufs import mounting, protocol
 from gpufs._naming import named_in
@@ -16,13 +16,11 @@ from gpufs.client import _daemons
 from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection, Memory
 from gpufs.drivers import HOST
+from gpufs.engine import Mapping, SharedPiece
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import close_all, path_of
-
-if TYPE_CHECKING:
-    from gpufs.engine import Mapping, SharedPiece
 
 GRANULE: Final = 2 << 20  # files below this size share memory with others
 # Addresses that are reserved so that a file can grow while it is attached.
@@ -229,8 +227,6 @@ def _map(
     reserve: int | None,
 ) -> Attachment:
     """Map what the daemon has answered. A failure ends the lease."""
-    from gpufs.engine import Mapping
-
     try:
         try:
             if reserve is not None and reserve < answer.size:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from gpufs import mounting
 from gpufs._naming import named_in
@@ -18,12 +18,10 @@ from gpufs.client import _daemons
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach
 from gpufs.drivers import HOST
+from gpufs.engine import Buffer, Engine, Lease, Mapping
 from gpufs.exceptions import failure_of_mount
 from gpufs.modes import READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
-
-if TYPE_CHECKING:
-    from gpufs.engine import Engine, Mapping
 
 _ALIGNMENT: Final = 256  # of each file in the copy, as allocations of the vendors have it
 _GATHERED_BYTES: Final = 64 << 20  # in one piece of memory, about
@@ -188,11 +186,9 @@ class _Devices:
         return self._found[place]
 
     def _open(self, place: _Place) -> tuple[Engine, int]:
-        from gpufs.engine import Engine
-
         mount, directory = place
         if mount not in self._reports:
-            self._reports[mount] = _daemons.status_of(self._mounts[mount])
+            self._reports[mount] = _daemons.control_file(_whole(self._mounts[mount]), "status")
         report = self._reports[mount]
         wanted = next((device for device in report["devices"] if device["name"] == directory), None)
         if wanted is None:
@@ -206,6 +202,14 @@ class _Devices:
             if visible.info.pci_address == wanted["pci_address"]:
                 return engine, index
         raise OSError(errno.ENODEV, f"this process does not see the GPU of {directory}")
+
+
+def _whole(mounts: list[mounting.MountEntry]) -> mounting.MountEntry:
+    """The place that shows a mount's root. OSError ENOENT if none does."""
+    whole = next((entry for entry in mounts if entry.root == "/"), None)
+    if whole is None:
+        raise OSError(errno.ENOENT, "the root of the mount is not visible here")
+    return whole
 
 
 def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[DeviceArray | None]) -> None:
@@ -227,8 +231,6 @@ def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[Dev
 
 def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mapping:
     """Map fresh memory of a device with these contents."""
-    from gpufs.engine import Buffer, Lease, Mapping
-
     reserve = -(-len(contents) // GRANULE) * GRANULE
     address = engine.devices[index].info.pci_address
     with Buffer(engine, index) as buffer:

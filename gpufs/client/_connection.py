@@ -98,7 +98,7 @@ class Connection:
         """Connect to the daemon whose socket is at ``path``; see gpufs.client._daemons.connect()."""
         self.driver = ""  # of the mount
         self.last: protocol.Result | None = None  # of the copy that was asked for last
-        self.lost = False  # whether it has ended, for any reason
+        self.is_lost = False  # whether it has ended, for any reason
         self._numbers = itertools.count(_GREETING + 1)  # of requests
         self._lock = threading.Lock()  # held from a request to the end of its answer; guards _pending and _silent
         self._pending: dict[int, _Pending] = {}  # by the request's number
@@ -135,12 +135,12 @@ class Connection:
         self._slots = max(greeting.message.requests // 2, 1)
 
     def _lose(self) -> None:
-        self.lost = True
+        self.is_lost = True
 
     @property
-    def ended(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the daemon has closed the connection, or this side has."""
-        if self.lost or self._sock.fileno() < 0:
+        if self.is_lost or self._sock.fileno() < 0:
             return True
         poll = select.poll()
         poll.register(self._sock, 0)
@@ -154,7 +154,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; the daemon cancels and releases what is on it."""
-        self.lost = True
+        self.is_lost = True
         self._sock.close()
 
     def forget(self) -> None:
@@ -201,14 +201,14 @@ class Connection:
             pending = None
             seconds = _CANCEL_SECONDS  # that the end of the copy may take after an exception
             try:
-                pending = self._start(request, protocol.Result, (host_fd, mount_fd), progress)
+                pending = self._start(request, (host_fd, mount_fd), progress)
                 if not self._wait(pending, cancel=cancel):
                     self._send(protocol.Cancel(request.id))
                     seconds = 0.0
                     self._wait(pending, seconds=_CANCEL_SECONDS)
             except BaseException:
                 try:
-                    if pending is not None and not self.lost:
+                    if pending is not None and not self.is_lost:
                         pending.progress = None
                         with suppress(OSError):
                             self._send(protocol.Cancel(request.id))
@@ -263,7 +263,7 @@ class Connection:
             try:
                 done = self._ask(request, [file] if share.fd < 0 else [file, share.fd])
             except BaseException:  # the daemon may have registered it
-                if not self.lost:
+                if not self.is_lost:
                     self._send(protocol.Unregister(request.id))
                 raise
         _check(done)
@@ -287,7 +287,7 @@ class Connection:
         _check(done)
 
     def _ask(self, request: protocol.Request, descriptors: Sequence[int]) -> protocol.Done:
-        pending = self._start(request, protocol.Done, descriptors)
+        pending = self._start(request, descriptors)
         self._wait(pending)
         assert isinstance(pending.message, protocol.Done)
         return pending.message
@@ -295,7 +295,7 @@ class Connection:
     def _ask_for_memory(self, request: protocol.Attach | protocol.Refresh, descriptors: Sequence[int] = ()) -> Memory:
         while request.id in self._pending:  # a refresh that was interrupted
             self._receive()
-        pending = self._start(request, protocol.Attached, descriptors)
+        pending = self._start(request, descriptors)
         try:
             self._wait(pending)
             if pending.failure is not None:
@@ -325,7 +325,7 @@ class Connection:
         Waits for the daemon. A daemon that does not answer in time is not waited for again until it sends something,
         and a thread ends the leases for which it has no slot.
         """
-        while self._detached and not self.lost and self._lock.acquire(blocking=False):
+        while self._detached and not self.is_lost and self._lock.acquire(blocking=False):
             failed = False
             try:
                 self._send_detaches()
@@ -333,7 +333,7 @@ class Connection:
                 failed = True
             finally:
                 self._lock.release()
-            if failed and self._detached and not self.lost:
+            if failed and self._detached and not self.is_lost:
                 self._retry()
                 return
 
@@ -342,7 +342,7 @@ class Connection:
         sent: list[_Pending] = []
         while self._detached or not all(pending.complete for pending in sent):
             while self._detached and len(self._pending) < self._slots:
-                sent.append(self._start(protocol.Detach(self._detached[0]), protocol.Done))
+                sent.append(self._start(protocol.Detach(self._detached[0])))
                 self._detached.popleft()
             self._receive(deadline)
 
@@ -355,7 +355,7 @@ class Connection:
                 self._retrying = False  # no thread can be started: the next request ends the leases
 
     def _end_later(self) -> None:
-        while self._detached and not self.lost:
+        while self._detached and not self.is_lost:
             time.sleep(_RETRY_SECONDS)
             self._end_leases()
         self._retrying = False
@@ -366,14 +366,13 @@ class Connection:
     def _start(
         self,
         request: protocol.Request,
-        kind: type[protocol.Answer],
         descriptors: Sequence[int] = (),
         progress: Callable[[protocol.Progress], None] | None = None,
     ) -> _Pending:
-        """Send a request, whose last answer is a message of ``kind``. _wait() waits for it."""
+        """Send a request. _wait() waits for its answer."""
         while len(self._pending) >= self._slots:  # those that were abandoned
             self._receive()
-        pending = self._pending[request.id] = _Pending(kind, progress)
+        pending = self._pending[request.id] = _Pending(request.answer, progress)
         try:
             self._send(request, descriptors)
         except BaseException:

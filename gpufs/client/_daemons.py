@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from gpufs.client._connection import Connection  # which the copy of a small file does not need
 
 _SOCKET_FILE: Final = ".gpufs/socket"
-_STATUS_FILE: Final = ".gpufs/status"
-_NO_ROOT: Final = "the root of the mount is not visible here"
 _PATH_MAX: Final = 4096
+MOST_BYTES: Final = 4 << 20  # of a control file; ten times what a mount of many devices reports
 _SILENT_SECONDS: Final = 60.0
 # What a connection fails with while a daemon takes over: that one answers the question for its socket's path, and may
 # then need a moment until it listens there.
@@ -72,7 +71,7 @@ def _find_socket(st_dev: int, mounts: list[MountEntry]) -> str:
             path = repeat_if_it_dies(functools.partial(_socket_path, entry, st_dev))
             if path is not None:
                 return path
-    raise OSError(errno.ENOENT, _NO_ROOT)
+    raise OSError(errno.ENOENT, "the root of the mount is not visible here")
 
 
 def _socket_path(entry: MountEntry, st_dev: int) -> str | None:
@@ -86,20 +85,24 @@ def _socket_path(entry: MountEntry, st_dev: int) -> str | None:
         os.close(fd)
 
 
-def status_of(mounts: list[MountEntry]) -> dict[str, Any]:
-    """What a mount reports about itself. OSError ENOENT if its root is not visible at any of these places."""
-    import json  # copies read no status
+def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
+    """Read the JSON object in a control file of a mount. OSError EFBIG if it is larger than any of gpufs.
 
-    whole = next((entry for entry in mounts if entry.root == "/"), None)
-    if whole is None:
-        raise OSError(errno.ENOENT, _NO_ROOT)
+    This may never return. It is for processes that are there to ask (gpufs.cli._answers, or gpufs.status() for
+    programs), and for the mount of a file that has just been read.
+    """
+    import json  # copies read none
 
-    def read() -> str:
-        with open(os.path.join(whole.mountpoint, _STATUS_FILE), encoding="utf-8") as file:
-            return file.read()
+    def read() -> bytes:
+        content = b""
+        with open(os.path.join(entry.mountpoint, ".gpufs", name), "rb", buffering=0) as file:
+            while part := file.read(MOST_BYTES):
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return content
 
-    report: dict[str, Any] = json.loads(repeat_if_it_dies(read))
-    return report
+    return dict(json.loads(repeat_if_it_dies(read)))
 
 
 # ---- requests that need one connection for a moment ----
@@ -169,7 +172,7 @@ def shared_connection(st_dev: int, mounts: list[MountEntry]) -> Connection:
     """
     with _shared_locks.setdefault(st_dev, threading.Lock()):
         connection = _shared.get(st_dev)
-        if connection is None or connection.ended:
+        if connection is None or connection.is_closed:
             connection = _shared[st_dev] = connect(st_dev, mounts, trusting=True)
         return connection
 
@@ -222,7 +225,7 @@ class IdleConnections:
                 connection = idle.pop()
             except IndexError:  # another thread was faster
                 break
-            if not connection.ended:
+            if not connection.is_closed:
                 return connection
             connection.close()
         if time.monotonic() < self._silent_until.get(st_dev, 0.0) and not self._required:

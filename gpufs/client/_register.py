@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from gpufs import mounting
 from gpufs._naming import named_in
@@ -15,11 +15,9 @@ from gpufs.client._connection import Connection
 from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import MemoryShare, share_host_memory
 from gpufs.drivers import HOST
+from gpufs.engine._arrays import ArrayMemory, array_memory
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
-
-if TYPE_CHECKING:
-    from gpufs.engine._arrays import ArrayMemory
 
 # Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
 _registrations: set[Registration] = set()
@@ -164,8 +162,6 @@ def register(array: Any, path: str | os.PathLike[str], *, size: int | None = Non
 
 def _memory_of(array: Any, size: int | None) -> ArrayMemory:
     """The memory of an array, or of an address and a size in bytes. TypeError, ValueError."""
-    from gpufs.engine._arrays import ArrayMemory, array_memory
-
     if isinstance(array, int):
         if size is None:
             raise TypeError("an address needs a size in bytes")

@@ -45,7 +45,7 @@ class MemoryShare:
 
 
 @dataclass(frozen=True)
-class _Mapping:
+class _MappedRange:
     start: int
     end: int
     shared: bool
@@ -83,7 +83,7 @@ def share_host_memory(address: int, size: int, *, writable: bool) -> MemoryShare
     return MemoryShare("file", fd, first.offset + address - first.start, writable)
 
 
-def _mappings() -> list[_Mapping]:
+def _mappings() -> list[_MappedRange]:
     mappings = []
     with open("/proc/self/maps", errors="surrogateescape") as lines:
         for line in lines:
@@ -93,12 +93,12 @@ def _mappings() -> list[_Mapping]:
             start, end, mode, offset, major, minor, ino, path = match.groups()
             file = (os.makedev(int(major, 16), int(minor, 16)), int(ino))
             mappings.append(
-                _Mapping(int(start, 16), int(end, 16), mode[3] == "s", "w" in mode, int(offset, 16), file, path)
+                _MappedRange(int(start, 16), int(end, 16), mode[3] == "s", "w" in mode, int(offset, 16), file, path)
             )
     return mappings
 
 
-def _open(mapping: _Mapping, *, writable: bool) -> int | None:
+def _open(mapping: _MappedRange, *, writable: bool) -> int | None:
     """A new descriptor of the mapping's file, None if it cannot be opened."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -121,7 +121,7 @@ def _open(mapping: _Mapping, *, writable: bool) -> int | None:
     return None
 
 
-def _fits(fd: int, mapping: _Mapping, *, writable: bool) -> bool:
+def _fits(fd: int, mapping: _MappedRange, *, writable: bool) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     access = flags & os.O_ACCMODE
     if flags & os.O_PATH or not (access == os.O_RDWR or (access == os.O_RDONLY and not writable)):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpufs._lazy import lazy
+from gpufs._naming import lazy
 from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@
 4. the default.
 """
 
+import difflib
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
@@ -51,8 +53,6 @@ def user_file(environ: Mapping[str, str]) -> Path | None:
 
 def _read_file(path: Path, required: bool) -> dict[str, Any]:
     """Return the values by knob in a TOML file, unchecked; empty if a file that is not required does not exist."""
-    import tomllib  # most starts have no file to read
-
     try:
         # A file that the user names may be a pipe. Otherwise a pipe would block every command.
         if not required and path.exists() and not path.is_file():
@@ -123,8 +123,6 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return the end of a message about a wrong word: which of the known ones is meant, if one is close."""
-    import difflib  # for messages alone
-
     near = difflib.get_close_matches(word, known, 1)
     return f", is it {near[0]}?" if near else ""
 

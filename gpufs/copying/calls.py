@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
@@ -187,8 +189,6 @@ def copy_files(
     --------
     >>> gpufs.copy_files(Path("Qwen3-8B").iterdir(), "/mnt/gpufs/gpu0/Qwen3-8B")  # doctest: +SKIP
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     target = os.fspath(directory)
     if not os.path.isdir(target):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), target)
@@ -244,8 +244,6 @@ def _warning_here() -> Callable[[str], None]:
     file, line, names = frame.f_code.co_filename, frame.f_lineno, frame.f_globals
 
     def warn(text: str) -> None:
-        import warnings
-
         registry = names.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, RuntimeWarning, file, line, names.get("__name__"), registry)
 

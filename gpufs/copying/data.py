@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from gpufs.client._cancellation import Cancellation
+from gpufs.client._daemons import IdleConnections
 from gpufs.copying import entries
 from gpufs.copying.types import CopyOptions, CopyProgress
+from gpufs.mounting import MountEntry
 from gpufs.syscalls import path_of
 
 if TYPE_CHECKING:
-    from gpufs.client._daemons import IdleConnections
-    from gpufs.mounting import MountEntry
     from gpufs.protocol import Progress
 
 _STREAM_BYTES: Final = 4 << 20

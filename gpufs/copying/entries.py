@@ -279,7 +279,7 @@ def settle_on_mount(fd: int) -> None:
     syscalls.refresh(fd)
 
 
-class Attributes(Protocol):
+class SourceAttributes(Protocol):
     """The attributes of a file that a copy can keep; os.stat_result has them."""
 
     @property
@@ -294,7 +294,7 @@ class Attributes(Protocol):
     def st_mtime_ns(self) -> int: ...
 
 
-def preserve(target: int | str, source: Attributes) -> None:
+def preserve(target: int | str, source: SourceAttributes) -> None:
     """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
     mode = stat.S_IMODE(source.st_mode)
     try:

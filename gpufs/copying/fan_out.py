@@ -8,6 +8,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -107,8 +108,6 @@ class FanOut:
         """Make copies; returns those that are complete, and None for each failure."""
         if len(batch) == 1:  # on this thread, which an interrupt ends
             return [self._copy(batch[0])]
-        from concurrent.futures import ThreadPoolExecutor
-
         with ThreadPoolExecutor(len(batch)) as pool:
             try:
                 return list(pool.map(self._copy, batch))

@@ -32,18 +32,18 @@ from gpufs.copying.types import (
 )
 from gpufs.exceptions import text_of
 from gpufs.hosts import names
-from gpufs.hosts.channel import Channel, ChannelError, ProtocolError, exchange
+from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError, exchange
 from gpufs.hosts.messages import (
     Failed,
+    FileResult,
     Finished,
-    Hello,
+    HostHello,
+    HostRequest,
     Lost,
     Moved,
     Notice,
     Plan,
     Refused,
-    Request,
-    Result,
     plain,
 )
 from gpufs.hosts.names import HostName
@@ -59,7 +59,7 @@ def download(
     peer: Peer,
     paths: Sequence[str],
     destination: str,
-    request: Request,
+    request: HostRequest,
     sink: Sink,
     cancel: Cancellation,
 ) -> None:
@@ -77,7 +77,7 @@ def upload(
     peer: Peer,
     sources: Sequence[str],
     targets: Sequence[HostName],
-    request: Request,
+    request: HostRequest,
     sink: Sink,
 ) -> None:
     """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
@@ -87,27 +87,29 @@ def upload(
     request.forward = [os.fsencode(str(target)) for target in targets[1:]]
     peer.request(request)
 
-    def take(sent: Sent, result: Result) -> None:
+    def take(sent: Sent, result: FileResult) -> None:
         destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
         outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
         if result.error != errno.ECANCELED:  # its directory is reported
-            sink.ended(sent.path, outcome, result.hop)
+            sink.file_ended(sent.path, outcome, result.hop)
 
     def fail(failed: Failed) -> None:
         shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
-        sink.ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
+        sink.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
 
     def fail_here(path: str, error: OSError) -> None:
-        sink.ended(path, CopyError(error.errno or errno.EIO, text_of(error), path))
+        sink.file_ended(path, CopyError(error.errno or errno.EIO, text_of(error), path))
 
     def lose(lost: Lost) -> None:
-        sink.lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
+        sink.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
 
     noted = Noted(sink, peer.host)
     _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
 
 
-def ask_for_upload(peer: Peer, paths: Sequence[str], targets: Sequence[HostName], request: Request, sink: Sink) -> None:
+def ask_for_upload(
+    peer: Peer, paths: Sequence[str], targets: Sequence[HostName], request: HostRequest, sink: Sink
+) -> None:
     """Let another machine copy its files to a chain of machines. OSError for what ends all copies."""
     request.sends = True
     request.sources = [os.fsencode(path) for path in paths]
@@ -122,12 +124,12 @@ def ask_for_upload(peer: Peer, paths: Sequence[str], targets: Sequence[HostName]
                 shown.moved(os.fsdecode(message.source), message.size)
             case Notice():
                 shown.noticed(message.text)
-            case Result() if message.hop < len(targets):
+            case FileResult() if message.hop < len(targets):
                 show(message, shown)
             case Lost() if message.hop < len(targets):
-                sink.lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
+                sink.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
             case _:
-                raise ProtocolError("no result")
+                raise HostProtocolError("no result")
 
 
 def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -> bool:
@@ -136,18 +138,18 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
     ``shell`` and ``program`` reach the machines that files are passed on to. The command line of this process names
     them, not the peer: a key that is restricted to this command allows no other one.
     """
-    channel = Channel(incoming, outgoing, silence=_SILENCE_SECONDS)
+    channel = HostChannel(incoming, outgoing, silence=_SILENCE_SECONDS)
     try:
         channel.write_line(GREETING)
         channel.send(our_hello())
         hello = channel.receive()
-        if not isinstance(hello, Hello):
-            raise ProtocolError("no hello")
+        if not isinstance(hello, HostHello):
+            raise HostProtocolError("no hello")
         hello.check("")
         channel.start_alive()
         request = channel.receive()
-        if not isinstance(request, Request):
-            raise ProtocolError("no request")
+        if not isinstance(request, HostRequest):
+            raise HostProtocolError("no request")
         with closing(CopyContext(CopyOptions(), None)) as context:
             _answer(context, channel, request, hello.nixl, shell, program)
         return True
@@ -163,7 +165,9 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
         channel.close()
 
 
-def _answer(context: CopyContext, channel: Channel, request: Request, has_nixl: bool, shell: str, program: str) -> None:
+def _answer(
+    context: CopyContext, channel: HostChannel, request: HostRequest, has_nixl: bool, shell: str, program: str
+) -> None:
     def fail(path: str, error: OSError) -> None:
         channel.send(Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
 
@@ -194,7 +198,7 @@ def _answer(context: CopyContext, channel: Channel, request: Request, has_nixl: 
 
 
 def _upload_as_asked(
-    context: CopyContext, channel: Channel, sources: Sequence[str], request: Request, shell: str, program: str
+    context: CopyContext, channel: HostChannel, sources: Sequence[str], request: HostRequest, shell: str, program: str
 ) -> None:
     """Copy files of this machine to a chain of others, for the machine that asks."""
     cancel, reports = Cancellation(), Reports(channel)
@@ -218,7 +222,7 @@ def _upload_as_asked(
         ) as peer:
             upload(context, peer, sources, targets, request, reports)
     except OSError as error:
-        reports.lost(0, CopyError(error.errno or errno.EIO, text_of(error), str(error.filename)))
+        reports.host_lost(0, CopyError(error.errno or errno.EIO, text_of(error), str(error.filename)))
     channel.send(Finished())
 
 
@@ -228,7 +232,7 @@ def _expanded(path: str) -> str:
 
 
 @contextmanager
-def _bases(paths: Sequence[str], destination: str, request: Request) -> Iterator[list[Entry]]:
+def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iterator[list[Entry]]:
     """Find the destinations of sources, with their directories open."""
     with ExitStack() as opened:
         stripped = destination.rstrip("/") or "/"
@@ -246,11 +250,11 @@ def _bases(paths: Sequence[str], destination: str, request: Request) -> Iterator
 
 def _send(
     context: CopyContext,
-    channel: Channel,
+    channel: HostChannel,
     sources: Sequence[str],
-    request: Request,
+    request: HostRequest,
     sink: Sink,
-    take: Callable[[Sent, Result], None],
+    take: Callable[[Sent, FileResult], None],
     fail: Callable[[Failed], None],
     fail_here: Callable[[str, OSError], None],
     lose: Callable[[Lost], None],
@@ -318,14 +322,14 @@ class Route:
     @contextmanager
     def connected(
         self, cancel: Cancellation, notice: Callable[[str], None] | None
-    ) -> Iterator[Callable[[CopyContext, Request, Sink], None]]:
+    ) -> Iterator[Callable[[CopyContext, HostRequest, Sink], None]]:
         """Connect, which may ask for a password, and return what copies, with the options of the request."""
         hosts = [target.host for target in self._to]
         if self._from:
             hosts.insert(0, self._from[0].host)
         with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
 
-            def copy(context: CopyContext, request: Request, sink: Sink) -> None:
+            def copy(context: CopyContext, request: HostRequest, sink: Sink) -> None:
                 paths = [name.path for name in self._from]
                 if not self._from:
                     upload(context, peer, self._sources, self._to, request, sink)
@@ -337,9 +341,9 @@ class Route:
             yield copy
 
 
-def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool = False) -> Request:
+def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool = False) -> HostRequest:
     """Return what another machine needs to know about a copy, apart from the names."""
-    return Request(
+    return HostRequest(
         sends=False,
         sources=[],
         in_directory=in_directory,
@@ -376,7 +380,7 @@ def copy_names(
             copy(context, request, sink)
     except OSError as error:
         failed = CopyError(error.errno or errno.EIO, text_of(error), str(error.filename or source))
-        sink.lost(0, error if isinstance(error, CopyError) else failed)
+        sink.host_lost(0, error if isinstance(error, CopyError) else failed)
     # An error of the source is reported once.
     errors = [outcome for outcome in sink.outcomes if isinstance(outcome, CopyError)]
     other = errors[0] if errors else CopyError(errno.EIO, "nothing was copied", source)

@@ -19,21 +19,23 @@ from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.job import CopyContext
 from gpufs.copying.reports import Sink
-from gpufs.copying.tree import Directory, exists, is_current, make_special
+from gpufs.copying.tree import Directory, exists, file_is_current, make_special
 from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
-from gpufs.hosts.channel import BLOCK_BYTES, Channel, ChannelError, ConnectionEnded, ProtocolError
+from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
 from gpufs.hosts.messages import (
     Abandon,
     Chosen,
-    Done,
     End,
     Enter,
     Failed,
     File,
+    FileResult,
+    FilesDone,
     Finished,
     Free,
     Hole,
+    HostRequest,
     InPlace,
     Leave,
     Link,
@@ -41,8 +43,6 @@ from gpufs.hosts.messages import (
     Measured,
     Offer,
     Plan,
-    Request,
-    Result,
     Slot,
     Window,
     Written,
@@ -62,11 +62,11 @@ class Receiver:
     ----------
     context
         Of the copies of this machine.
-    channel : Channel
+    channel : HostChannel
         To the sender.
     bases : sequence of Entry
         The destinations of the sources, with their directories open.
-    request : Request
+    request : HostRequest
         The options.
     sink : Sink
         What is reported to.
@@ -81,9 +81,9 @@ class Receiver:
     def __init__(
         self,
         context: CopyContext,
-        channel: Channel,
+        channel: HostChannel,
         bases: Sequence[Entry],
-        request: Request,
+        request: HostRequest,
         sink: Sink,
         cancel: Cancellation,
         *,
@@ -111,7 +111,7 @@ class Receiver:
         try:
             while True:
                 message = self._channel.receive()
-                if self._next_host is not None and isinstance(message, (Plan, Enter, Leave, Link, File, Done)):
+                if self._next_host is not None and isinstance(message, (Plan, Enter, Leave, Link, File, FilesDone)):
                     self._next_host.pass_on(message)
                 match message:
                     case Plan():
@@ -137,14 +137,14 @@ class Receiver:
                         path, text = os.fsdecode(message.path), message.text
                         if message.error == errno.ENOENT and any(character in path for character in "*?["):
                             text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
-                        self._sink.ended(path, error_class(message.error)(message.error, text, path))
-                    case Done():
+                        self._sink.file_ended(path, error_class(message.error)(message.error, text, path))
+                    case FilesDone():
                         if self._next_host is not None:
                             self._next_host.finish()
                         self._channel.send(Finished())
                         return
                     case _:
-                        raise ProtocolError("no file")
+                        raise HostProtocolError("no file")
         finally:
             for folder in self._folders:
                 if folder is not None:
@@ -154,7 +154,7 @@ class Receiver:
     def _fail(self, source: str, destination: str, error: OSError) -> None:
         """Report what could not be created, other than a file."""
         number, text = error.errno or errno.EIO, text_of(error)
-        self._sink.ended(source, CopyError(number, text, source, destination))
+        self._sink.file_ended(source, CopyError(number, text, source, destination))
         self._channel.send(Failed(number, plain(text), os.fsencode(destination)))
 
     def _check_space(self, plan: Plan) -> None:
@@ -172,10 +172,10 @@ class Receiver:
         """Return the destination of a name in the current directory, None if that could not be created."""
         if not self._folders:
             if source >= len(self._bases):
-                raise ProtocolError(f"source {source}")
+                raise HostProtocolError(f"source {source}")
             return self._bases[source]._replace(follow=False)
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
-            raise ProtocolError(f"the name {name!r}")
+            raise HostProtocolError(f"the name {name!r}")
         folder = self._folders[-1]
         return None if folder is None else folder.child(os.fsdecode(name))
 
@@ -211,7 +211,7 @@ class Receiver:
             self._close_nixl()
             self._sink.noticed(chosen.text)
         elif self._nixl is None:
-            raise ProtocolError("NIXL without an offer")
+            raise HostProtocolError("NIXL without an offer")
 
     def _close_nixl(self) -> None:
         if self._nixl is not None:
@@ -222,7 +222,7 @@ class Receiver:
 
     def _enter(self, message: Enter) -> None:
         if not self._request.recursive:
-            raise ProtocolError("a directory")
+            raise HostProtocolError("a directory")
         entry = self._entry(message.source, message.name)
         folder = None
         try:
@@ -237,7 +237,7 @@ class Receiver:
 
     def _leave(self) -> None:
         if not self._folders:
-            raise ProtocolError("the end of no directory")
+            raise HostProtocolError("the end of no directory")
         folder = self._folders.pop()
         if folder is None:
             return
@@ -262,7 +262,7 @@ class Receiver:
         return self._request.no_clobber and exists(entry, follow=False)
 
     def _is_current(self, entry: Entry, file: File) -> bool:
-        return self._request.update and is_current(entry, file.size, file.attributes.st_mtime_ns)
+        return self._request.update and file_is_current(entry, file.size, file.attributes.st_mtime_ns)
 
     # ---- files ----
 
@@ -272,10 +272,10 @@ class Receiver:
         entry = self._entry(file.source, file.name)
         self._in_file = True
         if entry is None:
-            self._channel.send(Result(file.number, b"", errno.ECANCELED))  # its directory is reported already
+            self._channel.send(FileResult(file.number, b"", errno.ECANCELED))  # its directory is reported already
         elif self._is_skipped(entry) or self._is_current(entry, file):
-            self._channel.send(Result(file.number, os.fsencode(entry.path), skipped=True))
-            self._sink.ended(source, None)
+            self._channel.send(FileResult(file.number, os.fsencode(entry.path), skipped=True))
+            self._sink.file_ended(source, None)
         else:
             path = os.fsencode(entry.path)
             try:
@@ -284,12 +284,12 @@ class Receiver:
                 if isinstance(error, ChannelError) or self._cancel.cancelled:
                     raise
                 number, text = error.errno or errno.EIO, text_of(error)
-                self._channel.send(Result(file.number, path, number, plain(text)))
-                self._sink.ended(source, error_class(number)(number, text, source, entry.path))
+                self._channel.send(FileResult(file.number, path, number, plain(text)))
+                self._sink.file_ended(source, error_class(number)(number, text, source, entry.path))
             else:
                 sha256 = stored.sha256 or ""
-                self._channel.send(Result(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256))
-                self._sink.ended(source, stored)
+                self._channel.send(FileResult(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256))
+                self._sink.file_ended(source, stored)
         while self._in_file:  # of a file that is not stored
             if isinstance(self._next(), InPlace):
                 self._channel.send(Window())
@@ -305,7 +305,7 @@ class Receiver:
         if isinstance(message, (End, Abandon)):
             self._in_file = False
         elif not isinstance(message, (memoryview, Hole, InPlace)):
-            raise ProtocolError("no bytes of a file")
+            raise HostProtocolError("no bytes of a file")
         if self._next_host is not None and not isinstance(message, InPlace):
             self._next_host.pass_on(message)
         return message
@@ -313,7 +313,7 @@ class Receiver:
     def _take_slot(self, slot: Slot) -> memoryview:
         """Return the bytes in a slot, which are there until _next()."""
         if self._nixl is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
-            raise ProtocolError("an unknown slot")
+            raise HostProtocolError("an unknown slot")
         self._nixl.read(slot.number, slot.size, self._channel.check)
         self._used = slot.number
         return self._nixl.slot(slot.number)[: slot.size]
@@ -356,7 +356,7 @@ class Receiver:
     def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
         """Let the sender write into the memory of the new file. Returns the offset that is reached."""
         if self._nixl is None or self._next_host is not None:
-            raise ProtocolError("NIXL without an offer")
+            raise HostProtocolError("NIXL without an offer")
         with attached_in_place(fd, size, "r+") as region, ExitStack() as registered:
             try:
                 if region is not None:
@@ -372,7 +372,7 @@ class Receiver:
                     self._sink.moved(source, message.offset)
                     if message.last:
                         return message.offset
-        raise ProtocolError("not what was written")
+        raise HostProtocolError("not what was written")
 
     def _create(self, file: File, entry: Entry) -> NewFile:
         """Create the file, with its memory, but without its name."""

@@ -18,26 +18,26 @@ from gpufs.copying.job import CopyContext
 from gpufs.copying.space import data_bytes
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 from gpufs.exceptions import text_of
-from gpufs.hosts.channel import Channel, ChannelError, ProtocolError
+from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError
 from gpufs.hosts.messages import (
     Abandon,
-    Attributes,
-    Done,
     End,
     Enter,
     Failed,
     File,
+    FileAttributes,
+    FileResult,
+    FilesDone,
     Finished,
     Free,
     Hole,
+    HostRequest,
     Leave,
     Link,
     Lost,
     Measured,
     Notice,
     Plan,
-    Request,
-    Result,
     Window,
     plain,
 )
@@ -46,7 +46,7 @@ from gpufs.syscalls import close_all
 
 
 class Sent(NamedTuple):
-    """A file that not all machines have answered. ``waiting``: those of the chain whose Result has not come."""
+    """A file that not all machines have answered. ``waiting``: those of the chain whose FileResult has not come."""
 
     path: str
     size: int
@@ -59,13 +59,13 @@ class Sender:
 
     Parameters
     ----------
-    channel : Channel
+    channel : HostChannel
         To the receiver.
     context : CopyContext
         Of the copies of this machine.
     sources : sequence of Entry
         What is sent.
-    request : Request
+    request : HostRequest
         The options.
     fail : callable
         Called with the path and error of what cannot be sent.
@@ -79,10 +79,10 @@ class Sender:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: HostChannel,
         context: CopyContext,
         sources: Sequence[Entry],
-        request: Request,
+        request: HostRequest,
         fail: Fail,
         moved: Callable[[str, int], None],
         notice: Callable[[str], None],
@@ -120,7 +120,7 @@ class Sender:
                 self._send_tree(number, source)
         finally:
             self._outlet.close()
-        self._channel.send(Done())
+        self._channel.send(FilesDone())
 
     def _send_tree(self, number: int, source: Entry) -> None:
         with closing(self._walk(source, self._fail)) as steps:
@@ -140,7 +140,7 @@ class Sender:
 
     def read_results(
         self,
-        take: Callable[[Sent, Result], None],
+        take: Callable[[Sent, FileResult], None],
         fail: Callable[[Failed], None],
         lose: Callable[[Lost], None],
         notice: Callable[[str], None],
@@ -149,7 +149,7 @@ class Sender:
         try:
             while not isinstance(message := self._channel.receive(), Finished):
                 match message:
-                    case Result():
+                    case FileResult():
                         take(self._answered(message), message)
                     case Failed() if message.hop < self._hops:
                         fail(message)
@@ -161,18 +161,18 @@ class Sender:
                     case Free() | Measured() | Window():
                         self._outlet.take(message)
                     case _:
-                        raise ProtocolError("no result")
+                        raise HostProtocolError("no result")
             for sent in self._pending.values():
                 if not sent.waiting.isdisjoint(range(self._hops)):
-                    raise ProtocolError(f"no result of {sent.path}")
+                    raise HostProtocolError(f"no result of {sent.path}")
         finally:
             self._outlet.end()
 
-    def _answered(self, result: Result) -> Sent:
+    def _answered(self, result: FileResult) -> Sent:
         """Return the file of a result."""
         sent = self._pending.get(result.number)
         if sent is None or result.hop not in sent.waiting:
-            raise ProtocolError("the result of a file that was not sent")
+            raise HostProtocolError("the result of a file that was not sent")
         sent.waiting.discard(result.hop)
         self._forget_if_answered(result.number, sent)
         return sent
@@ -199,10 +199,10 @@ class Sender:
         assert status is not None
         name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
         if step.kind == "enter":
-            self._channel.send(Enter(source, name, path, status.st_dev in self._mounts, Attributes.of(status)))
+            self._channel.send(Enter(source, name, path, status.st_dev in self._mounts, FileAttributes.of(status)))
         elif stat.S_ISLNK(status.st_mode):
             target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
-            self._channel.send(Link(source, name, path, target, Attributes.of(status)))
+            self._channel.send(Link(source, name, path, target, FileAttributes.of(status)))
         else:
             opened = entries.open_source(entry)
             try:
@@ -217,7 +217,7 @@ class Sender:
         self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
         data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
         named = os.fsencode(path)
-        self._channel.send(File(number, source, name, named, size, data, on_mount, Attributes.of(status)))
+        self._channel.send(File(number, source, name, named, size, data, on_mount, FileAttributes.of(status)))
         holes = stat.S_ISREG(status.st_mode) and data < size
         end = self._send_content(number, opened, size, holes=holes)
         self._outlet.await_reads()

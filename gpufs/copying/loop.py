@@ -17,12 +17,11 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying.copier import Copier
 from gpufs.copying.entries import Entry
 from gpufs.copying.space import data_bytes
-from gpufs.copying.tree import FileTree, TreeState, is_current
-from gpufs.copying.types import CopyResult, Outcome, TreeOptions
+from gpufs.copying.tree import FileTree, TreeState, file_is_current
+from gpufs.copying.types import CopyResult, Outcome, TreeOptions, TreeReport
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
 
 if TYPE_CHECKING:
-    from gpufs.copying.reports import TreeReport
     from gpufs.stores.urls import Url
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
@@ -206,7 +205,7 @@ class TreeCopy:
                     size = step.size if step.status is None else data_bytes(step.status, step.size)
                     for copy, of_end in zip(source.copies, sizes, strict=True):
                         path = os.path.join(copy.path, step.below) if step.below else copy.path
-                        if not (self._options.update and is_current(Entry.of(path), step.size, step.modified_ns)):
+                        if not (self._options.update and file_is_current(Entry.of(path), step.size, step.modified_ns)):
                             of_end[path] = size
         ends = zip(found[0].copies, sizes, strict=True)
         fits = [self._fit(copy, of_end, replaces=replaces) for copy, of_end in ends]

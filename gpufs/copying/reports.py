@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, error_class
 from gpufs.exceptions import text_of
-from gpufs.hosts.channel import Channel
-from gpufs.hosts.messages import Lost, Moved, Notice, Plan, Result, plain
+from gpufs.hosts.channel import HostChannel
+from gpufs.hosts.messages import FileResult, Lost, Moved, Notice, Plan, plain
 
 _PROGRESS_SECONDS: Final = 0.1
 
@@ -28,36 +28,11 @@ class Sink(Protocol):
     def noticed(self, text: str) -> None:
         """A line for the user."""
 
-    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
 
-    def lost(self, hop: int, error: CopyError) -> None:
+    def host_lost(self, hop: int, error: CopyError) -> None:
         """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
-
-
-class TreeReport(Protocol):
-    """What the loop of copies reports to, from any thread."""
-
-    def planned(self, size: int) -> None:
-        """``size`` more bytes are to be copied."""
-
-    def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
-        """Return what takes the progress of one copy, None if nobody sees it."""
-
-    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
-        """Take what became of the copies of a file."""
-
-    def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        """Take a failure other than that of a copy. ``destination``: None if it does not matter."""
-
-    def skipped(self) -> None:
-        """Count a file that exists already, with --no-clobber."""
-
-    def warned(self, text: str) -> None:
-        """Show a warning."""
-
-    def tick(self) -> None:
-        """Called about ten times a second, by the thread that waits for the others."""
 
 
 class Silent:
@@ -72,10 +47,10 @@ class Silent:
     def noticed(self, text: str) -> None:
         pass
 
-    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         pass
 
-    def lost(self, hop: int, error: CopyError) -> None:
+    def host_lost(self, hop: int, error: CopyError) -> None:
         pass
 
 
@@ -85,7 +60,8 @@ class Noted:
     def __init__(self, sink: Sink, host: str) -> None:
         self._sink = sink
         self._host = host
-        self.planned, self.moved, self.ended, self.lost = sink.planned, sink.moved, sink.ended, sink.lost
+        self.planned, self.moved = sink.planned, sink.moved
+        self.file_ended, self.host_lost = sink.file_ended, sink.host_lost
 
     def noticed(self, text: str) -> None:
         self._sink.noticed(f"{self._host}: {text}")
@@ -97,7 +73,7 @@ class Shown:
     def __init__(self, sink: Sink, host: str) -> None:
         self._sink = sink
         self._host = host
-        self.planned, self.lost = sink.planned, sink.lost
+        self.planned, self.host_lost = sink.planned, sink.host_lost
 
     def moved(self, source: str, count: int) -> None:
         self._sink.moved(f"{self._host}:{source}", count)
@@ -105,20 +81,20 @@ class Shown:
     def noticed(self, text: str) -> None:
         self._sink.noticed(f"{self._host}: {text}")
 
-    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         shown = f"{self._host}:{source}"
         if isinstance(outcome, CopyResult):
             outcome = outcome._replace(source=shown)
         elif outcome is not None:
             outcome.filename = shown if source else outcome.filename2
             outcome.filename2 = outcome.filename2 if source else None
-        self._sink.ended(shown, outcome, hop)
+        self._sink.file_ended(shown, outcome, hop)
 
 
 class Reports:
     """Reports to the machine that has asked this one to upload."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: HostChannel) -> None:
         self._channel = channel
         self._moved = 0.0
 
@@ -134,8 +110,8 @@ class Reports:
     def noticed(self, text: str) -> None:
         self._channel.send(Notice(plain(text)))
 
-    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        message = Result(0, b"", skipped=outcome is None, hop=hop, source=os.fsencode(source))
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        message = FileResult(0, b"", skipped=outcome is None, hop=hop, source=os.fsencode(source))
         if isinstance(outcome, CopyError):
             destination = outcome.filename2 if source else outcome.filename
             message.path = os.fsencode(str(destination or ""))
@@ -146,12 +122,12 @@ class Reports:
             message.checksum = outcome.sha256 or ""
         self._channel.send(message)
 
-    def lost(self, hop: int, error: CopyError) -> None:
+    def host_lost(self, hop: int, error: CopyError) -> None:
         number, text = error.errno or errno.EIO, plain(text_of(error))
         self._channel.send(Lost(hop, number, text, os.fsencode(str(error.filename))))
 
 
-def outcome_of(result: Result, source: str, destination: str | None, seconds: float) -> Outcome | None:
+def outcome_of(result: FileResult, source: str, destination: str | None, seconds: float) -> Outcome | None:
     """Return what became of a file on another machine; None if it was skipped."""
     if result.error:
         return error_class(result.error)(result.error, result.text, source, destination)
@@ -161,10 +137,10 @@ def outcome_of(result: Result, source: str, destination: str | None, seconds: fl
     return CopyResult(source, destination or "", result.size, seconds, "node", result.paths, sha256=digest)
 
 
-def show(message: Result, sink: Sink) -> None:
+def show(message: FileResult, sink: Sink) -> None:
     """Report what another machine has sent by Reports."""
     source, destination = os.fsdecode(message.source), os.fsdecode(message.path)
-    sink.ended(source, outcome_of(message, source, destination or None, message.seconds), message.hop)
+    sink.file_ended(source, outcome_of(message, source, destination or None, message.seconds), message.hop)
 
 
 class Outcomes:
@@ -194,9 +170,9 @@ class Outcomes:
         if self._notice is not None:
             self._notice(text)
 
-    def ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         self.outcomes[hop] = outcome
 
-    def lost(self, hop: int, error: CopyError) -> None:
+    def host_lost(self, hop: int, error: CopyError) -> None:
         for place in range(hop, len(self.outcomes)):
             self.outcomes[place] = self.outcomes[place] or error

@@ -359,7 +359,7 @@ def plan(sources: Sequence[str], ends: Sequence[str]) -> tuple[list[urls.Url], u
     return remote, uploads[0] if uploads else None
 
 
-def _is_current(file: StoreFile, step: Step) -> bool:
+def _object_is_current(file: StoreFile, step: Step) -> bool:
     """Return whether an object has a source's size and is not older. Stores give times in whole seconds."""
     if file.modified_ns is None or step.modified_ns is None:
         return False
@@ -388,7 +388,7 @@ class BucketTree:
                 raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
             options = self._state.options
             found = finding.stored(url) if options.no_clobber or options.update else None
-            if found is None or not (options.no_clobber or _is_current(found, step)):
+            if found is None or not (options.no_clobber or _object_is_current(found, step)):
                 return url
             self._state.report.skipped()
         except OSError as error:

@@ -11,17 +11,14 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.entries import NEITHER, Attributes, Entry, open_path, preserve
-from gpufs.copying.types import TreeOptions
+from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, open_path, preserve
+from gpufs.copying.types import TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step
 from gpufs.syscalls import path_of
-
-if TYPE_CHECKING:
-    from gpufs.copying.reports import TreeReport
 
 _INTO_ITSELF: Final = "a directory cannot be copied into itself"
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,7 +31,7 @@ class Directory:
     ----------
     entry : Entry
         Its name, in an open directory.
-    source : Attributes or None
+    source : SourceAttributes or None
         Those of the directory that it is a copy of; None if that has none.
     keeps : bool
         Whether it gets all of these, as with --preserve.
@@ -42,7 +39,7 @@ class Directory:
         Whether a symbolic link to a directory is good enough.
     """
 
-    def __init__(self, entry: Entry, source: Attributes | None, *, keeps: bool, follow: bool = False) -> None:
+    def __init__(self, entry: Entry, source: SourceAttributes | None, *, keeps: bool, follow: bool = False) -> None:
         """Create it if it does not exist. OSError if that fails, with its path."""
         self.entry = entry
         self.created = False
@@ -84,7 +81,7 @@ class Directory:
         os.close(self.fd)
 
 
-def make_special(entry: Entry, source: Attributes, target: str | bytes | None, *, keeps: bool) -> None:
+def make_special(entry: Entry, source: SourceAttributes, target: str | bytes | None, *, keeps: bool) -> None:
     """Create a symbolic link to ``target``, or a special file. As cp(1), replace a file unless it is the source itself.
 
     ``entry`` has its directory open.
@@ -109,7 +106,7 @@ def make_special(entry: Entry, source: Attributes, target: str | bytes | None, *
         os.close(fd)
 
 
-def _make(entry: Entry, source: Attributes, target: str | bytes | None) -> None:
+def _make(entry: Entry, source: SourceAttributes, target: str | bytes | None) -> None:
     if target is not None:
         os.symlink(os.fsencode(target), os.fsencode(entry.name), dir_fd=entry.directory)
     else:
@@ -126,7 +123,7 @@ def exists(entry: Entry, *, follow: bool) -> bool:
     return True
 
 
-def is_current(entry: Entry, size: int, modified_ns: int | None) -> bool:
+def file_is_current(entry: Entry, size: int, modified_ns: int | None) -> bool:
     """Return whether a name has a file of a source's size that is not older."""
     try:
         status = entry.status()
@@ -216,7 +213,7 @@ class FileTree:
         regular = step.status is None or stat.S_ISREG(step.status.st_mode)
         options = self._state.options
         if (options.no_clobber and exists(entry, follow=entry.follow and regular)) or (
-            options.update and step.has_content and is_current(entry, step.size, step.modified_ns)
+            options.update and step.has_content and file_is_current(entry, step.size, step.modified_ns)
         ):
             self._state.report.skipped()
             return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from gpufs._naming import named_in
 from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, class_of
@@ -208,3 +208,28 @@ class CopyResult(NamedTuple):
 
 # What became of one copy of several.
 Outcome: TypeAlias = CopyResult | CopyError
+
+
+class TreeReport(Protocol):
+    """What the loop of copies reports to, from any thread."""
+
+    def planned(self, size: int) -> None:
+        """``size`` more bytes are to be copied."""
+
+    def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
+        """Return what takes the progress of one copy, None if nobody sees it."""
+
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+        """Take what became of the copies of a file."""
+
+    def failed(self, source: str, destination: str | None, error: OSError) -> None:
+        """Take a failure other than that of a copy. ``destination``: None if it does not matter."""
+
+    def skipped(self) -> None:
+        """Count a file that exists already, with --no-clobber."""
+
+    def warned(self, text: str) -> None:
+        """Show a warning."""
+
+    def tick(self) -> None:
+        """Called about ten times a second, by the thread that waits for the others."""

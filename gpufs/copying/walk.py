@@ -12,6 +12,7 @@ import stat
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from gpufs.copying.entries import Entry, is_link
@@ -214,7 +215,6 @@ def selected(steps: Steps, include: Sequence[str], exclude: Sequence[str]) -> St
     That are files and directories that a pattern of ``exclude`` matches, and files that none of ``include`` matches if
     there are any. A pattern with a slash is for the path below the source, one without for the name.
     """
-    from fnmatch import fnmatchcase  # most copies need it not
 
     def matches(patterns: Sequence[str], name: str, path: str) -> bool:
         return any(fnmatchcase(path if "/" in pattern else name, pattern) for pattern in patterns)

@@ -7,6 +7,7 @@ is still there and its connection is dead: something that was mounted there late
 
 import os
 import sys
+import time
 
 
 def command(mountpoint: str, log_file: str | None, identity: str = "") -> list[str]:
@@ -16,8 +17,6 @@ def command(mountpoint: str, log_file: str | None, identity: str = "") -> list[s
 
 def _log(log_file: str, text: str) -> None:
     """Write a line to the mount's log, or to the system's log if the mount has none."""
-    import time
-
     from gpufs.daemon.log_file import open_log_file
 
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}.000 ERROR gpufs.guard: {text}\n"

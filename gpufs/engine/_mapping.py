@@ -155,14 +155,14 @@ class Mapping(Handle):
 # ---- pools of addresses ----
 
 
-class _Entered(threading.local):
+class _EnteredPools(threading.local):
     """The pools that the calling thread has entered, the innermost last."""
 
     def __init__(self) -> None:
         self.pools: list[AddressPool] = []
 
 
-_entered: Final = _Entered()
+_entered: Final = _EnteredPools()
 
 
 class AddressPool(Handle):

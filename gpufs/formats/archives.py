@@ -62,7 +62,7 @@ class Member:
     bytes: int
 
 
-class _Reader(io.RawIOBase):
+class _ZipInput(io.RawIOBase):
     """A file for zipfile, over the function that reads."""
 
     def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
@@ -117,7 +117,7 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
         The archive is damaged, a member is compressed or encrypted, or two members overlap.
     """
     try:
-        with zipfile.ZipFile(_Reader(size, read)) as archive:
+        with zipfile.ZipFile(_ZipInput(size, read)) as archive:
             listed = archive.infolist()
     except FormatError as error:
         raise FormatError(f"the zip archive is too large: {error}") from None

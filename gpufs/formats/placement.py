@@ -1,8 +1,11 @@
-"""Chooses where in its memory a file begins, so that its tensors are aligned for the kernels that use them."""
+"""Chooses where in its memory a file begins, so that its tensors are aligned for the kernels that use them.
+
+And the tensors that are copied because they are not.
+"""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -12,6 +15,8 @@ from gpufs.formats import FormatError, safetensors
 END: Final = 256  # a GPU's allocations are aligned to that, and so are the tensors of a file whose data begins there
 _WORD: Final = 8  # the strictest alignment of an element
 LOAD_BYTES: Final = 16  # of a kernel at a time: tensors at other addresses take slower kernels, or none
+_SMALLEST_COPIED: Final = 256  # bytes; smaller tensors take no time
+_MOST_COPIED_BYTES: Final = 16 << 20  # of one file
 
 
 def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
@@ -67,9 +72,9 @@ def file_placement(path: str) -> int | None:
             prefix = read(0, safetensors.LENGTH_BYTES + 1)
             if prefix.endswith(b"{"):
                 return best_placement(_in_safetensors(read(0, _data_start(prefix, size))))
-            from gpufs.formats import layout  # which programs of safetensors alone need not load
+            from gpufs.formats.table import read_layout  # which programs of safetensors alone need not load
 
-            found = layout.read_layout(path, size, read)
+            found = read_layout(path, size, read)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, FormatError):
         return None
     if found is None or not found.tensors:
@@ -89,3 +94,30 @@ def _in_safetensors(header: bytes) -> Iterable[tuple[int, int]]:
         if name != "__metadata__":
             start, end = entry["data_offsets"]
             yield len(header) + start, end - start
+
+
+def misplaced(entries: Mapping[str, safetensors.HeaderEntry], address: int) -> frozenset[str]:
+    """Return the tensors that are worth a copy at an aligned address.
+
+    A file lies in memory where most bytes of its tensors are aligned. Some follow tensors of odd sizes and cannot be
+    aligned together with the others. The smallest of those are copied, up to 16 MiB in sum, so that few are left.
+
+    Parameters
+    ----------
+    entries
+        The tensors of the file.
+    address
+        Where their bytes begin in memory.
+    """
+    odd = (
+        (entry.end - entry.start, name)
+        for name, entry in entries.items()
+        if entry.end - entry.start >= _SMALLEST_COPIED and (address + entry.start) % LOAD_BYTES
+    )
+    chosen, left = set(), _MOST_COPIED_BYTES
+    for size, name in sorted(odd):
+        left -= size
+        if left < 0:
+            break
+        chosen.add(name)
+    return frozenset(chosen)

@@ -44,7 +44,7 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 @dataclass(slots=True)
-class _OpenFile(Opened):
+class _OpenControlFile(Opened):
     content: bytes | Trace
 
     async def read(self, offset: int, size: int) -> bytes:
@@ -58,7 +58,7 @@ class _OpenFile(Opened):
 
 
 @dataclass(slots=True)
-class _Reader:
+class _ReadingUser:
     """A user that reads a control file. ``began``: when the last text was begun; ``next``: when one may be made."""
 
     making: trio.Lock = field(default_factory=trio.Lock)
@@ -72,14 +72,14 @@ class ControlFile:
 
     def __init__(self, produce: Callable[[int], Content]) -> None:
         self._produce = produce
-        self._readers: dict[int, _Reader] = {}  # by user
+        self._readers: dict[int, _ReadingUser] = {}  # by user
 
     async def open(self, uid: int) -> Opened:
         """The content for a user. EBUSY if there can be only one at a time and another one stays open."""
         deadline = trio.current_time() + _STREAM_SECONDS
         while True:
             try:
-                return _OpenFile(await self._content(uid))
+                return _OpenControlFile(await self._content(uid))
             except OSError as failure:
                 if failure.errno != EBUSY or trio.current_time() >= deadline:
                     raise
@@ -92,7 +92,7 @@ class ControlFile:
         self._readers = {
             user: reader for user, reader in self._readers.items() if reader.next > now or reader.making.locked()
         }
-        reader = self._readers.setdefault(uid, _Reader())
+        reader = self._readers.setdefault(uid, _ReadingUser())
         async with reader.making:
             if reader.began >= now:  # another call of the same user has made it in the meantime
                 return reader.text
@@ -152,7 +152,7 @@ class StatusReport:
             "started": self.started,
             "uptime": max(0.0, time.time() - self.started),
             "survives": (obstacle := self.obstacle()) is None,
-            "survives_not_because": obstacle,
+            "survival_obstacle": obstacle,
             "journal_format": journal_format(),
             "devices": [self.device(device) for device in self.devices],
             "knobs": {name: value for name, value in self.knobs.items() if name not in hidden},

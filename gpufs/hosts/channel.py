@@ -26,7 +26,7 @@ _MESSAGES: Final = msgspec.msgpack.Decoder(Message)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class Cancel(Protocol):
+class CancelSignal(Protocol):
     """What ends all calls of a channel."""
 
     cancelled: bool
@@ -50,14 +50,14 @@ class RefusedError(ChannelError):
     """The other side ends the copy; ``filename`` is there, or empty."""
 
 
-class ProtocolError(ChannelError):
+class HostProtocolError(ChannelError):
     """The other side sent what the protocol does not allow."""
 
     def __init__(self, text: str) -> None:
         super().__init__(errno.EPROTO, f"the other side does not keep to the protocol: {text}")
 
 
-class Channel:
+class HostChannel:
     """The connection to the other side. The descriptors stay the caller's, and become non-blocking.
 
     Thread-safe: send() and stop(). One thread receives.
@@ -68,11 +68,11 @@ class Channel:
         Pipes or sockets.
     silence : float
         Seconds without a message after which the other side counts as dead.
-    cancel : Cancel, optional
+    cancel : CancelSignal, optional
         Once it is cancelled all calls raise ChannelError ECANCELED.
     """
 
-    def __init__(self, incoming: int, outgoing: int, *, silence: float, cancel: Cancel | None = None) -> None:
+    def __init__(self, incoming: int, outgoing: int, *, silence: float, cancel: CancelSignal | None = None) -> None:
         self._incoming = incoming
         self._outgoing = outgoing
         self._silence = silence
@@ -125,7 +125,7 @@ class Channel:
             self._fill(memoryview(header))
             is_message, size = _HEADER.unpack(header)
             if size > (_MESSAGE_BYTES if is_message else BLOCK_BYTES):
-                raise ProtocolError(f"a frame of {size} bytes")
+                raise HostProtocolError(f"a frame of {size} bytes")
             if not is_message:
                 self._fill(self._block[:size])
                 return self._block[:size]
@@ -134,7 +134,7 @@ class Channel:
             try:
                 message: Message = _MESSAGES.decode(content)
             except (msgspec.DecodeError, UnicodeError) as error:
-                raise ProtocolError(str(error)) from None
+                raise HostProtocolError(str(error)) from None
             if isinstance(message, Refused):
                 raise RefusedError(message.error, message.text, os.fsdecode(message.path))
             if not isinstance(message, Alive):
@@ -222,7 +222,7 @@ class Channel:
         return bool(poll.poll(None if seconds is None else seconds * 1000) or poll.poll(0))
 
 
-def exchange(channel: Channel, read: Callable[[], None], write: Callable[[], None]) -> None:
+def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[], None]) -> None:
     """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
     failures: list[Exception] = []
 

@@ -1,10 +1,10 @@
 """The messages of a copy between two machines. One side sends files, the other receives them.
 
-After its Hello, the side that runs the command sends a Request. The sender then sends a Plan, and for each source a
-File, a Link, or a directory: an Enter, what is in it, and a Leave. A File is followed by its bytes and Holes, and by
-an End or an Abandon. The receiver answers each File with a Result, which comes early if the file cannot be stored. Done
-ends the files, Finished the results. Alive is sent every few seconds by both sides. Failed and Refused can come at any
-time.
+After its HostHello, the side that runs the command sends a HostRequest. The sender then sends a Plan, and for each
+source a File, a Link, or a directory: an Enter, what is in it, and a Leave. A File is followed by its bytes and Holes,
+and by an End or an Abandon. The receiver answers each File with a FileResult, which comes early if the file cannot be
+stored. FilesDone ends the files, Finished the results. Alive is sent every few seconds by both sides. Failed and
+Refused can come at any time.
 
 If both sides have NIXL and the copy is large, an Offer follows the Plan. The receiver answers how fast it reads, and
 then, after some blocks of bytes, a Measure, which shows how fast the pipe is. The sender then sends what it has Chosen.
@@ -13,8 +13,8 @@ sender can ask for a Window, the memory of the receiver's file. It writes there,
 
 In a chain each receiver sends what it receives to the next machine, as the sender of that connection, and passes the
 answers back with ``hop`` increased: 0 is the machine that sends the message, 1 the next one. Lost is the end of the
-chain behind a machine. If the side that runs the command has no files itself, it asks the first machine to Request
-the others, and is sent a Plan, Moved, and a Result for each file.
+chain behind a machine. If the side that runs the command has no files itself, the first machine sends a HostRequest to
+the others, and answers with a Plan, Moved, and a FileResult for each file.
 
 A side ignores fields that it does not know, so a new field needs no new version. Names are bytes, as in the kernel.
 """
@@ -39,15 +39,15 @@ Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Path: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
 
 
-class Hello(msgspec.Struct, tag=True):
+class HostHello(msgspec.Struct, tag="Hello"):
     """The first message of each side."""
 
     oldest: int
     newest: int
     program: Text  # the version of gpufs, for messages
     nixl: bool = False  # whether NIXL is installed
-    chains: bool = False  # whether it knows Request.forward
-    selects: bool = False  # whether it knows exact, include, exclude and update of a Request
+    chains: bool = False  # whether it knows HostRequest.forward
+    selects: bool = False  # whether it knows exact, include, exclude and update of a HostRequest
 
     def check(self, host: str) -> None:
         """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
@@ -59,7 +59,7 @@ class Hello(msgspec.Struct, tag=True):
             raise OSError(errno.EPROTONOSUPPORT, text, host)
 
 
-class Attributes(msgspec.Struct):
+class FileAttributes(msgspec.Struct):
     """The attributes of a file that a copy can keep, named as in os.stat_result."""
 
     st_mode: Annotated[int, Meta(ge=0, le=0xFFFF)]
@@ -69,7 +69,7 @@ class Attributes(msgspec.Struct):
     st_mtime_ns: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> Attributes:
+    def of(cls, status: os.stat_result) -> FileAttributes:
         """Return the attributes of a file."""
         return cls(status.st_mode, status.st_uid, status.st_gid, status.st_atime_ns, status.st_mtime_ns)
 
@@ -79,7 +79,7 @@ class Attributes(msgspec.Struct):
         return stat.S_IMODE(self.st_mode)
 
 
-class Request(msgspec.Struct, tag=True):
+class HostRequest(msgspec.Struct, tag="Request"):
     """What the other side shall do: send ``sources``, or receive them as ``destination``.
 
     ``forward``: HOST:PATH of the machines that get the files from the other side, each from the one before it.
@@ -175,7 +175,7 @@ class Enter(msgspec.Struct, tag=True):
     name: Path
     path: Path
     on_mount: bool
-    attributes: Attributes
+    attributes: FileAttributes
 
 
 class Leave(msgspec.Struct, tag=True):
@@ -189,7 +189,7 @@ class Link(msgspec.Struct, tag=True):
     name: Path
     path: Path
     target: Path
-    attributes: Attributes
+    attributes: FileAttributes
 
 
 class File(msgspec.Struct, tag=True):
@@ -202,7 +202,7 @@ class File(msgspec.Struct, tag=True):
     size: Count
     data: Count
     on_mount: bool
-    attributes: Attributes
+    attributes: FileAttributes
 
 
 class Hole(msgspec.Struct, tag=True):
@@ -224,7 +224,7 @@ class Abandon(msgspec.Struct, tag=True):
     text: Text
 
 
-class Result(msgspec.Struct, tag=True):
+class FileResult(msgspec.Struct, tag="Result"):
     """What became of a file. ``error``: 0, or why it has not been stored. ``path``: of the copy.
 
     A machine that was asked to send its files to others names the ``source`` in place of the number, and the seconds.
@@ -282,7 +282,7 @@ class Refused(msgspec.Struct, tag=True):
     path: Path
 
 
-class Done(msgspec.Struct, tag=True):
+class FilesDone(msgspec.Struct, tag="Done"):
     """The end of the files."""
 
 
@@ -294,11 +294,11 @@ class Alive(msgspec.Struct, tag=True):
     """The sender of this message is running."""
 
 
-_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
-_OfReceiver: TypeAlias = Result | Finished
+_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | FilesDone
+_OfReceiver: TypeAlias = FileResult | Finished
 _OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
 _OfChain: TypeAlias = Lost | Notice | Moved
-Message: TypeAlias = Hello | Request | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
+Message: TypeAlias = HostHello | HostRequest | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
 
 
 def plain(text: str) -> str:

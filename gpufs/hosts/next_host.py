@@ -13,25 +13,25 @@ import msgspec
 
 from gpufs.exceptions import text_of
 from gpufs.hosts import names
-from gpufs.hosts.channel import Cancel, Channel, ChannelError, ProtocolError, exchange
+from gpufs.hosts.channel import CancelSignal, ChannelError, HostChannel, HostProtocolError, exchange
 from gpufs.hosts.messages import (
     Abandon,
-    Done,
     End,
     Enter,
     Failed,
     File,
+    FileResult,
+    FilesDone,
     Finished,
     Free,
     Hole,
+    HostRequest,
     Leave,
     Link,
     Lost,
     Measured,
     Notice,
     Plan,
-    Request,
-    Result,
     plain,
 )
 from gpufs.hosts.outlet import Outlet
@@ -41,7 +41,7 @@ from gpufs.hosts.peer import Peer, connected
 _QUEUED: Final = 4
 _POLL_SECONDS: Final = 0.1
 
-Passed: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Done
+Passed: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | FilesDone
 
 
 class NextHost:
@@ -49,18 +49,18 @@ class NextHost:
 
     Parameters
     ----------
-    upstream : Channel
+    upstream : HostChannel
         Where results go.
-    request : Request
+    request : HostRequest
         What this machine was asked for. ``forward`` is not empty.
-    cancel : Cancel
+    cancel : CancelSignal
         Ends it.
     shell, program : str
         What reaches the next machine, and gpufs there; "" for ssh and gpufs.
     """
 
     def __init__(
-        self, upstream: Channel, request: Request, cancel: Cancel, *, shell: str = "", program: str = ""
+        self, upstream: HostChannel, request: HostRequest, cancel: CancelSignal, *, shell: str = "", program: str = ""
     ) -> None:
         self._shell = shell
         self._program = program
@@ -113,7 +113,7 @@ class NextHost:
         if not self._cancel.cancelled:
             self._tell(Lost(1, number, plain(text), os.fsencode(name)))
 
-    def _write(self, channel: Channel, outlet: Outlet) -> None:
+    def _write(self, channel: HostChannel, outlet: Outlet) -> None:
         while True:
             try:
                 item = self._queue.get(timeout=_POLL_SECONDS)
@@ -128,7 +128,7 @@ class NextHost:
             channel.send(item)
             if isinstance(item, Plan):
                 outlet.choose(item.size)
-            elif isinstance(item, Done):
+            elif isinstance(item, FilesDone):
                 return
 
     def _read(self, peer: Peer, outlet: Outlet) -> None:
@@ -137,13 +137,13 @@ class NextHost:
                 match message:
                     case Free() | Measured():
                         outlet.take(message)
-                    case Result() | Failed() | Lost():
+                    case FileResult() | Failed() | Lost():
                         message.hop += 1
                         self._tell(message)
                     case Notice():
                         self._tell(message)
                     case _:
-                        raise ProtocolError("no result")
+                        raise HostProtocolError("no result")
         finally:
             outlet.end()
 
@@ -153,6 +153,6 @@ class NextHost:
     def _notice_of_peer(self, text: str) -> None:
         self._notice(f"{self._hosts[0]}: {text}")
 
-    def _tell(self, message: Result | Failed | Lost | Notice) -> None:
+    def _tell(self, message: FileResult | Failed | Lost | Notice) -> None:
         with suppress(ChannelError):  # then this copy ends anyway
             self._upstream.send(message)

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
 from gpufs.hosts import nixl
-from gpufs.hosts.channel import BLOCK_BYTES, Channel, ConnectionEnded
+from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel
 from gpufs.hosts.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
 from gpufs.hosts.nixl import Nixl, Region
 from gpufs.units import rate_text
@@ -29,7 +29,7 @@ class Outlet:
 
     Parameters
     ----------
-    channel : Channel
+    channel : HostChannel
         To the receiver.
     notice : callable
         Called with a line that says why NIXL does not move the bytes.
@@ -37,7 +37,7 @@ class Outlet:
         Whether NIXL is installed there.
     """
 
-    def __init__(self, channel: Channel, notice: Callable[[str], None], *, peer_has_nixl: bool) -> None:
+    def __init__(self, channel: HostChannel, notice: Callable[[str], None], *, peer_has_nixl: bool) -> None:
         self._channel = channel
         self._notice = notice
         self._peer_has_nixl = peer_has_nixl

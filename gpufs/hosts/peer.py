@@ -15,8 +15,15 @@ from typing import Final
 
 from gpufs._version import __version__
 from gpufs.hosts import nixl
-from gpufs.hosts.channel import Cancel, Channel, ChannelError, ConnectionEnded, ProtocolError, RefusedError
-from gpufs.hosts.messages import NEWEST_VERSION, OLDEST_VERSION, Hello, Request
+from gpufs.hosts.channel import (
+    CancelSignal,
+    ChannelError,
+    ConnectionEnded,
+    HostChannel,
+    HostProtocolError,
+    RefusedError,
+)
+from gpufs.hosts.messages import NEWEST_VERSION, OLDEST_VERSION, HostHello, HostRequest
 from gpufs.hosts.names import HostName, ssh_argument
 
 SHELL: Final = "ssh"
@@ -30,9 +37,9 @@ _END_SECONDS: Final = 1.0
 _NOT_FOUND: Final = 127  # the exit code of shells
 
 
-def our_hello() -> Hello:
+def our_hello() -> HostHello:
     """Return the first message of this side."""
-    return Hello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True, selects=True)
+    return HostHello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True, selects=True)
 
 
 def encoded(text: str) -> str:
@@ -58,12 +65,12 @@ class Peer:
         What is run there, as the remote shell takes it.
     passes_on : bool
         Whether it passes files on to other machines, by the same two commands.
-    cancel : Cancel, optional
+    cancel : CancelSignal, optional
         Once it is cancelled all calls of ``channel`` raise ChannelError ECANCELED.
     """
 
     def __init__(
-        self, host: str, shell: str, program: str, cancel: Cancel | None = None, *, passes_on: bool = False
+        self, host: str, shell: str, program: str, cancel: CancelSignal | None = None, *, passes_on: bool = False
     ) -> None:
         self.host = host
         self.has_nixl = self._passes_on = self._selects = False
@@ -91,7 +98,7 @@ class Peer:
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
         fds = (self._process.stdout.fileno(), self._process.stdin.fileno())
-        self.channel = Channel(*fds, silence=_SILENCE_SECONDS, cancel=cancel)
+        self.channel = HostChannel(*fds, silence=_SILENCE_SECONDS, cancel=cancel)
 
     def greet(self) -> None:
         """Wait for the other side, and agree on a version. OSError if that fails."""
@@ -101,15 +108,15 @@ class Peer:
             raise OSError(errno.EPROTO, text, self.host)
         self.channel.send(our_hello())
         hello = self.channel.receive()
-        if not isinstance(hello, Hello):
-            raise ProtocolError("no hello")
+        if not isinstance(hello, HostHello):
+            raise HostProtocolError("no hello")
         hello.check(self.host)
         self.has_nixl = hello.nixl
         self._passes_on = hello.chains
         self._selects = hello.selects
         self.channel.start_alive()
 
-    def request(self, request: Request) -> None:
+    def request(self, request: HostRequest) -> None:
         """Send what the other side shall do."""
         if request.forward and not self._passes_on:
             text = "gpufs there is older and passes nothing on to other machines: install the same gpufs on all"
@@ -180,7 +187,7 @@ def connected(
     *,
     shell: str = "",
     program: str = "",
-    cancel: Cancel | None = None,
+    cancel: CancelSignal | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Iterator[Peer]:
     """Start gpufs on the first of a chain of machines. Errors of the connection become errors for the user. OSError."""

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from gpufs import mounting
-from gpufs.client._daemons import status_of
+from gpufs import mounting, reports
 from gpufs.formats import FormatError
 from gpufs.formats.safetensors import without_garbage_collection
 from gpufs.integrations._phases import Phases
@@ -326,17 +325,17 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
 def _directories(entry: mounting.MountEntry, device: torch.device) -> list[Path]:
     """Return the directories of a mount whose memory the device uses."""
     try:
-        status = status_of([entry])
-    except (OSError, ValueError):
-        return []  # closed to this user, or its daemon is dead
-    top = Path(entry.mountpoint)
+        status = reports.status(entry.mountpoint)  # which returns also if the mount, perhaps another user's, hangs
+    except OSError:
+        return []  # it has just been unmounted
+    devices = status.details["devices"] if status.state == "ok" else []
     if device.type == "cpu":
-        return [top / listed["name"] for listed in status["devices"] if status["driver"] == "host"]
+        return [status.path / listed["name"] for listed in devices if status.driver == "host"]
     own = _pci_of(device)
     return [
-        top / listed["name"]
-        for listed in status["devices"]
-        if listed["pci_address"] and _pci_numbers(listed["pci_address"]) == own
+        status.path / listed["name"]
+        for listed in devices
+        if listed.get("pci_address") and _pci_numbers(listed["pci_address"]) == own
     ]
 
 

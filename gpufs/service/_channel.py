@@ -2,29 +2,27 @@
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Final, NamedTuple, cast
 
 import trio
 
-from gpufs import protocol, syscalls, threads
+from gpufs import protocol, syscalls
 from gpufs.protocol import ClientMessage, Goodbye, ProtocolError, ServerMessage
-from gpufs.service._resources import Descriptor, Resources
-from gpufs.service._user import Both, Limits, Place, User
+from gpufs.service._scope import RequestScope
+from gpufs.service._user import Both, Limits, User
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 # Seconds between attempts to send descriptors while the kernel takes no more of them from this process.
 _IN_FLIGHT_PAUSE: Final = 0.01
 _COMMAND_BYTES: Final = 15  # of a process's name, as the kernel keeps it
 
 
-class Peer(NamedTuple):
+class ClientProcess(NamedTuple):
     """The process at the other end, for logs and limits; it grants nothing. ``pid``: 0 if it is not visible here."""
 
     pid: int
@@ -35,14 +33,14 @@ class Peer(NamedTuple):
         return f"PID {self.pid} ({self.program or 'unknown program'}, user {self.uid})"
 
 
-def peer_of(sock: socket.socket) -> Peer:
+def peer_of(sock: socket.socket) -> ClientProcess:
     """The process at the other end of a socket."""
     pid, uid = syscalls.peer_of(sock)
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
-            return Peer(pid, uid, file.read(_COMMAND_BYTES + 1).decode(errors="replace").strip())
+            return ClientProcess(pid, uid, file.read(_COMMAND_BYTES + 1).decode(errors="replace").strip())
     except OSError:
-        return Peer(pid, uid, "")
+        return ClientProcess(pid, uid, "")
 
 
 def path_behind(fd: int) -> str:
@@ -53,19 +51,20 @@ def path_behind(fd: int) -> str:
         return ""
 
 
-class Channel:
+class ClientChannel:
     """A connection. ``number`` names it in logs."""
 
-    def __init__(self, sock: socket.socket, peer: Peer, number: int, limits: Limits, user: User) -> None:
+    def __init__(self, sock: socket.socket, peer: ClientProcess, number: int, limits: Limits, user: User) -> None:
         sock.setblocking(False)
         self.peer = peer
         self.number = number
         self.user = user
         self._sock = sock
         self._limits = limits
-        self._threads = Both(trio.CapacityLimiter(limits.threads), user.threads)
+        both = Both(trio.CapacityLimiter(limits.threads), user.threads)
+        self._threads = cast(trio.CapacityLimiter, both)
         self._sending = trio.Lock()
-        self._place: Place | None = None  # for the next message
+        self._next: RequestScope | None = None  # of the next message
 
     def log(self, level: int, text: str, *arguments: object) -> None:
         log.log(level, "connection %d, %s: " + text, self.number, self.peer, *arguments, extra={"user": self.peer.uid})
@@ -74,40 +73,46 @@ class Channel:
         """Wait until the socket is readable, and this user may have one more message whose descriptors are open."""
         await trio.lowlevel.checkpoint()
         await trio.lowlevel.wait_readable(self._sock)
-        if self._place is None:
-            self._place = await self.user.take_place()
+        if self._next is None:
+            scope = self.new_scope()
+            await scope.take_place()
+            self._next = scope
 
-    def receive(self) -> tuple[ClientMessage | None, list[Descriptor]] | None:
-        """The next message, None at the end, and its descriptors, now the caller's. After wait_for_message().
+    def new_scope(self) -> RequestScope:
+        """Return the scope of a request on this connection."""
+        return RequestScope(self.user, self._threads)
+
+    def receive(self) -> tuple[ClientMessage | None, RequestScope] | None:
+        """The next message, None at the end, and its scope, now the caller's. After wait_for_message().
 
         None if there is no message after all.
         """
-        place = self._place
-        assert place is not None
+        scope = self._next
+        assert scope is not None
 
-        def wrap(numbers: list[int]) -> list[Descriptor]:
-            place.hold(len(numbers))
-            return [Descriptor(number, place) for number in numbers]
+        def discard(numbers: list[int]) -> None:
+            scope.take(numbers)
+            scope.discard()
 
         try:
-            data, numbers = protocol.receive(self._sock, discard=lambda numbers: self.discard(wrap(numbers)))
+            data, numbers = protocol.receive(self._sock, discard=discard)
         except BlockingIOError:
             return None
-        descriptors = wrap(numbers)
+        scope.take(numbers)
         self.leave_place()
         if not data:
-            return None, descriptors
+            return None, scope
         try:
-            return protocol.decode_client(data), descriptors
+            return protocol.decode_client(data), scope
         except ProtocolError:
-            self.discard(descriptors)
+            scope.discard()
             raise
 
     def leave_place(self) -> None:
-        """Give the place of a message in the user's share back."""
-        if self._place is not None:
-            self._place.leave()
-            self._place = None
+        """No message is being received: free its place in the user's share."""
+        if self._next is not None:
+            self._next.leave_place()
+            self._next = None
 
     async def answer(self, message: ServerMessage, descriptors: Sequence[int] = (), seconds: float = 0) -> None:
         """Send a message. A client that does not take it would wait forever for it: its connection ends.
@@ -142,19 +147,3 @@ class Channel:
     def say_goodbye(self, error: int, text: str) -> None:
         """The last message, and why."""
         self.send_if_possible(Goodbye(error, protocol.shorten(text)))
-
-    def discard(self, descriptors: list[Descriptor]) -> None:
-        """Close descriptors on a thread."""
-        self.user.close(descriptors)
-
-    async def in_thread(self, work: Callable[[], T], resources: Resources, *, may_hang: bool = False) -> T:
-        """Run work that may block on one of the user's threads, with these resources in use.
-
-        ``may_hang``: as a file of the client's may. Cancellation abandons the thread. OSError ECANCELED if they are
-        closed by then.
-        """
-        limiter = cast(Any, self._threads) if may_hang else self.user.calls
-        return await threads.run(functools.partial(self._use, resources, work), abandon_on_cancel=True, limiter=limiter)
-
-    def _use(self, resources: Resources, work: Callable[[], T]) -> T:
-        return resources.use(work)  # in a method, so that a thread that hangs keeps the user's share in use

@@ -14,8 +14,8 @@ from typing import Final
 
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import LOAD
-from gpufs.service._resources import Descriptor
-from gpufs.syscalls import Identity, file_system_type, identity, open_flags, trusted
+from gpufs.service._scope import Descriptor
+from gpufs.syscalls import FileIdentity, file_system_type, identity, open_flags, trusted
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
 _KERNEL_FILE_SYSTEMS: Final = frozenset(
@@ -77,7 +77,7 @@ def _check_mode(fd: int, *, write: bool, what: str) -> None:
         raise OSError(EBADF, f"{what} is open for appending")
 
 
-def _device_file(fd: int, what: str, st_dev: int) -> Identity:
+def _device_file(fd: int, what: str, st_dev: int) -> FileIdentity:
     """The identity of a regular file of our mount, whose device number is ``st_dev``. OSError for anything else."""
     file = identity(fd)
     if file.st_dev != st_dev:
@@ -89,7 +89,7 @@ def _device_file(fd: int, what: str, st_dev: int) -> Identity:
     return file
 
 
-def check_copy(direction: str, host_fd: int, mount_fd: int, st_dev: int) -> tuple[Identity, Identity]:
+def check_copy(direction: str, host_fd: int, mount_fd: int, st_dev: int) -> tuple[FileIdentity, FileIdentity]:
     """The identities of both ends of a copy; ``st_dev`` is that of our mount. Asks no file system anything.
 
     OSError EBADF unless both descriptors may be used for the direction, EDEADLK when the host's file is on our mount,

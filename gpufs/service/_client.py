@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import trio
@@ -14,7 +14,6 @@ from gpufs import protocol, threads
 from gpufs._version import __version__
 from gpufs.protocol import (
     Attach,
-    Attached,
     Cancel,
     ClientMessage,
     Copy,
@@ -25,19 +24,18 @@ from gpufs.protocol import (
     Refresh,
     Register,
     Request,
-    Result,
     Revoke,
     SetQuota,
     Unregister,
     Welcome,
 )
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, Peer
+from gpufs.service._channel import ClientChannel, ClientProcess
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
 from gpufs.service._kept import KeptClient, KeptRequest, Record
-from gpufs.service._resources import Descriptor
+from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import User
 from gpufs.syscalls import trusted
@@ -46,12 +44,12 @@ from gpufs.syscalls import trusted
 class ClientConnection:
     """Serves one connection until it ends. Owns its socket."""
 
-    def __init__(self, sock: socket.socket, peer: Peer, number: int, served: ServedMount, user: User) -> None:
+    def __init__(self, sock: socket.socket, peer: ClientProcess, number: int, served: ServedMount, user: User) -> None:
         """``number``: names the connection in logs; ``user``: the share of its user."""
         self.peer = peer
         self._sock = sock
         self._served = served
-        self._channel = Channel(sock, peer, number, served.limits, user)
+        self._channel = ClientChannel(sock, peer, number, served.limits, user)
         self._record = Record(served.keeper, number, sock)
         self._registrations = ClientRegistrations(self._channel, served, self._record)
         self._leases = ClientLeases(self._channel, served, self._record)
@@ -115,8 +113,8 @@ class ClientConnection:
             while received is None:
                 await channel.wait_for_message()
                 received = channel.receive()
-            message, descriptors = received
-            channel.discard(descriptors)
+            message, scope = received
+            scope.discard()
             if message is None:
                 return False
             if not isinstance(message, Hello):
@@ -130,33 +128,24 @@ class ClientConnection:
             )
         return True
 
-    async def _answer_lost(self, kept: KeptClient) -> None:
+    async def _answer_unanswered(self, kept: KeptClient) -> None:
         """Answer the requests that the former daemon did not answer, or whose answer it did not note."""
         text = "the daemon of the mount has died before it answered"
-        for request in kept.lost:
-            answer: Attached | Result | Done
-            if request.kind in ("Attach", "Refresh"):
-                answer = Attached(request.id, errno.ECONNRESET, text)
-            elif request.kind == "Copy":
-                answer = Result(request.id, errno.ECONNRESET, 0, text, 0, {}, [], 0.0)
-            elif request.kind == "Detach":
+        for request in kept.unanswered:
+            registered = request.id in self._registrations
+            if request.message is Unregister and registered:
+                await self._change(request, self._channel.new_scope(), self._registrations.remove(request.id))
+                continue
+            if request.message is Detach:
                 await self._leases.end(request.id)
-                answer = Done(request.id)
-            elif request.kind == "Register" and request.id in self._registrations:
-                answer = Done(request.id)
-            elif request.kind == "Unregister":
-                if request.id in self._registrations:
-                    await self._change(request, [], self._registrations.remove(request.id))
-                    continue
-                answer = Done(request.id)
-            else:
-                answer = Done(request.id, errno.ECONNRESET, text)
-            await self._channel.answer(answer)
+            done = request.message in (Detach, Unregister) or (request.message is Register and registered)
+            answer = request.message.answer
+            await self._channel.answer(answer(request.id) if done else answer(request.id, errno.ECONNRESET, text))
             self._record.end(request)
 
     async def _serve(self) -> None:
         if self._kept is not None:
-            await self._answer_lost(self._kept)
+            await self._answer_unanswered(self._kept)
         elif not await self._greet():
             return
         violation = None
@@ -178,46 +167,44 @@ class ClientConnection:
                 received = channel.receive()
                 if received is None:
                     continue
-                message, descriptors = received
+                message, scope = received
                 if message is None:
-                    channel.discard(descriptors)
+                    scope.discard()
                     return
                 self._record.begin(message)
                 try:
-                    await self._handle(message, descriptors, nursery)
+                    await self._handle(message, scope, nursery)
                 except ProtocolError:
-                    channel.discard(descriptors)
+                    scope.discard()
                     raise
 
-    async def _handle(self, message: ClientMessage, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Do what a message asks for, or begin it in a task of its own. Takes over the descriptors.
+    async def _handle(self, message: ClientMessage, scope: RequestScope, nursery: trio.Nursery) -> None:
+        """Do what a message asks for, or begin it in a task of its own. Takes over the scope.
 
-        They stay the caller's after a ProtocolError.
+        It stays the caller's after a ProtocolError.
         """
         match message:
             case Copy():
-                self._copies.accept(message, descriptors, nursery)
+                self._copies.accept(message, scope, nursery)
             case Attach() | Refresh() | Detach():
-                self._leases.accept(message, descriptors, nursery)
+                self._leases.accept(message, scope, nursery)
             case Cancel():
-                self._channel.discard(descriptors)
+                scope.discard()
                 self._copies.cancel(message.id)
             case Register():
-                await self._change(message, descriptors, self._registrations.add(message, descriptors))
+                await self._change(message, scope, self._registrations.add(message, scope.descriptors))
             case Unregister():
-                await self._change(message, descriptors, self._registrations.remove(message.id))
+                await self._change(message, scope, self._registrations.remove(message.id))
             case Revoke():
-                await self._change(message, descriptors, self._leases.revoke(descriptors))
+                await self._change(message, scope, self._leases.revoke(scope.descriptors))
             case SetQuota():
-                await self._change(message, descriptors, self._set_quota(message, descriptors))
+                await self._change(message, scope, self._set_quota(message, scope.descriptors))
             case Hello():
                 raise ProtocolError("a second hello")
             case _:
                 raise AssertionError(f"nothing serves {type(message).__name__}")
 
-    async def _change(
-        self, request: Request | KeptRequest, descriptors: list[Descriptor], work: Awaitable[None]
-    ) -> None:
+    async def _change(self, request: Request | KeptRequest, scope: RequestScope, work: Awaitable[None]) -> None:
         """Do the work of a request and answer it with Done."""
         answer = Done(request.id)
         try:
@@ -226,11 +213,11 @@ class ClientConnection:
             error = failure.errno or errno.EIO
             answer = Done(request.id, error, protocol.shorten(failure.strerror or os.strerror(error)))
         finally:
-            self._channel.discard(descriptors)
+            scope.discard()
         await self._channel.answer(answer)
         self._record.end(request)
 
-    async def _set_quota(self, message: SetQuota, descriptors: list[Descriptor]) -> None:
+    async def _set_quota(self, message: SetQuota, descriptors: Sequence[Descriptor]) -> None:
         ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.st_dev)
         self._served.set_limit(ino, message.uid, message.limit)
         self._channel.log(logging.INFO, "%s", message)

@@ -19,9 +19,9 @@ from gpufs import protocol
 from gpufs.engine import BackingFile, Transfer
 from gpufs.protocol import LOAD, Copy, ProtocolError, Result
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_behind
+from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import Record
-from gpufs.service._resources import Descriptor, Resources
+from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
 
 # Set in the number of a client that is not a process.
@@ -49,8 +49,8 @@ class _CopyTask:
     """A copy in progress."""
 
     copy: Copy
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around everything before the transfer
-    resources: Resources = field(default_factory=Resources)
+    scope: RequestScope
+    preparing: trio.CancelScope = field(default_factory=trio.CancelScope)  # around everything before the transfer
     began: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.time)
     paths: tuple[str, str] = ("", "")  # of the host's file and of the file on the mount, as this process sees them
@@ -65,7 +65,7 @@ class _CopyTask:
         with self.lock:
             if self.cancelled:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-            self.transfer = self.resources.hold(start())
+            self.transfer = self.scope.hold(start())
 
     def cancel(self) -> None:
         """Cancel the transfer, or keep it from being started."""
@@ -73,7 +73,7 @@ class _CopyTask:
             self.cancelled = True
             if self.transfer is not None:
                 self.transfer.cancel()
-        self.scope.cancel()
+        self.preparing.cancel()
 
     def progress(self) -> tuple[int, int]:
         """The bytes to move, and those that have been moved."""
@@ -93,7 +93,8 @@ class _CopyTask:
         error = failure.errno or errno.EIO if failure else 0
         text = failure.strerror or os.strerror(error) if failure else ""
         code = getattr(failure, "device_code", 0)
-        result = Result(self.copy.id, error, code, protocol.shorten(text), 0, {}, [], time.monotonic() - self.began)
+        seconds = time.monotonic() - self.began
+        result = Result(self.copy.id, error, protocol.shorten(text), device_code=code, seconds=seconds)
         return replace(result, **changes)
 
 
@@ -118,7 +119,7 @@ def _drop_set_id(fd: int) -> None:
 class ClientCopies:
     """Serves the copies of one connection."""
 
-    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
+    def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
         self._record = record
@@ -153,20 +154,19 @@ class ClientCopies:
         if number in self._tasks:
             self._tasks[number].cancel()
 
-    def accept(self, copy: Copy, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Begin a copy, and take its descriptors over. ProtocolError if there cannot be such a copy.
+    def accept(self, copy: Copy, scope: RequestScope, nursery: trio.Nursery) -> None:
+        """Begin a copy, and take its scope over. ProtocolError if there cannot be such a copy.
 
-        The descriptors stay the caller's after a ProtocolError.
+        The scope stays the caller's after a ProtocolError.
         """
-        if len(descriptors) != protocol.MAX_DESCRIPTORS:
-            raise ProtocolError(f"a copy message with {len(descriptors)} descriptors")
+        if len(scope.descriptors) != protocol.MAX_DESCRIPTORS:
+            raise ProtocolError(f"a copy message with {len(scope.descriptors)} descriptors")
         if copy.id in self._tasks:
             raise ProtocolError("a copy message whose id is in use")
         if len(self._tasks) >= self._served.limits.requests:
             raise ProtocolError("too many requests at once")
-        task = _CopyTask(copy)
-        self._tasks[copy.id] = task
-        host, mount = map(task.resources.hold, descriptors)
+        task = self._tasks[copy.id] = _CopyTask(copy, scope)
+        host, mount = scope.descriptors
         nursery.start_soon(self._serve_copy, task, host, mount)
 
     async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
@@ -175,9 +175,9 @@ class ClientCopies:
         result = task.result(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
         try:
             try:
-                with task.scope, trio.fail_after(limits.prepare):
+                with task.preparing, trio.fail_after(limits.prepare):
                     work = functools.partial(self._prepare, task, host, mount)
-                    await self._channel.in_thread(work, task.resources, may_hang=True)
+                    await task.scope.in_thread(work, may_hang=True)
             except OSError as error:
                 result = task.result(error)
             except trio.TooSlowError:
@@ -200,10 +200,10 @@ class ClientCopies:
                     task.end()
                     # Waits a little: the client may unmount the file's disk next. Less if an abandoned thread still
                     # uses it: the file's server may hang.
-                    if task.resources.in_use:
+                    if task.scope.in_use:
                         deadline = min(deadline, trio.current_time() + limits.abandoned)
                     with trio.move_on_at(deadline):
-                        await task.resources.closed(functools.partial(user.start, user.closers))
+                        await task.scope.closed(functools.partial(user.start, user.closers))
                     del self._tasks[task.copy.id]
                     self._channel.log(
                         logging.INFO,
@@ -222,7 +222,7 @@ class ClientCopies:
         """Checks the descriptors and starts the transfer, on a thread. OSError if a rule forbids it."""
         copy, served = task.copy, self._served
         on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.st_dev)
-        buffer = task.resources.hold(served.open_buffer(on_mount.ino))
+        buffer = task.scope.hold(served.open_buffer(on_mount.ino))
         task.paths = (path_behind(host.fd), path_behind(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
         mount.close()
@@ -241,7 +241,7 @@ class ClientCopies:
         else:
             _drop_set_id(host.fd)
             size = status.st_size if stat.S_ISREG(status.st_mode) else None
-        file = task.resources.hold(BackingFile(served.mount.engine, host.fd))
+        file = task.scope.hold(BackingFile(served.mount.engine, host.fd))
         task.ends = _Ends(on_mount.ino, size)
         task.start(
             lambda: Transfer(
@@ -296,7 +296,7 @@ class ClientCopies:
 
         try:
             with trio.fail_at(deadline):
-                await self._channel.in_thread(settle, task.resources, may_hang=True)
+                await task.scope.in_thread(settle, may_hang=True)
         except OSError as error:
             return task.result(failure or error, **moved)
         except trio.TooSlowError:

@@ -4,7 +4,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -14,9 +14,9 @@ from gpufs.engine import Lease, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_behind
+from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptLease, Record, kept_path
-from gpufs.service._resources import Descriptor, Resources
+from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import Holder, ServedMount
 from gpufs.syscalls import close_all, trusted
 
@@ -29,7 +29,7 @@ class _ClientLease:
     """
 
     holder: Holder
-    resources: Resources = field(default_factory=Resources)
+    scope: RequestScope
     lease: Lease | None = None
     device: int = 0
     read_only: bool = False
@@ -56,7 +56,7 @@ async def _refuse(failure: OSError) -> None:
 class ClientLeases:
     """Serves the leases of one connection."""
 
-    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
+    def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
         self._record = record
@@ -66,8 +66,8 @@ class ClientLeases:
     def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
         """Go on with a lease of the former daemon. None for a private copy, which the client has for itself."""
         holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.bytes, since=kept.since)
-        client_lease = _ClientLease(holder, device=kept.device, read_only=kept.read_only)
-        holder.resources = client_lease.resources
+        scope = holder.scope = self._channel.new_scope()
+        client_lease = _ClientLease(holder, scope, device=kept.device, read_only=kept.read_only)
         self._enter(kept.id, client_lease)
         if lease is not None:
             self._hold(client_lease, lease)
@@ -75,34 +75,34 @@ class ClientLeases:
 
     def _enter(self, number: int, client_lease: _ClientLease) -> None:
         """Show a lease among the mount's holders until it ends."""
-        holder, resources = client_lease.holder, client_lease.resources
+        holder, scope = client_lease.holder, client_lease.scope
         self._served.holders.enter(holder)
-        resources.on_close(functools.partial(self._served.holders.leave, holder))
-        resources.on_close(functools.partial(self._record.remove, KeptLease, number))
+        scope.on_close(functools.partial(self._served.holders.leave, holder))
+        scope.on_close(functools.partial(self._record.remove, KeptLease, number))
 
     def _hold(self, client_lease: _ClientLease, lease: Lease) -> None:
         """Take over a lease of the engine."""
-        holder, resources = client_lease.holder, client_lease.resources
-        client_lease.lease = resources.hold(lease)
+        holder, scope = client_lease.holder, client_lease.scope
+        client_lease.lease = scope.hold(lease)
         holder.bytes = lease.bytes
         if holder.mode == READ_WRITE:
             # The kernel does not see what the program writes: the times change at both ends of the lease.
-            resources.on_close(functools.partial(self._served.mount.inode_written, holder.ino))
-        resources.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
+            scope.on_close(functools.partial(self._served.mount.inode_written, holder.ino))
+        scope.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
 
     async def end(self, number: int) -> None:
         """End a lease, if there is one with this number."""
         await self._end(number, self._leases.get(number))
 
-    def accept(self, message: Attach | Refresh | Detach, descriptors: list[Descriptor], nursery: trio.Nursery) -> None:
-        """Begin to serve a request, and take its descriptors over. ProtocolError if there cannot be such a request.
+    def accept(self, message: Attach | Refresh | Detach, scope: RequestScope, nursery: trio.Nursery) -> None:
+        """Begin to serve a request, and take its scope over. ProtocolError if there cannot be such a request.
 
-        The descriptors stay the caller's after a ProtocolError.
+        The scope stays the caller's after a ProtocolError.
         """
         limits = self._served.limits
         client_lease = self._leases.get(message.id)
-        if len(descriptors) != (1 if isinstance(message, Attach) else 0):
-            raise ProtocolError(f"a message {type(message).__name__} with {len(descriptors)} descriptors")
+        if len(scope.descriptors) != (1 if isinstance(message, Attach) else 0):
+            raise ProtocolError(f"a message {type(message).__name__} with {len(scope.descriptors)} descriptors")
         if self._working >= limits.requests:
             raise ProtocolError("too many requests at once")
         if isinstance(message, Attach):
@@ -110,17 +110,15 @@ class ClientLeases:
                 raise ProtocolError("an attach message whose id is in use")
             if len(self._leases) >= limits.attachments:
                 raise ProtocolError("too many attachments on one connection")
-            holder = Holder(self._channel.peer, message.mode)
-            client_lease = self._leases[message.id] = _ClientLease(holder)
-            holder.resources = client_lease.resources
-            work = functools.partial(self._attach, message, client_lease, *descriptors)
             try:
-                holder.ino, client_lease.read_only = self._check(message, *descriptors)
+                ino, may_write = _checks.check_attachable(scope.descriptors[0].fd, message.mode, self._served.st_dev)
             except OSError as failure:
-                self._channel.discard(descriptors)
+                scope.discard()
                 work = functools.partial(_refuse, failure)
-            else:
-                client_lease.resources.hold(descriptors[0])  # of a file of ours, so closing it does not hang
+            else:  # it is a file of ours, so closing it does not hang
+                holder = Holder(self._channel.peer, message.mode, ino=ino, scope=scope)
+                client_lease = self._leases[message.id] = _ClientLease(holder, scope, read_only=not may_write)
+                work = functools.partial(self._attach, message, client_lease, *scope.descriptors)
         elif isinstance(message, Refresh) and client_lease is not None and client_lease.busy:
             # The client may have given up the answer to its last request, of which the end has not been sent.
             work = functools.partial(_refuse, OSError(errno.EBUSY, "the last request for it is still being answered"))
@@ -164,40 +162,35 @@ class ClientLeases:
             return
         last = leases.pop()
         for client_lease in leases:
-            client_lease.resources.end()
+            client_lease.scope.end()
 
         def start(close_last: Callable[[], None]) -> None:
             def close() -> None:
                 for client_lease in leases:
-                    client_lease.resources.close()
+                    client_lease.scope.close()
                 close_last()
 
             self._channel.user.start(self._channel.user.ends, close)
 
         with trio.move_on_after(seconds):
-            await last.resources.closed(start)
+            await last.scope.closed(start)
 
-    async def revoke(self, descriptors: list[Descriptor]) -> None:
+    async def revoke(self, descriptors: Sequence[Descriptor]) -> None:
         """End all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
         served, peer, user = self._served, self._channel.peer, self._channel.user
         ino = _checks.check_revocable(descriptors, served.st_dev)
         if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
             raise OSError(errno.EPERM, "only the file's owner, root and the user who mounted may end its leases")
-        for holder, resources in served.holders.leases_on(ino):
+        for holder, scope in served.holders.leases_on(ino):
             holder.revoked = True
             self._channel.log(logging.INFO, "revoked the lease of %s on %s", holder.peer, holder.path)
-            await resources.closed(functools.partial(user.start, user.calls))
-
-    def _check(self, message: Attach, descriptor: Descriptor) -> tuple[int, bool]:
-        """The inode of the file to attach, and whether the client may only read it. OSError if a rule forbids it."""
-        ino, may_write = _checks.check_attachable(descriptor.fd, message.mode, self._served.st_dev)
-        return ino, not may_write
+            await scope.closed(functools.partial(user.start, user.calls))
 
     async def _attach(self, message: Attach, client_lease: _ClientLease, descriptor: Descriptor) -> None:
         def prepare() -> Lease:
             return self._prepare(message, client_lease, descriptor)
 
-        lease = await self._channel.in_thread(prepare, client_lease.resources)
+        lease = await client_lease.scope.in_thread(prepare)
         holder = client_lease.holder
         copied = "a private copy of " if holder.private else ""
         self._channel.log(
@@ -259,7 +252,7 @@ class ClientLeases:
             client_lease.holder.bytes = lease.bytes
             self._keep(message.id, client_lease)
 
-        await self._channel.in_thread(refresh, client_lease.resources)
+        await client_lease.scope.in_thread(refresh)
         await self._answer(message.id, client_lease, lease, message.start)
 
     async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> None:
@@ -271,7 +264,7 @@ class ClientLeases:
         if client_lease is not None and self._leases.get(number) is client_lease:
             del self._leases[number]
             user = self._channel.user
-            await client_lease.resources.closed(functools.partial(user.start, user.calls))
+            await client_lease.scope.closed(functools.partial(user.start, user.calls))
 
     async def _answer(self, number: int, client_lease: _ClientLease, lease: Lease, start: int) -> None:
         """Send the memory from ``start`` on. Only so many of its descriptors are open at a time as a message takes."""
@@ -293,7 +286,7 @@ class ClientLeases:
                 _close_pieces(pieces)
             return count + len(pieces)
 
-        left = await self._channel.in_thread(begin, client_lease.resources)
+        left = await client_lease.scope.in_thread(begin)
         attached = Attached(
             number,
             driver=self._served.mount.engine.driver,
@@ -307,7 +300,7 @@ class ClientLeases:
         await self._channel.answer(attached)
         while left > 0:
             if not client_lease.outgoing:
-                await self._channel.in_thread(functools.partial(take, start), client_lease.resources)
+                await client_lease.scope.in_thread(functools.partial(take, start))
             pieces = client_lease.take_outgoing()
             try:
                 left -= len(pieces)

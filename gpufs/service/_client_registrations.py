@@ -3,6 +3,7 @@
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from errno import EINVAL, EPERM, ETIMEDOUT
@@ -13,9 +14,9 @@ import trio
 from gpufs import threads
 from gpufs.protocol import Register
 from gpufs.service import _checks
-from gpufs.service._channel import Channel, path_behind
+from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptRegistration, Record, kept_path
-from gpufs.service._resources import Descriptor
+from gpufs.service._scope import Descriptor
 from gpufs.service._served_mount import REGISTERED, Holder, ServedMount
 from gpufs.syscalls import trusted
 
@@ -26,7 +27,7 @@ _FOREIGN_IPC: Final = (
 
 
 @dataclass
-class _Registration:
+class _ClientRegistration:
     id: int
     holder: Holder
     number: int | None = None  # of its memory in ServedMount.registrations
@@ -35,11 +36,11 @@ class _Registration:
 class ClientRegistrations:
     """The registrations of one connection. Only the trio thread calls it; one call at a time."""
 
-    def __init__(self, channel: Channel, served: ServedMount, record: Record) -> None:
+    def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
         self._record = record
-        self._by_id: dict[int, _Registration] = {}
+        self._by_id: dict[int, _ClientRegistration] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._by_id
@@ -48,9 +49,9 @@ class ClientRegistrations:
         """Go on with a registration of the former daemon."""
         holder = Holder(self._channel.peer, REGISTERED, kept.path, kept.ino, bytes=kept.bytes, since=kept.since)
         self._served.holders.enter(holder)
-        self._by_id[kept.id] = _Registration(kept.id, holder, kept.number)
+        self._by_id[kept.id] = _ClientRegistration(kept.id, holder, kept.number)
 
-    async def add(self, message: Register, descriptors: list[Descriptor]) -> None:
+    async def add(self, message: Register, descriptors: Sequence[Descriptor]) -> None:
         """Serve ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
         if message.id in self._by_id:
             raise OSError(EINVAL, "a registration with this id exists")
@@ -64,7 +65,7 @@ class ClientRegistrations:
         for memory in descriptors[1:]:
             _checks.check_shareable(memory.fd)
         holder = Holder(peer, REGISTERED, path_behind(descriptors[0].fd), ino, bytes=message.size)
-        registration = _Registration(message.id, holder)
+        registration = _ClientRegistration(message.id, holder)
         served.holders.enter(holder)
         with ExitStack() as undo:
             undo.callback(served.holders.leave, holder)
@@ -79,7 +80,7 @@ class ClientRegistrations:
             undo.pop_all()
         self._by_id[message.id] = registration
 
-    def _register(self, registration: "_Registration", message: Register, shared: int, taken: list[int]) -> None:
+    def _register(self, registration: "_ClientRegistration", message: Register, shared: int, taken: list[int]) -> None:
         holder = registration.holder
         number = registration.number = self._served.register(holder, message, shared, taken)
         path = kept_path(holder.path)
@@ -107,7 +108,7 @@ class ClientRegistrations:
             finally:
                 self._release(registrations)
 
-    def _release(self, registrations: "list[_Registration]") -> None:
+    def _release(self, registrations: "list[_ClientRegistration]") -> None:
         for registration in registrations:
             self._record.remove(KeptRegistration, registration.id)
             if registration.number is not None:  # which may wait for the keeper
@@ -117,7 +118,7 @@ class ClientRegistrations:
             self._served.holders.leave(registration.holder)
 
     async def _withdraw(
-        self, registrations: "list[_Registration]", seconds: float, limiter: trio.CapacityLimiter
+        self, registrations: "list[_ClientRegistration]", seconds: float, limiter: trio.CapacityLimiter
     ) -> OSError | None:
         """Remove the files' names and end the use of the memory. Return the failure of that, if there is one."""
         holders = [registration.holder for registration in registrations]

@@ -26,8 +26,8 @@ from gpufs import protocol
 from gpufs.engine import Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
-from gpufs.service._channel import Peer, peer_of
-from gpufs.service._resources import Keeping
+from gpufs.service._channel import ClientProcess, peer_of
+from gpufs.service._scope import Keeping
 from gpufs.syscalls import close_all, trusted
 
 log = logging.getLogger(__name__)
@@ -189,11 +189,19 @@ class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
     since: float
 
 
+_REQUESTS: Final = {kind.__name__: kind for kind in protocol.kinds(Request)}
+
+
 class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
     """A request in progress. ``kind``: the name of the message."""
 
     id: int
     kind: str
+
+    @property
+    def message(self) -> type[Request]:
+        """The kind of the message."""
+        return _REQUESTS[self.kind]
 
     @classmethod
     def of(cls, request: Request) -> "KeptRequest":
@@ -340,15 +348,15 @@ class KeptClient:
     """A connection that the former daemon had, its leases on files, which are open again, and its registrations.
 
     A private copy, which the client has for itself, has no lease here.
-    ``lost``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
+    ``unanswered``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
     """
 
     number: int
     sock: socket.socket
-    peer: Peer
+    peer: ClientProcess
     leases: list[tuple[KeptLease, Lease | None]]
     registrations: list[KeptRegistration]
-    lost: list[KeptRequest]
+    unanswered: list[KeptRequest]
     held: tuple[int, int]
     slots: dict[int, Entry]
 
@@ -392,9 +400,8 @@ def _restore_client(
     peer = peer_of(sock)
     slots = _read_slots(record, peer)
     first = next_message(sock)
-    # What is still in the queue is not lost.
-    queued = _noted(first)
-    lost = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
+    queued = _noted(first)  # the next daemon receives it
+    unanswered = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
     leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []
     label = str(peer)
@@ -408,10 +415,10 @@ def _restore_client(
         elif not isinstance(entry, KeptRequest):  # it is lost
             del slots[slot]
             os.pwrite(record, b"\0", slot * _SLOT_BYTES)
-    return KeptClient(number, sock, peer, leases, registered, lost, (socket_fd, record), slots)
+    return KeptClient(number, sock, peer, leases, registered, unanswered, (socket_fd, record), slots)
 
 
-def _read_slots(record: int, peer: Peer) -> dict[int, Entry]:
+def _read_slots(record: int, peer: ClientProcess) -> dict[int, Entry]:
     """Return what a record has. There may be thousands of entries, and the mount answers nothing yet."""
     slots: dict[int, Entry] = {}
     decode = msgspec.json.Decoder(Entry).decode
@@ -436,7 +443,9 @@ def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
         return None
 
 
-def _register_again(mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: Peer) -> bool:
+def _register_again(
+    mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: ClientProcess
+) -> bool:
     """Return whether the file shows the memory again. If the memory is lost, the file is removed."""
     try:
         mount.inode_hold(entry.ino)

@@ -13,9 +13,9 @@ from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
-from gpufs.service._channel import Peer
+from gpufs.service._channel import ClientProcess
 from gpufs.service._kept import KeptRegistrations, RegisteredMemory
-from gpufs.service._resources import Keeping, Resources
+from gpufs.service._scope import Keeping, RequestScope
 from gpufs.service._user import Limits
 from gpufs.syscalls import trusted
 from gpufs.units import bytes_text
@@ -29,7 +29,7 @@ REGISTERED: Final = "registered"  # the mode of a registration
 class Holder:
     """One lease or registration, and the program that has it."""
 
-    peer: Peer
+    peer: ClientProcess
     mode: str
     path: str = ""  # the name at the beginning, as this process sees it
     ino: int = 0
@@ -37,7 +37,7 @@ class Holder:
     bytes: int = 0
     charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
-    resources: Resources | None = None  # of a lease, which ends with them
+    scope: RequestScope | None = None  # of a lease, which ends with it
     revoked: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,11 +99,11 @@ class HolderTable:
             self._private[uid, device] += size
             holder.charged = (device, size)
 
-    def leases_on(self, ino: int) -> list[tuple[Holder, Resources]]:
+    def leases_on(self, ino: int) -> list[tuple[Holder, RequestScope]]:
         """The leases on the file itself; private copies keep nobody from anything."""
         with self._lock:
             holders = [holder for holder in self._holders if holder.ino == ino and not holder.private]
-        return [(holder, holder.resources) for holder in holders if holder.resources is not None]
+        return [(holder, holder.scope) for holder in holders if holder.scope is not None]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """Return those that a user may see, oldest first: root and the mount's owner see all, others their own."""

@@ -6,11 +6,10 @@ A user whose file server hangs, or who sends without an end, waits for a share o
 import contextlib
 import functools
 import resource
-import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
@@ -80,38 +79,6 @@ class Both:
         self._first.release_on_behalf_of(borrower)
 
 
-class Place:
-    """One of the messages whose descriptors a user may have open here. The last descriptor that is closed frees it."""
-
-    def __init__(self, user: "User") -> None:
-        self._user: User | None = user
-        self._token = trio.lowlevel.current_trio_token()
-        self._lock = threading.Lock()
-        self._open = 1
-
-    def hold(self, count: int) -> None:
-        """Note how many descriptors came with the message."""
-        with self._lock:
-            self._open += count
-
-    def leave(self) -> None:
-        """One of them is closed, or the message is received. Any thread may call."""
-        with self._lock:
-            self._open -= 1
-            if self._open:
-                return
-        user, self._user = self._user, None
-        assert user is not None
-        with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(user._places.release)
-
-
-class Closable(Protocol):
-    """Something that must be closed once."""
-
-    def close(self) -> None: ...
-
-
 class User:
     """The share of one user. Only the trio thread uses it; it lives as long as something of its share is in use.
 
@@ -125,6 +92,8 @@ class User:
         Threads for what is about the mount's own files and memory.
     closers
         Threads that close what came with messages.
+    places
+        Messages whose descriptors are open here.
     ends
         Threads that end leases and registrations of closed connections, which must not wait for the other kinds.
     """
@@ -136,13 +105,8 @@ class User:
         self.calls = trio.CapacityLimiter(limits.turns * shares)
         self.ends = trio.CapacityLimiter(limits.ends_per_user)
         self.closers = trio.CapacityLimiter(limits.closers_per_user * shares)
-        self._places = trio.Semaphore(limits.messages_per_user())
+        self.places = trio.Semaphore(limits.messages_per_user())
         self._pieces = trio.CapacityLimiter(1)
-
-    async def take_place(self) -> Place:
-        """Wait until one more message may be received."""
-        await self._places.acquire()
-        return Place(self)
 
     @contextlib.asynccontextmanager
     async def pieces(self) -> AsyncIterator[list[int]]:
@@ -168,23 +132,12 @@ class User:
             else:
                 self._pieces.release_on_behalf_of(borrower)
 
-    def close(self, items: Iterable[Closable]) -> None:
-        """Close descriptors on one of this user's threads: that calls the file's server, which may be this process."""
-        if closables := list(items):
-            self.start(self.closers, functools.partial(_close_all, closables))
-
     def start(self, limiter: trio.CapacityLimiter, work: Callable[[], None]) -> None:
         """Run work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""
         threads.in_background(functools.partial(self._run, work), limiter)
 
     def _run(self, work: Callable[[], None]) -> None:
         work()  # in a method, so that a thread that hangs keeps this share in use
-
-
-def _close_all(items: list[Closable]) -> None:
-    for item in items:
-        with contextlib.suppress(OSError):
-            item.close()
 
 
 class Users:

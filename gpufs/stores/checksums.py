@@ -62,11 +62,11 @@ class Verification:
         self._expected = expected
         self._whole = hashlib.sha256()
         self._other = hashlib.md5(usedforsecurity=False)
-        self._parts: list[_Parts] = []
+        self._parts: list[_Md5OfParts] = []
         if expected is not None and expected.kind == "git":
             self._other = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         if expected is not None and expected.kind == "parts":
-            self._parts = [_Parts(part) for part in expected.part_sizes]
+            self._parts = [_Md5OfParts(part) for part in expected.part_sizes]
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes."""
@@ -95,7 +95,7 @@ class Verification:
         return expected.value == self._other.hexdigest()
 
 
-class _Parts:
+class _Md5OfParts:
     """The MD5 of the MD5s of parts of one size."""
 
     def __init__(self, part_bytes: int) -> None:

@@ -11,7 +11,7 @@ from tensors that are in device memory already.
 
 from typing import TYPE_CHECKING
 
-from gpufs._lazy import lazy
+from gpufs._naming import lazy
 from gpufs.formats import FormatError
 from gpufs.in_place import use_in_place
 from gpufs.torch._file import load_file, safe_open

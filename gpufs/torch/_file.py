@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import torch
 
@@ -13,6 +13,7 @@ from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.placement import misplaced
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -23,13 +24,9 @@ from gpufs.formats.safetensors import (
     without_garbage_collection,
 )
 from gpufs.modes import Mode
-from gpufs.torch._alignment import misplaced
 from gpufs.torch._memory import FileMemory
 from gpufs.torch._program_report import program
 from gpufs.torch._record import TensorRecord, parse_records, span
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Device: TypeAlias = "torch.device | str | int | None"
 _PACKED: Final = {"F4": "float4_e2m1fn_x2"}  # dtypes of safetensors of which an element of torch has two
@@ -47,7 +44,7 @@ def stored_elements(dtype: str) -> int:
     return 2 if dtype in _PACKED else 1
 
 
-class TensorFile:
+class SafetensorsFile:
     """One safetensors file, mapped. Its tensors are the file's memory, and keep the mapping alive."""
 
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
@@ -182,9 +179,9 @@ def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Hea
     """Return where the data begins, and the header. ``read(offset, count)`` returns bytes of the file."""
     prefix = read(0, min(size, LENGTH_BYTES + 1))
     if not prefix.endswith(b"{"):
-        from gpufs.formats import layout  # which names the format that the file has
+        from gpufs.formats import table  # which names the format that the file has
 
-        layout.check_safetensors(read(0, min(size, layout.PREFIX_BYTES)))
+        table.check_safetensors(read(0, min(size, table.PREFIX_BYTES)))
     length = header_bytes(prefix, size)
     start = LENGTH_BYTES + length
     return start, parse_header(read(LENGTH_BYTES, length), size - start)
@@ -196,7 +193,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         listed = find_files(path)
-        files = {name: TensorFile(name, mode) for name in listed.files}
+        files = {name: SafetensorsFile(name, mode) for name in listed.files}
         self.files = list(files.values())
         if listed.places is None:
             self.places = {name: file for file in self.files for name in file.names()}

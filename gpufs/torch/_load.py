@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import stat
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from gpufs._naming import named_in
-from gpufs.formats import FormatError, archives, gguf, layout
+from gpufs.formats import FormatError, archives, gguf, npy, table
 from gpufs.formats.checkpoint import link_error
+from gpufs.formats.layout import TensorPlace
 from gpufs.modes import Mode
 from gpufs.torch._file import TORCH_DTYPES, Device, load_file
 from gpufs.torch._memory import FileMemory
 
-_MAGIC_BYTES = 8
 _LARGEST_ITEM = 8  # bytes of an element of torch.save(), at most
 
 
-class _File:
+class _FileInPlace:
     """An attached file."""
 
     def __init__(self, path: str, mode: Mode, device: Device) -> None:
@@ -31,6 +32,7 @@ class _File:
         except OSError as error:
             raise link_error(error, path) from None
         self._device = device
+        self.path = path
         self._storages: dict[int, torch.Tensor] = {}  # of torch.save(), by their offsets
         self.mode = mode
         self.size = self._memory.size
@@ -113,19 +115,12 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     name = os.fspath(path)
     if os.path.isdir(name) or name.endswith(".json"):
         return load_file(name, device, mode=mode)
-    magic = _first_bytes(name)
-    if not magic.startswith((gguf.MAGIC, layout.NPY_MAGIC, archives.MAGIC, archives.EMPTY_MAGIC)):
+    loader = _LOADERS.get(table.recognize(_first_bytes(name)))
+    if loader is None:
         return load_file(name, device, mode=mode)
-    file = _File(name, mode, device)
+    file = _FileInPlace(name, mode, device)
     try:
-        if magic.startswith(gguf.MAGIC):
-            return _load_gguf(file)
-        if magic.startswith(layout.NPY_MAGIC):
-            return _array(file, layout.read_npy(file.size, file.read))
-        members = archives.read_members(file.size, file.read)
-        if archives.pickle_name(members) is not None:
-            return archives.restore(archives.read_torch_archive(file.size, file.read), partial(_leaf, file))
-        return _load_npz(name, file, members)
+        return loader(file)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
 
@@ -137,12 +132,12 @@ def _first_bytes(path: str) -> bytes:
     except OSError as error:
         raise link_error(error, path) from None
     try:
-        return os.read(fd, _MAGIC_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        return os.read(fd, table.PREFIX_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
 
 
-def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
+def _load_gguf(file: _FileInPlace) -> dict[str, torch.Tensor]:
     tensors = {}
     for entry in gguf.read_gguf(file.size, file.read)[0]:
         dtype = TORCH_DTYPES[entry.type] if entry.block == 1 else torch.uint8
@@ -152,8 +147,19 @@ def _load_gguf(file: _File) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _load_npz(path: str, file: _File, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
-    arrays, others = layout.read_npz(members, file.read)
+def _load_npy(file: _FileInPlace) -> torch.Tensor:
+    return _array(file, npy.read_npy(file.size, file.read))
+
+
+def _load_archive(file: _FileInPlace) -> Any:
+    members = archives.read_members(file.size, file.read)
+    if archives.pickle_name(members) is not None:
+        return archives.restore(archives.read_torch_archive(file.size, file.read), partial(_leaf, file))
+    return _load_npz(file, members)
+
+
+def _load_npz(file: _FileInPlace, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
+    arrays, others = npy.read_npz(members, file.read)
     if members and not arrays:
         raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {min(members)!r}")
     tensors = {}
@@ -164,18 +170,20 @@ def _load_npz(path: str, file: _File, members: dict[str, archives.Member]) -> di
             tensors[place.name] = _array(file, place)
     if others:
         text = ", ".join(f"{name} ({why})" for name, why in others.items())
-        warnings.warn(f"{path}: left out, because they are not tensors: {text}. numpy.load() reads them", stacklevel=3)
+        warnings.warn(
+            f"{file.path}: left out, because they are not tensors: {text}. numpy.load() reads them", stacklevel=4
+        )
     return tensors
 
 
-def _dtype_of(place: layout.TensorPlace) -> torch.dtype | None:
+def _dtype_of(place: TensorPlace) -> torch.dtype | None:
     try:
         return torch.from_numpy(np.empty(0, place.dtype)).dtype
     except (TypeError, ValueError):
         return None
 
 
-def _array(file: _File, place: layout.TensorPlace) -> torch.Tensor:
+def _array(file: _FileInPlace, place: TensorPlace) -> torch.Tensor:
     dtype = _dtype_of(place)
     if dtype is None:
         raise FormatError(f"torch has no dtype for numpy's {place.dtype}: use numpy.load()")
@@ -185,7 +193,7 @@ def _array(file: _File, place: layout.TensorPlace) -> torch.Tensor:
     return file.tensor(dtype, place.offset, place.bytes, shape).permute(*reversed(range(len(shape))))
 
 
-def _leaf(file: _File, value: archives.Leaf) -> Any:
+def _leaf(file: _FileInPlace, value: archives.Leaf) -> Any:
     """Return what stands for a part of the saved object, as torch.load() has it."""
     if isinstance(value, archives.Size):
         return torch.Size(value.shape)
@@ -198,13 +206,13 @@ def _leaf(file: _File, value: archives.Leaf) -> Any:
     return _storage(value, file, dtype) if isinstance(value, archives.Storage) else _stored(value, file, dtype)
 
 
-def _storage(value: archives.Storage, file: _File, dtype: torch.dtype) -> torch.TypedStorage:
+def _storage(value: archives.Storage, file: _FileInPlace, dtype: torch.dtype) -> torch.TypedStorage:
     return torch.TypedStorage(  # type: ignore[no-untyped-call]
         wrap_storage=file.storage(value).untyped_storage(), dtype=dtype, _internal=True
     )
 
 
-def _stored(value: archives.StoredTensor, file: _File, dtype: torch.dtype) -> torch.Tensor:
+def _stored(value: archives.StoredTensor, file: _FileInPlace, dtype: torch.dtype) -> torch.Tensor:
     tensor = file.stored(value, dtype)
     if value.conjugated:
         tensor = tensor.conj()
@@ -214,3 +222,11 @@ def _stored(value: archives.StoredTensor, file: _File, dtype: torch.dtype) -> to
     if value.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=trainable)
     return tensor.requires_grad_(trainable)
+
+
+# What is not here, load_file() reads or refuses.
+_LOADERS: Final[Mapping[table.Format | None, Callable[[_FileInPlace], Any]]] = {
+    table.GGUF: _load_gguf,
+    table.NPY: _load_npy,
+    **dict.fromkeys(table.ARCHIVES, _load_archive),
+}

@@ -62,7 +62,7 @@ class FileMemory:
 
     def tensor(self, offset: int, count: int) -> torch.Tensor:
         """Return ``count`` bytes from ``offset`` on as a tensor that is all of its storage."""
-        return self._tensor(offset, count, _Share(self, count))
+        return self._tensor(offset, count, _CountedTensor(self, count))
 
     def _tensor(self, offset: int, count: int, owner: object) -> torch.Tensor:
         if not count:  # at no address, as torch has it: the address is that of the next tensor
@@ -102,7 +102,7 @@ def read_only_on_gpus() -> list[str]:
         return sorted({file.counts.path for file in _files if file.mode == READ and file.device.type != "cpu"})
 
 
-class _Share:
+class _CountedTensor:
     """An object that a tensor in place keeps alive, so that the report knows of it."""
 
     __slots__ = ("_file", "_number")

@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _ModuleTensor:
     """A place in a module where a parameter or a buffer is."""
 
     name: str
@@ -139,12 +139,12 @@ def load_model(
     return _fill(model, Checkpoint(filename, "r"), strict, device, writable=False, copy=True)
 
 
-def _slots(module: torch.nn.Module) -> Iterator[_Slot]:
+def _tensors_of(module: torch.nn.Module) -> Iterator[_ModuleTensor]:
     persistent = module.state_dict(keep_vars=True).keys()
     for named in (module.named_parameters, module.named_buffers):
         for name, value in named(remove_duplicate=False):
             owner, _, attribute = name.rpartition(".")
-            yield _Slot(name, module.get_submodule(owner), attribute, value, name in persistent)
+            yield _ModuleTensor(name, module.get_submodule(owner), attribute, value, name in persistent)
 
 
 def _shortened(lines: list[str]) -> list[str]:
@@ -156,12 +156,12 @@ def _fill(
     module: torch.nn.Module, checkpoint: Checkpoint, strict: bool, device: Device, *, writable: bool, copy: bool
 ) -> tuple[list[str], list[str]]:
     """Set parameters and buffers from the checkpoint. copy: those that have memory keep it and get the values."""
-    slots = list(_slots(module))
+    slots = list(_tensors_of(module))
     # Tied in the module: one of their names in the file is enough.
-    tied: dict[int, list[_Slot]] = {}
+    tied: dict[int, list[_ModuleTensor]] = {}
     for slot in slots:
         tied.setdefault(id(slot.value), []).append(slot)
-    chosen: list[tuple[str, list[_Slot]]] = []
+    chosen: list[tuple[str, list[_ModuleTensor]]] = []
     missing: list[str] = []
     for group in tied.values():
         known = [slot.name for slot in group if slot.name in checkpoint.places]

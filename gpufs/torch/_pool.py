@@ -159,7 +159,7 @@ def find_pool(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
     return None
 
 
-class _Entered(threading.local):
+class _PoolBlocks(threading.local):
     """The calling thread's `with` blocks of a pool, the innermost last: torch's context managers."""
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class pool:
         release_unused()
         self.path = os.fspath(path)
         self._memory = PoolMemory(Path(path), self._bytes)
-        self._entered = _Entered()
+        self._entered = _PoolBlocks()
         weakref.finalize(self, self._memory.release).atexit = False
 
     @property

@@ -1,0 +1,88 @@
+"""Arrays of numpy: npy files, and the members of npz files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from numpy.lib import format as npy
+
+from gpufs.formats import FormatError, archives
+from gpufs.formats.layout import ARRAY_NAME, TensorPlace
+
+MAGIC: Final = b"\x93NUMPY"
+# Magic, version, and the largest length field.
+_PREFIX_BYTES: Final = 12
+# What numpy reads at most, unless it may unpickle.
+_HEADER_BYTES: Final = 10_000
+_SHOWN: Final = 100  # characters of a name, in messages
+
+
+def read_npz(
+    members: Mapping[str, archives.Member], read: Callable[[int, int], bytes]
+) -> tuple[list[TensorPlace], dict[str, str]]:
+    """Return the arrays of an npz file, and why each other member is not one, both by their names in numpy."""
+    arrays: list[TensorPlace] = []
+    others: dict[str, str] = {}
+    for name, member in members.items():
+        shown = name.removesuffix(".npy")
+        if shown == name:
+            others[name] = "not an array"
+            continue
+        try:
+            place = read_npy(member.bytes, partial(_read_from, read, member.offset))
+        except ObjectsError:
+            others[shown] = "an array of Python objects"
+            continue
+        except FormatError as error:
+            raise FormatError(f"member {name[:_SHOWN]!r}: {error}") from None
+        arrays.append(replace(place, name=shown, offset=member.offset + place.offset))
+    return arrays, others
+
+
+class ObjectsError(FormatError):
+    """An array contains Python objects."""
+
+
+def _read_from(read: Callable[[int, int], bytes], start: int, offset: int, count: int) -> bytes:
+    return read(start + offset, count)
+
+
+def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
+    """Return the array of an npy file."""
+    prefix = read(0, min(size, _PREFIX_BYTES))
+    if not prefix.startswith(MAGIC) or len(prefix) < _PREFIX_BYTES:
+        raise FormatError(f"the file has {size} bytes and begins with {prefix[: len(MAGIC)]!r}, not {MAGIC!r}")
+    major = prefix[len(MAGIC)]
+    # Version 3.0 is 2.0 with UTF-8 in the names of fields.
+    width, parse = (2, npy.read_array_header_1_0) if major == 1 else (4, npy.read_array_header_2_0)
+    if major not in (1, 2, 3):
+        raise FormatError(f"the header has version {major}.{prefix[len(MAGIC) + 1]}; 1.0, 2.0 and 3.0 are known")
+    begin = len(MAGIC) + 2
+    length = int.from_bytes(prefix[begin : begin + width], "little")
+    offset = begin + width + length
+    if length > _HEADER_BYTES:
+        raise FormatError(f"the header has {length} bytes; at most {_HEADER_BYTES} are read")
+    if offset > size:
+        raise FormatError(f"the header ends at {offset} and the file at {size}")
+    try:
+        shape, fortran_order, dtype = parse(io.BytesIO(read(begin, offset - begin)))
+    except Exception as error:  # noqa: BLE001 - numpy raises many kinds, also tokenize's
+        raise FormatError(f"the header of {length} bytes is not valid: {' '.join(str(error).split())}") from None
+    count = 1
+    for extent in shape:
+        if extent < 0:
+            raise FormatError(f"the shape {list(shape)} has a negative extent")
+        count *= extent
+    if dtype.hasobject:
+        raise ObjectsError("the array contains Python objects, whose size is not in the header")
+    if count * dtype.itemsize > size - offset:
+        raise FormatError(
+            f"{list(shape)} elements of {dtype} need {count * dtype.itemsize} bytes; the file has {size - offset} "
+            "after its header"
+        )
+    bits = 8 * dtype.itemsize
+    return TensorPlace(ARRAY_NAME, str(dtype), bits, shape, offset, count * dtype.itemsize, fortran_order)
