@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gpufs import mounting, reports
+from gpufs.client._daemons import control_file
 from gpufs.formats import FormatError
 from gpufs.formats.safetensors import without_garbage_collection
 from gpufs.integrations._phases import Phases
@@ -312,8 +313,11 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
             raise NoDirectoryError(f"{mountpoint} is not a gpufs mount")
     real = Path(os.path.realpath(near))
     near_device = os.stat(real).st_dev if real.exists() else -1
-    entries = [entry for entry in entries if entry.st_dev == near_device] or entries
-    candidates = {entry.mountpoint: directories for entry in entries if (directories := _directories(entry, device))}
+    nearest = [entry for entry in entries if entry.st_dev == near_device]
+    # This process uses the mount of the model, and one that is named, anyway. Others may be users' mounts that hang.
+    report = _report if nearest or mountpoint is not None else _report_of_any
+    found = {entry.mountpoint: _directories(report(entry), device) for entry in nearest or entries}
+    candidates = {path: directories for path, directories in found.items() if directories}
     if not candidates:
         raise NoDirectoryError(f"no gpufs mount here has a directory for {_name(device)}")
     if len(candidates) > 1:
@@ -322,21 +326,30 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
     return next((directory for directory in directories if directory in real.parents), directories[0])
 
 
-def _directories(entry: mounting.MountEntry, device: torch.device) -> list[Path]:
-    """Return the directories of a mount whose memory the device uses."""
+def _report(entry: mounting.MountEntry) -> dict[str, Any]:
     try:
-        status = reports.status(entry.mountpoint)  # which returns also if the mount, perhaps another user's, hangs
+        return {**control_file(entry, "status"), "mountpoint": entry.mountpoint}
+    except (OSError, ValueError):
+        return {"devices": []}  # closed to this user, or its daemon is dead
+
+
+def _report_of_any(entry: mounting.MountEntry) -> dict[str, Any]:
+    """As _report(), by a process of its own: this one ends also if the mount never answers."""
+    try:
+        status = reports.status(entry.mountpoint)
     except OSError:
-        return []  # it has just been unmounted
-    devices = status.details["devices"] if status.state == "ok" else []
+        return {"devices": []}  # it has just been unmounted
+    return status.details if status.state == "ok" else {"devices": []}
+
+
+def _directories(report: Mapping[str, Any], device: torch.device) -> list[Path]:
+    """Return the directories of a mount whose memory the device uses. report: the mount's."""
     if device.type == "cpu":
-        return [status.path / listed["name"] for listed in devices if status.driver == "host"]
-    own = _pci_of(device)
-    return [
-        status.path / listed["name"]
-        for listed in devices
-        if listed.get("pci_address") and _pci_numbers(listed["pci_address"]) == own
-    ]
+        listed = [one for one in report["devices"] if report["driver"] == "host"]
+    else:
+        own = _pci_of(device)
+        listed = [one for one in report["devices"] if one["pci_address"] and _pci_numbers(one["pci_address"]) == own]
+    return [Path(report["mountpoint"], one["name"]) for one in listed]
 
 
 def _pci_of(device: torch.device) -> tuple[int, int, int]:
