@@ -1,4 +1,7 @@
-"""The dependency directions of the design, and that importing gpufs starts nothing."""
+"""The directions in which parts depend on each other, and that importing gpufs starts nothing.
+
+Which parts of the Python package use which is in pyproject.toml (tool.importlinter), and scripts/lint checks it.
+"""
 
 import ast
 import re
@@ -16,137 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # A part may use those before it.
 NATIVE_ORDER = ["base", "observe", "journal", "drivers", "device", "memory", "io", "async", "fuse", "abi"]
 
-# Packages that give names to what lies elsewhere: what they load, lazily. Modules in them have the next table.
-PUBLIC_NAMES = {
-    "gpufs": {
-        "_naming",
-        "_version",
-        "client",
-        "config",
-        "copying",
-        "engine",
-        "exceptions",
-        "owned_mount",
-        "reports",
-        "statistics",
-        "torch",
-    },
-    "gpufs.client": {"_naming", "copying"},
-}
+# Packages that give names to what lies elsewhere.
+PUBLIC_NAMES = {"gpufs", "gpufs.client"}
 
 COMPILED = {"gpufs.engine._native"}
-
-# module (or package) of gpufs: what else of gpufs it may import. The longest match counts.
-PYTHON_MAY_USE = {
-    "gpufs.__main__": {"cli"},
-    "gpufs._naming": set(),
-    "gpufs._printable": set(),
-    "gpufs.drivers": set(),
-    "gpufs.exceptions": {"_naming"},
-    "gpufs.modes": set(),
-    "gpufs.syscalls": set(),
-    "gpufs.new_file": {"syscalls"},
-    "gpufs._version": set(),
-    "gpufs.units": set(),
-    "gpufs.statistics": set(),
-    "gpufs.config": {"_naming", "drivers", "modes", "units"},
-    "gpufs.mounting": {"exceptions", "syscalls"},
-    "gpufs.engine": {"drivers"},
-    "gpufs.protocol": {"modes", "syscalls"},
-    "gpufs.stores": {"_version"},
-    "gpufs.hosts": {"_version", "exceptions", "units"},
-    "gpufs.client": {
-        "_naming",
-        "_version",
-        "drivers",
-        "engine",
-        "exceptions",
-        "formats",
-        "modes",
-        "mounting",
-        "protocol",
-        "syscalls",
-        "units",
-    },
-    # stores, hosts: lazily, for URLs and HOST:PATH
-    "gpufs.copying": {
-        "_naming",
-        "client",
-        "exceptions",
-        "hosts",
-        "modes",
-        "mounting",
-        "new_file",
-        "protocol",
-        "stores",
-        "syscalls",
-        "units",
-    },
-    "gpufs.formats": set(),
-    "gpufs.reports": {"_naming"},
-    # torch: lazily, when the program opens a file on a mount
-    "gpufs.in_place": {"_naming", "modes", "mounting", "torch"},
-    "gpufs.torch": {
-        "_naming",
-        "gpufs",
-        "client._array",
-        "client._attach",
-        "config.kinds",
-        "drivers",
-        "engine",
-        "exceptions",
-        "formats",
-        "in_place",
-        "modes",
-        "mounting",
-        "new_file",
-        "syscalls",
-        "units",
-    },  # gpufs: attach; engine: pools of addresses
-    "gpufs.integrations": {"client", "torch", "formats", "mounting", "reports", "units"},
-    "gpufs.threads": set(),
-    "gpufs.fs": {"syscalls", "threads", "engine", "statistics", "_version"},
-    "gpufs.service": {"syscalls", "threads", "engine", "modes", "protocol", "units", "_version"},
-    "gpufs.daemon.guard": {"mounting"},
-    "gpufs.daemon": {
-        "_printable",
-        "config",
-        "drivers",
-        "engine",
-        "fs",
-        "mounting",
-        "service",
-        "statistics",
-        "syscalls",
-        "threads",
-        "units",
-        "_version",
-    },
-    "gpufs.launching": {"daemon.startup", "mounting"},
-    "gpufs.owned_mount": {"_naming", "config", "daemon.startup", "launching", "mounting"},
-    "gpufs.cli.restart": {"config", "engine", "mounting"},  # engine: lazily
-    "gpufs.cli._machine": {"config", "engine", "mounting", "units"},  # engine: in a process of its own
-    "gpufs.cli": {
-        "_printable",
-        "_version",
-        "config",
-        "client",
-        "copying",
-        "drivers",
-        "daemon.startup",
-        "exceptions",
-        "formats",
-        "hosts",
-        "launching",
-        "modes",
-        "mounting",
-        "protocol",
-        "statistics",
-        "stores",
-        "syscalls",
-        "units",
-    },
-}
 
 
 def native_sources(folder: str = "native/src") -> list[Path]:
@@ -212,33 +88,6 @@ def imported_modules(path: Path, package: str) -> set[str]:
                 base = ".".join([*parents, *filter(None, [node.module])])
             found |= {f"{base}.{alias.name}" for alias in node.names}
     return {name for name in found if name.split(".")[0] == "gpufs"}
-
-
-def allowed(module: str) -> tuple[str, set[str]]:
-    if module in PUBLIC_NAMES:
-        return module, PUBLIC_NAMES[module]
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        key = ".".join(parts[:end])
-        if key in PYTHON_MAY_USE:
-            return key, PYTHON_MAY_USE[key]
-    raise AssertionError(f"{module}: say in this test what it may use")
-
-
-def test_python_modules_depend_in_one_direction() -> None:
-    """They follow PYTHON_MAY_USE; a package may use itself."""
-    bad = []
-    for path in sorted((ROOT / "gpufs").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        package = ".".join(parts[:-1])
-        key, may_use = allowed(module)
-        for name in imported_modules(path, package):
-            inner = name.removeprefix("gpufs.")
-            own = key.split(".")[1:2]
-            if not any(inner == used or inner.startswith(used + ".") for used in {"__version__", *own, *may_use}):
-                bad.append(f"{module} imports {name}")
-    assert not bad
 
 
 def test_no_module_uses_itself_in_a_circle() -> None:
