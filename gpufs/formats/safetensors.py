@@ -9,7 +9,7 @@ import gc
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isinf
@@ -78,6 +78,13 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     if LENGTH_BYTES + length > file_bytes:
         raise FormatError(f"the header has {length} bytes and the file only {file_bytes}")
     return length
+
+
+def read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
+    """Return where the tensors' bytes begin in a file of ``size`` bytes, and its header."""
+    length = header_bytes(read(0, min(size, LENGTH_BYTES)), size)
+    start = LENGTH_BYTES + length
+    return start, parse_header(read(LENGTH_BYTES, length), size - start)
 
 
 @without_garbage_collection()

@@ -115,11 +115,8 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
 
 
 def _safetensors_layout(size: int, read: Read) -> Layout:
-    prefix = read(0, min(size, PREFIX_BYTES))
-    check_safetensors(prefix)
-    length = safetensors.header_bytes(prefix, size)
-    start = safetensors.LENGTH_BYTES + length
-    header = safetensors.parse_header(read(safetensors.LENGTH_BYTES, length), size - start)
+    check_safetensors(read(0, min(size, PREFIX_BYTES)))
+    start, header = safetensors.read_header(size, read)
     places = (
         TensorPlace(
             name, entry.dtype, safetensors.BITS[entry.dtype], entry.shape, start + entry.start, entry.end - entry.start

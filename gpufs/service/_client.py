@@ -192,7 +192,7 @@ class ClientConnection:
                 scope.discard()
                 self._copies.cancel(message.id)
             case Register():
-                await self._change(message, scope, self._registrations.add(message, scope.descriptors))
+                await self._change(message, scope, self._registrations.add(message, scope))
             case Unregister():
                 await self._change(message, scope, self._registrations.remove(message.id))
             case Revoke():

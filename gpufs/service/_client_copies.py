@@ -36,14 +36,6 @@ _FASTPATH: Final[dict[str | None, Literal["auto", "on", "off", "require"]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """The two ends of a copy that has been allowed. ``size``: of the host's file when it began, None for a device."""
-
-    ino: int
-    size: int | None
-
-
 @dataclass(slots=True)
 class _CopyTask:
     """A copy in progress."""
@@ -54,7 +46,8 @@ class _CopyTask:
     began: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.time)
     paths: tuple[str, str] = ("", "")  # of the host's file and of the file on the mount, as this process sees them
-    ends: _Ends | None = None  # set before the transfer
+    ino: int = 0  # of the file on the mount, set before the transfer
+    host_size: int | None = None  # of the host's file when a store began; None for a device
     # Guards the two below: an abandoned thread must not start a cancelled transfer.
     lock: threading.Lock = field(default_factory=threading.Lock)
     transfer: Transfer | None = None
@@ -231,7 +224,6 @@ class ClientCopies:
         client = self._share
         if _checks.check_file_system(host.fd):
             client = _SERVER_BIT | on_host.st_dev
-        size = None
         status = os.fstat(host.fd)
         if copy.direction == LOAD:
             served.mount.inode_written(on_mount.ino)
@@ -240,9 +232,9 @@ class ClientCopies:
             buffer.await_memory(wanted, SPACE_SECONDS)
         else:
             _drop_set_id(host.fd)
-            size = status.st_size if stat.S_ISREG(status.st_mode) else None
+            task.host_size = status.st_size if stat.S_ISREG(status.st_mode) else None
         file = task.scope.hold(BackingFile(served.mount.engine, host.fd))
-        task.ends = _Ends(on_mount.ino, size)
+        task.ino = on_mount.ino
         task.start(
             lambda: Transfer(
                 copy.direction,
@@ -273,9 +265,8 @@ class ClientCopies:
 
     async def _finish(self, task: _CopyTask, host: Descriptor, deadline: float) -> Result:
         """After the transfer has ended or was cancelled: fixes the file's length and times, and the kernel's caches."""
-        transfer, ends, copy = task.transfer, task.ends, task.copy
+        transfer, copy = task.transfer, task.copy
         assert transfer is not None
-        assert ends is not None
         with trio.move_on_at(deadline):
             await trio.lowlevel.wait_readable(transfer.event_fd)
         now = transfer.progress()
@@ -286,11 +277,11 @@ class ClientCopies:
 
         def settle() -> None:
             if copy.direction == LOAD:
-                self._served.mount.inode_written(ends.ino)
+                self._served.mount.inode_written(task.ino)
                 return
             _drop_set_id(host.fd)
-            if failure and ends.size is not None:
-                wanted = max(ends.size, copy.host_offset + now.prefix)
+            if failure and task.host_size is not None:
+                wanted = max(task.host_size, copy.host_offset + now.prefix)
                 if os.fstat(host.fd).st_size > wanted:
                     os.ftruncate(host.fd, wanted)
 

@@ -3,7 +3,6 @@
 import functools
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from errno import EINVAL, EPERM, ETIMEDOUT
@@ -16,9 +15,9 @@ from gpufs.protocol import Register
 from gpufs.service import _checks
 from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptRegistration, Record, kept_path
-from gpufs.service._scope import Descriptor
+from gpufs.service._scope import RequestScope
 from gpufs.service._served_mount import REGISTERED, Holder, ServedMount
-from gpufs.syscalls import trusted
+from gpufs.syscalls import close_all, trusted
 
 _FOREIGN_IPC: Final = (
     "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
@@ -51,10 +50,11 @@ class ClientRegistrations:
         self._served.holders.enter(holder)
         self._by_id[kept.id] = _ClientRegistration(kept.id, holder, kept.number)
 
-    async def add(self, message: Register, descriptors: Sequence[Descriptor]) -> None:
-        """Serve ``register``; the descriptors stay the caller's. OSError if a rule forbids it."""
+    async def add(self, message: Register, scope: RequestScope) -> None:
+        """Serve ``register``; the scope stays the caller's. OSError if a rule forbids it."""
         if message.id in self._by_id:
             raise OSError(EINVAL, "a registration with this id exists")
+        descriptors = scope.descriptors
         wanted = 1 if message.kind == "ipc" else 2
         if len(descriptors) != wanted or (message.kind == "ipc") != bool(message.handle):
             raise OSError(EINVAL, f"registering memory of kind {message.kind} takes {wanted} descriptors")
@@ -73,10 +73,13 @@ class ClientRegistrations:
             undo.pop_all()
             undo.callback(self._release, [registration])
             shared = descriptors[1].fd if wanted == 2 else -1
-            async with self._channel.user.pieces() as taken:
-                await threads.run_to_the_end(
-                    functools.partial(self._register, registration, message, shared, taken), self._channel.user.calls
-                )
+            taken: list[int] = []  # pieces of the memory
+            if message.kind == "descriptor":
+                await scope.take_turn(self._channel.user.pieces)
+                scope.on_close(functools.partial(close_all, taken))
+            await threads.run_to_the_end(
+                functools.partial(self._register, registration, message, shared, taken), self._channel.user.calls
+            )
             undo.pop_all()
         self._by_id[message.id] = registration
 

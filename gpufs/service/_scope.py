@@ -85,6 +85,16 @@ class RequestScope:
         await self._user.places.acquire()
         self._in_place = 1
 
+    async def take_turn(self, turn: trio.Semaphore) -> None:
+        """Wait for a turn, which ends after what is taken from now on has been closed."""
+        await turn.acquire()
+        self.on_close(functools.partial(self._release, turn))
+
+    def _release(self, semaphore: trio.Semaphore) -> None:
+        """Release a semaphore of the loop. Any thread may call."""
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(semaphore.release)
+
     def take(self, numbers: list[int]) -> None:
         """Take over the descriptors that came with the message."""
         with self._place_lock:
@@ -97,8 +107,7 @@ class RequestScope:
             self._in_place -= 1
             if self._in_place:
                 return
-        with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(self._user.places.release)
+        self._release(self._user.places)
 
     def hold(self, item: Held) -> Held:
         """Take over an object. Its close() runs at the end, in reverse order."""

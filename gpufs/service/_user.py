@@ -3,18 +3,17 @@
 A user whose file server hangs, or who sends without an end, waits for a share of their own. Everybody else's is free.
 """
 
-import contextlib
 import functools
 import resource
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import trio
 
 from gpufs import threads
-from gpufs.syscalls import close_all, trusted
+from gpufs.syscalls import trusted
 
 _PRIVILEGED_SHARES: Final = 4  # of root and the mount's owner, where another user has one
 _DESCRIPTORS_OF_A_MESSAGE: Final = 4  # of this process, at most: the two that came with it, and the engine's own
@@ -94,6 +93,8 @@ class User:
         Threads that close what came with messages.
     places
         Messages whose descriptors are open here.
+    pieces
+        For the registration whose pieces of memory are open here: one at a time, so that few are.
     ends
         Threads that end leases and registrations of closed connections, which must not wait for the other kinds.
     """
@@ -106,31 +107,7 @@ class User:
         self.ends = trio.CapacityLimiter(limits.ends_per_user)
         self.closers = trio.CapacityLimiter(limits.closers_per_user * shares)
         self.places = trio.Semaphore(limits.messages_per_user())
-        self._pieces = trio.CapacityLimiter(1)
-
-    @contextlib.asynccontextmanager
-    async def pieces(self) -> AsyncIterator[list[int]]:
-        """Return a list of descriptors for pieces of registered memory, which are closed as by close().
-
-        Waits until those of the user's registration before are closed, so that few are open.
-        """
-        borrower = object()
-        await self._pieces.acquire_on_behalf_of(borrower)
-        taken: list[int] = []
-        token = trio.lowlevel.current_trio_token()
-
-        def close() -> None:
-            close_all(taken)
-            with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(self._pieces.release_on_behalf_of, borrower)
-
-        try:
-            yield taken
-        finally:
-            if taken:
-                self.start(self.closers, close)
-            else:
-                self._pieces.release_on_behalf_of(borrower)
+        self.pieces = trio.Semaphore(1)
 
     def start(self, limiter: trio.CapacityLimiter, work: Callable[[], None]) -> None:
         """Run work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""

@@ -19,8 +19,7 @@ from gpufs.formats.safetensors import (
     PADDING_NAME,
     Header,
     HeaderEntry,
-    header_bytes,
-    parse_header,
+    read_header,
     without_garbage_collection,
 )
 from gpufs.modes import Mode
@@ -59,7 +58,7 @@ class SafetensorsFile:
         self._memory = memory
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
-            self._start, header = _read_header(memory.size, memory.read)
+            self._start, header = _checked_header(memory.size, memory.read)
             self._entries = header.entries
             self.metadata = header.metadata
             self.records = parse_records(header.metadata)
@@ -175,16 +174,14 @@ class SafetensorsFile:
         return self._memory.separate(self._shaped(name, whole.view(dtype))[index])
 
 
-def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
+def _checked_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
     """Return where the data begins, and the header. ``read(offset, count)`` returns bytes of the file."""
     prefix = read(0, min(size, LENGTH_BYTES + 1))
     if not prefix.endswith(b"{"):
         from gpufs.formats import table  # which names the format that the file has
 
         table.check_safetensors(read(0, min(size, table.PREFIX_BYTES)))
-    length = header_bytes(prefix, size)
-    start = LENGTH_BYTES + length
-    return start, parse_header(read(LENGTH_BYTES, length), size - start)
+    return read_header(size, read)
 
 
 class Checkpoint:
