@@ -25,6 +25,8 @@ from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, OTHER, as_nobody, as_other, errno_of, plain_user, run, wait_until
 
 import gpufs as library
+from gpufs import attach as _attach  # noqa: F401 - a child that is nobody cannot load them
+from gpufs import copy as _copy  # noqa: F401
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")]
 LIMIT = 16 * MIB
