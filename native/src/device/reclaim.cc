@@ -115,7 +115,7 @@ void Reclaim::wait_for_release(std::uint64_t seen, TimePoint deadline) const {
 
 void Reclaim::wait_for_expected(TimePoint deadline, const std::function<bool()>& enough) const {
   for (;;) {
-    // In this order: memory that is no longer expected is free for others.
+    // The count first: a release after it ends the wait below.
     const std::uint64_t seen = release_count();
     const std::optional<TimePoint> until = expected_until();
     if (!until || std::chrono::steady_clock::now() >= deadline || enough()) return;

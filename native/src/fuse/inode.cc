@@ -62,8 +62,8 @@ void Inode::Writer::remove_record() const {
 void Inode::was_read(AccessTimes policy) {
   if (policy == AccessTimes::kNever) return;
   const Timestamp now = Timestamp::now();
-  const Writer writer(*this);
-  if (atime_is_due(policy, writer->record.attributes, now)) set_atime(writer->record.attributes, now);
+  if (!atime_is_due(policy, Reader(*this)->record.attributes, now)) return;  // as for most reads
+  set_atime(Writer(*this)->record.attributes, now);
 }
 
 void Inode::was_written(SetIdLoss loss) {

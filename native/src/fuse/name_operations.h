@@ -66,7 +66,7 @@ class NameOperations {
   // The open directories of the last process, after Namespace::restore().
   void restore_directories();
 
-  // Null: there is no such handle.
+  // Null if unknown.
   [[nodiscard]] Directory directory(std::uint64_t fh) const { return directories_.find(fh); }
   // The directory that was open; null: none was.
   Directory close_directory(std::uint64_t fh) { return directories_.remove(fh); }

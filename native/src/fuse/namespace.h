@@ -111,7 +111,7 @@ class Namespace {
   // Adds an inode that a user creates in a directory, without a name. is_unnamed: link() may give it the first one.
   Result<InodePointer> add(Inode& directory, const NewInode& wanted, std::uint32_t links, std::uint64_t references,
                            bool is_unnamed = false);
-  // What create() does, but for the outcome.
+  // What create() does, without recording the outcome.
   Result<InodePointer> make(NamesWriter& writer, Inode& directory, std::optional<std::string_view> name,
                             const NewInode& wanted);
   [[nodiscard]] static bool lacks_name(const Inode& inode);
