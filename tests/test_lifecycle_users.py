@@ -103,6 +103,7 @@ def test_a_mount_outlives_its_users_runtime_directory(mount: Mounter, user: User
     mounted.unmount()
 
 
+@pytest.mark.slow
 def test_a_private_mount_of_another_user(mount: Mounter, user: User) -> None:
     """Root's commands do not complain about it. Its process counts, also while descriptors come and go."""
     mounted = mount("--no-auto-unmount", user=user)

@@ -263,7 +263,7 @@ def ends(directories: Sequence[Path]) -> list[str]:
 Nodes = tuple[tuple[str, ...], list[Path]]
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["here", "there"])
+@pytest.mark.parametrize("there", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["here", "there"])
 def test_a_chain(nodes: Nodes, host: Path, there: bool) -> None:
     """Copies files of this machine and of another one, with a directory, a hole, and names that are not text."""
     remote, directories = nodes

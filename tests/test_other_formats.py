@@ -320,7 +320,10 @@ def test_compressed_arrays_are_not_compared(root: Path) -> None:
     assert "numpy.load" in gpufs_command("inspect", "--stats", root / "one.npz", check=False).stderr
 
 
-@pytest.mark.parametrize(("depth", "content"), [(40, b""), (20, TENSOR)], ids=["containers", "names"])
+@pytest.mark.parametrize(
+    ("depth", "content"),
+    [pytest.param(40, b"", id="containers"), pytest.param(20, TENSOR, id="names", marks=pytest.mark.slow)],
+)
 def test_what_is_shared_ends(root: Path, depth: int, content: bytes) -> None:
     (root / "shared.pt").write_bytes(archive(a__data_pkl=shared_lists(depth, content), a__data__0=bytes(16)))
     assert "torch.save" in gpufs_command("inspect", root / "shared.pt").stdout

@@ -67,6 +67,7 @@ def test_a_scan_is_read_ahead_and_random_places_are_not(mount: Mounter) -> None:
     mounted.unmount()
 
 
+@pytest.mark.slow
 def test_the_knob_turns_it_off(mount: Mounter) -> None:
     mounted = mount("--read-ahead", "0")
     content, path = noise(SIZE, 2), mounted.device / "file"
