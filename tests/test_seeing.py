@@ -160,7 +160,7 @@ def test_deeply_nested_directories_are_listed(mount: Mounter) -> None:
 
 
 def test_a_model_server_does_not_wait_for_a_mount_that_hangs(mount: Mounter, tmp_path: Path) -> None:
-    """It looks for its device on all mounts, also on those of other users."""
+    """A server looks for its device on all mounts, also on those of other users."""
     hanging = mount()
     script = """
 import sys

@@ -80,9 +80,9 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
-    """Return where the tensors' bytes begin in a file of ``size`` bytes, and its header."""
-    length = header_bytes(read(0, min(size, LENGTH_BYTES)), size)
+def read_header(prefix: bytes, size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
+    """Return where the tensors' bytes begin in a file of ``size`` bytes that begins with ``prefix``, and its header."""
+    length = header_bytes(prefix, size)
     start = LENGTH_BYTES + length
     return start, parse_header(read(LENGTH_BYTES, length), size - start)
 

@@ -115,8 +115,9 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
 
 
 def _safetensors_layout(size: int, read: Read) -> Layout:
-    check_safetensors(read(0, min(size, PREFIX_BYTES)))
-    start, header = safetensors.read_header(size, read)
+    prefix = read(0, min(size, PREFIX_BYTES))
+    check_safetensors(prefix)
+    start, header = safetensors.read_header(prefix, size, read)
     places = (
         TensorPlace(
             name, entry.dtype, safetensors.BITS[entry.dtype], entry.shape, start + entry.start, entry.end - entry.start

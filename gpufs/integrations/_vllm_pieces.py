@@ -114,7 +114,7 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]])
         "torch": torch.__version__,
         "device": device_name(),
         "files": files,
-        "notes": 2,  # their form
+        "notes": 2,  # the form of what notes() returns
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}

@@ -181,7 +181,7 @@ def _checked_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, 
         from gpufs.formats import table  # which names the format that the file has
 
         table.check_safetensors(read(0, min(size, table.PREFIX_BYTES)))
-    return read_header(size, read)
+    return read_header(prefix, size, read)
 
 
 class Checkpoint:
