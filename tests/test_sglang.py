@@ -25,7 +25,7 @@ import torch
 from support.cli import gpufs
 from support.data import MIB
 from support.model_servers import Servers, make_model, python_path
-from support.mounting import REPOSITORY, Mounter
+from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import PATIENCE
 from support.server_sources import download_wheel
 from support.sglang_engine import Outcome
@@ -195,7 +195,7 @@ def test_copies_in_order(sources: Path, model: Path) -> None:
 
 
 @pytest.fixture
-def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
+def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-sglang makes it")
     environment = {
@@ -211,7 +211,7 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
     return Servers("sglang", Outcome, PYTHON, environment, mounted, model, tmp_path)
 
 
-def test_engines_share_weights(servers: Servers[Outcome]) -> None:
+def test_engines_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     """The first start publishes, later ones and those beside it map: nothing is read, and no memory is private."""
     weights = sum(file.stat().st_size for file in servers.model.glob("*.safetensors"))
     default = servers.start(load_format="auto")
@@ -235,7 +235,7 @@ def test_engines_share_weights(servers: Servers[Outcome]) -> None:
     assert servers.published() == [published]
 
 
-def test_a_published_checkpoint_is_freed(servers: Servers[Outcome]) -> None:
+def test_a_published_checkpoint_is_freed(servers: Servers[Outcome, GpufsMount]) -> None:
     """With keep_checkpoint=false the model's files keep their headers alone, and later engines need no more."""
     expected = servers.start(load_format="auto").tokens
     assert servers.start(extra={"keep_checkpoint": False}).tokens == expected
@@ -244,7 +244,7 @@ def test_a_published_checkpoint_is_freed(servers: Servers[Outcome]) -> None:
     assert len(servers.published()) == 1
 
 
-def test_keeps_weights_apart(servers: Servers[Outcome]) -> None:
+def test_keeps_weights_apart(servers: Servers[Outcome, GpufsMount]) -> None:
     """Another dtype has weights of its own, also under the other's name; damaged ones are replaced."""
     other = {"dtype": "float32"}
     expected = servers.start(load_format="auto", options=other).tokens
@@ -267,7 +267,7 @@ def test_keeps_weights_apart(servers: Servers[Outcome]) -> None:
     assert servers.published() == [second]
 
 
-def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> None:
+def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome, GpufsMount]) -> None:
     """With a model that has more than weights, nothing is published. Sleep is refused."""
     expected = servers.start(load_format="auto").tokens
     assert servers.start(plugins="gpufs,change_model").tokens == expected
@@ -280,7 +280,7 @@ def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> Non
         servers.start(plugins="gpufs,enable_memory_saver")
 
 
-def test_ranks_share_weights(servers: Servers[Outcome]) -> None:
+def test_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     """Each rank has weights of its own, and all ranks of an engine map or all load."""
     ranks = {"tp_size": 2}
     expected = servers.start(load_format="auto", options=ranks).tokens

@@ -15,7 +15,7 @@ import pytest
 from support.cli import gpufs
 from support.data import MIB
 from support.model_servers import Servers, make_model, python_path, quantise_model
-from support.mounting import REPOSITORY, Mounter
+from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE
 from support.vllm_engine import Outcome
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
+def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-vllm makes it")
     mounted = mount(memory=512 * MIB, allow_other=True)
@@ -43,7 +43,7 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome]:
     return Servers("vllm", Outcome, PYTHON, environment, mounted, model, tmp_path)
 
 
-def test_vllm_engines_share_weights(servers: Servers[Outcome]) -> None:
+def test_vllm_engines_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     """The first start publishes, later ones and those beside it map: nothing is read, and no memory is private."""
     weights = sum(file.stat().st_size for file in servers.model.glob("*.safetensors"))
     default = servers.start(load_format="auto")
@@ -67,7 +67,7 @@ def test_vllm_engines_share_weights(servers: Servers[Outcome]) -> None:
     assert servers.published() == [published]
 
 
-def test_vllm_kernels_find_their_state(servers: Servers[Outcome]) -> None:
+def test_vllm_kernels_find_their_state(servers: Servers[Outcome, GpufsMount]) -> None:
     """What kernels note beside tensors while weights are processed is there in engines that map the weights."""
     engines = replace(servers, environment={**servers.environment, "VLLM_PLUGINS": "kernels_with_state"})
     first = engines.start()
@@ -76,7 +76,7 @@ def test_vllm_kernels_find_their_state(servers: Servers[Outcome]) -> None:
     assert first.tokens == second.tokens
 
 
-def test_vllm_keeps_weights_apart(servers: Servers[Outcome]) -> None:
+def test_vllm_keeps_weights_apart(servers: Servers[Outcome, GpufsMount]) -> None:
     """Models with equal headers have weights of their own, also under the other's name; damaged ones are replaced."""
     make_model(servers.scratch / "other", seed=1)
     other = servers.scratch / "other"  # on the machine's disk: only its processed weights are on the mount
@@ -103,7 +103,7 @@ def test_vllm_keeps_weights_apart(servers: Servers[Outcome]) -> None:
         assert servers.bytes_read() < read + MIB, damage
 
 
-def test_vllm_frees_a_published_checkpoint(servers: Servers[Outcome]) -> None:
+def test_vllm_frees_a_published_checkpoint(servers: Servers[Outcome, GpufsMount]) -> None:
     """With keep_checkpoint=false the weights are in memory once; what no longer works says how it does again."""
     release = {"keep_checkpoint": False}
     files = sorted(servers.model.glob("*.safetensors"))
@@ -141,7 +141,7 @@ def test_vllm_frees_a_published_checkpoint(servers: Servers[Outcome]) -> None:
     assert len(servers.published()) == 2
 
 
-def test_vllm_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -> None:
+def test_vllm_copies_where_weights_cannot_be_shared(servers: Servers[Outcome, GpufsMount]) -> None:
     """With oneDNN vLLM moves weights out of the parameters; with share=false nothing is published."""
     options = {"dtype": "float32"}  # which oneDNN takes on every processor
     expected = servers.start(load_format="auto", onednn=True, options=options).tokens
@@ -159,7 +159,7 @@ def test_vllm_copies_where_weights_cannot_be_shared(servers: Servers[Outcome]) -
     assert not servers.published()
 
 
-def test_vllm_copies_quantised_weights(servers: Servers[Outcome]) -> None:
+def test_vllm_copies_quantised_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     """A quantisation whose processed weights vLLM does not share works as before."""
     model = servers.mount.device / "quantised"
     quantise_model(servers.scratch / "model", model)
@@ -169,13 +169,13 @@ def test_vllm_copies_quantised_weights(servers: Servers[Outcome]) -> None:
     assert not servers.published()
 
 
-def test_vllm_refuses_to_change_shared_weights(servers: Servers[Outcome]) -> None:
+def test_vllm_refuses_to_change_shared_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     found = servers.start(attempts=("sleep", "reload"))
     for text in found.errors:
         assert '"share": false' in text
 
 
-def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome]) -> None:
+def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome, GpufsMount]) -> None:
     """Root's weights serve all users; those of another user only engines that trust it."""
     servers.scratch.chmod(0o777)
     expected = servers.start().tokens
@@ -197,7 +197,7 @@ def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome]) -> None:
     assert published.stat().st_uid == 0  # replaced
 
 
-def test_vllm_ranks_share_weights(servers: Servers[Outcome]) -> None:
+def test_vllm_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     """Each rank has weights of its own, and all ranks of an engine map or all load."""
     # The ranks are processes of their own, which find the plug-ins by themselves.
     ranks = {"VLLM_PLUGINS": "gpufs,without_onednn", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}

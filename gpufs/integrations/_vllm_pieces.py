@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 import torch
@@ -92,16 +93,22 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]])
     """
     without_files = copy.copy(model_config)
     without_files.model = ""
-    key = WeightCacheKey.from_model_config(
-        without_files,
-        tp_size=get_tensor_model_parallel_world_size(),
-        tp_rank=get_tensor_model_parallel_rank(),
-        pp_size=get_pp_group().world_size,
-        pp_rank=get_pp_group().rank_in_group,
-        is_draft=_is_draft(vllm_config, model_config),
-        dp_size=get_dp_group().world_size,
-        dp_rank=get_dp_group().rank_in_group,
-    )
+    facts = {
+        "tp_size": get_tensor_model_parallel_world_size(),
+        "tp_rank": get_tensor_model_parallel_rank(),
+        "pp_size": get_pp_group().world_size,
+        "pp_rank": get_pp_group().rank_in_group,
+        "is_draft": _is_draft(vllm_config, model_config),
+        "dp_size": get_dp_group().world_size,
+        "dp_rank": get_dp_group().rank_in_group,
+        "cache_config": vllm_config.cache_config,
+        "kernel_config": vllm_config.kernel_config,
+        "enable_expert_parallel": vllm_config.parallel_config.enable_expert_parallel,
+        "expert_placement_strategy": vllm_config.parallel_config.expert_placement_strategy,
+    }
+    # Versions differ in what they ask for. Whatever one of them leaves out is in the settings below.
+    asked_for = signature(WeightCacheKey.from_model_config).parameters
+    key = WeightCacheKey.from_model_config(without_files, **{name: facts[name] for name in facts if name in asked_for})
     settings = {
         "kernels": vllm_config.kernel_config.compute_hash(),
         "attention": vllm_config.attention_config.compute_hash(),

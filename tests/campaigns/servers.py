@@ -1,11 +1,12 @@
-"""`python -m campaigns.servers`: vLLM with weights from a mount: time, memory and tokens of each way to start it.
+"""`python -m campaigns.servers`: vLLM or SGLang with weights from a mount: time, memory and tokens of each start.
 
 For a model in bfloat16, one in FP8 and a mixture of experts: the default load, the first start with gpufs, which
 publishes the weights, the second, two at once, one whose daemon is killed before it loads and before it generates, and
 starts that free the checkpoint. On a GPU by turns with starts from vLLM's own cache (`vllm preload`, `ipc_cache`). It
 ends with 1 if tokens differ, or if an engine that maps weights takes memory too.
 
-GPUFS_VLLM_PYTHON is the Python of an environment with vLLM, or a script that runs one; gpufs is that of this checkout.
+GPUFS_VLLM_PYTHON and GPUFS_SGLANG_PYTHON are the Python of an environment with the server, or a script that runs one;
+gpufs is that of this checkout.
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support import model_servers
+from support import model_servers, sglang_engine, vllm_engine
 from support.cli import gpufs
 from support.data import GIB, MIB
 from support.model_servers import Servers, python_path
 from support.mounting import REPOSITORY
 from support.processes import run, wait_until
 from support.surviving import Survivor, mounted
-from support.vllm_engine import Outcome
 
-PYTHON = Path(os.environ.get("GPUFS_VLLM_PYTHON", REPOSITORY / "build" / "vllm-venv" / "bin" / "python"))
 COLUMNS = {"model": 9, "start": 22, "load_s": 8, "LLM()_s": 8, "own": 6, "device": 7, "mount": 6, "held_GiB": 9, "": 0}
-ROUNDS = 3
+ROUNDS = 3  # of later starts on a GPU, with the model in bfloat16
+KINDS = ("bfloat16", "fp8", "experts")
+Outcome = vllm_engine.Outcome | sglang_engine.Outcome
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="campaigns.servers", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--driver", choices=["cuda", "host"], default="cuda", help="host: vLLM's build for CPUs")
+    parser.add_argument("--server", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="of the models [default: all]")
     parser.add_argument("--width", type=int, help="of the model in bfloat16 [default: 4096, 7.2 GiB; host: 1024]")
     parser.add_argument("--make", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -46,16 +49,18 @@ def main() -> int:
         kind, folder = given.make
         make(kind, folder, width)
         return 0
-    if not PYTHON.exists():
-        parser.error(f"there is no {PYTHON}: set GPUFS_VLLM_PYTHON to the Python of an environment with vLLM")
-    # Python compiles what vLLM imports once: half a minute for each start where it may not store that.
+    variable = f"GPUFS_{given.server.upper()}_PYTHON"
+    python = Path(os.environ.get(variable, REPOSITORY / "build" / f"{given.server}-venv" / "bin" / "python"))
+    if not python.exists():
+        parser.error(f"there is no {python}: set {variable} to the Python of an environment with the server")
+    # Python compiles what a server imports once: half a minute for each start where it may not store that.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir(), "gpufs-servers-compiled")))
     wrong = []
     print("Memory in multiples of the weights. own: what the load takes of the engine's, device: of the device's")
     print("held_GiB: of the device, while an engine is there, by all that this way needs: engine, cache or mount")
     print_row(*COLUMNS)
-    for kind in ("bfloat16", "fp8", "experts"):
+    for kind in given.kind or KINDS:
         with tempfile.TemporaryDirectory(prefix="gpufs-servers-", dir=scratch()) as folder:
             # Built by another process: the device's memory is free again when it has ended.
             words = ["--width", str(width), "--make", kind, f"{folder}/model"]
@@ -64,7 +69,8 @@ def main() -> int:
             memory = 3 * weights + 256 * MIB
             before = device_used() if given.driver == "cuda" else 0
             with mounted(Path(folder, "mnt"), "--memory", str(memory), driver=given.driver) as mount:
-                wrong += Check(kind, Path(folder), mount, given.driver, weights, before).run()
+                server = make_server(given.server, python, given.driver, mount, Path(folder))
+                wrong += Check(kind, server, given.driver, weights, before).run()
     print(*wrong, sep="\n")
     print(f"servers: {'FAILED' if wrong else 'all good'}")
     return 1 if wrong else 0
@@ -87,6 +93,26 @@ def make(kind: str, folder: str, width: int) -> None:
         model_servers.make_model(target, seed=0, width=width, layers=6 if width < 4096 else 20, shards="3GB")
 
 
+def make_server(name: str, python: Path, driver: str, mount: Survivor, folder: Path) -> Servers[Any, Survivor]:
+    """Returns starts of a server with the model in a folder, and with the mount's plug-in."""
+    if name == "vllm":
+        environment = {
+            "PYTHONPATH": python_path(folder, "vllm.general_plugins", name),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_PLUGINS": "none",  # the program registers the plug-in
+        }
+        return Servers(name, vllm_engine.Outcome, python, environment, mount, folder / "model", folder)
+    environment = {
+        "PYTHONPATH": python_path(folder, "sglang.srt.plugins", name, "measure_loads"),
+        "SGLANG_PLUGINS": "gpufs,measure_loads",
+    }
+    if driver == "host":
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    return Servers(name, sglang_engine.Outcome, python, environment, mount, folder / "model", folder)
+
+
 def device_used() -> int:
     """The bytes of the first GPU's memory that are in use."""
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
@@ -100,46 +126,42 @@ def print_row(*cells: str) -> None:
 class Check:
     """Starts of engines with one model, and what was wrong with them."""
 
-    def __init__(self, kind: str, folder: Path, mount: Survivor, driver: str, weights: int, before: int) -> None:
+    def __init__(self, kind: str, servers: Servers[Any, Survivor], driver: str, weights: int, before: int) -> None:
         """before: what the device held before there was a mount."""
         self._kind = kind
-        self._folder = folder
-        self._mount = mount
+        self._servers = servers
+        self._folder = servers.scratch
+        self._mount = servers.mount
         self._on_gpu = driver == "cuda"
         self._weights = weights
         self._before = before
+        self._rounds = ROUNDS if self._on_gpu and kind == "bfloat16" else 1
         self._tokens: list[int] = []
         self._beside = 0  # bytes that an engine takes beside weights
         self._wrong: list[str] = []
-        environment = {
-            "PYTHONPATH": python_path(folder, "vllm.general_plugins", "vllm"),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_PLUGINS": "none",  # the program registers the plug-in
-        }
-        model = folder / "model"
-        self._servers = Servers("vllm", Outcome, PYTHON, environment, mount, model, folder)
         self._options: dict[str, Any] = {}
-        if self._on_gpu:
+        if self._on_gpu and servers.program == "vllm":
             self._options = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1 << 30}
-        self._shared: dict[str, Any] = {"extra": {"mount": str(mount.path)}}
+        elif self._on_gpu:
+            self._options = {"mem_fraction_static": 0.4}
+        self._shared: dict[str, Any] = {"extra": {"mount": str(servers.mount.path)}}
 
     def run(self) -> list[str]:
         try:
             self._judge("default", self._engine(load_format="auto"))
         except AssertionError as error:
             last = str(error).strip().splitlines()[-1]
-            print_row(self._kind, "default", "-", "-", "-", "-", "-", "-", f"vLLM cannot load it: {last}"[:160])
-            return [f"{self._kind}: vLLM cannot load the model by itself"] if self._on_gpu else []
+            print_row(self._kind, "default", "-", "-", "-", "-", "-", "-", f"cannot be loaded: {last}"[:160])
+            return [f"{self._kind}: the server cannot load the model by itself"] if self._on_gpu else []
         self._judge("first start", self._engine(**self._shared))
         maps = bool(self._servers.published())
         if not maps and self._kind == "bfloat16":
             self._wrong.append(f"{self._kind}: nothing was published")
-        if self._on_gpu:
+        if self._on_gpu and self._servers.program == "vllm":
             self._beside_the_servers_cache(maps)
         else:
-            self._judge("second start", self._engine(**self._shared), maps=maps)
+            for number in range(2, 2 + self._rounds):
+                self._judge(f"start {number}", self._engine(**self._shared), maps=maps)
         self._two_at_once(maps)
         self._daemon_killed(maps)
         if maps:
@@ -147,7 +169,8 @@ class Check:
         return self._wrong
 
     def _engine(self, **settings: Any) -> Outcome:
-        return self._servers.start(options=self._options, **settings)
+        outcome: Outcome = self._servers.start(options=self._options, **settings)
+        return outcome
 
     def _judge(
         self, label: str, outcome: Outcome, *, maps: bool = False, alone: bool = True, held: int | None = None
@@ -189,7 +212,7 @@ class Check:
         try:
             with self._servers.preload(sockets, self._options) as cache:
                 print(f"  vllm preload was ready after {cache.seconds:.1f} s", flush=True)
-                for number in range(1, ROUNDS + 1):
+                for number in range(1, 1 + self._rounds):
                     self._start(f"ipc_cache, {number}", before_cache, True, **cached)
                     self._start(f"second start, {number}", None, maps, **self._shared)
                 self._start("ipc_cache, killed", before_cache, True, cache.kill, **cached)

@@ -22,10 +22,11 @@ from support.processes import wait_until
 from support.surviving import Survivor
 
 Outcome = TypeVar("Outcome")
+Mount = TypeVar("Mount", GpufsMount, Survivor)
 
 
 @dataclass
-class Servers(Generic[Outcome]):
+class Servers(Generic[Outcome, Mount]):
     """Engines of one server that load a model from a mount, or from a directory of this machine.
 
     program: runs an engine to its end, and prints an outcome. log: of the last engine.
@@ -35,7 +36,7 @@ class Servers(Generic[Outcome]):
     outcome: type[Outcome]
     python: Path
     environment: Mapping[str, str]
-    mount: GpufsMount | Survivor
+    mount: Mount
     model: Path
     scratch: Path
     log: str = ""
@@ -48,7 +49,10 @@ class Servers(Generic[Outcome]):
             environment["SGLANG_PLUGINS"] = plugins
         program = REPOSITORY / "tests" / "support" / f"{self.program}_engine.py"
         command = [*prefix, str(self.python), str(program), text]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{(late.stderr or b'').decode()}\nThe engine did not end within 600 s") from None
         assert done.returncode == 0, done.stdout + done.stderr
         self.log = done.stdout + done.stderr
         last = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
@@ -57,7 +61,15 @@ class Servers(Generic[Outcome]):
     @contextmanager
     def preload(self, sockets: Path, options: Mapping[str, Any]) -> Iterator[Preloaded]:
         """Keeps the model in a process of vLLM's own weight cache, with sockets in that folder."""
-        words = ["--model", self.model, "--weight-cache-socket-dir", sockets, "--dtype", "bfloat16", "--enforce-eager"]
+        words: list[Any] = [
+            "--model",
+            self.model,
+            "--weight-cache-socket-dir",
+            sockets,
+            "--dtype",
+            "bfloat16",
+            "--enforce-eager",
+        ]
         words += ["--max-model-len", "64", "--skip-tokenizer-init"]
         words += [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
         environment = {**os.environ, "HOME": str(self.scratch), "HF_HUB_OFFLINE": "1", **self.environment}

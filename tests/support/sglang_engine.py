@@ -8,43 +8,59 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from support.stops import stop
 
 PROMPT = [1, 2, 3, 4, 5]
 
 
 class Settings(NamedTuple):
-    """options: more settings of the engine. attempts: see `try_to`."""
+    """options: more settings of the engine. attempts: see `try_to`. stops: a folder, see `support.stops`."""
 
     model: str
     load_format: str = "gpufs"
     extra: dict[str, Any] = {}  # noqa: RUF012  not changed
     options: dict[str, Any] = {}  # noqa: RUF012  not changed
     attempts: tuple[str, ...] = ()
+    stops: str | None = None
 
 
 class Outcome(NamedTuple):
-    """private_bytes: memory of the engine's processes alone."""
+    """private_bytes: memory of the engine's processes alone.
+
+    The fields from external_bytes on are as vllm_engine.py has them, of the first rank; with measure_loads alone.
+    """
 
     tokens: list[int]
     private_bytes: int
     errors: list[str]
+    start_seconds: float
+    external_bytes: int = 0
+    load_seconds: float = 0
+    own_bytes: int = 0
+    device_bytes: int = 0
+    log: tuple[str, ...] = ()
 
 
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     import sglang
+    import torch
 
+    on_gpu = torch.cuda.is_available()
     options = {
         "model_path": settings.model,
         "load_format": settings.load_format,
         "model_loader_extra_config": json.dumps(settings.extra),
         "skip_tokenizer_init": True,
         "log_level": "warning",
-        "device": "cpu",
+        "device": "cuda" if on_gpu else "cpu",
         "dtype": "bfloat16",
-        "attention_backend": "torch_native",
+        "attention_backend": "triton" if on_gpu else "torch_native",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "context_length": 64,
@@ -52,12 +68,23 @@ def main() -> None:
         "max_running_requests": 2,
         "disable_cuda_graph": True,
     }
+    loads = Path(tempfile.mkstemp(prefix="gpufs-loads-")[1])
+    os.environ["GPUFS_TEST_LOADS"] = str(loads)  # for measure_loads in sglang_plugin.py
+    if settings.stops is not None:
+        os.environ["GPUFS_TEST_STOPS"] = settings.stops
+    start = time.perf_counter()
     engine = sglang.Engine(**{**options, **settings.options})
+    start_seconds = time.perf_counter() - start
+    stop(settings.stops, "generate")
     parameters = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
     output: Any = engine.generate(input_ids=PROMPT, sampling_params=parameters)
     private = sum(private_bytes(process) for process in schedulers())
     errors = [try_to(attempt, engine, settings.model) for attempt in settings.attempts]
-    print(json.dumps(Outcome(output["output_ids"], private, errors)._asdict()), file=sys.__stdout__, flush=True)
+    stop(settings.stops, "end")
+    measured = json.loads(loads.read_text().partition("\n")[0] or "{}")
+    loads.unlink()
+    outcome = Outcome(output["output_ids"], private, errors, start_seconds, **measured)
+    print(json.dumps(outcome._asdict()), file=sys.__stdout__, flush=True)
     engine.shutdown()
 
 

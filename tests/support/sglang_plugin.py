@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from support.stops import stop
 
 OBJECT = object()
 
@@ -29,3 +36,54 @@ def enable_memory_saver() -> None:
             original(*arguments)
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load, HookType.AROUND)
+
+
+def measure_loads() -> None:
+    """Appends a line of JSON to the file GPUFS_TEST_LOADS for each load of a model: some fields of an engine's outcome.
+
+    Before a load it stops, see `support.stops`, in the folder GPUFS_TEST_STOPS.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def load(original: Callable[..., None], runner: Any, *arguments: Any) -> None:
+        stop(os.environ.get("GPUFS_TEST_STOPS"), "load")
+        lines: list[str] = []
+        log = logging.getLogger("gpufs")
+        log.addHandler(_Lines(lines))
+        log.setLevel(logging.INFO)
+        own, device = _memory()
+        start = time.perf_counter()
+        original(runner, *arguments)
+        after = _memory()
+        fields = {
+            "load_seconds": time.perf_counter() - start,
+            "own_bytes": after[0] - own,
+            "device_bytes": after[1] - device,
+            "external_bytes": runner.preloaded_weights_bytes,
+            "log": lines,
+        }
+        with open(os.environ["GPUFS_TEST_LOADS"], "a") as file:
+            file.write(json.dumps(fields) + "\n")
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load, HookType.AROUND)
+
+
+class _Lines(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+
+def _memory() -> tuple[int, int]:
+    """Returns the bytes that torch holds, of this process alone without a GPU, and those of the device in use."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.memory_allocated(), total - free
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10, 0

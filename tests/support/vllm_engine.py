@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from support.stops import stop
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -20,8 +21,7 @@ PROMPT = [1, 2, 3, 4, 5]
 class Settings(NamedTuple):
     """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings.
 
-    stops: a folder. Before "load", "generate" and "end" the engine creates a file of that name there, and waits for
-    "NAME-go".
+    stops: a folder, see `support.stops`. There are "load", "generate" and "end".
     """
 
     model: str
@@ -135,17 +135,6 @@ def measure_loads(stops: str | None, log: logging.Handler) -> list[tuple[float, 
 def private_bytes() -> int:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) << 10
-
-
-def stop(folder: str | None, name: str) -> None:
-    if folder is None:
-        return
-    Path(folder, name).touch()
-    for _ in range(6000):
-        if os.path.exists(f"{folder}/{name}-go"):
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"nothing created {folder}/{name}-go")
 
 
 def try_to(attempt: str, llm: Any) -> str:
