@@ -147,6 +147,37 @@ def test_trees_by_name_and_in_part(root: Path, host: Path, remote: tuple[str, ..
     assert "directory" in refused("-T", *remote, host / "model/notes.txt", f"node:{root}/there")
 
 
+@pytest.mark.parametrize("way", ["there", "here", "elsewhere"])
+def test_sync(root: Path, host: Path, remote: tuple[str, ...], way: str) -> None:
+    """A directory becomes the copy of another, on each of the machines. --checksum compares contents."""
+    source = host / "source" if way == "there" else root / "source"
+    copy = root / "copy"
+    (source / "deep").mkdir(parents=True)
+    for name in ("one", "deep/two"):
+        (source / name).write_bytes(noise(5000))
+    ends = [f"a:{source}" if way != "there" else source, f"b:{copy}" if way != "here" else copy]
+
+    def sync(*words: object) -> tuple[int, int, list[str]]:
+        summary = json.loads(gpufs("sync", *remote, "--json", *words, *ends).stdout)
+        return summary["files"], summary["skipped"], summary["deleted"]
+
+    assert sync("--delete") == (2, 0, [])
+    shutil.rmtree(source / "deep")
+    (copy / "kept").touch()
+    times = (source / "one").stat()
+    (source / "one").write_bytes(noise(5001)[1:])
+    os.utime(source / "one", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert sync() == (0, 1, [])
+    shown = f"b:{copy}" if way != "here" else str(copy)
+    assert sync("--delete", "--checksum", "--exclude", "kept") == (1, 0, [f"{shown}/deep/two", f"{shown}/deep/"])
+    assert sync("--checksum") == (0, 1, [])
+    assert (copy / "one").read_bytes() == noise(5001)[1:]
+    assert left(copy) == ["kept", "one"]
+    shutil.rmtree(source)
+    assert gpufs("sync", *remote, "--delete", *ends, check=False).returncode == 1
+    assert left(copy) == ["kept", "one"]
+
+
 def test_update(root: Path, host: Path, remote: tuple[str, ...]) -> None:
     make_model(host / "model")
     for source, named, copy in (

@@ -1,4 +1,4 @@
-"""One run of `gpufs cp`: its options, signals, the progress line, and what it prints."""
+"""One run of `gpufs cp` or `gpufs sync`: its options, signals, the progress line, and what it prints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gpufs import mounting
-from gpufs.cli._output import Failure, complain, json_text, printable
+from gpufs.cli._output import Failure, complain, duration_text, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.copying.entries import Entry, find_targets, kind_of
 from gpufs.copying.loop import TreeCopy
@@ -24,36 +24,37 @@ from gpufs.copying.types import STREAM, CopyOptions, Fastpath, Outcome, TreeOpti
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
 
-if TYPE_CHECKING:
-    pass
-
 
 class CpOptions(NamedTuple):
     """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal.
 
-    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs.
+    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs. ``command``: its name, for messages.
     """
 
-    recursive: bool
-    dereference: bool
-    preserve: bool
-    archive: bool
-    no_clobber: bool
-    partial: bool
-    verify: bool
-    fsync: bool
-    jobs: int
-    fastpath: Fastpath
-    verbose: bool
-    json: bool
-    progress: bool | None
+    recursive: bool = False
+    dereference: bool = False
+    preserve: bool = False
+    archive: bool = False
+    no_clobber: bool = False
+    partial: bool = False
+    verify: bool = False
+    fsync: bool = False
+    jobs: int = 4
+    fastpath: Fastpath = "auto"
+    verbose: bool = False
+    json: bool = False
+    progress: bool | None = None
     exact: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     update: bool = False
     dry_run: bool = False
+    checksum: bool = False
+    delete: bool = False
+    quiet: bool = False
     shell: str | None = None
     remote_gpufs: str | None = None
+    command: str = "cp"
 
     @property
     def of_each_copy(self) -> CopyOptions:
@@ -71,20 +72,29 @@ def run(names: list[str], directories: list[str], options: CpOptions) -> int:
 
     ``directories``: where all names are copied to; without any, the last name is the destination.
     """
+    try:
+        return _run(names, directories, options)
+    except Failure as failure:
+        raise Failure(f"{options.command}: {failure}", failure.code) from None
+
+
+def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
     if options.archive:
         options = options._replace(recursive=True, preserve=True)
+    if options.checksum and not options.update:
+        raise Failure("--checksum needs -u", 2)
     kind = kind_of([*names, *directories])
     if kind != "host" and (options.shell is not None or options.remote_gpufs is not None):
-        raise Failure("cp: -e and --remote-gpufs need a name like HOST:PATH", 2)
+        raise Failure("-e and --remote-gpufs need a name like HOST:PATH", 2)
     if STREAM in names and kind == "file":
         _check_stream(names, directories, options)
     if options.exact and (directories or len(names) > 2):
-        raise Failure("cp: -T takes one SOURCE and its DEST, and no -t", 2)
+        raise Failure("-T takes one SOURCE and its DEST, and no -t", 2)
     if len(directories) > 1 and kind != "host":
         _check_several(directories)
     sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
     with ExitStack() as opened:
-        copier = opened.enter_context(Copier(**options.of_each_copy._asdict(), notice=_complain))
+        copier = opened.enter_context(Copier(**options.of_each_copy._asdict(), notice=partial(_complain, options)))
         run = Run(copier, options)
         if kind == "url":
             run.copy_urls(sources, ends, in_directory=bool(directories))
@@ -113,7 +123,7 @@ def _misuse(prefix: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
-        raise Failure(f"cp: {named}{prefix}{error.strerror}", 2) from None
+        raise Failure(f"{named}{prefix}{error.strerror}", 2) from None
 
 
 @contextmanager
@@ -125,7 +135,7 @@ def _targets(
     Destination directories stay open until the context ends. ``follow``: write through a symbolic link.
     """
     if not all(sources) or not all(ends):
-        raise Failure("cp: an empty name is given where a file belongs", 2)
+        raise Failure("an empty name is given where a file belongs", 2)
     with ExitStack() as opened:
         named = []
         for end in ends:
@@ -133,22 +143,22 @@ def _targets(
                 found = find_targets(sources, end, follow=follow, directory=in_directory, exact=exact)
                 named.append(opened.enter_context(found))
             except OSError as error:
-                raise Failure(f"cp: {end}: {text_of(error)}") from None
+                raise Failure(f"{end}: {text_of(error)}") from None
         yield named
 
 
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
     """Raise Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
-        raise Failure("cp: - is standard input or output, and takes one other name (a file of that name is ./-)", 2)
+        raise Failure("- is standard input or output, and takes one other name (a file of that name is ./-)", 2)
     unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
-    unfit += ["include", "exclude", "update", "dry_run"]
+    unfit += ["include", "exclude", "update", "checksum", "dry_run"]
     unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if getattr(options, name):
-            raise Failure(f"cp: --{name.replace('_', '-')} cannot be used with a pipe", 2)
+            raise Failure(f"--{name.replace('_', '-')} cannot be used with a pipe", 2)
     if options.fastpath == "require":
-        raise Failure("cp: --fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
+        raise Failure("--fastpath require cannot be used with a pipe, whose bytes pass through this process", 2)
 
 
 def _check_several(directories: list[str]) -> None:
@@ -156,11 +166,12 @@ def _check_several(directories: list[str]) -> None:
     paths = [os.path.realpath(directory) for directory in directories]
     twice = [directory for place, directory in enumerate(directories) if paths[place] in paths[:place]]
     if twice:
-        raise Failure(f"cp: {twice[0]}: is given more than once with -t", 2)
+        raise Failure(f"{twice[0]}: is given more than once with -t", 2)
 
 
-def _complain(text: str) -> None:
-    complain(f"cp: {text}")
+def _complain(options: CpOptions, text: str) -> None:
+    if not options.quiet:
+        complain(f"{options.command}: {text}")
 
 
 class ProgressLine:
@@ -174,8 +185,10 @@ class ProgressLine:
         """Draw the line again."""
         import shutil  # most copies draw nothing
 
-        rate = rate_text(moved / max(time.monotonic() - self._began, 1e-9))
-        line = f"{bytes_text(moved)} of {bytes_text(total)}  {rate}  {printable(name)}"
+        rate = moved / max(time.monotonic() - self._began, 1e-9)
+        part = f"  {100 * moved // total}%" if total else ""
+        left = f"  {duration_text(max(total - moved, 0) / rate)} left" if moved else ""
+        line = f"{bytes_text(moved)} of {bytes_text(total)}{part}  {rate_text(rate)}{left}  {printable(name)}"
         self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
 
     def print(self, line: str, stream: Any) -> None:
@@ -208,8 +221,9 @@ class Run:
         self._copier = copier
         self._options = options
         self._streaming = False  # this thread copies, and may wait for a pipe
+        self._label = f"gpufs {options.command}"
         self._lines = sys.stderr if options.json else sys.stdout  # of --verbose: JSON is alone on standard output
-        show_progress = sys.stderr.isatty() if options.progress is None else options.progress
+        show_progress = sys.stderr.isatty() and not options.quiet if options.progress is None else options.progress
         self._bar = ProgressLine() if show_progress else None
         self.cancel = Cancellation()
         self._loop = TreeCopy(copier, options.of_trees, self.cancel, self)
@@ -223,6 +237,7 @@ class Run:
         self._seconds = 0.0
         self.signal: int | None = None
         self.results: list[CopyResult] = []
+        self._deleted: list[str] = []
         self.errors: list[dict[str, Any]] = []
         self.output_error: OSError | None = None  # of standard output
         self._ending: OSError | None = None  # what ended the copy between machines
@@ -252,7 +267,7 @@ class Run:
             urls, target = store_copy.plan(sources, ends)
         pattern = any(url.is_pattern for url in urls)
         if exact and pattern:
-            raise Failure("cp: -T takes one SOURCE, and a pattern may name several ([*] stands for the character *)", 2)
+            raise Failure("-T takes one SOURCE, and a pattern may name several ([*] stands for the character *)", 2)
         many = options.recursive or len(sources) > 1 or pattern
         if target is not None:
             into = not exact and (in_directory or target.is_directory or len(sources) > 1)
@@ -318,7 +333,7 @@ class Run:
             try:
                 self._loop.run(find, self._options.jobs if many else 1)
             except OSError as error:
-                raise Failure(f"cp: {error.strerror}") from None
+                raise Failure(f"{error.strerror}") from None
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -402,9 +417,17 @@ class Run:
         with self._lock:
             self._skipped += 1
 
+    def deleted(self, path: str) -> None:
+        """Take what has been removed, or would be with --dry-run."""
+        self._deleted.append(path)
+        if self._options.dry_run or self._options.verbose:
+            self._print(f"{'deletes' if self._options.dry_run else 'deleted'} {path}", self._lines)
+
     def warned(self, text: str) -> None:
         """Print a warning."""
-        self._print(f"gpufs cp: warning: {text}", sys.stderr)
+        if self._options.quiet:
+            return
+        self._print(f"{self._label}: warning: {text}", sys.stderr)
 
     # ---- the same, of a copy between machines ----
 
@@ -416,7 +439,9 @@ class Run:
 
     def noticed(self, text: str) -> None:
         """Print a line."""
-        self._print(f"gpufs cp: {text}", sys.stderr)
+        if self._options.quiet:
+            return
+        self._print(f"{self._label}: {text}", sys.stderr)
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """Take what became of a file on a machine. None if it was skipped."""
@@ -484,7 +509,7 @@ class Run:
         if number in (errno.EPERM, errno.EACCES) and _is_mount_root(os.path.dirname(destination or source)):
             text += " (README there lists the directories that take files)"
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
-        self._print(f"gpufs cp: {where}: {text}" if where else f"gpufs cp: {text}", sys.stderr)
+        self._print(f"{self._label}: {where}: {text}" if where else f"{self._label}: {text}", sys.stderr)
 
     def _print(self, line: str, stream: Any) -> None:
         try:
@@ -505,6 +530,7 @@ class Run:
         return {
             "files": len(self.results),
             "skipped": self._skipped,
+            "deleted": self._deleted,
             "bytes": total,
             "seconds": self._seconds,
             "bytes_per_second": total / self._seconds if self._seconds else 0.0,

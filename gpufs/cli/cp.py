@@ -27,6 +27,7 @@ from gpufs.cli._main import complete_directories, complete_files
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
 @click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
 @click.option("-u", "--update", is_flag=True, help="Skip files whose copies have the same size and are not older.")
+@click.option("--checksum", is_flag=True, help="With -u: compare contents instead of times.")
 @click.option("--dry-run", is_flag=True, help="Copy nothing, and print what would be copied.")
 @click.option(
     "--include", metavar="GLOB", multiple=True, help="With -r: copy only files that match this, or another --include."
@@ -51,6 +52,7 @@ from gpufs.cli._main import complete_directories, complete_files
 )
 @click.option("--remote-gpufs", metavar="COMMAND", help="The gpufs of HOST, if a shell there does not find it.")
 @click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 @click.option("--json", is_flag=True, help="Print what was copied, and how, as a JSON object.")
 @click.option(
     "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"

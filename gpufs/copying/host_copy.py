@@ -34,6 +34,7 @@ from gpufs.exceptions import text_of
 from gpufs.hosts import names
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError, exchange
 from gpufs.hosts.messages import (
+    Deleted,
     Failed,
     FileResult,
     Finished,
@@ -126,6 +127,8 @@ def ask_for_upload(
                 shown.noticed(message.text)
             case FileResult() if message.hop < len(targets):
                 show(message, shown)
+            case Deleted():
+                sink.deleted(os.fsdecode(message.path))
             case Lost() if message.hop < len(targets):
                 sink.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
             case _:
@@ -270,7 +273,7 @@ def _send(
         sink.planned(plan.size)
         sender.run(plan)
 
-    exchange(channel, lambda: sender.read_results(take, fail, lose, sink.noticed), write)
+    exchange(channel, lambda: sender.read_results(take, fail, lose, sink), write)
 
 
 def _is_text(words: str) -> bool:
@@ -353,6 +356,8 @@ def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool =
         no_clobber=tree.no_clobber,
         exact=tree.exact,
         update=tree.update,
+        checksum=tree.checksum,
+        delete=tree.delete,
         include=[os.fsencode(pattern) for pattern in tree.include],
         exclude=[os.fsencode(pattern) for pattern in tree.exclude],
         verify=options.verify,

@@ -10,22 +10,25 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, Literal
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.checksums import RunningChecksum, sha256_of
+from gpufs.copying.comparison import has_checksum
+from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.job import CopyContext
 from gpufs.copying.reports import Sink
 from gpufs.copying.tree import Directory, exists, file_is_current, make_special
-from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
+from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, TreeOptions, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
 from gpufs.hosts.messages import (
     Abandon,
     Chosen,
+    Deleted,
     End,
     Enter,
     Failed,
@@ -104,6 +107,9 @@ class Receiver:
         self._failure = ""  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
         self._in_file = False  # bytes of a file are to come
+        self._path: list[str] = []  # the names of those folders
+        self._names: dict[str, Literal["file", "directory"]] = {}  # what the source has, for request.delete
+        self._incomplete = False  # not all of it is there
         self._made: set[str] = set()  # the files that this command has created from its sources
 
     def run(self) -> None:
@@ -138,7 +144,9 @@ class Receiver:
                         if message.error == errno.ENOENT and any(character in path for character in "*?["):
                             text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
                         self._sink.file_ended(path, error_class(message.error)(message.error, text, path))
+                        self._incomplete = True
                     case FilesDone():
+                        self._delete_others()
                         if self._next_host is not None:
                             self._next_host.finish()
                         self._channel.send(Finished())
@@ -224,6 +232,7 @@ class Receiver:
         if not self._request.recursive:
             raise HostProtocolError("a directory")
         entry = self._entry(message.source, message.name)
+        self._name(message.name, "directory")
         folder = None
         try:
             if entry is not None and not self._folders:
@@ -234,11 +243,13 @@ class Receiver:
             assert entry is not None
             self._fail(os.fsdecode(message.path), entry.path, error)
         self._folders.append(folder)
+        self._path.append(os.fsdecode(message.name))
 
     def _leave(self) -> None:
         if not self._folders:
             raise HostProtocolError("the end of no directory")
         folder = self._folders.pop()
+        self._path.pop()
         if folder is None:
             return
         try:
@@ -250,6 +261,7 @@ class Receiver:
 
     def _link(self, message: Link) -> None:
         entry = self._entry(message.source, message.name)
+        self._name(message.name, "file")
         if entry is None or self._is_skipped(entry):
             return
         try:
@@ -258,11 +270,43 @@ class Receiver:
         except OSError as error:
             self._fail(os.fsdecode(message.path), entry.path, error)
 
+    # ---- what the source does not have ----
+
+    def _name(self, name: bytes, kind: Literal["file", "directory"]) -> None:
+        if self._request.delete:
+            below = [*self._path[1:], os.fsdecode(name)] if self._path else []
+            self._names["/".join(below)] = kind
+
+    def _delete_others(self) -> None:
+        if not self._request.delete or self._names.get("") != "directory":
+            return
+        if self._incomplete:
+            self._sink.noticed("nothing is deleted, for not all of the source can be read")
+            return
+        include, exclude = (
+            tuple(map(os.fsdecode, patterns)) for patterns in (self._request.include, self._request.exclude)
+        )
+        options = TreeOptions(include=include, exclude=exclude)
+        delete_others(self._bases[0], self._names, options, self._cancel, self)
+
+    def deleted(self, path: str) -> None:
+        """Report what has been removed."""
+        self._channel.send(Deleted(os.fsencode(path)))
+        self._sink.deleted(path)
+
+    def failed(self, source: str, destination: str | None, error: OSError) -> None:
+        """Report what could not be removed."""
+        self._fail("", source, error)
+
     def _is_skipped(self, entry: Entry) -> bool:
         return self._request.no_clobber and exists(entry, follow=False)
 
     def _is_current(self, entry: Entry, file: File) -> bool:
-        return self._request.update and file_is_current(entry, file.size, file.attributes.st_mtime_ns)
+        if not self._request.update:
+            return False
+        if not file.checksum:
+            return file_is_current(entry, file.size, file.attributes.st_mtime_ns)
+        return file_is_current(entry, file.size, 0) and has_checksum(entry, file.checksum, self._cancel)
 
     # ---- files ----
 
@@ -270,6 +314,7 @@ class Receiver:
         """Receive one file, and answer what became of it."""
         source = os.fsdecode(file.path)
         entry = self._entry(file.source, file.name)
+        self._name(file.name, "file")
         self._in_file = True
         if entry is None:
             self._channel.send(FileResult(file.number, b"", errno.ECANCELED))  # its directory is reported already

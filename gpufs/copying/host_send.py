@@ -11,16 +11,18 @@ from contextlib import closing
 from typing import NamedTuple
 
 from gpufs.copying import entries
-from gpufs.copying.checksums import RunningChecksum
+from gpufs.copying.checksums import RunningChecksum, sha256_of
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.job import CopyContext
+from gpufs.copying.reports import Sink
 from gpufs.copying.space import data_bytes
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError
 from gpufs.hosts.messages import (
     Abandon,
+    Deleted,
     End,
     Enter,
     Failed,
@@ -143,7 +145,7 @@ class Sender:
         take: Callable[[Sent, FileResult], None],
         fail: Callable[[Failed], None],
         lose: Callable[[Lost], None],
-        notice: Callable[[str], None],
+        sink: Sink,
     ) -> None:
         """Receive what becomes of the files, until the receiver has finished."""
         try:
@@ -157,7 +159,9 @@ class Sender:
                         self._lose(message.hop)
                         lose(message)
                     case Notice():
-                        notice(message.text)
+                        sink.noticed(message.text)
+                    case Deleted() if self._request.delete:
+                        sink.deleted(os.fsdecode(message.path))
                     case Free() | Measured() | Window():
                         self._outlet.take(message)
                     case _:
@@ -217,7 +221,9 @@ class Sender:
         self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
         data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
         named = os.fsencode(path)
-        self._channel.send(File(number, source, name, named, size, data, on_mount, FileAttributes.of(status)))
+        checksum = sha256_of(opened.fd, lambda: False) if self._request.checksum else ""
+        attributes = FileAttributes.of(status)
+        self._channel.send(File(number, source, name, named, size, data, on_mount, attributes, checksum))
         holes = stat.S_ISREG(status.st_mode) and data < size
         end = self._send_content(number, opened, size, holes=holes)
         self._outlet.await_reads()

@@ -14,7 +14,9 @@ from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
+from gpufs.copying.comparison import same_content
 from gpufs.copying.copier import Copier
+from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
 from gpufs.copying.entries import Entry
 from gpufs.copying.space import data_bytes
 from gpufs.copying.tree import FileTree, TreeState, file_is_current
@@ -118,6 +120,9 @@ class TreeCopy:
         for copies in zip(*named, strict=True):
             walk = partial(self._walk, copies[0][0], hint="-r copies it, -t copies into it")
             found.append(Source(walk, [copy for _, copy in copies]))
+            if self._options.delete:
+                check_apart(copies[0][0], copies[0][1].path)
+        self._delete_others(found)
         many = self._options.recursive or len(found) > 1 or len(named) > 1
         if not many or self._all_fit(found, replaces=True):
             for source in found:
@@ -143,6 +148,7 @@ class TreeCopy:
             for file in files:  # the copies have the pattern's name
                 beside = [copy.beside(file.path) for copy in copies]
                 found.append(Source(partial(walk_store, None, [file]), beside))
+        self._delete_others(found)
         many = self._options.recursive or len(found) > 1 or len(named) > 1
         if not many or self._all_fit(found, replaces=False):
             for source in found:
@@ -151,10 +157,13 @@ class TreeCopy:
 
     def find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
         """Walk over what is stored at a URL, or below it with ``into``."""
-        from gpufs.copying.store_copy import BucketTree
+        from gpufs.copying.store_copy import BucketTree, delete_other_objects
 
         for source in sources:
             target = url.below(os.path.basename(os.path.normpath(source))) if into else url
+            names = self._names(partial(self._walk, source, follow=True)) if self._options.delete else None
+            if names is not None:
+                delete_other_objects(target, names, self.state)
             self._add(self._walk(source, self._fail, follow=True), [BucketTree(target, self.state)])
 
     def _walk(self, source: str, fail: Fail, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
@@ -189,6 +198,22 @@ class TreeCopy:
     def _fail(self, path: str, error: OSError) -> None:
         self._report.failed(path, None, error)
 
+    def _delete_others(self, found: Sequence[Source]) -> None:
+        """Remove from the copies what their sources do not have. It comes first, for the space that it frees."""
+        for source in found if self._options.delete else ():
+            names = self._names(source.walk)
+            if names is not None:
+                for copy in source.copies:
+                    delete_others(copy, names, self._options, self._cancel, self._report)
+
+    def _names(self, walk: Callable[[Fail], Steps]) -> Names | None:
+        """Return what a source has; None if that is not a directory, or if not all of it can be read."""
+        errors: list[OSError] = []
+        names = names_of(self._selected(walk(lambda path, error: errors.append(error))))
+        if errors:
+            self._report.warned("nothing is deleted, for not all of the source can be read")
+        return None if errors or names.get("") != "directory" else names
+
     # ---- space ----
 
     def _all_fit(self, found: Sequence[Source], *, replaces: bool) -> bool:
@@ -205,11 +230,16 @@ class TreeCopy:
                     size = step.size if step.status is None else data_bytes(step.status, step.size)
                     for copy, of_end in zip(source.copies, sizes, strict=True):
                         path = os.path.join(copy.path, step.below) if step.below else copy.path
-                        if not (self._options.update and file_is_current(Entry.of(path), step.size, step.modified_ns)):
+                        if not self._may_be_current(path, step):
                             of_end[path] = size
         ends = zip(found[0].copies, sizes, strict=True)
         fits = [self._fit(copy, of_end, replaces=replaces) for copy, of_end in ends]
         return all(fits)
+
+    def _may_be_current(self, path: str, step: Step) -> bool:
+        """Return whether --update may skip a file. With --checksum that is known once it is read."""
+        modified = 0 if self._options.checksum else step.modified_ns
+        return self._options.update and file_is_current(Entry.of(path), step.size, modified)
 
     def _fit(self, base: Entry, sizes: Mapping[str, int], *, replaces: bool) -> bool:
         needed = 0
@@ -239,6 +269,8 @@ class TreeCopy:
     def _find(self, find: Callable[[], None], workers: int) -> None:
         try:
             find()
+        except OSError as error:
+            self._report.failed("", error.filename, error)
         except Exception as error:  # noqa: BLE001 - the workers must end
             self._report.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         finally:
@@ -256,9 +288,13 @@ class TreeCopy:
             work()
 
     def _copy(self, step: Step, ends: list[Entry | Url]) -> None:
-        names = [end.path if isinstance(end, Entry) else end.shown for end in ends]
         assert step.source is not None
         try:
+            if self._options.checksum:
+                ends = self._different(step, ends)
+            names = [end.path if isinstance(end, Entry) else end.shown for end in ends]
+            if not ends:
+                return
             progress = self._report.reporter(step.path)
             if self._options.dry_run:
                 outcomes: list[Outcome] = [CopyResult(step.path, name, step.size, 0.0, "dry-run", {}) for name in names]
@@ -266,10 +302,26 @@ class TreeCopy:
                 outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
             self._report.finished(step.path, names, outcomes)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
-            self._report.failed(step.path, ", ".join(names), OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+            self._report.failed(step.path, None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         finally:
             if step.folder is not None:
                 step.folder.release()
+
+    def _different(self, step: Step, ends: list[Entry | Url]) -> list[Entry | Url]:
+        """Return those of the copies that do not have the content of the file, and count the others."""
+        assert step.source is not None
+        different = []
+        for end in ends:
+            try:
+                same = same_content(step.source, step.size, end, self._cancel)
+            except OSError:
+                same = False  # copying it will show what is wrong
+            if same:
+                self._report.planned(-step.size)
+                self._report.skipped()
+            else:
+                different.append(end)
+        return different
 
 
 def _started(call: Callable[..., None], *arguments: object) -> threading.Thread:

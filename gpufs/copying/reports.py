@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import HostChannel
-from gpufs.hosts.messages import FileResult, Lost, Moved, Notice, Plan, plain
+from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain
 
 _PROGRESS_SECONDS: Final = 0.1
 
@@ -27,6 +27,9 @@ class Sink(Protocol):
 
     def noticed(self, text: str) -> None:
         """A line for the user."""
+
+    def deleted(self, path: str) -> None:
+        """What has been removed, since the source does not have it."""
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
@@ -45,6 +48,9 @@ class Silent:
         pass
 
     def noticed(self, text: str) -> None:
+        pass
+
+    def deleted(self, path: str) -> None:
         pass
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
@@ -66,6 +72,9 @@ class Noted:
     def noticed(self, text: str) -> None:
         self._sink.noticed(f"{self._host}: {text}")
 
+    def deleted(self, path: str) -> None:
+        self._sink.deleted(f"{self._host}:{path}")
+
 
 class Shown:
     """Passes on what a receiver here, or a machine that uploads for this one, reports: with sources named HOST:PATH."""
@@ -73,7 +82,7 @@ class Shown:
     def __init__(self, sink: Sink, host: str) -> None:
         self._sink = sink
         self._host = host
-        self.planned, self.host_lost = sink.planned, sink.host_lost
+        self.planned, self.host_lost, self.deleted = sink.planned, sink.host_lost, sink.deleted
 
     def moved(self, source: str, count: int) -> None:
         self._sink.moved(f"{self._host}:{source}", count)
@@ -109,6 +118,9 @@ class Reports:
 
     def noticed(self, text: str) -> None:
         self._channel.send(Notice(plain(text)))
+
+    def deleted(self, path: str) -> None:
+        self._channel.send(Deleted(os.fsencode(path)))
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         message = FileResult(0, b"", skipped=outcome is None, hop=hop, source=os.fsencode(source))
@@ -169,6 +181,9 @@ class Outcomes:
     def noticed(self, text: str) -> None:
         if self._notice is not None:
             self._notice(text)
+
+    def deleted(self, path: str) -> None:
+        pass  # one file is copied
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         self.outcomes[hop] = outcome

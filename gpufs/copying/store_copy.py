@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Final, TypeAlias
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.checksums import blocks
+from gpufs.copying.deletion import Names
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.job import CopyContext
 from gpufs.copying.tree import TreeState
@@ -31,7 +32,7 @@ from gpufs.copying.types import (
     check_options,
     error_class,
 )
-from gpufs.copying.walk import Folder, Step
+from gpufs.copying.walk import Folder, Step, selected, walk_store
 from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls, waiting
@@ -387,7 +388,8 @@ class BucketTree:
             if step.parent is None and url.is_directory:
                 raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
             options = self._state.options
-            found = finding.stored(url) if options.no_clobber or options.update else None
+            asked = options.no_clobber or (options.update and not options.checksum)
+            found = finding.stored(url) if asked else None
             if found is None or not (options.no_clobber or _object_is_current(found, step)):
                 return url
             self._state.report.skipped()
@@ -403,3 +405,28 @@ class BucketTree:
 
     def _url(self, step: Step) -> urls.Url:
         return self._base if step.parent is None else self._directories[step.parent].below(step.name)
+
+
+def delete_other_objects(url: urls.Url, names: Names, state: TreeState) -> None:
+    """Remove all objects below a URL that are not among the names of the source.
+
+    What --include and --exclude leave out of the copy stays.
+    """
+    options, report = state.options, state.report
+    try:
+        found = finding.below(url)
+    except OSError as error:
+        report.failed(url.shown, None, error)
+        return
+    steps = selected(walk_store(url.shown, found, lambda path, error: None), options.include, options.exclude)
+    with closing(steps):
+        for step in steps:
+            if step.kind != "file" or names.get(step.below) == "file" or state.cancel.cancelled:
+                continue
+            assert isinstance(step.source, StoreFile)
+            try:
+                if not options.dry_run:
+                    step.source.delete()
+                report.deleted(step.path)
+            except OSError as error:
+                report.failed(step.path, None, error)

@@ -213,7 +213,10 @@ class FileTree:
         regular = step.status is None or stat.S_ISREG(step.status.st_mode)
         options = self._state.options
         if (options.no_clobber and exists(entry, follow=entry.follow and regular)) or (
-            options.update and step.has_content and file_is_current(entry, step.size, step.modified_ns)
+            options.update
+            and not options.checksum  # compared later, by several threads
+            and step.has_content
+            and file_is_current(entry, step.size, step.modified_ns)
         ):
             self._state.report.skipped()
             return None

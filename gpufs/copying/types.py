@@ -33,7 +33,10 @@ class CopyOptions(NamedTuple):
 
 
 class TreeOptions(NamedTuple):
-    """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory."""
+    """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory.
+
+    ``delete``: first remove what the source does not have.
+    """
 
     recursive: bool = False
     dereference: bool = False
@@ -45,6 +48,8 @@ class TreeOptions(NamedTuple):
     exclude: tuple[str, ...] = ()
     update: bool = False
     dry_run: bool = False
+    checksum: bool = False
+    delete: bool = False
 
 
 _UNFIT: Final = {
@@ -227,6 +232,9 @@ class TreeReport(Protocol):
 
     def skipped(self) -> None:
         """Count a file that exists already, with --no-clobber."""
+
+    def deleted(self, path: str) -> None:
+        """Take what has been removed, since the source does not have it."""
 
     def warned(self, text: str) -> None:
         """Show a warning."""

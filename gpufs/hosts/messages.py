@@ -48,6 +48,7 @@ class HostHello(msgspec.Struct, tag="Hello"):
     nixl: bool = False  # whether NIXL is installed
     chains: bool = False  # whether it knows HostRequest.forward
     selects: bool = False  # whether it knows exact, include, exclude and update of a HostRequest
+    syncs: bool = False  # whether it knows checksum and delete of it
 
     def check(self, host: str) -> None:
         """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
@@ -101,6 +102,8 @@ class HostRequest(msgspec.Struct, tag="Request"):
     include: list[Path] = []
     exclude: list[Path] = []
     update: bool = False
+    checksum: bool = False  # update compares contents
+    delete: bool = False  # at last remove what the source does not have
 
 
 class Plan(msgspec.Struct, tag=True):
@@ -193,7 +196,10 @@ class Link(msgspec.Struct, tag=True):
 
 
 class File(msgspec.Struct, tag=True):
-    """A regular file, or a block device. ``path``: for messages. ``on_mount``: whether it is on a gpufs mount."""
+    """A regular file, or a block device. ``path``: for messages. ``on_mount``: whether it is on a gpufs mount.
+
+    ``checksum``: its SHA-256, if the request asks for it.
+    """
 
     number: Count
     source: Count
@@ -203,6 +209,7 @@ class File(msgspec.Struct, tag=True):
     data: Count
     on_mount: bool
     attributes: FileAttributes
+    checksum: Text = ""
 
 
 class Hole(msgspec.Struct, tag=True):
@@ -252,6 +259,12 @@ class Failed(msgspec.Struct, tag=True):
     hop: Count = 0
 
 
+class Deleted(msgspec.Struct, tag=True):
+    """What the receiver has removed, since the source does not have it."""
+
+    path: Path
+
+
 class Lost(msgspec.Struct, tag=True):
     """The machine ``hop`` of a chain gets nothing more, nor do those after it. ``name``: for messages."""
 
@@ -295,7 +308,7 @@ class Alive(msgspec.Struct, tag=True):
 
 
 _OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | FilesDone
-_OfReceiver: TypeAlias = FileResult | Finished
+_OfReceiver: TypeAlias = FileResult | Deleted | Finished
 _OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
 _OfChain: TypeAlias = Lost | Notice | Moved
 Message: TypeAlias = HostHello | HostRequest | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive

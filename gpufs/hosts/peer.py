@@ -39,7 +39,9 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 def our_hello() -> HostHello:
     """Return the first message of this side."""
-    return HostHello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True, selects=True)
+    return HostHello(
+        OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True, selects=True, syncs=True
+    )
 
 
 def encoded(text: str) -> str:
@@ -73,7 +75,7 @@ class Peer:
         self, host: str, shell: str, program: str, cancel: CancelSignal | None = None, *, passes_on: bool = False
     ) -> None:
         self.host = host
-        self.has_nixl = self._passes_on = self._selects = False
+        self.has_nixl = self._passes_on = self._selects = self._syncs = False
         try:
             words = shlex.split(shell)
         except ValueError as error:
@@ -114,6 +116,7 @@ class Peer:
         self.has_nixl = hello.nixl
         self._passes_on = hello.chains
         self._selects = hello.selects
+        self._syncs = hello.syncs
         self.channel.start_alive()
 
     def request(self, request: HostRequest) -> None:
@@ -123,6 +126,9 @@ class Peer:
             raise OSError(errno.EPROTONOSUPPORT, text, self.host)
         if (request.exact or request.include or request.exclude or request.update) and not self._selects:
             text = "gpufs there is older and knows no -T, -u, --include and --exclude: install the same gpufs on all"
+            raise OSError(errno.EPROTONOSUPPORT, text, self.host)
+        if (request.checksum or request.delete) and not self._syncs:
+            text = "gpufs there is older and knows no --checksum and --delete: install the same gpufs on all"
             raise OSError(errno.EPROTONOSUPPORT, text, self.host)
         self.channel.send(request)
 

@@ -89,6 +89,13 @@ class StoreFile:
                 return
             yield chunk
 
+    def delete(self) -> None:
+        """Remove it from an object store. StoreError if that fails."""
+        import obstore
+
+        with translated(self.url):
+            obstore.delete(self.store, self._key)
+
 
 def nanoseconds(time: datetime | None) -> int | None:
     """Return a time of a store in nanoseconds since 1970, None for the time 0, which some report if they know none."""

@@ -168,6 +168,13 @@ def _has_files_below(store: ObjectStore, url: Url) -> bool:
         return any(len(batch) > 0 for batch in obstore.list(store, url.key, chunk_size=1))
 
 
+def below(url: Url) -> list[StoreFile]:
+    """Return all files below a directory of an object store; none if there is no such directory."""
+    prefix = f"{url.key.rstrip('/')}/".lstrip("/")
+    found = [one for one in _listed(open_store(url), url) if one.url.key.startswith(prefix)]
+    return [replace(one, path=one.url.key.removeprefix(prefix)) for one in found]
+
+
 def stored(url: Url) -> StoreFile | None:
     """Return the file of an object store that has this URL, None if there is none."""
     return _stored(open_store(url), url)

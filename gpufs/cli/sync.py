@@ -1,0 +1,49 @@
+"""gpufs sync: makes a directory the copy of another, and copies only what differs."""
+
+from typing import Any
+
+import click
+
+from gpufs.cli._main import complete_directories
+
+
+@click.command(name="sync")
+@click.argument("source", shell_complete=complete_directories)
+@click.argument("destination", metavar="DEST", shell_complete=complete_directories)
+@click.option("--delete", is_flag=True, help="First remove from DEST what SOURCE does not have.")
+@click.option("-c", "--checksum", is_flag=True, help="Compare contents instead of times.")
+@click.option("--include", metavar="GLOB", multiple=True, help="Only files that match this, or another --include.")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Not files and directories that match.")
+@click.option("-n", "--dry-run", is_flag=True, help="Change nothing, and print what would be copied and deleted.")
+@click.option("-L", "--dereference", is_flag=True, help="Copy the files that symbolic links lead to.")
+@click.option("--partial", is_flag=True, help="Copy as much as fits; go on with an incomplete file of a URL.")
+@click.option("--verify", is_flag=True, help="Read both files again and compare their SHA-256; with --fsync from disk.")
+@click.option("--fsync", is_flag=True, help="Write files of the host to disk before the command ends.")
+@click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files copied at once, 1 to 16.")
+@click.option("-e", "--rsh", "shell", metavar="COMMAND", help="Reach HOST by this command instead of ssh.")
+@click.option("--remote-gpufs", metavar="COMMAND", help="The gpufs of HOST, if a shell there does not find it.")
+@click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@click.option("--json", is_flag=True, help="Print what was copied, and how, as a JSON object.")
+@click.option(
+    "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
+)
+def command(source: str, destination: str, **options: Any) -> int:
+    """Make the directory DEST the copy of the directory SOURCE. Files that have not changed are skipped.
+
+    SOURCE or DEST is on a gpufs mount; the other may be a directory of this machine, a URL, or HOST:PATH. With and
+    without a slash at its end SOURCE means what is in it. A file is skipped if its copy has the same size and is not
+    older, so the command can run again at any time, and goes on where it was interrupted:
+
+    \b
+      gpufs sync --delete s3://models/Qwen3-8B /mnt/gpufs/gpu0/Qwen3-8B
+
+    Modes and times are kept, except with URLs. --delete comes first, so that the memory it frees can be used, and does
+    nothing if SOURCE cannot be read. Exit codes: 0 both are the same, 1 not all was copied, 2 wrong options.
+    """
+    from gpufs.cli._cp_run import CpOptions, run
+    from gpufs.copying.entries import kind_of
+
+    kept = kind_of([source, destination]) != "url"
+    options |= {"recursive": True, "exact": True, "update": True, "preserve": kept}
+    return run([source, destination], [], CpOptions(command="sync", **options))
