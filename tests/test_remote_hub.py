@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.cli import fails, gpufs
 from support.data import assert_same, noise
+from support.processes import run
 from support.stores import PART, Model, WebServer, web_server
 from test_remote import is_partition, left, refused
+
+import gpufs as package
 
 WEIGHTS = noise(2 * PART + 5)
 FILES = {"config.json": b"{}", "weights.safetensors": WEIGHTS, "deep/a b.txt": b"text"}
@@ -33,6 +38,32 @@ def test_a_model(root: Path, hub: WebServer) -> None:
     for path, data in FILES.items():
         assert_same((root / "model" / path).read_bytes(), data)
     assert is_partition(hub.requested("/blobs/org/model/weights.safetensors"), len(WEIGHTS))
+
+
+def test_the_cache_comes_first(root: Path, hub: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What huggingface_hub has loaded is not loaded again, and is all that is needed without a network."""
+    with web_server() as hub.redirects_to:
+        for name in ("weights.safetensors", "config.json"):
+            program = f"import huggingface_hub; huggingface_hub.hf_hub_download('org/model', '{name}')"
+            run(sys.executable, "-c", program)
+    hub.redirects_to = None
+    hub.requests.clear()
+    summary = json.loads(gpufs("cp", "-rT", "--json", "hf://org/model", root / "model").stdout)
+    assert {copy["method"] for copy in summary["copies"]} >= {"transfer", "remote"}
+    assert not hub.requested("/blobs/org/model/weights.safetensors")
+    for path, data in FILES.items():
+        assert_same((root / "model" / path).read_bytes(), data)
+    hub.models["org/model"].files["config.json"] = b"{1}"
+    gpufs("cp", "hf://org/model/config.json", root)
+    assert (root / "config.json").read_bytes() == b"{1}"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    gpufs("cp", "-r", "hf://org/model", root / "offline")
+    assert left(root / "offline") == ["config.json", "weights.safetensors"]
+    assert_same((root / "offline/weights.safetensors").read_bytes(), WEIGHTS)
+    package.copy("hf://org/model/weights.safetensors", root / "one")
+    assert_same((root / "one").read_bytes(), WEIGHTS)
+    assert "HF_HUB_OFFLINE" in refused("hf://org/other/config.json", root)
 
 
 def test_a_dataset(root: Path, hub: WebServer) -> None:

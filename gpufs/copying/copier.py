@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from gpufs._naming import named_in
@@ -113,7 +114,9 @@ class Copier:
         """Copy one file to several names, which may be URLs or HOST:PATH; the outcomes are in their order."""
         kind = kind_of((source, *destinations))
         if kind == "url":
-            return self._stores().copy_names(source, destinations, progress, cancel or Cancellation())
+            cancel = cancel or Cancellation()
+            copy = partial(self.copy_each, progress=progress, cancel=cancel)
+            return self._stores().copy_names(source, destinations, copy, progress, cancel)
         if kind == "host":
             from gpufs.copying import host_copy
 
@@ -166,6 +169,8 @@ class Copier:
         """Copy a file, of this machine or of a store, to each of its destinations by the fastest way that they have."""
         names = [end for end in ends if isinstance(end, Entry)]
         try:
+            if not isinstance(source, Entry) and source.cached is not None:
+                source = Entry(source.url.shown, source.cached)
             if not isinstance(source, Entry):
                 return self._stores().download(source, names, progress, cancel or Cancellation())
             if len(names) > 1:

@@ -257,9 +257,14 @@ class StoreCopies:
         return verification.sha256
 
     def copy_names(
-        self, source: str, destinations: Sequence[str], progress: Progress, cancel: Cancellation
+        self,
+        source: str,
+        destinations: Sequence[str],
+        copy: Callable[[StoreFile, Sequence[Entry]], list[Outcome]],
+        progress: Progress,
+        cancel: Cancellation,
     ) -> list[Outcome]:
-        """Copy a URL to several names, or a file to one URL."""
+        """Copy a URL to several names by ``copy``, or a file to one URL."""
         try:
             check_options(self._context.options, "a URL")
             found, target = plan([source], destinations)
@@ -275,7 +280,7 @@ class StoreCopies:
             return [error]
         except OSError as error:
             return [failure(error, source, name if urls.is_url(name) else None) for name in destinations]
-        return self.download(file, [Entry.of(name) for name in destinations], progress, cancel)
+        return copy(file, [Entry.of(name) for name in destinations])
 
     def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         """Copy a file of a mount to an object store. Raises CopyError."""

@@ -50,6 +50,8 @@ class StoreFile:
         Requests the whole file at once, where a web server has it.
     modified_ns : int or None
         When it was changed, in nanoseconds since 1970, if the store knows.
+    cached : str or None
+        The path of a file of this machine with the same content, in the cache of a hub.
     is_plain : bool
         Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
     """
@@ -65,6 +67,7 @@ class StoreFile:
     whole: Callable[[], WholeFile] | None = field(default=None, repr=False)
     is_plain: bool = False
     modified_ns: int | None = None
+    cached: str | None = None
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes of a range in order. They may end early.

@@ -37,6 +37,9 @@ class Request(NamedTuple):
     end: int
 
 
+_COMMIT = "c0ffee"  # of all models
+
+
 @dataclass
 class Model:
     """A model on the Hub: its files, and those whose checksum is wrong there."""
@@ -254,7 +257,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if path in model.lfs:
                 entry["lfs"] = {"size": len(data), "sha256": hashlib.sha256(shown).hexdigest(), "pointerSize": 134}
             siblings.append(entry)
-        answer = {"id": name, "modelId": name, "sha": "c0ffee", "siblings": siblings, "tags": [], "private": False}
+        answer = {"id": name, "modelId": name, "sha": _COMMIT, "siblings": siblings, "tags": [], "private": False}
         self._send(200, json.dumps(answer).encode(), Content_Type="application/json")
 
     def _allowed(self, model: Model) -> bool:
@@ -270,12 +273,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _redirect(self, path: str) -> None:
         name, _, rest = path.removeprefix("/").partition("/resolve/")
         model, (commit, _, file) = self.server.store.models[name], rest.partition("/")
-        assert commit == "c0ffee"
+        assert commit in (_COMMIT, model.revision)
         if not self._allowed(model):
             return
         other = self.server.store.redirects_to or self.server.store
-        other.files[f"/blobs/{name}/{file}"] = model.files[file]
-        self._send(302, Location=f"{other.url}/blobs/{name}/{urllib.parse.quote(file)}")
+        data = other.files[f"/blobs/{name}/{file}"] = model.files[file]
+        named = hashlib.sha256(data) if file in model.lfs else hashlib.sha1(b"blob %d\0" % len(data) + data)
+        self._send(
+            302,
+            Location=f"{other.url}/blobs/{name}/{urllib.parse.quote(file)}",
+            X_Repo_Commit=_COMMIT,
+            X_Linked_Etag=f'"{named.hexdigest()}"',
+            X_Linked_Size=str(len(data)),
+        )
 
 
 class _Server(http.server.ThreadingHTTPServer):
