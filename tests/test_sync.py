@@ -55,6 +55,9 @@ def test_there_again_and_back(root: Path, host: Path, source: Path) -> None:
     assert sync(source, copy) == (2, 2, [])
     assert sync(copy, back) == (4, 0, [])
     assert same(source, back)
+    (root / "name").symlink_to("copy")
+    assert sync("--delete", root / "name", back) == (0, 4, [])
+    assert "ot a directory" in gpufs("sync", copy / "one", back, check=False).stderr
 
 
 def test_delete(root: Path, source: Path) -> None:

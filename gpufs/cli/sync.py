@@ -45,5 +45,7 @@ def command(source: str, destination: str, **options: Any) -> int:
     from gpufs.copying.entries import kind_of
 
     kept = kind_of([source, destination]) != "url"
+    if kept:
+        source = f"{source.rstrip('/')}/"  # the directory, also by the name of a link to it
     options |= {"recursive": True, "exact": True, "update": True, "preserve": kept}
     return run([source, destination], [], CpOptions(command="sync", **options))
