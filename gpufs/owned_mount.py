@@ -203,9 +203,9 @@ def mount(
         if name not in config.BY_NAME or name == "foreground":
             raise TypeError(f"mount() has no knob {name!r}{config.suggestion(name, config.BY_NAME)}")
     file = None if config_file is None else os.fspath(config_file)
-    chosen = config.load(given | knobs, config_file=file, origin_of=lambda knob: f"{knob.name}=")
-    config.check_host(chosen.values)
     mountpoint = mounting.absolute(os.fspath(path))
+    chosen = config.load(given | knobs, config_file=file, mountpoint=mountpoint, origin_of=lambda knob: f"{knob.name}=")
+    config.check_host(chosen.values)
     launching.check_mountpoint(os.fspath(path), mountpoint, non_empty=chosen["allow_non_empty"])
     values = {**chosen.values, "foreground": False}
     request = MountRequest(mountpoint, "gpufs", values, owner=os.getpid())

@@ -20,6 +20,10 @@ def _page() -> Iterator[str]:
     yield 'The files are TOML with the keys at the top level: `memory = "4G"`. A value that is not allowed is an error'
     yield "wherever it is set, and the message names the knob, where the value came from and what is allowed. Sizes"
     yield "are bytes, or take K, M, G and T (powers of 1024); times are seconds, or take ms, s, m and h.\n"
+    yield "A table with the name of a mountpoint is for that mount alone, and goes before the keys at the top:\n"
+    yield '    memory = "4G"\n'
+    yield '    ["/mnt/gpufs"]'
+    yield '    log_file = "/var/log/gpufs.log"\n'
     for knob in KNOBS:
         if knob.hidden:
             continue

@@ -30,6 +30,32 @@ def test_the_page_of_knobs_is_up_to_date() -> None:
     assert (ROOT / "docs/knobs.md").read_text() == run(sys.executable, ROOT / "scripts/generate_knobs.py").stdout
 
 
+def test_a_table_is_for_one_mount(tmp_path: Path) -> None:
+    file = tmp_path / "gpufs.toml"
+    file.write_text(
+        'memory = "64M"\nlog_level = "debug"\n["/mnt/a/"]\nmemory = "96M"\n["/mnt/b"]\nlog_level = "error"\n'
+    )
+
+    def values(mountpoint: str, **arguments: str) -> tuple[int, str]:
+        found = config.load(arguments, {}, str(file), mountpoint=mountpoint)
+        return found["memory"] >> 20, found["log_level"]
+
+    assert [values(name) for name in ("/mnt/a", "/mnt/b", "/mnt", "")] == [
+        (96, "debug"),
+        (64, "error"),
+        (64, "debug"),
+        (64, "debug"),
+    ]
+    assert values("/mnt/a", memory="128M") == (128, "debug")
+    file.write_text('["/mnt/b"]\nmemroy = "1G"\n')
+    with pytest.raises(config.ConfigError, match="memory"):
+        values("/mnt/a")
+    file.write_text('["/mnt/b"]\nmemory = "much"\n')
+    assert config.load({}, {}, str(file), mountpoint="/mnt/a")["memory"] is None
+    with pytest.raises(config.ConfigError, match=r"/mnt/b"):
+        values("/mnt/b")
+
+
 @pytest.mark.parametrize("knob", config.KNOBS, ids=lambda knob: knob.name)
 def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> None:
     """Command line, variable and file give the same value for the same text."""

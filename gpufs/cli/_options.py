@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpufs import config, mounting
+from gpufs.cli import _mounts
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, complain
 from gpufs.config import kinds
@@ -127,8 +128,12 @@ def knob_options(function: Function) -> Function:
 
 
 def settings(
-    arguments: Mapping[str, Any], *, origin_of: Callable[[config.Knob], str] = lambda knob: knob.option
+    arguments: Mapping[str, Any],
+    mountpoint: str,
+    *,
+    origin_of: Callable[[config.Knob], str] = lambda knob: knob.option,
 ) -> config.Settings:
-    """Return the settings for the arguments of knob_options; ``origin_of`` names one in messages."""
+    """Return the settings of a mount for the arguments of knob_options; ``origin_of`` names one in messages."""
     given = {name: value for name, value in arguments.items() if name in config.BY_NAME and value != ()}
-    return config.load(given, config_file=arguments.get("config_file"), origin_of=origin_of)
+    file, path = arguments.get("config_file"), _mounts.absolute(mountpoint)
+    return config.load(given, config_file=file, mountpoint=path, origin_of=origin_of)

@@ -82,7 +82,9 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
         if name in named:
             raise Failure(f"{name} is given twice, by an option of its own and by -o", 2)
         arguments[name] = text
-    chosen = settings(arguments, origin_of=lambda knob: origin(knob) if knob.name in given.knobs else knob.option)
+    chosen = settings(
+        arguments, mountpoint, origin_of=lambda knob: origin(knob) if knob.name in given.knobs else knob.option
+    )
     mount(mountpoint, chosen, flags=given.flags)
 
 

@@ -44,7 +44,7 @@ def command(source: str, mountpoint: str, options: tuple[str, ...], sloppy: bool
         if mountpoint.startswith("/dev/fd/"):  # passed by mount.fuse3 for drop_privileges
             parse("drop_privileges")
         given = parse(",".join(options), sloppy=sloppy)
-        chosen = settings(given.knobs, origin_of=origin)
+        chosen = settings(given.knobs, mountpoint, origin_of=origin)
         if fake:
             return
         if given.remount:

@@ -3,7 +3,7 @@
 1. the command line,
 2. the environment, ``GPUFS_<NAME>``,
 3. the file that ``--config`` or ``GPUFS_CONFIG`` names; without that, ``~/.config/gpufs/config.toml``
-   (``$XDG_CONFIG_HOME`` counts), then ``/etc/gpufs.toml``,
+   (``$XDG_CONFIG_HOME`` counts), then ``/etc/gpufs.toml``; in each of them first the table with the mount's name,
 4. the default.
 """
 
@@ -51,8 +51,11 @@ def user_file(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-def _read_file(path: Path, required: bool) -> dict[str, Any]:
-    """Return the values by knob in a TOML file, unchecked; empty if a file that is not required does not exist."""
+def _read_file(path: Path, required: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the values by knob in a TOML file, unchecked, and those in the tables of mounts, by mountpoint.
+
+    Both are empty if a file that is not required does not exist.
+    """
     try:
         # A file that the user names may be a pipe. Otherwise a pipe would block every command.
         if not required and path.exists() and not path.is_file():
@@ -62,14 +65,16 @@ def _read_file(path: Path, required: bool) -> dict[str, Any]:
     except OSError as error:
         # ENOTDIR: the home of a system user may be /dev/null.
         if not required and error.errno in (ENOENT, ENOTDIR):
-            return {}
+            return {}, {}
         raise ConfigError(f"configuration file {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, not TOML
         raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
-    for key in table:
-        if key not in BY_NAME:
-            raise ConfigError(f"configuration file {path}: unknown key {key!r}{suggestion(key, BY_NAME)}")
-    return table
+    of_mounts = {key: table.pop(key) for key in list(table) if key.startswith("/") and isinstance(table[key], dict)}
+    for keys in (table, *of_mounts.values()):
+        for key in keys:
+            if key not in BY_NAME:
+                raise ConfigError(f"configuration file {path}: unknown key {key!r}{suggestion(key, BY_NAME)}")
+    return table, {os.path.normpath(name): values for name, values in of_mounts.items()}
 
 
 def load(
@@ -77,11 +82,13 @@ def load(
     environ: Mapping[str, str] = os.environ,
     config_file: str | None = None,
     *,
+    mountpoint: str = "",
     system_file: Path = SYSTEM_FILE,
     origin_of: Callable[[Knob], str] = lambda knob: knob.option,
 ) -> Settings:
     """Load the settings from ``arguments`` of a command line or a program (None: not given), environment and files.
 
+    ``mountpoint``: of the mount that they are for, an absolute path; files may have a table with its name.
     ``origin_of`` is how messages name an argument, by default as the option of the command line.
     ConfigError for a value that is not allowed, in whatever place, and for a file that cannot be read.
     """
@@ -91,7 +98,10 @@ def load(
     named = config_file or environ.get(CONFIG_VARIABLE)
     files = [Path(named)] if named else [file for file in (user_file(environ), system_file) if file]
     for file in files:
-        layers.append((lambda _, file=file: str(file), _read_file(file, required=bool(named))))  # type: ignore[misc]
+        general, of_mounts = _read_file(file, required=bool(named))
+        if mountpoint in of_mounts:
+            layers.append((lambda _, name=f'{file}, ["{mountpoint}"]': name, of_mounts[mountpoint]))  # type: ignore[misc]
+        layers.append((lambda _, name=str(file): name, general))  # type: ignore[misc]
 
     values, origins = {}, {}
     for knob in KNOBS:

@@ -120,7 +120,9 @@ def find_targets(
         opened = -1 if exact else os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         if directory:
-            raise OSError(error.errno, f"{text_of(error)}: -t takes a directory", destination) from None
+            raise OSError(
+                error.errno, f"{text_of(error)}: -t and patterns need a directory that exists", destination
+            ) from None
         if len(sources) > 1:
             text = f"is not a directory, and there are {len(sources)} sources for it"
             raise OSError(error.errno, text, destination) from None
