@@ -70,6 +70,7 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "max_write": "1M",
         "reader_spin": "250us",
         "memory": "64M",
+        "user_limits": "root=1G,1234=none",
         "metadata": "64M",
         "driver": "host",
         "log_level": "debug",

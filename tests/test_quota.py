@@ -23,6 +23,7 @@ from support.cli import fails, gpufs, user_gpufs
 from support.data import KIB, MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, OTHER, as_nobody, as_other, errno_of, plain_user, run, wait_until
+from support.surviving import mounted
 
 import gpufs as library
 from gpufs import attach as _attach  # noqa: F401 - a child that is nobody cannot load them
@@ -163,6 +164,27 @@ def test_limits_of_single_users(limited: GpufsMount) -> None:
     as_nobody(lambda: (gpu / "b").write_bytes(bytes(10 * MIB)))
     gpufs("quota", "set", root, "--user", 0, "1M")
     assert errno_of((gpu / "roots").write_bytes, bytes(3 * MIB)) == EDQUOT
+
+
+def test_limits_that_a_mount_begins_with(open_directory: Path) -> None:
+    """They come from the configuration file, and the next daemon keeps those that were changed since."""
+    file = open_directory / "gpufs.toml"
+    file.write_text(f'user_memory = "16M"\nuser_limits = ["nobody=4M", "{OTHER}=none"]\n')
+    with mounted(open_directory / "mnt", "--config", str(file), "--allow-other") as mount:
+        mount.device.chmod(0o777)
+
+        def limit(user: int) -> int | None:
+            lines = json.loads(gpufs("quota", "list", "--json", mount.path).stdout)
+            return next((line["limit_bytes"] for line in lines if line["uid"] == user), None)
+
+        paths = [mount.device / name for name in ("a", "b")]
+        assert limit(NOBODY) == 4 * MIB
+        assert as_nobody(lambda: errno_of(paths[0].write_bytes, bytes(5 * MIB))) == EDQUOT
+        as_other(lambda: paths[1].write_bytes(bytes(20 * MIB)))
+        gpufs("quota", "set", mount.path, "--user", NOBODY, "6M")
+        mount.kill()
+        assert limit(NOBODY) == 6 * MIB
+        assert as_nobody(lambda: errno_of(paths[0].write_bytes, bytes(7 * MIB))) == EDQUOT
 
 
 def test_chown_moves_what_is_charged(limited: GpufsMount) -> None:

@@ -1,8 +1,5 @@
 """gpufs quota: limits on the memory of users and directories."""
 
-import pwd
-import re
-
 import click
 
 from gpufs import config
@@ -21,8 +18,8 @@ _user_option = click.option("-u", "--user", metavar="NAME|UID", help="Limit this
 def command() -> None:
     """Limit the memory of users and directories.
 
-    A file that would exceed a limit gets "Disk quota exceeded" (EDQUOT). Limits last as long as the mount;
-    `gpufs mount --user-memory` sets one for all users.
+    A file that would exceed a limit gets "Disk quota exceeded" (EDQUOT). Limits last as long as the mount; the knobs
+    user_memory and user_limits of the configuration file set those that each mount begins with.
     """
 
 
@@ -90,9 +87,7 @@ def _change(directory: str, user: str | None, limit: int) -> None:
 
 
 def _uid(user: str) -> int:
-    if re.fullmatch(r"\d{1,10}", user, re.ASCII) and int(user) < (1 << 32) - 1:
-        return int(user)
     try:
-        return pwd.getpwnam(user).pw_uid
-    except (KeyError, ValueError):
+        return kinds.user_number(user)
+    except ValueError:
         raise Failure(f"--user: there is no user {user!r}", 2) from None

@@ -175,6 +175,29 @@ def _parse_backings(text: str) -> list[tuple[str, str, bool]]:
     return shown
 
 
+def user_number(name: str) -> int:
+    """Return the number of a user, by name or number. ValueError if there is none."""
+    if re.fullmatch(r"\d{1,10}", name, re.ASCII) and int(name) < (1 << 32) - 1:
+        return int(name)
+    import pwd  # most commands name no user
+
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        raise ValueError(name) from None
+
+
+def _parse_limits(text: str) -> list[tuple[int, int | None]]:
+    limits: dict[int, int | None] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, size = part.partition("=")
+        user, limit = user_number(name), None if size == "none" else parse_size(size)
+        if not equals or user in limits or (limit or 0) >= 1 << 46:
+            raise ValueError(text)
+        limits[user] = limit
+    return list(limits.items())
+
+
 def _join_devices(words: Sequence[str]) -> str:
     return words[0] + "," if len(words) == 1 else ",".join(words)
 
@@ -210,6 +233,12 @@ BACKINGS: Final = Kind(
     "NAME=DIR[:ro]",
     _parse_backings,
     join=join_backings,
+)
+LIMITS: Final = Kind(
+    "USER=SIZE, by name or number, each once; SIZE may be none; several with commas between them, or a list in a file",
+    "USER=SIZE",
+    _parse_limits,
+    join=",".join,
 )
 DEVICES: Final = Kind(
     f"all; a number N from 1 to {MOST_DEVICES} for the first N; or a list such as 0,2 or GPU-4f3e,GPU-91c0: "

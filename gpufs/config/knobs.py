@@ -106,6 +106,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
         default_text="0: no limit",
     ),
     Knob(
+        "user_limits",
+        kinds.LIMITS,
+        None,
+        "Limits of single users, instead of user_memory, from the first moment on. `gpufs quota` changes them.",
+        default_text="none",
+    ),
+    Knob(
         "metadata",
         kinds.size(1 << 20, 1 << 46),
         None,

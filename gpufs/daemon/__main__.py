@@ -34,6 +34,8 @@ from gpufs.daemon.logs import Log
 from gpufs.daemon.serving import SIGNALS, TASKS, Serving
 from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
 from gpufs.fs.connection import RequestLoop
+from gpufs.fs.quotas import Quotas
+from gpufs.fs.requests import ROOT_INODE
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -113,6 +115,9 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
                 kept=None if taken is None else taken.memory,
             )
         parts.callback(mount.close)
+        if taken is None:
+            for user, limit in values["user_limits"] or ():
+                Quotas(mount).set(ROOT_INODE, user, engine.NO_LIMIT if limit is None else limit)
         if keeper is not None and survives:
             takeover.prepare(keeper, request, logs, mount, entry, connection=fuse_fd, owner=owner)
         # fusermount3, which mounts for plain users, does not take all flags.
