@@ -13,6 +13,7 @@ import click
 
 from gpufs import config, mounting, statistics
 from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._main import complete_directories
 from gpufs.cli._options import complete_mounts, for_each_mount, timeout_option
 from gpufs.cli._output import Failure, complain, listed
 
@@ -30,13 +31,31 @@ _BUSY_PAUSE = 0.05
     "--force", is_flag=True, help="Unmount even if in use: open files fail from now on. Also ends a mount that hangs."
 )
 @click.option("--lazy", is_flag=True, help="Detach the mount now; it ends when nobody uses it any more. Does not wait.")
+@click.option(
+    "--save",
+    "save_as",
+    metavar="DEST",
+    shell_complete=complete_directories,
+    help="Save the files first, as gpufs save does; if that fails, or one is changed in this time, do not unmount.",
+)
 @timeout_option(config.UMOUNT_TIMEOUT)
-def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, timeout: float) -> int:
+def command(
+    mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, save_as: str | None, timeout: float
+) -> int:
     """Unmount MOUNTPOINT and wait for the end of its daemon.
 
-    Its files are gone then: they are memory. Refused while the mount is in use, unless --force or --lazy is given.
-    Cleans up a mount whose daemon has died.
+    Its files are gone then: they are memory (--save keeps them). Refused while the mount is in use, unless --force or
+    --lazy is given. Cleans up a mount whose daemon has died.
     """
+    if save_as is not None:
+        if every or lazy or len(mountpoints) != 1:
+            raise click.UsageError("--save takes one MOUNTPOINT, and not --lazy: a program could change files later.")
+        from gpufs.cli._save_run import SaveOptions, save  # which others do without
+
+        _mounts.find(mountpoints[0])
+        report = save(mountpoints[0], save_as, SaveOptions(), timeout, last=True)
+        if not report.is_good:
+            return report.end()
     work = functools.partial(umount, force=force, lazy=lazy, timeout=timeout)
     return for_each_mount(mountpoints, every, work)
 
