@@ -150,6 +150,8 @@ def test_everything_comes_back(shared_mount: GpufsMount, root: Path, host: Path)
     source, again = root / "source", shared_mount.path / "gpu1" / f"again-{os.getpid()}"
     source.mkdir(mode=0o710)
     make_tree(source)
+    # A GPU's memory that was preallocated for a writer is released a moment later.
+    wait_until(lambda: (source / "sparse").stat().st_blocks * 512 == 6 * MIB, 10, "the end of the preallocation")
     before = snapshot(source)
     try:
         gpufs("save", "--verify", source, host / "save")

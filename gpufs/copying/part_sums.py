@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.checksums import RunningChecksum
-from gpufs.copying.entries import next_data
+from gpufs.copying.entries import has_holes, next_data
 
 PART_BYTES: Final = 64 << 20
 CHANGED: Final = "was changed while it was read"
@@ -74,8 +74,8 @@ class PartReader:
         return None
 
     def _read_part(self, fd: int, start: int, end: int, cancel: Cancellation, take: Take) -> str:
-        checksum, buffer = RunningChecksum(verify=True), self._buffer()
-        offset = data_end = start
+        checksum, buffer, offset = RunningChecksum(verify=True), self._buffer(), start
+        data_end = start if has_holes(os.fstat(fd)) else end
         while offset < end:
             if cancel.cancelled:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

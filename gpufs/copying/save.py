@@ -274,7 +274,7 @@ class Save:
         if size >= _DIRECT_BYTES:
             with suppress(OSError):  # not all file systems can
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-        if size > PART_BYTES and not entries.may_have_holes(source, fd):
+        if size > PART_BYTES and not entries.has_holes(os.fstat(source)):
             syscalls.allocate(fd, size)  # else each write that makes the file longer waits for the others
 
         def take(buffer: memoryview, count: int, offset: int) -> None:
