@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -204,6 +205,9 @@ def test_a_mount_is_saved_and_restored_with_its_limits(mountpoint: Path, host: P
     assert mounted_at(str(mountpoint))
     assert os.listdir(host) == []
     (mountpoint / "gpu0" / "changing").unlink()
+    with open(mountpoint / "gpu0" / "a", "rb"):
+        assert str(os.getpid()) in fails(1, "umount", "--save", host / "save", mountpoint)
+    assert os.listdir(host) == []
     os.utime(mountpoint / "gpu0", ns=(before["gpu0"][b"."][3],) * 2)  # type: ignore[index]
     gpufs("umount", "--save", host / "save", mountpoint)
     assert not mounted_at(str(mountpoint))
@@ -233,12 +237,13 @@ def test_names_in_the_way_are_named(saved: tuple[Path, Path], root: Path) -> Non
     _, save = saved
     end = root / "end"
     (end / "d").mkdir(parents=True)
+    (end / "d").chmod(0o711)
     (end / "d" / "c").write_bytes(b"mine")
     assert os.fspath(end / "d" / "c") in fails(1, "restore", save, end)
     assert snapshot(end).keys() == {b".", b"d", b"d/c"}
     gpufs("restore", "--overwrite", save, end)
     assert (end / "d" / "c").read_bytes() == b"c"
-    gpufs("restore", "--overwrite", save, end)
+    assert stat.S_IMODE((end / "d").stat().st_mode) == 0o755
     shutil.rmtree(end / "d")
     (end / "d").write_bytes(b"a file where a directory belongs")
     done = gpufs("restore", "--overwrite", save, end, check=False)
@@ -313,6 +318,43 @@ def test_an_interrupted_save_leaves_nothing(root: Path, host: Path) -> None:
     _, text = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGTERM or (process.returncode == 0 and os.listdir(host) == ["save"]), text
     assert not [name for name in os.listdir(host) if name != "save"]
+
+
+def test_a_killed_restore_leaves_whole_files(saved: tuple[Path, Path], root: Path) -> None:
+    source, save = saved
+    whole = {name: (source / name).read_bytes() for name in ("a", "d/b", "d/c")}
+    for seconds in (0.25, 0.32, 0.4):
+        process = subprocess.Popen([*GPUFS, "restore", "--overwrite", save, root / "end"])
+        time.sleep(seconds)
+        process.kill()
+        process.wait(PATIENCE)
+        for name, content in whole.items():
+            assert not (root / "end" / name).exists() or (root / "end" / name).read_bytes() == content
+    gpufs("restore", "--overwrite", save, root / "end")
+    assert snapshot(root / "end").keys() == snapshot(source).keys()
+    assert (root / "end" / "d").stat().st_mtime_ns == (source / "d").stat().st_mtime_ns
+
+
+def test_what_others_put_beside_a_save_is_not_used(saved: tuple[Path, Path], host: Path) -> None:
+    source, save = saved
+    before, part = snapshot(save), host / ".save.gpufs-part"
+    part.mkdir()
+    os.chown(part, NOBODY, NOBODY)
+    (part / "theirs").touch()
+    assert part.name in fails(1, "save", source, save)
+    shutil.rmtree(part)
+    part.symlink_to(source)
+    fails(1, "save", source, save)
+    assert snapshot(source).keys() == {b".", b"a", b"d", b"d/b", b"d/c"}
+    part.unlink()
+    part.mkdir()
+    fd = os.open(part, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as the save of another process has it
+    assert "in progress" in fails(1, "save", source, save)
+    assert snapshot(save) == before
+    os.close(fd)
+    gpufs("save", source, save)
+    assert sorted(os.listdir(host)) == ["save"]
 
 
 def test_a_full_destination_keeps_the_old_save(saved: tuple[Path, Path], host: Path) -> None:
@@ -443,6 +485,10 @@ EDITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "link above": lambda line: {"type": "hardlink", "path": "x", "to": "../../../etc/passwd"},
     "link to a directory": lambda line: {"type": "hardlink", "path": "x", "to": "d"},
     "link to nothing": lambda line: {"type": "hardlink", "path": "x", "to": "there/is/none"},
+    "link as the directory itself": lambda line: {"type": "hardlink", "path": ".", "to": "a"},
+    "file as the directory itself": lambda line: {**line, "path": "."},
+    "attribute": lambda line: {**line, "xattrs": {"user.\0x": "AAAA"}},
+    "surrogate": lambda line: {**line, "path": "\ud800"},
     "second beginning": lambda line: {"type": "gpufs-save", "version": 1, "source": "", "saved": ""},
     "nested": lambda line: {**line, "xattrs": {"user.x": "not base 64!"}},
 }  # fmt: skip
@@ -461,6 +507,9 @@ def test_no_line_of_a_manifest_leads_out_of_the_destination(saved: tuple[Path, P
         assert "internal error" not in done.stderr, done
         assert (*root.iterdir(), *save.parent.iterdir()) == outside, name
     assert not os.path.lexists("/tmp/gpufs-outside")
+    for path in ("..", "d\0x", "%2e%2e"):
+        write_manifest(save, [{**lines[0], "limits": [{"path": path, "limit_bytes": 1}]}, *lines[1:]])
+        assert "manifest" in fails(1, "restore", save, root / "end")
     for data in (
         b"",
         b"\0" * 1000,

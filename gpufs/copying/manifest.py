@@ -286,8 +286,7 @@ class Manifest:
                     raise self._failure("the line is too long or cut off", number)
                 try:
                     line = _decoder.decode(data)
-                    if isinstance(line, Named | HardLink):
-                        _check(line)
+                    _check(line)
                 except (ValueError, RecursionError) as error:  # msgspec's are, too
                     raise self._failure(str(error), number) from None
                 if isinstance(line, End):
@@ -303,9 +302,17 @@ class Manifest:
         return OSError(errno.EINVAL, f"the manifest is damaged: {where}{text}", os.path.join(self.path, MANIFEST))
 
 
-def _check(line: Named | HardLink) -> None:
+def _check(line: _AnyLine) -> None:
     """Raise ValueError for what could lead out of the save, or is not possible."""
-    _checked_path(line.path)
+    if isinstance(line, Header):
+        for limit in line.limits:
+            _checked_path(limit.path)
+    if not isinstance(line, Named | HardLink):
+        return
+    if _checked_path(line.path) == "." and not isinstance(line, Directory):
+        raise ValueError("only a directory is the saved directory itself")
+    if isinstance(line, Named) and any("\0" in name for name in line.xattrs):
+        raise ValueError("the name of an extended attribute is wrong")
     match line:
         case HardLink():
             _checked_path(line.to)

@@ -115,6 +115,8 @@ class NewDirectory:
     def complete(self) -> None:
         """Give it its name in one step, and remove what had the name. Call sync() before."""
         part, name = os.fsencode(self._part), os.fsencode(self._name)
+        if not has_name(self.fd, self._part, self._above):
+            raise OSError(errno.EBUSY, f"another process has renamed {self._part} beside it", self.path)
         if self._old is None:
             os.rename(part, name, src_dir_fd=self._above, dst_dir_fd=self._above)
         else:

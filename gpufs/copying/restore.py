@@ -189,7 +189,8 @@ class Restore(SavedFiles):
         self._verify = verify
         self._context = context
         self.has_begun = False  # something may have been created
-        self._created = False
+        self._created = False  # the destination, by this
+        self._made: set[int] = set()  # the inodes of directories that this has created
         self._base = -1
         self.not_kept: Counter[str] = Counter()  # what could not be restored, by kind
         self._lock = threading.Lock()  # guards it
@@ -201,6 +202,9 @@ class Restore(SavedFiles):
             self._device = os.fstat(self._base).st_dev
             if self._device not in context.mounts():
                 raise OSError(errno.EXDEV, "is not on a gpufs mount: use cp", destination)
+            real = os.path.realpath(destination)
+            places = context.mounts()[self._device]
+            self._is_root = any(entry.mountpoint == real and entry.root == "/" for entry in places)
         except BaseException:
             self.close()
             raise
@@ -236,21 +240,19 @@ class Restore(SavedFiles):
 
     def _can_be_restored(self) -> bool:
         """Return whether nothing is missing, nothing in the way, and space for all; report if not."""
-        root = any(entry.mountpoint == os.path.realpath(self._destination) and entry.root == "/"
-                   for entry in self._context.mounts()[self._device])  # fmt: skip
         found, in_the_way, needed = 0, 0, Counter[str]()
         for path, record in self.records():
             if self._cancel.cancelled:
                 return False
             found += 1
             first = path.partition("/")[0]
-            if root and not self._is_device(first):
+            if self._is_root and not self._is_device(first):
                 raise OSError(errno.ENODEV, self._remedy(first), os.path.join(self._destination, first))
             if isinstance(record, HardLink):
                 self._check_link(path, record)
             if isinstance(record, File):
                 with self.opened(record) as file:
-                    needed[first if root else ""] += data_bytes(file.status, record.size)
+                    needed[first if self._is_root else ""] += data_bytes(file.status, record.size)
             if self._is_in_the_way(path, is_directory=isinstance(record, Directory)):
                 in_the_way += 1
                 if in_the_way <= _MOST_NAMES:
@@ -260,7 +262,9 @@ class Restore(SavedFiles):
             text = f"{in_the_way - _MOST_NAMES} more names are in the way"
             self._report.failed(self._destination, None, OSError(errno.EEXIST, text))
         if not found:
-            raise OSError(errno.ENOENT, "the save has no such directory", os.path.join(self._manifest.path, self._part))
+            raise OSError(
+                errno.ENOENT, "is not a directory of the save", os.path.join(self._manifest.path, TREE, self._part)
+            )
         return not in_the_way and self._fits(needed)
 
     def _remedy(self, first: str) -> str:
@@ -323,7 +327,7 @@ class Restore(SavedFiles):
     def _parent(self, path: str, *, create: bool = True) -> Iterator[tuple[int, str]]:
         """Open the directory that has a name below the destination; yields it and the name."""
         above, name = os.path.split(path)
-        fd = _open_below(self._base, above, create=create)
+        fd = _open_below(self._base, above, create=self._made.add if create else None)
         try:
             yield fd, name or "."
         finally:
@@ -333,7 +337,7 @@ class Restore(SavedFiles):
         """Create a directory, a symbolic link or a special file."""
         try:
             if isinstance(record, Directory):
-                os.close(_open_below(self._base, path, create=True))
+                os.close(_open_below(self._base, path, create=self._made.add))
             elif isinstance(record, Symlink | Special):
                 self._make_special(path, record)
         except OSError as error:
@@ -426,7 +430,7 @@ class Restore(SavedFiles):
                 except OSError as error:
                     self._report.failed(self._end(path), None, error)
         for path, record in self.records():
-            if isinstance(record, Directory) and (path or self._created):
+            if isinstance(record, Directory):
                 self._finish_directory(path, record)
         for limit in self._manifest.header.limits if self._manifest.trusted and not self._part else []:
             path, uid = name_of_text(limit.path), limit.uid
@@ -449,10 +453,14 @@ class Restore(SavedFiles):
             os.link(old, name, src_dir_fd=above, dst_dir_fd=directory, follow_symlinks=False)
 
     def _finish_directory(self, path: str, record: Directory) -> None:
+        """Set the attributes of a directory, unless it existed before and the user has not asked for that."""
+        is_device = self._is_root and "/" not in path and self._manifest.trusted
         try:
             fd = _open_below(self._base, path)
             try:
-                self._set_attributes(path_of(fd), record, stat.S_IFDIR)
+                created = os.fstat(fd).st_ino in self._made if path else self._created
+                if created or (path and self._overwrite) or is_device:
+                    self._set_attributes(path_of(fd), record, stat.S_IFDIR)
             finally:
                 os.close(fd)
         except PermissionError:
@@ -466,13 +474,16 @@ def _owner(target: int | str) -> tuple[int, int]:
     return status.st_uid, status.st_gid
 
 
-def _open_below(directory: int, path: str, *, create: bool = False) -> int:
-    """Open a directory below another one with O_PATH, never through a symbolic link; "" is the other one itself."""
+def _open_below(directory: int, path: str, *, create: Callable[[int], None] | None = None) -> int:
+    """Open a directory below another one with O_PATH, never through a symbolic link; "" is the other one itself.
+
+    ``create``: create it, and those above it, if they do not exist, and take their inodes.
+    """
     raw = os.fsencode(path) or b"."
     try:
         return openat2(directory, raw, _DIRECTORY, 0, _RESOLVE)
     except FileNotFoundError:
-        if not create:
+        if create is None:
             raise
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -481,10 +492,14 @@ def _open_below(directory: int, path: str, *, create: bool = False) -> int:
     fd = openat2(directory, b".", _DIRECTORY, 0, _RESOLVE)
     for name in path.split("/"):
         try:
+            created = False
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=fd)
+                created = True
             below = openat2(fd, os.fsencode(name), _DIRECTORY, 0, _RESOLVE)
         finally:
             os.close(fd)
         fd = below
+        if created:
+            create(os.fstat(fd).st_ino)
     return fd
