@@ -18,7 +18,7 @@ from gpufs.copying.entries import has_holes, next_data
 PART_BYTES: Final = 64 << 20
 CHANGED: Final = "was changed while it was read"
 _BLOCK_BYTES: Final = 4 << 20
-_THREADS: Final = 8  # while some wait for the disk or the device, others make checksums
+_THREADS: Final = 16  # while some wait for the disk or the device, others make checksums
 
 # Takes data: a buffer of whole pages, the bytes in it, and their offset in the file.
 Take: TypeAlias = Callable[[memoryview, int, int], None]
@@ -29,7 +29,7 @@ Sums: TypeAlias = dict[int, str]
 class PartReader:
     """Reads the parts of files for their SHA-256, several at once.
 
-    It has eight threads, each with a buffer of 4 MiB. A file of one part is read by the calling thread. Any
+    It has 16 threads, each with a buffer of 4 MiB. A file of one part is read by the calling thread. Any
     thread may call.
     """
 
