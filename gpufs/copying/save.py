@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 # From this size on files bypass the page cache.
 _DIRECT_BYTES: Final = 1 << 20
 _PAGE: Final = 4096
+_REMEDY: Final = "stop what changes it, or leave it out by --exclude"
 _PROGRESS_SECONDS: Final = 0.1
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 _KIND_NAMES: Final[dict[int, Any]] = {mode: name for name, mode in KINDS.items()}
@@ -183,7 +184,7 @@ class Save:
             if error.errno == errno.EACCES and os.geteuid() not in (0, os.lstat(path).st_uid):
                 self.leave_out(path)
                 return
-        self._report.failed(path, None, error)
+        self._report.failed(path, None, _explained(error))
 
     def leave_out(self, path: str) -> None:
         """Note another user's file that the caller may not read."""
@@ -217,7 +218,7 @@ class Save:
 
     def failed(self, path: str, error: OSError) -> None:
         """Report what cannot be saved, other than a file."""
-        self._report.failed(path, None, error)
+        self._report.failed(path, None, _explained(error))
 
     # ---- the contents of files ----
 
@@ -239,9 +240,10 @@ class Save:
                 return [self._copy(opened, end, progress)]
             finally:
                 os.close(opened.fd)
-        except CopyError as error:
-            return [error]
         except OSError as error:
+            error = _explained(error)
+            if isinstance(error, CopyError):
+                return [error]
             names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (source.path, end.path)
             return [CopyError(error.errno or errno.EIO, text_of(error), *names)]
 
@@ -256,8 +258,7 @@ class Save:
             sums = self._move(source.fd, fd, status.st_size, moved)
             xattrs = read_xattrs(source.fd)
             if _changes(_fresh_status(source.fd)) != _changes(status):
-                text = "was changed while it was saved: stop what writes to it, or leave it out by --exclude"
-                raise OSError(errno.EBUSY, text)
+                raise OSError(errno.EBUSY, f"was changed during the save: {_REMEDY}")
             os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
         finally:
             os.close(fd)
@@ -442,6 +443,13 @@ class _Moved:
     def paths(self) -> dict[str, int]:
         counts = {"mount": self._count, "hole": self._size - self._count}
         return {path: count for path, count in counts.items() if count}
+
+
+def _explained(error: OSError) -> OSError:
+    """Return the error for a name that was found and has gone: a renamed file could be missing under both names."""
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+        return error
+    return OSError(errno.EBUSY, f"was removed or renamed during the save: {_REMEDY}")
 
 
 def _named(path: str, status: SourceAttributes, xattrs: dict[str, bytes]) -> dict[str, Any]:
