@@ -108,15 +108,21 @@ class NewFile:
         if stat.S_ISREG(status.st_mode):
             os.fchmod(self.fd, stat.S_IMODE(status.st_mode) & 0o777)
 
-    def complete(self, name: str) -> None:
-        """Give it its name in one step, in place of a file that has it."""
+    def complete(self, name: str, *, replace: bool = True) -> None:
+        """Give it its name in one step, in place of a file that has it. Without ``replace``: FileExistsError then."""
         if not self._is_named:
             try:
                 self._link(name)
                 return
             except FileExistsError:
+                if not replace:
+                    raise
                 self._link(self.temporary)
                 self._is_named = True
+        if not replace:
+            self._link(name)
+            self.discard()
+            return
         os.rename(self.temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self._is_named = False
 

@@ -108,6 +108,20 @@ def renameat2(old: int, old_name: bytes, new: int, new_name: bytes, flags: int) 
     _check(_libc.renameat2(old, old_name, new, new_name, flags))
 
 
+def allocate(fd: int, size: int) -> None:
+    """Allocate the blocks of a file up to a size, where its file system can; otherwise only set the size."""
+    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
+        os.ftruncate(fd, size)
+
+
+def syncfs(fd: int) -> None:
+    """Write everything of the file system of an open file to its disk."""
+    _check(_libc.syncfs(fd))
+
+
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes) -> None:
     """Call mount(2)."""
     _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), options))

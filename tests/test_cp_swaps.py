@@ -1,4 +1,4 @@
-"""`gpufs cp` by root of trees in which another user exchanges files and directories for symbolic links."""
+"""Copies, saves and restores by root of trees in which another user exchanges names for symbolic links."""
 
 from __future__ import annotations
 
@@ -167,3 +167,43 @@ def test_existing_links_are_not_followed(shared: Path, root: Path) -> None:
     done = run(*GPUFS, "cp", "-a", source / "f", his / "tree", check=False)
     assert done.returncode == 1
     assert (shared / "secret/key").read_text() == "root alone"
+
+
+def test_a_saved_directory_that_becomes_a_link_leaks_nothing(
+    shared: Path, root: Path, swap: Callable[[Path, Path], None]
+) -> None:
+    tree = root / "tree"
+    (tree / "sub").mkdir(parents=True)
+    for number in range(30):
+        (tree / "sub" / f"f{number}").write_text("his")
+    give(tree)
+    swap(tree / "sub", shared / "secret")
+
+    def save(number: int) -> None:
+        run_here(["save", "--no-progress", str(root), str(shared / f"save{number}")])
+        for path in shared.glob("save*/tree/**/*"):
+            assert path.is_symlink() or path.is_dir() or path.read_text() == "his"
+
+    repeat(save)
+    assert "root alone" not in "".join(path.read_text() for path in shared.glob("save*/manifest.jsonl"))
+
+
+def test_a_restored_directory_that_becomes_a_link_changes_nothing_elsewhere(
+    shared: Path, root: Path, swap: Callable[[Path, Path], None]
+) -> None:
+    source, his, secret = root / "source", root / "his", shared / "secret"
+    (source / "sub").mkdir(parents=True)
+    for name in ("key", *(f"f{number}" for number in range(20))):
+        (source / "sub" / name).write_text("his")
+    give(source)
+    run(*GPUFS, "save", source, shared / "save")
+    run("cp", "-a", source, his)
+    before = [status(path) for path in (secret, secret / "key", secret / "f")]
+    swap(his / "sub", secret)
+
+    def restore(number: int) -> None:
+        run_here(["restore", "--overwrite", "--no-progress", str(shared / "save"), str(his)])
+        assert [status(path) for path in (secret, secret / "key", secret / "f")] == before
+        assert sorted(os.listdir(secret)) == ["f", "key"]
+
+    repeat(restore)

@@ -120,6 +120,25 @@ def test_upgrade(mounted: GpufsMount, tmp_path: Path) -> None:
         shell("! mountpoint -q /mnt/gpufs || gpufs umount /mnt/gpufs")
 
 
+def test_save_and_restore(mounted: GpufsMount, tmp_path: Path) -> None:
+    """In the order of the page: a mount, a part of one, and a mount that ends."""
+    shell = Shell(mounted.path, tmp_path)
+    models = mounted.device / "models"
+    models.mkdir()
+    (models / "a").write_bytes(b"a" * 100_000)
+    shown = commands("howto/save-and-restore.md")
+    assert len(shown) == 10
+    try:
+        for command in shown:
+            if command == "gpufs restore /data/save /mnt/gpufs":
+                shutil.rmtree(models)
+            shell(command + " --driver host --devices 3 --memory 64M" * command.startswith("gpufs mount"))
+        for name in ("gpu0/models", "gpu1/models", "gpu1/copy"):
+            assert (mounted.path / name / "a").read_bytes() == b"a" * 100_000
+    finally:
+        shell("! mountpoint -q /mnt/gpufs || gpufs umount /mnt/gpufs")
+
+
 def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
     """The page's shell looks into an array of the page's program, which lies in shared memory here."""
     shell = Shell(mounted.path, tmp_path)

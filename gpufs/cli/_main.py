@@ -16,6 +16,8 @@ COMMANDS: Final = {
     "mount": "Mount the memory of the GPUs.",
     "cp": "Copy files into, out of and between devices.",
     "sync": "Make a directory the copy of another.",
+    "save": "Save the files of a mount, to outlive it.",
+    "restore": "Restore a save.",
     "run": "Run a program that uses safetensors files of a mount in place.",
     "umount": "Unmount, and wait for the end of the mount.",
     "restart": "Serve a mount by a new daemon of the installed version.",

@@ -66,9 +66,16 @@ _REFUSED: Final = {
     help="Options of mount(8), separated by commas: ro, noexec, noatime, ..., and those above as name=value.",
 )
 @click.option(
+    "--restore",
+    "saved",
+    metavar="SAVE",
+    shell_complete=complete_directories,
+    help="Restore SAVE, as gpufs restore does; if that fails, nothing is mounted.",
+)
+@click.option(
     "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all_options, help="Show all options."
 )
-def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None:
+def command(mountpoint: str, options: tuple[str, ...], saved: str | None, **arguments: Any) -> int:
     """Mount the devices' memory at MOUNTPOINT.
 
     MOUNTPOINT is a directory. Below it each device is a directory, gpu0, gpu1, ...; a file there is memory of that
@@ -85,7 +92,30 @@ def command(mountpoint: str, options: tuple[str, ...], **arguments: Any) -> None
     chosen = settings(
         arguments, mountpoint, origin_of=lambda knob: origin(knob) if knob.name in given.knobs else knob.option
     )
-    mount(mountpoint, chosen, flags=given.flags)
+    if saved is None:
+        mount(mountpoint, chosen, flags=given.flags)
+        return 0
+    if chosen["foreground"] or "ro" in given.flags:
+        raise Failure("--restore needs a mount in the background that is not read-only: restore after it", 2)
+    return _mount_and_restore(mountpoint, chosen, given.flags, saved)
+
+
+def _mount_and_restore(mountpoint: str, chosen: config.Settings, flags: tuple[str, ...], saved: str) -> int:
+    """Mount, and restore a save. Return the exit code; nothing is mounted unless it is 0."""
+    from gpufs.cli import _save_run, umount  # which other mounts do without
+
+    with _save_run.opened_save(saved) as save:
+        _save_run.read_through(save[0])
+        mount(mountpoint, chosen, flags=flags)
+        good = False
+        try:
+            report = _save_run.restore(save, mountpoint, _save_run.SaveOptions())
+            good = report.is_good
+        finally:
+            if not good:
+                umount.umount(mountpoint, force=True, lazy=False, timeout=config.UMOUNT_TIMEOUT.default)
+                complain(f"{mountpoint}: nothing is mounted, since the save could not be restored")
+    return report.end()
 
 
 def mount(

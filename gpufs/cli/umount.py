@@ -13,6 +13,7 @@ import click
 
 from gpufs import config, mounting, statistics
 from gpufs.cli import _answers, _mounts, _queries
+from gpufs.cli._main import complete_directories
 from gpufs.cli._options import complete_mounts, for_each_mount, timeout_option
 from gpufs.cli._output import Failure, complain, listed
 
@@ -21,6 +22,7 @@ _COPY_GRACE = 1.0  # seconds for the daemon to end where another mount namespace
 _LEASES_TIMEOUT = 2.0  # seconds for the mount to name the programs that have memory attached
 _BUSY_GRACE = 0.5  # seconds in which a process that has just been killed releases the mount
 _BUSY_PAUSE = 0.05
+_NOT_YOURS = "only root and the user who mounted it may unmount it"
 
 
 @click.command(name="umount")
@@ -30,15 +32,41 @@ _BUSY_PAUSE = 0.05
     "--force", is_flag=True, help="Unmount even if in use: open files fail from now on. Also ends a mount that hangs."
 )
 @click.option("--lazy", is_flag=True, help="Detach the mount now; it ends when nobody uses it any more. Does not wait.")
+@click.option(
+    "--save",
+    "save_as",
+    metavar="DEST",
+    shell_complete=complete_directories,
+    help="Save the files first, as gpufs save does; if that fails, or one is changed in this time, do not unmount.",
+)
 @timeout_option(config.UMOUNT_TIMEOUT)
-def command(mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, timeout: float) -> int:
+def command(
+    mountpoints: tuple[str, ...], every: bool, force: bool, lazy: bool, save_as: str | None, timeout: float
+) -> int:
     """Unmount MOUNTPOINT and wait for the end of its daemon.
 
-    Its files are gone then: they are memory. Refused while the mount is in use, unless --force or --lazy is given.
-    Cleans up a mount whose daemon has died.
+    Its files are gone then: they are memory (--save keeps them). Refused while the mount is in use, unless --force or
+    --lazy is given. Cleans up a mount whose daemon has died.
     """
+    if save_as is not None:
+        if every or lazy or len(mountpoints) != 1:
+            raise click.UsageError("--save takes one MOUNTPOINT, and not --lazy: a program could change files later.")
+        from gpufs.cli._save_run import SaveOptions, save  # which others do without
+
+        _check_can_end(_mounts.find(mountpoints[0]), force=force)
+        report = save(mountpoints[0], save_as, SaveOptions(), timeout, last=True)
+        if not report.is_good:
+            return report.end()
     work = functools.partial(umount, force=force, lazy=lazy, timeout=timeout)
     return for_each_mount(mountpoints, every, work)
+
+
+def _check_can_end(entry: mounting.MountEntry, *, force: bool) -> None:
+    """Raise Failure before a save for a mount that could not be unmounted after it."""
+    if os.geteuid() not in (0, entry.uid):
+        raise Failure(f"{entry.mountpoint}: {_NOT_YOURS}")
+    if not force and (users := _mounts.users(entry.mountpoint)):
+        raise Failure(f"{entry.mountpoint}: in use by {', '.join(users)}: nothing is saved")
 
 
 def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
@@ -177,7 +205,7 @@ def _explain(mountpoint: str, error: OSError) -> None:
     if error.errno == EINVAL and entry is None:
         return
     if error.errno == EPERM and (entry is None or entry.uid != os.geteuid()):
-        raise Failure(f"{mountpoint}: only root and the user who mounted it may unmount it") from None
+        raise Failure(f"{mountpoint}: {_NOT_YOURS}") from None
     raise Failure(f"{mountpoint}: {error.strerror or os.strerror(error.errno or EINVAL)}") from None
 
 

@@ -253,9 +253,12 @@ def may_have_holes(source: int, destination: int) -> bool:
 
     The destination is empty where the copy has not been yet.
     """
-    status = os.fstat(source)
-    regular = stat.S_ISREG(status.st_mode) and stat.S_ISREG(os.fstat(destination).st_mode)
-    return regular and status.st_blocks * 512 < status.st_size
+    return has_holes(os.fstat(source)) and stat.S_ISREG(os.fstat(destination).st_mode)
+
+
+def has_holes(status: os.stat_result) -> bool:
+    """Whether a file takes up less than its size."""
+    return stat.S_ISREG(status.st_mode) and status.st_blocks * 512 < status.st_size
 
 
 def next_data(fd: int, offset: int) -> tuple[int, int]:

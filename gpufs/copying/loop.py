@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.comparison import same_content
-from gpufs.copying.copier import Copier
 from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
 from gpufs.copying.entries import Entry
+from gpufs.copying.job import CopyContext
 from gpufs.copying.space import data_bytes
 from gpufs.copying.tree import FileTree, TreeState, file_is_current
-from gpufs.copying.types import CopyResult, Outcome, TreeOptions, TreeReport
+from gpufs.copying.types import CopyProgress, CopyResult, Outcome, TreeOptions, TreeReport
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
 
 if TYPE_CHECKING:
+    from gpufs.stores.files import StoreFile
     from gpufs.stores.urls import Url
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
@@ -53,25 +54,34 @@ class Tree(Protocol):
         """Create what is neither a file nor a directory."""
 
 
-class TreeCopy:
-    """One run of the loop.
+class FileCopier(Protocol):
+    """Copies single files: Copier, or what saves them."""
+
+    context: CopyContext
+
+    def copy_each(
+        self,
+        source: Entry | StoreFile,
+        ends: Sequence[Entry | Url],
+        *,
+        progress: Callable[[CopyProgress], None] | None = None,
+        cancel: Cancellation | None = None,
+    ) -> list[Outcome]:
+        """Copy a file to each of its destinations."""
+
+
+class Workers:
+    """Threads that carry out calls, with a bound on those that wait.
 
     Parameters
     ----------
-    copier : Copier
-        Copies each file.
-    options : TreeOptions
-        What is copied.
     cancel : Cancellation
-        Ends all copies.
+        Ends them.
     report : TreeReport
-        What it reports to, from any thread.
+        What they report to.
     """
 
-    def __init__(self, copier: Copier, options: TreeOptions, cancel: Cancellation, report: TreeReport) -> None:
-        self.state = TreeState(options, cancel, report)
-        self._copier = copier
-        self._options = options
+    def __init__(self, cancel: Cancellation, report: TreeReport) -> None:
         self._cancel = cancel
         self._report = report
         self._queue: Queue[Callable[[], None] | None] = Queue(_QUEUED_FILES)
@@ -112,6 +122,56 @@ class TreeCopy:
         thread.join(_REFRESH)
         self._report.tick()
 
+    def put(self, work: Callable[[], None] | None) -> None:
+        """Queue a call for one of the threads, and wait for space. Does nothing once cancelled."""
+        while not self._cancel.cancelled:
+            with suppress(Full):
+                self._queue.put(work, timeout=_REFRESH)
+                return
+
+    def _find(self, find: Callable[[], None], workers: int) -> None:
+        try:
+            find()
+        except OSError as error:
+            self._report.failed("", error.filename, error)
+        except Exception as error:  # noqa: BLE001 - the workers must end
+            self._report.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+        finally:
+            for _ in range(workers):
+                self.put(None)
+
+    def _work(self) -> None:
+        while not self._cancel.cancelled:  # what is queued then is not begun
+            try:
+                work = self._queue.get(timeout=_REFRESH)
+            except Empty:
+                continue
+            if work is None:
+                return
+            work()
+
+
+class TreeCopy(Workers):
+    """One run of the loop.
+
+    Parameters
+    ----------
+    copier : FileCopier
+        Copies each file.
+    options : TreeOptions
+        What is copied.
+    cancel : Cancellation
+        Ends all copies.
+    report : TreeReport
+        What it reports to, from any thread.
+    """
+
+    def __init__(self, copier: FileCopier, options: TreeOptions, cancel: Cancellation, report: TreeReport) -> None:
+        super().__init__(cancel, report)
+        self.state = TreeState(options, cancel, report)
+        self._copier = copier
+        self._options = options
+
     # ---- what is copied ----
 
     def find_files(self, named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
@@ -127,7 +187,7 @@ class TreeCopy:
         if not many or self._all_fit(found, replaces=True):
             for source in found:
                 created: set[tuple[int, int]] = set()
-                self._add(source.walk(self._fail), [FileTree(copy, self.state, created) for copy in source.copies])
+                self.add(source.walk(self._fail), [FileTree(copy, self.state, created) for copy in source.copies])
 
     def find_urls(self, urls: Sequence[Url], named: Sequence[Sequence[Entry]]) -> None:
         """Ask stores for the files of URLs. ``named``: for each destination the copies of the URLs."""
@@ -153,7 +213,7 @@ class TreeCopy:
         if not many or self._all_fit(found, replaces=False):
             for source in found:
                 trees = [FileTree(copy, self.state, set(), follow=True) for copy in source.copies]
-                self._add(source.walk(self._fail), trees)
+                self.add(source.walk(self._fail), trees)
 
     def find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
         """Walk over what is stored at a URL, or below it with ``into``."""
@@ -164,14 +224,14 @@ class TreeCopy:
             names = self._names(partial(self._walk, source, follow=True)) if self._options.delete else None
             if names is not None:
                 delete_other_objects(target, names, self.state)
-            self._add(self._walk(source, self._fail, follow=True), [BucketTree(target, self.state)])
+            self.add(self._walk(source, self._fail, follow=True), [BucketTree(target, self.state)])
 
     def _walk(self, source: str, fail: Fail, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
         recursive, dereference = self._options.recursive, self._options.dereference
         entry = Entry.of(source, follow=follow or dereference or not recursive)
         return walk_files(entry, fail, recursive=recursive, dereference=dereference, hint=hint)
 
-    def _add(self, steps: Steps, trees: Sequence[Tree]) -> None:
+    def add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
         with closing(self._selected(steps)) as steps:
             for step in steps:
@@ -256,36 +316,6 @@ class TreeCopy:
                 self._report.failed("", os.path.dirname(base.path) or ".", error)
             return False
         return True
-
-    # ---- threads ----
-
-    def put(self, work: Callable[[], None] | None) -> None:
-        """Queue a call for one of the threads, and wait for space. Does nothing once cancelled."""
-        while not self._cancel.cancelled:
-            with suppress(Full):
-                self._queue.put(work, timeout=_REFRESH)
-                return
-
-    def _find(self, find: Callable[[], None], workers: int) -> None:
-        try:
-            find()
-        except OSError as error:
-            self._report.failed("", error.filename, error)
-        except Exception as error:  # noqa: BLE001 - the workers must end
-            self._report.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
-        finally:
-            for _ in range(workers):
-                self.put(None)
-
-    def _work(self) -> None:
-        while not self._cancel.cancelled:  # what is queued then is not begun
-            try:
-                work = self._queue.get(timeout=_REFRESH)
-            except Empty:
-                continue
-            if work is None:
-                return
-            work()
 
     def _copy(self, step: Step, ends: list[Entry | Url]) -> None:
         assert step.source is not None

@@ -1,0 +1,295 @@
+"""What a command that copies reports: the progress line, failures, JSON; and the signals that interrupt it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from gpufs import mounting
+from gpufs.cli._output import duration_text, json_text, printable
+from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
+from gpufs.copying.types import STREAM, Outcome
+from gpufs.exceptions import text_of
+from gpufs.units import bytes_text, rate_text
+
+
+class ProgressLine:
+    """A progress line on standard error. Lines are printed above it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+
+    def show(self, moved: int, total: int, name: str) -> None:
+        """Draw the line again."""
+        import shutil  # most copies draw nothing
+
+        rate = moved / max(time.monotonic() - self._began, 1e-9)
+        part = f"  {100 * moved // total}%" if total else ""
+        left = f"  {duration_text(max(total - moved, 0) / rate)} left" if moved else ""
+        line = f"{bytes_text(moved)} of {bytes_text(total)}{part}  {rate_text(rate)}{left}  {printable(name)}"
+        self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+
+    def print(self, line: str, stream: Any) -> None:
+        """Print a line above the progress."""
+        self._write("\r\x1b[K")
+        with self._lock:
+            print(line, file=stream, flush=True)
+
+    def end(self) -> None:
+        """Leave the line as it is and start the next one."""
+        self._write("\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            with self._lock:
+                print(text, end="", file=sys.stderr, flush=True)
+        except OSError:
+            pass  # nobody watches
+
+
+def _is_mount_root(path: str) -> bool:
+    path = os.path.realpath(path)
+    return any(entry.mountpoint == path for entries in mounting.by_device().values() for entry in entries)
+
+
+class CopyReport:
+    """What the copies of one command report to, from any thread.
+
+    ``command``: its name, for messages. ``progress`` None: on a terminal. ``quiet``: errors only.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        *,
+        json: bool,
+        verbose: bool,
+        progress: bool | None,
+        dry_run: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        self._command = command
+        self._json = json
+        self._verbose = verbose
+        self._dry_run = dry_run
+        self._quiet = quiet
+        self._streaming = False  # this thread copies, and may wait for a pipe
+        self._lines = sys.stderr if json else sys.stdout  # of --verbose: JSON is alone on standard output
+        show_progress = sys.stderr.isatty() and not quiet if progress is None else progress
+        self._bar = ProgressLine() if show_progress else None
+        self.cancel = Cancellation()
+        self._lock = threading.Lock()  # guards the next five
+        self._total = 0  # bytes of the files found so far
+        self._done = 0  # bytes of the files that have ended
+        self._moved: dict[str, int] = {}  # bytes of the files in progress, by source
+        self._current = ""  # for the progress line
+        self._skipped = 0
+        self._began = time.monotonic()
+        self._seconds = 0.0
+        self.signal: int | None = None
+        self.results: list[CopyResult] = []  # for JSON alone: there may be many
+        self._deleted: list[str] = []
+        self.errors: list[dict[str, Any]] = []
+        self.output_error: OSError | None = None  # of standard output
+
+    def end(self) -> int:
+        """Print the JSON, and return the exit code of the command."""
+        if self._json:
+            print(json_text(self.summary()))
+            sys.stdout.flush()
+        if self.signal is not None:
+            # As with cp, the parent sees that a signal ended this process.
+            signal.signal(self.signal, signal.SIG_DFL)
+            os.kill(os.getpid(), self.signal)
+        if self.output_error is not None:
+            raise self.output_error
+        return 1 if self.errors else 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Interrupt the copies on signals, and show the progress."""
+        previous = {
+            number: signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs
+        }
+        try:
+            yield
+            self.tick()
+        finally:
+            if self._bar is not None:
+                self._bar.end()
+            self._seconds = time.monotonic() - self._began
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:  # the second signal ends the process at once
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
+        self.cancel.cancel()
+        if self._streaming:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    # ---- what copies report, from any thread ----
+
+    def tick(self) -> None:
+        """Draw the progress line."""
+        if self._bar is not None:
+            with self._lock:
+                state = (self._done + sum(self._moved.values()), self._total, self._current)
+            self._bar.show(*state)
+
+    def planned(self, size: int) -> None:
+        """``size`` more bytes are to be copied."""
+        with self._lock:
+            self._total += size
+
+    def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
+        """Return what takes the progress of a copy for the progress line."""
+        if self._bar is None:
+            return None
+
+        def report(progress: CopyProgress) -> None:
+            with self._lock:
+                self._current = source if progress.phase == "copy" else f"verifying {source}"
+                if progress.phase == "copy":
+                    self._moved[source] = progress.moved
+                if self._streaming:
+                    self._total = progress.total
+            if self._streaming:
+                self.tick()  # no other thread does
+
+        return report
+
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+        """Take what became of the copies of a file."""
+        done = 0
+        for destination, outcome in zip(destinations, outcomes, strict=True):
+            if isinstance(outcome, CopyError):
+                done += outcome.bytes_done
+                self._failed(source, destination, outcome)
+            else:
+                done += outcome.bytes
+                self._copied(outcome)
+        with self._lock:
+            self._current = source
+            self._moved.pop(source, None)
+            self._done += done
+
+    def failed(self, source: str, destination: str | None, error: OSError) -> None:
+        """Print and collect a failure other than that of a copy."""
+        self._report(source, destination, error.errno or errno.EIO, text_of(error))
+
+    def skipped(self) -> None:
+        """Count a file that exists already, with --no-clobber."""
+        with self._lock:
+            self._skipped += 1
+
+    def deleted(self, path: str) -> None:
+        """Take what has been removed, or would be with --dry-run."""
+        self._deleted.append(path)
+        if self._dry_run or self._verbose:
+            self._print(f"{'deletes' if self._dry_run else 'deleted'} {path}", self._lines)
+
+    def warned(self, text: str) -> None:
+        """Print a warning."""
+        self.noticed(f"warning: {text}")
+
+    def noticed(self, text: str) -> None:
+        """Print a line."""
+        if not self._quiet:
+            self._print(f"gpufs {self._command}: {text}", sys.stderr)
+
+    # ---- what is printed ----
+
+    def _copied(self, result: CopyResult) -> None:
+        if self._json:
+            self.results.append(result)
+        if self._dry_run:
+            self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self._lines)
+        elif self._verbose:
+            served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
+            rate = rate_text(result.bytes / max(result.seconds, 1e-9))
+            text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
+            self._print(text, self._lines)
+
+    def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
+        if error.errno == errno.EPIPE and destination == STREAM:
+            self._report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
+        elif error.errno == errno.ECANCELED and self.cancel.cancelled:
+            text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
+            self._report(source, destination, errno.ECANCELED, text, error)
+        else:
+            self._report(source, destination, error.errno or errno.EIO, str(error), error, names_files=True)
+
+    def _report(
+        self,
+        source: str,
+        destination: str | None,
+        number: int,
+        text: str,
+        error: CopyError | None = None,
+        *,
+        names_files: bool = False,
+    ) -> None:
+        """Print and collect one error. ``names_files``: its text already names the files."""
+        self.errors.append(
+            {
+                "source": source,
+                "destination": destination,
+                "errno": number,
+                "name": errno.errorcode.get(number, str(number)),
+                "message": text,
+                "bytes_done": error.bytes_done if error else 0,
+                "device_code": error.device_code if error else 0,
+            }
+        )
+        if not text:
+            return
+        if number in (errno.EPERM, errno.EACCES) and _is_mount_root(os.path.dirname(destination or source)):
+            text += " (README there lists the directories that take files)"
+        where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
+        self._print(f"gpufs {self._command}: {f'{where}: ' if where else ''}{text}", sys.stderr)
+
+    def _print(self, line: str, stream: Any) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.print(printable(line), stream)
+            else:
+                print(printable(line), file=stream, flush=True)
+        except OSError as error:
+            if stream is sys.stdout:
+                self.output_error = error  # reported after the copies
+
+    def summary(self) -> dict[str, Any]:
+        """Return the output of --json. Sizes are in bytes, times in seconds."""
+        total = sum(result.bytes for result in self.results) + sum(error["bytes_done"] for error in self.errors)
+        paths: Counter[str] = Counter()
+        for result in self.results:
+            paths.update(result.paths)
+        return {
+            "files": len(self.results),
+            "skipped": self._skipped,
+            "deleted": self._deleted,
+            "bytes": total,
+            "seconds": self._seconds,
+            "bytes_per_second": total / self._seconds if self._seconds else 0.0,
+            "methods": Counter(result.method for result in self.results),
+            "paths": paths,
+            "refusals": sorted({refusal for result in self.results for refusal in result.refusals}),
+            "interrupted": self.signal is not None,
+            "copies": [result._asdict() for result in self.results],
+            "errors": self.errors,
+        }

@@ -1,0 +1,257 @@
+"""One run of `gpufs save` or `gpufs restore`, also as options of `gpufs umount` and `gpufs mount`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NamedTuple
+
+from gpufs import mounting
+from gpufs.cli import _mounts, _queries
+from gpufs.cli._copy_report import CopyReport
+from gpufs.cli._output import Failure, complain
+from gpufs.client import CopyError
+from gpufs.copying.entries import kind_of
+from gpufs.copying.job import CopyContext
+from gpufs.copying.loop import TreeCopy, Workers
+from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
+from gpufs.copying.restore import Restore, SavedFiles
+from gpufs.copying.save import Save, Saved
+from gpufs.copying.types import CopyOptions, TreeOptions
+from gpufs.exceptions import text_of
+
+# What a plain user's restore cannot keep, and what becomes of it.
+_NOT_KEPT: Final = {
+    "owners": "files and directories keep another owner or group than in the save",
+    "extended attributes": "files lack extended attributes that only root may set, or the mount refuses",
+    "device nodes": "device nodes are left out",
+    "limits": "limits are left out: only root and the user who mounted may set them",
+}
+
+# The clock of files may be behind ours by a tick of the kernel.
+_CLOCK_NS: Final = 20_000_000
+
+
+class SaveOptions(NamedTuple):
+    """The options that both commands have. ``progress`` None: on a terminal."""
+
+    verify: bool = False
+    jobs: int = 4
+    verbose: bool = False
+    json: bool = False
+    progress: bool | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    overwrite: bool = False
+
+
+class SaveReport(CopyReport):
+    """What a save reports to. The first failure ends it: it is whole, or not there."""
+
+    def __init__(self, command: str, options: SaveOptions, *, goes_on: bool) -> None:
+        super().__init__(command, json=options.json, verbose=options.verbose, progress=options.progress)
+        self._goes_on = goes_on
+
+    def failed(self, source: str, destination: str | None, error: OSError) -> None:
+        super().failed(source, destination, error)
+        self._end()
+
+    def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
+        if error.errno != errno.ECANCELED or not self.cancel.cancelled:  # which is said once
+            super()._failed(source, destination, error)
+            self._end()
+
+    def _end(self) -> None:
+        if not self._goes_on:
+            self.cancel.cancel()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing has failed, and nobody has interrupted it."""
+        return not self.errors and not self.cancel.cancelled
+
+    def noticed(self, text: str) -> None:
+        """Print a line for the user."""
+        self._print(f"gpufs {self._command}: {text}", sys.stderr)
+
+
+@contextmanager
+def _explained(command: str) -> Iterator[None]:
+    """Raise Failure for what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        raise Failure(f"{command}: {where}{text_of(error)}") from None
+
+
+def check_local(command: str, name: str) -> None:
+    """Raise Failure unless a save's name is one of this machine."""
+    if not name:
+        raise Failure(f"{command}: an empty name is given where a directory belongs", 2)
+    if kind_of([name]) != "file":
+        text = "a save is a directory of this machine: rsync -aSH or tar -S copies it to others and to stores"
+        raise Failure(f"{command}: {name}: {text}", 2)
+
+
+# ---- save ----
+
+
+def find_saved(path: str, timeout: float) -> Saved:
+    """Find what SOURCE names: a whole mount, or a directory on one. Failure if it is neither."""
+    mountpoint = _mounts.absolute(path)
+    for entry in mounting.mounts():
+        if entry.mountpoint == mountpoint and entry.root == "/":
+            status = _status(entry, timeout)
+            names = [str(device["name"]) for device in status["devices"]]
+            directories = [(os.path.join(mountpoint, name), name) for name in names]
+            return Saved(mountpoint, directories, True, _limits(status, ""))
+    with _explained("save"):
+        real = os.path.realpath(path)
+        found = os.stat(real)
+        entries = mounting.by_device().get(found.st_dev)
+        if entries is None:
+            raise OSError(errno.EXDEV, "is not on a gpufs mount: use rsync or tar", path)
+        if not os.path.isdir(real):
+            raise OSError(errno.ENOTDIR, "is not a directory: gpufs cp copies files", path)
+    for entry in entries:
+        if entry.root == "/" and real.startswith(entry.mountpoint.rstrip("/") + "/"):
+            below = os.path.relpath(real, entry.mountpoint)
+            return Saved(real, [(real, "")], False, _limits(_status(entry, timeout), below))
+    return Saved(real, [(real, "")], False, [])  # a part of a mount that is bound there
+
+
+def _status(entry: mounting.MountEntry, timeout: float) -> dict[str, Any]:
+    (status,) = _queries.statuses([entry], lambda status: [], timeout)
+    if status["state"] != "ok":
+        raise Failure(f"save: {entry.mountpoint}: {status['error']}")
+    return status
+
+
+def _limits(status: dict[str, Any], below: str) -> list[Limit]:
+    """Return the limits that the caller sees below a directory of a mount; with "" also those of users."""
+    limits = []
+    for quota in status.get("quotas", []):
+        limit, uid, path = quota["limit_bytes"], quota["uid"], quota["path"]
+        if limit is None or (uid is not None and (below or limit == status["knobs"].get("user_memory"))):
+            continue
+        if below:
+            if not f"{path}/".startswith(f"{below}/"):
+                continue
+            path = path[len(below) + 1 :] or "."
+        limits.append(Limit(path=text_of_name(path), limit_bytes=limit, uid=uid))
+    return limits
+
+
+def save(path: str, destination: str, options: SaveOptions, timeout: float, *, last: bool = False) -> SaveReport:
+    """Save a mount or a directory, and return the report, which has not ended. Raise Failure if no save can start.
+
+    ``last``: it fails if anything is changed during the save.
+    """
+    check_local("save", destination)
+    saved, report = find_saved(path, timeout), SaveReport("save", options, goes_on=False)
+    trees = TreeOptions(recursive=True, include=options.include, exclude=options.exclude)
+    began = time.time_ns()
+    with ExitStack() as opened:
+        with _explained("save"):
+            save = Save(saved, destination, trees, report, report.cancel)
+        opened.callback(save.close)
+        with report.running(), _explained("save"):
+            loop = TreeCopy(save, trees, report.cancel, report)
+            loop.run(lambda: save.find(loop), options.jobs)
+            if report.is_good:
+                save.seal()
+            if report.is_good and options.verify:
+                _check_new(save, report, options)
+            if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
+                report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
+            if report.is_good:
+                save.complete()
+    if report.signal is not None:
+        complain("save: interrupted: nothing is left of it")
+    elif save.left_out and report.is_good:
+        more = f" and {save.left_out_count - 1} more" if save.left_out_count > 1 else ""
+        report.noticed(f"not in the save: {save.left_out[0]}{more}, which you may not read")
+    return report
+
+
+def _check_new(save: Save, report: SaveReport, options: SaveOptions) -> None:
+    manifest = save.open()
+    try:
+        check(manifest, "", report, options.jobs)
+    finally:
+        manifest.close()
+
+
+# ---- restore ----
+
+
+def check(manifest: Manifest, part: str, report: CopyReport, jobs: int) -> None:
+    """Compare the files of a save with their checksums."""
+    files = SavedFiles(manifest, part, report, report.cancel)
+    try:
+        workers = Workers(report.cancel, report)
+        workers.run(lambda: files.find_checks(workers), jobs)
+    finally:
+        files.close()
+
+
+@contextmanager
+def opened_save(path: str) -> Iterator[tuple[Manifest, str]]:
+    """Open the save that a name means, and yield it with the part that is meant. Failure if it is none."""
+    check_local("restore", path)
+    with _explained("restore"):
+        root, part = find_save(path)
+        manifest = Manifest(root)
+    try:
+        yield manifest, part
+    finally:
+        manifest.close()
+
+
+def read_through(manifest: Manifest) -> None:
+    """Raise Failure for a manifest that is damaged."""
+    with _explained("restore"):
+        for _ in manifest.records():
+            pass
+
+
+def restore(source: tuple[Manifest, str], destination: str | None, options: SaveOptions) -> SaveReport:
+    """Restore a save, or with ``destination`` None only check it. Return the report, which has not ended."""
+    manifest, part = source
+    report = SaveReport("restore", options, goes_on=True)
+    not_kept: dict[str, int] = {}
+    with ExitStack() as opened, report.running(), _explained("restore"):
+        if destination is None:
+            check(manifest, part, report, options.jobs)
+        else:
+            context = CopyContext(CopyOptions(), report.noticed)
+            opened.callback(context.close)
+            restore = Restore(
+                manifest,
+                part,
+                destination,
+                report,
+                report.cancel,
+                overwrite=options.overwrite,
+                verify=options.verify,
+                context=context,
+            )
+            opened.callback(restore.close)
+            workers = Workers(report.cancel, report)
+            workers.run(lambda: restore.find(workers), options.jobs)
+            if restore.has_begun and not report.cancel.cancelled:
+                restore.finish()
+            not_kept = restore.not_kept
+    if report.signal is not None:
+        complain("restore: interrupted: files that were complete stay")
+    for kind, count in sorted(not_kept.items()):
+        report.noticed(f"{count} {_NOT_KEPT[kind]}")
+    if not_kept and not manifest.trusted:
+        text = "belongs to another user, or others may write to it: so its owners, devices and rights are not restored"
+        report.noticed(f"{manifest.path} {text}")
+    return report

@@ -1,0 +1,38 @@
+"""gpufs restore: restores what gpufs save has saved, or checks it."""
+
+from typing import Any
+
+import click
+
+from gpufs.cli._main import complete_directories
+
+
+@click.command(name="restore")
+@click.argument("source", metavar="SAVE", shell_complete=complete_directories)
+@click.argument("destination", metavar="[MOUNT|DIR]", required=False, shell_complete=complete_directories)
+@click.option("--overwrite", is_flag=True, help="Replace files that exist. Without it they are in the way.")
+@click.option("--verify", is_flag=True, help="Compare each file with its checksum; without MOUNT|DIR only check SAVE.")
+@click.option(
+    "-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files restored at once, 1 to 16."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
+@click.option("--json", is_flag=True, help="Print what was restored, and how, as a JSON object.")
+@click.option(
+    "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
+)
+def command(source: str, destination: str | None, **options: Any) -> int:
+    """Restore a save of `gpufs save` into a mount, or below a directory of one.
+
+    What was in the saved directory is then in DIR, which is created if it does not exist. SAVE/tree/DIR restores that
+    directory alone. Nothing is changed if a file of the save is missing, a name is in the way, or the space is too
+    small. Each file gets its name when it is complete. A plain user's files are then the user's own. Exit codes: 0 all
+    restored, 1 not all, 2 wrong options.
+    """
+    if destination is None and not options["verify"]:
+        raise click.UsageError(
+            "Missing argument 'MOUNT|DIR' (--verify alone checks SAVE).", click.get_current_context()
+        )
+    from gpufs.cli._save_run import SaveOptions, opened_save, restore  # help and completions need no client
+
+    with opened_save(source) as save:
+        return restore(save, destination, SaveOptions(**options)).end()

@@ -1,0 +1,34 @@
+"""gpufs save: saves a mount or a directory, so that it outlives the mount."""
+
+from typing import Any
+
+import click
+
+from gpufs import config
+from gpufs.cli._main import complete_directories
+from gpufs.cli._options import timeout_option
+
+
+@click.command(name="save")
+@click.argument("source", metavar="MOUNT|DIR", shell_complete=complete_directories)
+@click.argument("destination", metavar="DEST", shell_complete=complete_directories)
+@click.option("--include", metavar="GLOB", multiple=True, help="Save only files that match this, or another --include.")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out files and directories that match.")
+@click.option("--verify", is_flag=True, help="Read the save from disk again and compare it with its checksums.")
+@click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files saved at once, 1 to 16.")
+@click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
+@click.option("--json", is_flag=True, help="Print what was saved as a JSON object.")
+@click.option(
+    "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
+)
+@timeout_option(config.STATUS_TIMEOUT)
+def command(source: str, destination: str, timeout: float, **options: Any) -> int:
+    """Save the files of a mount, or below a directory of one, as the directory DEST.
+
+    DEST/tree has the files; DEST/manifest.jsonl has their attributes and checksums, and the limits. `gpufs restore`
+    restores them. DEST is replaced if it is a save. It is complete, or as it was before: also if this is killed. A
+    file that changes while it is saved ends the save. Exit codes: 0 saved, 1 not saved, 2 wrong options.
+    """
+    from gpufs.cli._save_run import SaveOptions, save  # help and completions need no client
+
+    return save(source, destination, SaveOptions(**options), timeout).end()

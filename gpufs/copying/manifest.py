@@ -1,0 +1,347 @@
+"""The manifest of a save: a line of JSON for each name, with what the saved file itself does not have.
+
+A save is a directory with the manifest and `tree`, which has the files under their names. docs/save.md has the format.
+Whoever reads a manifest trusts nothing in it: every line is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterator
+from typing import IO, Annotated, Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from gpufs.copying.part_sums import PART_BYTES, Sums
+from gpufs.syscalls import path_of
+
+MANIFEST: Final = "manifest.jsonl"
+TREE: Final = "tree"
+VERSION: Final = 1
+# The longest line: what a file may have of extended attributes, and the sums of the largest file.
+_LINE_BYTES: Final = 32 << 20
+# What a path may have, for the system calls that find it.
+PATH_BYTES: Final = 4095
+_NAME_BYTES: Final = 255
+_LARGEST_ID: Final = (1 << 32) - 2
+_LARGEST_FILE: Final = 1 << 46
+
+Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_ID)]
+# Whole seconds since 1970, rounded down, and nanoseconds.
+Time: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,12}\.[0-9]{9}\Z")]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_FILE)]
+Mode: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-7]{3,4}\Z")]
+Sum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=3 * PATH_BYTES)]
+
+
+class _Line(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Limit(msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
+    """A limit of a directory, or of a user (``uid``) on a device."""
+
+    path: Text
+    limit_bytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    uid: Id | None = None
+
+
+class Header(_Line, tag="gpufs-save", kw_only=True):
+    """The first line. ``mount``: a whole mount was saved, and the first directories are its devices."""
+
+    version: int
+    source: Text
+    saved: str
+    mount: bool = False
+    limits: list[Limit] = []
+
+
+class Attributes(NamedTuple):
+    """Those that preserve() sets."""
+
+    st_mode: int
+    st_uid: int
+    st_gid: int
+    st_atime_ns: int
+    st_mtime_ns: int
+
+
+class Named(_Line, kw_only=True):
+    """What all names but further ones of a file have. Modes are octal; values of extended attributes are Base64."""
+
+    path: Text
+    mode: Mode
+    uid: Id
+    gid: Id
+    atime: Time
+    mtime: Time
+    xattrs: dict[str, bytes] = {}
+
+    def attributes(self) -> Attributes:
+        """Return what preserve() sets."""
+        return Attributes(int(self.mode, 8), self.uid, self.gid, _ns_of_time(self.atime), _ns_of_time(self.mtime))
+
+
+class Directory(Named, tag="directory", kw_only=True):
+    """A directory. It comes after all that it contains."""
+
+
+class File(Named, tag="file", kw_only=True):
+    """A regular file; of one with several parts ``parts`` has the sums of those with data, by their offsets."""
+
+    size: Size
+    sha256: Sum | None = None
+    parts: dict[str, Sum] = {}
+
+    def sums(self) -> Sums:
+        """Return the sums by offset. ValueError if the offsets are not those of parts."""
+        if self.size <= PART_BYTES:
+            if self.sha256 is None or self.parts:
+                raise ValueError("a file of one part has sha256 alone")
+            return {0: self.sha256}
+        sums = {int(offset): text for offset, text in self.parts.items() if offset.isascii() and offset.isdecimal()}
+        fine = all(offset % PART_BYTES == 0 and offset < self.size for offset in sums)
+        if self.sha256 is not None or len(sums) != len(self.parts) or not fine:
+            raise ValueError("the offsets of its parts are wrong")
+        return sums
+
+
+class Symlink(Named, tag="symlink", kw_only=True):
+    """A symbolic link."""
+
+    target: Text
+
+
+class Special(Named, tag="special", kw_only=True):
+    """A FIFO, a socket or a device node, which the tree does not have."""
+
+    kind: Literal["fifo", "socket", "char", "block"]
+    major: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    minor: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+
+
+class HardLink(_Line, tag="hardlink", kw_only=True):
+    """Another name of a file that has come before."""
+
+    path: Text
+    to: Text
+
+
+class End(_Line, tag="end", kw_only=True):
+    """The last line. ``sha256``: of all lines before."""
+
+    lines: int
+    sha256: Sum
+
+
+Record: TypeAlias = Directory | File | Symlink | Special | HardLink
+_AnyLine: TypeAlias = Header | Record | End
+
+KINDS: Final = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "char": stat.S_IFCHR, "block": stat.S_IFBLK}
+
+_encoder: Final = msgspec.json.Encoder()
+_decoder: Final = msgspec.json.Decoder(_AnyLine)
+
+
+def time_text(ns: int) -> str:
+    """Return a time in nanoseconds since 1970 as a manifest has it."""
+    return f"{ns // 10**9}.{ns % 10**9:09}"
+
+
+def _ns_of_time(text: str) -> int:
+    seconds, nanoseconds = text.split(".")
+    return int(seconds) * 10**9 + int(nanoseconds)
+
+
+def text_of_name(name: str) -> str:
+    """Return a path as a manifest has it: % and bytes that are not UTF-8 are written %XX."""
+    text = name.replace("%", "%25")
+    return re.sub("[\udc80-\udcff]", lambda found: f"%{ord(found[0]) - 0xDC00:02X}", text)
+
+
+def name_of_text(text: str) -> str:
+    """Return the path that a manifest means."""
+    return os.fsdecode(unquote_to_bytes(text))
+
+
+def _checked_path(text: str) -> str:
+    """Return a path below the save. ValueError for one that could lead elsewhere."""
+    path = name_of_text(text)
+    raw = os.fsencode(path)
+    names = raw.split(b"/")
+    if raw == b".":
+        return path
+    if (
+        len(raw) > PATH_BYTES
+        or b"\0" in raw
+        or any(name in (b"", b".", b"..") or len(name) > _NAME_BYTES for name in names)
+    ):
+        raise ValueError(f"{text!r} is not a path below the save")
+    return path
+
+
+class ManifestWriter:
+    """Writes a manifest. Any thread may call write()."""
+
+    def __init__(self, directory: int, header: Header) -> None:
+        fd = os.open(MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        self._file: IO[bytes] = os.fdopen(fd, "r+b", buffering=1 << 20)
+        self._checksum = hashlib.sha256()
+        self._lines = 0
+        self._lock = threading.Lock()  # guards all of these
+        self.write(header)
+
+    def write(self, line: Header | Record | End) -> None:
+        """Add a line. OSError E2BIG if it is longer than readers accept."""
+        data = _encoder.encode(line) + b"\n"
+        if len(data) > _LINE_BYTES:
+            raise OSError(errno.E2BIG, "has too many extended attributes or parts for a save")
+        with self._lock:
+            self._file.write(data)
+            self._checksum.update(data)
+            self._lines += 1
+
+    def hard_links(self) -> Iterator[tuple[str, str]]:
+        """Yield what has been written of further names: the path, and that of the first name."""
+        self._file.flush()
+        with open(path_of(self._file.fileno()), "rb") as file:
+            for line in file:
+                if b'"hardlink"' in line and isinstance(record := _decoder.decode(line), HardLink):
+                    yield name_of_text(record.path), name_of_text(record.to)
+
+    def finish(self) -> None:
+        """Write the last line."""
+        self.write(End(lines=self._lines, sha256=self._checksum.hexdigest()))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Manifest:
+    """The manifest of a save that exists. OSError, with the line's number, for what is not one.
+
+    Attributes
+    ----------
+    header : Header
+    trusted : bool
+        Whether it belongs to root or the caller, and nobody else may write there: then it may give owners, devices and
+        rights.
+    """
+
+    def __init__(self, path: str, shown: str | None = None) -> None:
+        self.path = shown or path
+        name = os.path.join(self.path, MANIFEST)
+        self.directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = self.tree = -1
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._fd = os.open(MANIFEST, flags, dir_fd=self.directory)
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise OSError(errno.EINVAL, "is not a file", name)
+            self.tree = os.open(TREE, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory)
+            self.trusted = all(map(_is_ours, (self.directory, self._fd, self.tree)))
+            first = next(self._lines(), None)
+            if not isinstance(first, Header):
+                raise OSError(errno.EINVAL, "does not begin as the manifest of a save", name)
+            if first.version != VERSION:
+                text = f"is of version {first.version} of the format; this gpufs reads version {VERSION}"
+                raise OSError(errno.EINVAL, text, name)
+            self.header = first
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close it."""
+        for fd in (self._fd, self.tree, self.directory):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self.tree = self.directory = -1
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records. OSError EINVAL at the first line that is not allowed, or at the end of a damaged one."""
+        lines = self._lines()
+        next(lines)
+        for line in lines:
+            if isinstance(line, Header | End):
+                raise self._failure("a second beginning")
+            yield line
+
+    def _lines(self) -> Iterator[Header | Record]:
+        """Yield all lines but the last one."""
+        checksum, number = hashlib.sha256(), 0
+        with open(path_of(self._fd), "rb", buffering=1 << 20) as file:
+            while data := file.readline(_LINE_BYTES + 1):
+                number += 1
+                if not data.endswith(b"\n"):
+                    raise self._failure("the line is too long or cut off", number)
+                try:
+                    line = _decoder.decode(data)
+                    _check(line)
+                except (ValueError, RecursionError) as error:  # msgspec's are, too
+                    raise self._failure(str(error), number) from None
+                if isinstance(line, End):
+                    if line.sha256 != checksum.hexdigest() or line.lines != number - 1 or file.read(1):
+                        raise self._failure("its lines do not have the checksum that the last one gives")
+                    return
+                checksum.update(data)
+                yield line
+        raise self._failure("it is cut off: its last line is missing")
+
+    def _failure(self, text: str, number: int = 0) -> OSError:
+        where = f"line {number}: " if number else ""
+        return OSError(errno.EINVAL, f"the manifest is damaged: {where}{text}", os.path.join(self.path, MANIFEST))
+
+
+def _check(line: _AnyLine) -> None:
+    """Raise ValueError for what could lead out of the save, or is not possible."""
+    if isinstance(line, Header):
+        for limit in line.limits:
+            _checked_path(limit.path)
+    if not isinstance(line, Named | HardLink):
+        return
+    if _checked_path(line.path) == "." and not isinstance(line, Directory):
+        raise ValueError("only a directory is the saved directory itself")
+    if isinstance(line, Named) and any("\0" in name for name in line.xattrs):
+        raise ValueError("the name of an extended attribute is wrong")
+    match line:
+        case HardLink():
+            _checked_path(line.to)
+        case File():
+            line.sums()
+        case Symlink():
+            target = os.fsencode(name_of_text(line.target))
+            if not target or len(target) > PATH_BYTES or b"\0" in target:
+                raise ValueError("the target of a symbolic link is wrong")
+
+
+def _is_ours(fd: int) -> bool:
+    status = os.fstat(fd)
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def find_save(path: str) -> tuple[str, str]:
+    """Return the save that a path names, and the part of it: "" for all of it.
+
+    The path is that of the save, or of a directory in its tree. OSError ENOENT if it is neither.
+    """
+    root = os.path.realpath(path)
+    if os.path.isdir(root) and os.path.lexists(os.path.join(root, MANIFEST)):
+        return path, ""
+    above, part = root, ""
+    while above != "/":
+        above, name = os.path.split(above)
+        if name == TREE and os.path.lexists(os.path.join(above, MANIFEST)):
+            return above, part
+        part = os.path.join(name, part) if part else name
+    os.stat(path)
+    raise OSError(errno.ENOENT, f"is not a save, nor a directory of one: it has no {MANIFEST}", path)

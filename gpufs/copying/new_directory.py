@@ -1,0 +1,155 @@
+"""A directory that gets its name when it is complete and on its disk, or never."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from gpufs import syscalls
+from gpufs.copying.entries import make_durable
+from gpufs.new_file import has_name
+
+_RENAME_EXCHANGE: Final = 2
+_OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NewDirectory:
+    """A new directory, as .NAME.gpufs-part beside the one that it becomes.
+
+    What a process that has died has left there is removed by the next one for the same name.
+
+    Parameters
+    ----------
+    path : str
+        The name that it gets. OSError if it cannot have it.
+    may_replace : callable
+        Called with the descriptor of a directory that has the name and is not empty; raises OSError unless the new one
+        may take its place.
+
+    Attributes
+    ----------
+    path : str
+        Without symbolic links.
+    fd : int
+        Open for reading.
+    """
+
+    def __init__(self, path: str, may_replace: Callable[[int], None]) -> None:
+        self.path = os.path.realpath(path)
+        above, self._name = os.path.split(self.path)
+        self._part = f".{self._name}.gpufs-part"
+        self.fd = self._above = -1
+        try:
+            self._above = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._old = self._find_old(may_replace)
+            self.fd = self._open()
+            if self._old is not None:
+                self._check_exchange()
+        except OSError as error:
+            self.close()
+            raise OSError(error.errno, error.strerror, self.path) from None
+
+    def _find_old(self, may_replace: Callable[[int], None]) -> os.stat_result | None:
+        """Return the directory that it replaces, None if there is none, or an empty one."""
+        try:
+            fd = os.open(self._name or "/", _OPEN, dir_fd=self._above)
+        except FileNotFoundError:
+            return None
+        try:
+            status = os.fstat(fd)
+            if not self._name or status.st_dev != os.fstat(self._above).st_dev:
+                raise OSError(errno.EBUSY, "a file system is mounted there: give the name of a directory in it")
+            if not os.listdir(fd):
+                return None
+            may_replace(fd)
+            return status
+        finally:
+            os.close(fd)
+
+    def _open(self) -> int:
+        """Create the directory, or take over and empty that of a process that has died. Returns it, locked."""
+        with suppress(FileExistsError):
+            os.mkdir(self._part, 0o700, dir_fd=self._above)
+        fd = os.open(self._part, _OPEN, dir_fd=self._above)
+        try:
+            if os.fstat(fd).st_uid != os.geteuid():
+                raise OSError(errno.EEXIST, f"{self._part} beside it belongs to another user: remove it")
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(errno.EBUSY, "another save to this name is in progress") from None
+            except OSError:
+                pass  # not all file systems have locks
+            if not has_name(fd, self._part, self._above):
+                raise OSError(errno.EBUSY, "another save to this name has just ended")
+            os.fchmod(fd, 0o700)
+            _remove_all_below(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_exchange(self) -> None:
+        """Raise OSError now rather than in the end if the file system cannot exchange two names."""
+        for name in ("a", "b"):
+            os.mkdir(name, dir_fd=self.fd)
+        try:
+            syscalls.renameat2(self.fd, b"a", self.fd, b"b", _RENAME_EXCHANGE)
+        except OSError as error:
+            text = "its file system cannot replace a directory in one step: give a name that does not exist"
+            raise OSError(error.errno, text) from None
+        finally:
+            for name in ("a", "b"):
+                os.rmdir(name, dir_fd=self.fd)
+
+    def sync(self) -> None:
+        """Write all that it has to its disk."""
+        syscalls.syncfs(self.fd)
+
+    def complete(self) -> None:
+        """Give it its name in one step, and remove what had the name. Call sync() before."""
+        part, name = os.fsencode(self._part), os.fsencode(self._name)
+        if not has_name(self.fd, self._part, self._above):
+            raise OSError(errno.EBUSY, f"another process has renamed {self._part} beside it", self.path)
+        if self._old is None:
+            os.rename(part, name, src_dir_fd=self._above, dst_dir_fd=self._above)
+        else:
+            syscalls.renameat2(self._above, part, self._above, name, _RENAME_EXCHANGE)
+            replaced = os.stat(part, dir_fd=self._above, follow_symlinks=False)
+            if not os.path.samestat(replaced, self._old):
+                syscalls.renameat2(self._above, part, self._above, name, _RENAME_EXCHANGE)
+                raise OSError(errno.EBUSY, "another process has put something else there", self.path)
+        make_durable(self.fd, self._above, synced=True)
+        os.close(self.fd)
+        self.fd = -1
+        if self._old is not None:
+            self._remove_part()
+
+    def _remove_part(self) -> None:
+        with suppress(OSError):  # the next save removes it
+            shutil.rmtree(self._part, dir_fd=self._above)
+
+    def close(self) -> None:
+        """Close it, and remove it if it is not complete. A second call does nothing."""
+        if self.fd >= 0:
+            if has_name(self.fd, self._part, self._above):
+                self._remove_part()
+            os.close(self.fd)
+            self.fd = -1
+        if self._above >= 0:
+            os.close(self._above)
+            self._above = -1
+
+
+def _remove_all_below(directory: int) -> None:
+    for name in os.listdir(directory):
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=directory)
+        else:
+            os.unlink(name, dir_fd=directory)

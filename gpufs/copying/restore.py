@@ -1,0 +1,505 @@
+"""Restores what `gpufs save` has saved, and checks saves.
+
+Neither the manifest nor the tree of a save is trusted: every path is checked and found below an open directory without
+following symbolic links, and only a save of root's or the caller's own may give owners, devices and rights.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Final
+
+from gpufs.client._cancellation import Cancellation
+from gpufs.client._daemons import set_quota
+from gpufs.copying import entries
+from gpufs.copying.attributes import write_xattrs
+from gpufs.copying.entries import Entry, OpenFile, open_path
+from gpufs.copying.job import CopyContext, CopyJob
+from gpufs.copying.loop import Workers
+from gpufs.copying.manifest import (
+    KINDS,
+    TREE,
+    Directory,
+    File,
+    HardLink,
+    Manifest,
+    Named,
+    Record,
+    Special,
+    Symlink,
+    name_of_text,
+)
+from gpufs.copying.part_sums import PartReader
+from gpufs.copying.space import data_bytes
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, error_class
+from gpufs.exceptions import text_of
+from gpufs.new_file import NewFile
+from gpufs.syscalls import openat2, path_of
+
+_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
+_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SET_ID: Final = stat.S_ISUID | stat.S_ISGID
+# The names in the way, or missing files, that a message lists.
+_MOST_NAMES: Final = 3
+
+
+class SavedFiles:
+    """The files of a save, or of a part of one, and their checksums.
+
+    Parameters
+    ----------
+    manifest : Manifest
+        Stays the caller's.
+    part : str
+        A directory in the save; "" for all.
+    report : TreeReport
+        What is reported to, from any thread.
+    cancel : Cancellation
+        Ends it.
+    """
+
+    def __init__(self, manifest: Manifest, part: str, report: TreeReport, cancel: Cancellation) -> None:
+        self._manifest = manifest
+        self._part = part
+        self._report = report
+        self._cancel = cancel
+        self._reader = PartReader()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._reader.close()
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """Yield the records with their paths below the part; "" is the part itself."""
+        for record in self._manifest.records():
+            path = name_of_text(record.path)
+            if path == ".":
+                path = ""
+            if not self._part:
+                yield path, record
+            elif f"{path}/".startswith(f"{self._part}/"):
+                yield path[len(self._part) + 1 :], record
+
+    def find_checks(self, workers: Workers) -> None:
+        """Queue a check of each file."""
+        try:
+            for _, record in self.records():
+                if isinstance(record, File):
+                    self._report.planned(record.size)
+                    workers.put(partial(self._check, record))
+        except OSError as error:
+            self._report.failed(str(error.filename or self._manifest.path), None, error)
+
+    def _check(self, record: File) -> None:
+        began, shown = time.monotonic(), self.shown(record)
+        outcome: Outcome
+        try:
+            with self.opened(record) as file:
+                # What this machine has written is read from disk.
+                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                self.check(file.fd, record, shown, self._report.reporter(shown))
+            seconds = time.monotonic() - began
+            outcome = CopyResult(shown, shown, record.size, seconds, "verify", {}, (), record.sha256)
+        except CopyError as error:
+            outcome = error
+        except OSError as error:
+            outcome = CopyError(error.errno or errno.EIO, text_of(error), shown)
+        self._report.finished(shown, [shown], [outcome])
+
+    def shown(self, record: Record) -> str:
+        """Return the name of a file in the save, for messages."""
+        return os.path.join(self._manifest.path, TREE, name_of_text(record.path))
+
+    @contextmanager
+    def opened(self, record: File) -> Iterator[OpenFile]:
+        """Open a file of the tree. OSError if it is missing, or has another size."""
+        shown = self.shown(record)
+        parent, name = os.path.split(name_of_text(record.path))
+        directory = _open_below(self._manifest.tree, parent)
+        try:
+            file = entries.open_source(Entry(shown, name, directory, follow=False))
+        finally:
+            os.close(directory)
+        try:
+            if not stat.S_ISREG(file.status.st_mode):
+                raise CopyError(errno.EINVAL, "is not a regular file, as the manifest says", shown)
+            if file.status.st_size != record.size:
+                text = f"is damaged: it has {file.status.st_size} bytes instead of {record.size}"
+                raise CopyError(errno.EIO, text, shown)
+            yield file
+        finally:
+            os.close(file.fd)
+
+    def check(self, fd: int, record: File, shown: str, progress: Callable[[CopyProgress], None] | None) -> None:
+        """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""
+        moved, lock = 0, threading.Lock()
+
+        def take(buffer: memoryview, count: int, offset: int) -> None:
+            nonlocal moved
+            with lock:
+                moved += count
+            if progress is not None:
+                progress(CopyProgress(moved, record.size, {}, "verify"))
+
+        different = self._reader.differing_part(fd, record.size, record.sums(), self._cancel, take)
+        if different is not None:
+            start, end = different
+            text = f"is damaged: bytes {start} to {end} do not have the checksum of the manifest"
+            raise CopyError(errno.EIO, text, shown)
+
+
+class Restore(SavedFiles):
+    """Restores a save below a directory.
+
+    Parameters
+    ----------
+    destination : str
+        The directory, on a mount; created if it does not exist.
+    overwrite : bool
+        Whether existing files are replaced.
+    verify : bool
+        Whether each file is read again and compared with the checksum before it gets its name.
+    context : CopyContext
+        Of the copies.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        part: str,
+        destination: str,
+        report: TreeReport,
+        cancel: Cancellation,
+        *,
+        overwrite: bool,
+        verify: bool,
+        context: CopyContext,
+    ) -> None:
+        super().__init__(manifest, part, report, cancel)
+        self._destination = destination
+        self._overwrite = overwrite
+        self._verify = verify
+        self._context = context
+        self.has_begun = False  # something may have been created
+        self._created = False  # the destination, by this
+        self._made: set[int] = set()  # the inodes of directories that this has created
+        self._base = -1
+        self.not_kept: Counter[str] = Counter()  # what could not be restored, by kind
+        self._lock = threading.Lock()  # guards it
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(destination, 0o700)
+                self._created = True
+            self._base = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._device = os.fstat(self._base).st_dev
+            if self._device not in context.mounts():
+                raise OSError(errno.EXDEV, "is not on a gpufs mount: use cp", destination)
+            real = os.path.realpath(destination)
+            places = context.mounts()[self._device]
+            self._is_root = any(entry.mountpoint == real and entry.root == "/" for entry in places)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close it. A destination that this has created goes again if nothing was restored."""
+        super().close()
+        if self._base >= 0:
+            os.close(self._base)
+            self._base = -1
+        if self._created and not self.has_begun:
+            with suppress(OSError):
+                os.rmdir(self._destination)
+
+    # ---- before anything is changed ----
+
+    def find(self, workers: Workers) -> None:
+        """Check the whole save, then create what it has, and queue its files."""
+        try:
+            if not self._can_be_restored():
+                return
+            self.has_begun = True
+            for path, record in self.records():
+                if self._cancel.cancelled:
+                    return
+                if isinstance(record, File):
+                    self._report.planned(record.size)
+                    workers.put(partial(self._restore_file, path, record))
+                else:
+                    self._create(path, record)
+        except OSError as error:
+            self._report.failed(str(error.filename or self._manifest.path), None, error)
+
+    def _can_be_restored(self) -> bool:
+        """Return whether nothing is missing, nothing in the way, and space for all; report if not."""
+        found, in_the_way, needed = 0, 0, Counter[str]()
+        for path, record in self.records():
+            if self._cancel.cancelled:
+                return False
+            found += 1
+            first = path.partition("/")[0]
+            if self._is_root and not self._is_device(first):
+                raise OSError(errno.ENODEV, self._remedy(first), os.path.join(self._destination, first))
+            if isinstance(record, HardLink):
+                self._check_link(path, record)
+            if isinstance(record, File):
+                with self.opened(record) as file:
+                    needed[first if self._is_root else ""] += data_bytes(file.status, record.size)
+            if self._is_in_the_way(path, is_directory=isinstance(record, Directory)):
+                in_the_way += 1
+                if in_the_way <= _MOST_NAMES:
+                    text = "is in the way" + ("" if self._overwrite else " (--overwrite replaces files)")
+                    self._report.failed(self._end(path), None, OSError(errno.EEXIST, text))
+        if in_the_way > _MOST_NAMES:
+            text = f"{in_the_way - _MOST_NAMES} more names are in the way"
+            self._report.failed(self._destination, None, OSError(errno.EEXIST, text))
+        if not found:
+            raise OSError(
+                errno.ENOENT, "is not a directory of the save", os.path.join(self._manifest.path, TREE, self._part)
+            )
+        return not in_the_way and self._fits(needed)
+
+    def _remedy(self, first: str) -> str:
+        if self._manifest.header.mount and not self._part:
+            place = os.path.join(self._manifest.path, TREE, first)
+            return f"the mount has no such device: restore {place} into a directory of another one"
+        return f"the root of a mount takes no files: give a directory of a device, as {self._destination}/gpu0"
+
+    def _is_device(self, name: str) -> bool:
+        try:
+            status = os.stat(name or ".", dir_fd=self._base, follow_symlinks=False)
+        except OSError:
+            return False
+        return not name or (name.startswith("gpu") and stat.S_ISDIR(status.st_mode))
+
+    def _check_link(self, path: str, record: HardLink) -> None:
+        """Raise OSError unless the first name is a file that is restored, too."""
+        first = name_of_text(record.to)
+        if self._part and not first.startswith(f"{self._part}/"):
+            text = f"is another name of {first}, which is outside of this part: restore a directory that has both"
+            raise OSError(errno.EXDEV, text, self.shown(record))
+        directory = _open_below(self._manifest.tree, os.path.dirname(first))
+        try:
+            status = os.stat(os.path.basename(first), dir_fd=directory, follow_symlinks=False)
+        finally:
+            os.close(directory)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"is said to be another name of {first}, which is not a file", path)
+
+    def _is_in_the_way(self, path: str, *, is_directory: bool) -> bool:
+        try:
+            with self._parent(path, create=False) as (directory, name):
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError:
+            return True
+        if is_directory:
+            return not stat.S_ISDIR(status.st_mode)
+        return stat.S_ISDIR(status.st_mode) or not self._overwrite
+
+    def _fits(self, needed: Counter[str]) -> bool:
+        for first, size in needed.items():
+            directory = _open_below(self._base, first)
+            try:
+                self._context.check_space(directory, size, self._cancel)
+            except OSError as error:
+                self._report.failed("", self._end(first), error)
+                return False
+            finally:
+                os.close(directory)
+        return True
+
+    # ---- names ----
+
+    def _end(self, path: str) -> str:
+        return os.path.join(self._destination, path) if path else self._destination
+
+    @contextmanager
+    def _parent(self, path: str, *, create: bool = True) -> Iterator[tuple[int, str]]:
+        """Open the directory that has a name below the destination; yields it and the name."""
+        above, name = os.path.split(path)
+        fd = _open_below(self._base, above, create=self._made.add if create else None)
+        try:
+            yield fd, name or "."
+        finally:
+            os.close(fd)
+
+    def _create(self, path: str, record: Record) -> None:
+        """Create a directory, a symbolic link or a special file."""
+        try:
+            if isinstance(record, Directory):
+                os.close(_open_below(self._base, path, create=self._made.add))
+            elif isinstance(record, Symlink | Special):
+                self._make_special(path, record)
+        except OSError as error:
+            self._report.failed(self.shown(record), self._end(path), error)
+
+    def _make_special(self, path: str, record: Symlink | Special) -> None:
+        if isinstance(record, Special) and record.kind in ("char", "block") and not self._may_make_devices():
+            self._count("device nodes")
+            return
+        with self._parent(path) as (directory, name):
+            if self._overwrite:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=directory)
+            if isinstance(record, Symlink):
+                kind = stat.S_IFLNK
+                os.symlink(name_of_text(record.target), name, dir_fd=directory)
+            else:
+                kind = KINDS[record.kind]
+                os.mknod(name, kind | 0o600, os.makedev(record.major, record.minor), dir_fd=directory)
+            fd = open_path(Entry(self._end(path), name, directory, follow=False))
+            try:
+                status = os.fstat(fd)
+                if (stat.S_IFMT(status.st_mode), status.st_nlink) != (kind, 1):
+                    raise OSError(errno.EBUSY, "another process has put a file in its place")
+                self._set_attributes(path_of(fd), record, kind)
+            finally:
+                os.close(fd)
+
+    def _may_make_devices(self) -> bool:
+        return self._manifest.trusted and os.geteuid() == 0
+
+    # ---- files ----
+
+    def _restore_file(self, path: str, record: File) -> None:
+        source, end = self.shown(record), self._end(path)
+        outcome: Outcome
+        try:
+            outcome = self._load(path, record)
+        except CopyError as error:
+            outcome = error
+        except OSError as error:
+            number = error.errno or errno.EIO
+            text = "is in the way" if number == errno.EEXIST else text_of(error)
+            outcome = error_class(number)(number, text, source, end)
+        except Exception as error:  # noqa: BLE001 - the other files are still restored
+            outcome = CopyError(errno.EIO, f"{type(error).__name__}: {error}", source, end)
+        self._report.finished(source, [end], [outcome])
+
+    def _load(self, path: str, record: File) -> CopyResult:
+        source, end = self.shown(record), self._end(path)
+        progress = self._report.reporter(source)
+        with self.opened(record) as file, self._parent(path) as (directory, name):
+            new = NewFile.create(directory, 0o600)
+            try:
+                target = OpenFile(Entry(end, name, directory, follow=False), os.dup(new.fd), os.fstat(new.fd))
+                job = CopyJob(self._context, file, target, progress=progress, cancel=self._cancel)
+                result = job.run()
+                if os.fstat(new.fd).st_size != record.size:
+                    raise CopyError(errno.EIO, "was changed while it was restored", source)
+                if self._verify:
+                    self.check(new.fd, record, source, progress)
+                self._set_attributes(new.fd, record, stat.S_IFREG)
+                new.complete(name, replace=self._overwrite)
+            finally:
+                new.close()
+        return result._replace(sha256=record.sha256 if self._verify else None)
+
+    # ---- attributes, and what needs all files ----
+
+    def _set_attributes(self, target: int | str, record: Named, kind: int) -> None:
+        trusted, given = self._manifest.trusted, record.attributes()
+        if not trusted:
+            given = given._replace(st_uid=os.geteuid(), st_gid=os.getegid(), st_mode=given.st_mode & ~_SET_ID)
+        entries.preserve(target, given._replace(st_mode=kind | given.st_mode))
+        if not write_xattrs(target, record.xattrs, trusted=trusted):
+            self._count("extended attributes")
+        if _owner(target) != (record.uid, record.gid):
+            self._count("owners")
+
+    def _count(self, kind: str) -> None:
+        with self._lock:
+            self.not_kept[kind] += 1
+
+    def finish(self) -> None:
+        """Create further names of files, set the attributes of directories, and the limits."""
+        for path, record in self.records():
+            if isinstance(record, HardLink):
+                try:
+                    self._link(path, name_of_text(record.to)[len(self._part) + 1 if self._part else 0 :])
+                except OSError as error:
+                    self._report.failed(self._end(path), None, error)
+        for path, record in self.records():
+            if isinstance(record, Directory):
+                self._finish_directory(path, record)
+        for limit in self._manifest.header.limits if self._manifest.trusted and not self._part else []:
+            path, uid = name_of_text(limit.path), limit.uid
+            directory = _open_below(self._base, "" if path == "." else path)
+            try:
+                set_quota(path_of(directory), uid, limit.limit_bytes)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EACCES):
+                    self._report.failed(self._end(path), None, error)
+                else:
+                    self._count("limits")
+            finally:
+                os.close(directory)
+
+    def _link(self, path: str, first: str) -> None:
+        with self._parent(first, create=False) as (above, old), self._parent(path) as (directory, name):
+            if self._overwrite:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=directory)
+            os.link(old, name, src_dir_fd=above, dst_dir_fd=directory, follow_symlinks=False)
+
+    def _finish_directory(self, path: str, record: Directory) -> None:
+        """Set the attributes of a directory, unless it existed before and the user has not asked for that."""
+        is_device = self._is_root and "/" not in path and self._manifest.trusted
+        try:
+            fd = _open_below(self._base, path)
+            try:
+                created = os.fstat(fd).st_ino in self._made if path else self._created
+                if created or (path and self._overwrite) or is_device:
+                    self._set_attributes(path_of(fd), record, stat.S_IFDIR)
+            finally:
+                os.close(fd)
+        except PermissionError:
+            self._count("owners")  # a directory of another user's, which was there before
+        except OSError as error:
+            self._report.failed(self._end(path), None, error)
+
+
+def _owner(target: int | str) -> tuple[int, int]:
+    status = os.stat(target)
+    return status.st_uid, status.st_gid
+
+
+def _open_below(directory: int, path: str, *, create: Callable[[int], None] | None = None) -> int:
+    """Open a directory below another one with O_PATH, never through a symbolic link; "" is the other one itself.
+
+    ``create``: create it, and those above it, if they do not exist, and take their inodes.
+    """
+    raw = os.fsencode(path) or b"."
+    try:
+        return openat2(directory, raw, _DIRECTORY, 0, _RESOLVE)
+    except FileNotFoundError:
+        if create is None:
+            raise
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ENOTDIR, "a symbolic link is in the way of a directory") from None
+        raise
+    fd = openat2(directory, b".", _DIRECTORY, 0, _RESOLVE)
+    for name in path.split("/"):
+        try:
+            created = False
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=fd)
+                created = True
+            below = openat2(fd, os.fsencode(name), _DIRECTORY, 0, _RESOLVE)
+        finally:
+            os.close(fd)
+        fd = below
+        if created:
+            create(os.fstat(fd).st_ino)
+    return fd

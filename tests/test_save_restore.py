@@ -1,0 +1,615 @@
+"""`gpufs save` and `gpufs restore`: everything comes back, a save is whole or not there, and none is trusted."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import gpufs, mountpoint, open_directory, user_gpufs  # noqa: F401
+from support.data import KIB, MIB, noise
+from support.mounting import GPUFS, GpufsMount
+from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
+from support.watchdog import mounted_at
+
+pytestmark = [
+    pytest.mark.driver,
+    pytest.mark.skipif(os.geteuid() != 0, reason="sets owners, and acts as another user"),
+]
+
+PART = 64 * MIB
+ACCESS_LIST = bytes.fromhex(
+    "02000000 01000600ffffffff 02000600feff0000 04000400ffffffff 10000600ffffffff 20000400ffffffff"
+)
+DEFAULT_LIST = bytes.fromhex(
+    "02000000 01000700ffffffff 02000700feff0000 04000500ffffffff 10000700ffffffff 20000500ffffffff"
+)
+
+
+def fails(code: int, *words: object, **options: object) -> str:
+    """Run a command that must fail with this code; its single line."""
+    done = gpufs(*words, check=False, **options)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (code, "", 1), done
+    return lines[0]
+
+
+def make_tree(path: Path) -> None:
+    """All kinds of names, with all kinds of attributes."""
+    deep = path / "deep" / "er"
+    deep.mkdir(parents=True)
+    (path / "empty").mkdir(mode=0o750)
+    (path / "nothing").touch()
+    (path / "small").write_bytes(noise(300 * KIB))
+    for number in range(40):
+        (deep / f"{number}").write_bytes(noise(1000 + number, number))
+    (path / "large").write_bytes(noise(PART + 3 * MIB + 777))
+    with open(path / "sparse", "wb") as file:
+        file.write(noise(1000))
+        file.truncate(3 * PART + 5)
+        file.seek(2 * PART + 10 * MIB)
+        file.write(noise(3 * MIB))
+    with open(path / "hole", "wb") as file:
+        file.truncate(5 * MIB)
+    os.link(path / "large", deep / "first name comes later")
+    os.link(path / "deep" / "er" / "7", path / "also 7")
+    (path / "link").symlink_to("deep/er/7")
+    (path / "elsewhere").symlink_to("/etc/hostname")
+    (path / "nowhere").symlink_to("../../gone")
+    os.mkfifo(path / "fifo", 0o620)
+    os.mknod(path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    for name in (b"not \xff UTF-8", b"100%41", b"line\nbreak", "ünïcode".encode(), b" blank "):
+        (path / os.fsdecode(name)).write_bytes(name)
+    os.setxattr(path / "small", "user.note", b"\0binary\xff")
+    os.setxattr(path / "small", "trusted.note", b"root's")
+    os.setxattr(path / "small", "security.note", b"label")
+    os.setxattr(path / "link", "trusted.note", b"of a link", follow_symlinks=False)
+    os.setxattr(path / "deep", "user.note", b"of a directory")
+    os.setxattr(path / "nothing", "system.posix_acl_access", ACCESS_LIST)
+    os.setxattr(path / "empty", "system.posix_acl_default", DEFAULT_LIST)
+    os.chown(path / "small", 1234, 5678)
+    os.chmod(path / "small", 0o6754)
+    os.chown(path / "deep", NOBODY, NOBODY)
+    os.utime(path / "nothing", ns=(1, -1_500_000_000))
+    os.utime(path / "link", ns=(5, 6), follow_symlinks=False)
+    os.utime(path / "deep" / "er", ns=(10**18 + 1, 10**18 + 2))
+    os.chmod(path / "deep" / "er", 0o500)
+
+
+def snapshot(path: Path) -> dict[bytes, object]:
+    """What a directory has: everything that a save must keep."""
+    found: dict[bytes, object] = {}
+    inodes: dict[int, bytes] = {}
+    for folder, directories, files in os.walk(os.fsencode(path)):
+        for full in [folder, *(os.path.join(folder, name) for name in (*directories, *files))]:
+            status = os.lstat(full)
+            name = os.path.relpath(full, os.fsencode(path))
+            kind = stat.S_IFMT(status.st_mode)
+            xattrs = {each: os.getxattr(full, each, follow_symlinks=False)
+                      for each in os.listxattr(full, follow_symlinks=False)}  # fmt: skip
+            content: object = None
+            if kind == stat.S_IFREG:
+                with open(full, "rb") as file:
+                    content = hashlib.file_digest(file, "sha256").hexdigest(), status.st_size, status.st_blocks
+            elif kind == stat.S_IFLNK:
+                content = os.readlink(full)
+            elif kind != stat.S_IFDIR:
+                content = status.st_rdev
+            same = inodes.setdefault(status.st_ino, name) if kind == stat.S_IFREG else name
+            found[name] = (
+                status.st_mode,
+                status.st_uid,
+                status.st_gid,
+                status.st_mtime_ns,
+                xattrs,
+                content,
+                min(same, name),
+            )
+    return found
+
+
+def manifest(save: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (save / "manifest.jsonl").read_bytes().splitlines()]
+
+
+def write_manifest(save: Path, lines: list[dict[str, Any]]) -> None:
+    """Write a manifest whose checksum is right."""
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    end = {"type": "end", "lines": len(lines), "sha256": hashlib.sha256(data).hexdigest()}
+    (save / "manifest.jsonl").write_bytes(data + json.dumps(end).encode() + b"\n")
+
+
+@pytest.fixture
+def saved(root: Path, host: Path) -> tuple[Path, Path]:
+    """A directory of a mount, and its save."""
+    source = root / "source"
+    (source / "d").mkdir(parents=True)
+    (source / "a").write_bytes(noise(100 * KIB))
+    (source / "d" / "b").write_bytes(noise(PART + MIB, 2))
+    (source / "d" / "c").write_bytes(b"c")
+    gpufs("save", source, host / "save")
+    return source, host / "save"
+
+
+# ---- what is kept ----
+
+
+def test_everything_comes_back(shared_mount: GpufsMount, root: Path, host: Path) -> None:
+    source, again = root / "source", shared_mount.path / "gpu1" / f"again-{os.getpid()}"
+    source.mkdir(mode=0o710)
+    make_tree(source)
+    # A GPU's memory that was preallocated for a writer is released a moment later.
+    wait_until(lambda: (source / "sparse").stat().st_blocks * 512 == 6 * MIB, 10, "the end of the preallocation")
+    before = snapshot(source)
+    try:
+        gpufs("save", "--verify", source, host / "save")
+        assert snapshot(source) == before
+        gpufs("restore", "--verify", host / "save", again)
+        assert snapshot(again) == before
+    finally:
+        run("rm", "-rf", again)
+
+
+def test_a_save_can_be_opened_by_hand(saved: tuple[Path, Path]) -> None:
+    source, save = saved
+    assert run("diff", "-r", source, save / "tree").stdout == ""
+    sums = "".join(
+        f"{line['sha256']}  tree/{line['path']}\n" for line in manifest(save) if "sha256" in line and "path" in line
+    )
+    checked = run("sha256sum", "-c", input=sums, cwd=save).stdout
+    assert checked.count("OK") == 2
+    # A file of several parts, as docs/save.md shows.
+    (large,) = (line for line in manifest(save) if "parts" in line)
+    found = run("split", "-b", "64M", "--filter=sha256sum", save / "tree" / large["path"]).stdout
+    assert [line.split()[0] for line in found.splitlines()] == list(large["parts"].values())
+    assert stat.S_IMODE(save.stat().st_mode) == 0o700
+
+
+def test_a_mount_is_saved_and_restored_with_its_limits(mountpoint: Path, host: Path) -> None:  # noqa: F811
+    words = ("mount", mountpoint, "--driver", "host", "--devices", "2", "--memory", "64M")
+    gpufs(*words)
+    (mountpoint / "gpu1" / "d").mkdir()
+    (mountpoint / "gpu0" / "a").write_bytes(noise(3 * MIB))
+    (mountpoint / "gpu1" / "d" / "b").write_bytes(b"b")
+    (mountpoint / "gpu1").chmod(0o1777)
+    gpufs("quota", "set", mountpoint / "gpu1" / "d", "10M")
+    gpufs("quota", "set", mountpoint / "gpu0", "-u", "nobody", "20M")
+    limits = gpufs("quota", "list", mountpoint, "--json").stdout
+    before = {name: snapshot(mountpoint / name) for name in ("gpu0", "gpu1")}
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            (mountpoint / "gpu0" / "changing").write_bytes(b"x")
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        assert "gpu0" in fails(1, "umount", "--save", host / "save", mountpoint)
+    finally:
+        stop.set()
+        changer.join()
+    assert mounted_at(str(mountpoint))
+    assert os.listdir(host) == []
+    (mountpoint / "gpu0" / "changing").unlink()
+    with open(mountpoint / "gpu0" / "a", "rb"):
+        assert str(os.getpid()) in fails(1, "umount", "--save", host / "save", mountpoint)
+    assert os.listdir(host) == []
+    os.utime(mountpoint / "gpu0", ns=(before["gpu0"][b"."][3],) * 2)  # type: ignore[index]
+    gpufs("umount", "--save", host / "save", mountpoint)
+    assert not mounted_at(str(mountpoint))
+    gpufs(*words, "--restore", host / "save")
+    try:
+        assert {name: snapshot(mountpoint / name) for name in ("gpu0", "gpu1")} == before
+        assert json.loads(gpufs("quota", "list", mountpoint, "--json").stdout) == json.loads(limits)
+    finally:
+        gpufs("umount", mountpoint)
+    # A save that does not fit leaves nothing mounted.
+    done = gpufs(*words[:-1], "2M", "--restore", host / "save", check=False)
+    assert done.returncode == 1
+    assert "gpu0" in done.stderr
+    assert not mounted_at(str(mountpoint))
+    # A part of it goes anywhere.
+    gpufs("mount", mountpoint, "--driver", "host", "--devices", "1", "--memory", "64M")
+    try:
+        assert "gpu1" in fails(1, "restore", host / "save", mountpoint)
+        gpufs("restore", host / "save" / "tree" / "gpu1", mountpoint / "gpu0" / "other")
+        assert (mountpoint / "gpu0" / "other" / "d" / "b").read_bytes() == b"b"
+        assert os.listdir(mountpoint / "gpu0") == ["other"]
+    finally:
+        gpufs("umount", mountpoint)
+
+
+def test_names_in_the_way_are_named(saved: tuple[Path, Path], root: Path) -> None:
+    _, save = saved
+    end = root / "end"
+    (end / "d").mkdir(parents=True)
+    (end / "d").chmod(0o711)
+    (end / "d" / "c").write_bytes(b"mine")
+    assert os.fspath(end / "d" / "c") in fails(1, "restore", save, end)
+    assert snapshot(end).keys() == {b".", b"d", b"d/c"}
+    gpufs("restore", "--overwrite", save, end)
+    assert (end / "d" / "c").read_bytes() == b"c"
+    assert stat.S_IMODE((end / "d").stat().st_mode) == 0o755
+    shutil.rmtree(end / "d")
+    (end / "d").write_bytes(b"a file where a directory belongs")
+    done = gpufs("restore", "--overwrite", save, end, check=False)
+    assert done.returncode == 1
+    assert os.fspath(end / "d") in done.stderr
+
+
+def test_some_files_are_left_out(saved: tuple[Path, Path], host: Path) -> None:
+    source, _ = saved
+    gpufs("save", source, host / "some", "--include", "[ab]", "--exclude", "b")
+    assert {line["path"] for line in manifest(host / "some") if line["type"] == "file"} == {"a"}
+
+
+# ---- whole or not there ----
+
+
+def test_a_killed_save_leaves_the_old_one_or_the_new_one(root: Path, host: Path) -> None:
+    kill_saves(root, host, 4)
+
+
+@pytest.mark.slow
+def test_a_save_killed_at_many_points_leaves_the_old_one_or_the_new_one(root: Path, host: Path) -> None:
+    kill_saves(root, host, 50)
+
+
+def kill_saves(root: Path, host: Path, times: int) -> None:
+    source, save = root / "source", host / "save"
+    source.mkdir()
+    chance = random.Random(times)
+
+    def write(version: int) -> None:
+        for number in range(60):
+            (source / f"{number}").write_text(f"{version} {number}")
+        (source / "large").write_bytes(noise(8 * MIB, version))
+        (source / f"only in {version}").touch()
+        (source / f"only in {version - 1}").unlink(missing_ok=True)
+
+    def version() -> int:
+        found = {int(path.read_text().split()[0]) for path in (save / "tree").iterdir() if path.name.isdigit()}
+        assert len(found) == 1
+        (number,) = found
+        assert (save / "tree" / f"only in {number}").exists()
+        assert len(os.listdir(save / "tree")) == 62
+        return number
+
+    write(0)
+    began = time.monotonic()
+    gpufs("save", source, save)
+    seconds = time.monotonic() - began
+    old = 0
+    for number in range(1, times + 1):
+        write(number)
+        process = subprocess.Popen([*GPUFS, "save", source, save], start_new_session=True)
+        time.sleep(chance.uniform(0.2, 1.1) * seconds)
+        process.kill()
+        process.wait(PATIENCE)
+        found = version()
+        assert found in (old, number)
+        if times < 10:
+            gpufs("restore", "--verify", save)
+        old = found
+    gpufs("save", source, save)
+    assert version() == times
+    assert os.listdir(host) == ["save"]
+
+
+def test_an_interrupted_save_leaves_nothing(root: Path, host: Path) -> None:
+    (root / "large").write_bytes(bytes(2 * PART))
+    process = subprocess.Popen([*GPUFS, "save", root, host / "save"], stderr=subprocess.PIPE)
+    wait_until(lambda: os.listdir(host), 10, "the beginning of the save")
+    process.terminate()
+    _, text = process.communicate(timeout=PATIENCE)
+    assert process.returncode == -signal.SIGTERM or (process.returncode == 0 and os.listdir(host) == ["save"]), text
+    assert not [name for name in os.listdir(host) if name != "save"]
+
+
+def test_a_killed_restore_leaves_whole_files(saved: tuple[Path, Path], root: Path) -> None:
+    source, save = saved
+    whole = {name: (source / name).read_bytes() for name in ("a", "d/b", "d/c")}
+    for seconds in (0.25, 0.32, 0.4):
+        process = subprocess.Popen([*GPUFS, "restore", "--overwrite", save, root / "end"])
+        time.sleep(seconds)
+        process.kill()
+        process.wait(PATIENCE)
+        for name, content in whole.items():
+            assert not (root / "end" / name).exists() or (root / "end" / name).read_bytes() == content
+    gpufs("restore", "--overwrite", save, root / "end")
+    assert snapshot(root / "end").keys() == snapshot(source).keys()
+    assert (root / "end" / "d").stat().st_mtime_ns == (source / "d").stat().st_mtime_ns
+
+
+def test_what_others_put_beside_a_save_is_not_used(saved: tuple[Path, Path], host: Path) -> None:
+    source, save = saved
+    before, part = snapshot(save), host / ".save.gpufs-part"
+    part.mkdir()
+    os.chown(part, NOBODY, NOBODY)
+    (part / "theirs").touch()
+    assert part.name in fails(1, "save", source, save)
+    shutil.rmtree(part)
+    part.symlink_to(source)
+    fails(1, "save", source, save)
+    assert snapshot(source).keys() == {b".", b"a", b"d", b"d/b", b"d/c"}
+    part.unlink()
+    part.mkdir()
+    fd = os.open(part, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as the save of another process has it
+    assert "in progress" in fails(1, "save", source, save)
+    assert snapshot(save) == before
+    os.close(fd)
+    gpufs("save", source, save)
+    assert sorted(os.listdir(host)) == ["save"]
+
+
+def test_a_full_destination_keeps_the_old_save(saved: tuple[Path, Path], host: Path) -> None:
+    source, save = saved
+    before = snapshot(save)
+    # It fits until it is begun: only a process with this limit finds out in the end.
+    assert "d/b" in fails(1, "save", source, save, preexec_fn=lambda: limit_files(MIB))
+    assert snapshot(save) == before
+    small = host / "small"
+    small.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", small)
+    try:
+        assert "needs" in fails(1, "save", source, small / "save")
+        assert os.listdir(small) == []
+        assert "mounted" in fails(1, "save", source, small)
+    finally:
+        run("umount", small)
+    assert sorted(os.listdir(host)) == ["save", "small"]
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_save_replaces_only_saves(saved: tuple[Path, Path], host: Path) -> None:
+    source, _ = saved
+    (host / "mine").mkdir()
+    (host / "empty").mkdir()
+    (host / "mine" / "file").touch()
+    assert "mine" in fails(1, "save", source, host / "mine")
+    assert "below" in fails(1, "save", source, source / "d" / "save")
+    assert "rsync" in fails(2, "save", source, "s3://bucket/save")
+    assert "rsync" in fails(2, "save", source, "machine:/save")
+    assert "mount" in fails(1, "save", host, host / "other")
+    gpufs("save", source, host / "empty")
+    assert sorted(os.listdir(host)) == ["empty", "mine", "save"]
+
+
+def test_a_file_that_changes_ends_the_save(root: Path, host: Path) -> None:
+    changing = root / "changing"
+    changing.write_bytes(bytes(30 * MIB))
+    stop = threading.Event()
+
+    def change() -> None:
+        with open(changing, "r+b", buffering=0) as file:
+            while not stop.is_set():
+                file.write(b"x")
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        assert os.fspath(changing) in fails(1, "save", root, host / "save")
+        assert os.listdir(host) == []
+        gpufs("save", root, host / "save", "--exclude", "changing")
+    finally:
+        stop.set()
+        changer.join()
+
+
+# ---- damage ----
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_is_found_and_its_file_named(saved: tuple[Path, Path], root: Path) -> None:
+    _, save = saved
+    gpufs("restore", "--verify", save)
+    flip(save / "tree" / "a", 50_000)
+    flip(save / "tree" / "d" / "b", PART + 77)
+    done = gpufs("restore", "--verify", save, check=False)
+    assert done.returncode == 1
+    assert sorted(line.split(": ")[1] for line in done.stderr.splitlines()) == [
+        os.fspath(save / "tree" / name) for name in ("a", "d/b")
+    ]
+    assert str(PART) in done.stderr
+    done = gpufs("restore", "--verify", save, root / "end", check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 2
+    assert sorted(os.listdir(root / "end")) == ["d"]
+    assert os.listdir(root / "end" / "d") == ["c"]
+
+
+@pytest.mark.parametrize("damage", ["manifest", "cut off", "shorter", "missing"])
+def test_other_damage_is_found_before_anything_is_restored(saved: tuple[Path, Path], root: Path, damage: str) -> None:
+    _, save = saved
+    if damage == "manifest":
+        data = (save / "manifest.jsonl").read_bytes()
+        flip(save / "manifest.jsonl", data.index(b'"mtime":"') + 12)
+    elif damage == "cut off":
+        os.truncate(save / "manifest.jsonl", (save / "manifest.jsonl").stat().st_size - 150)
+    elif damage == "shorter":
+        os.truncate(save / "tree" / "a", 5)
+    else:
+        (save / "tree" / "a").unlink()
+    wanted = os.fspath(save / "manifest.jsonl" if damage in ("manifest", "cut off") else save / "tree" / "a")
+    assert wanted in fails(1, "restore", save, root / "end")
+    assert wanted in fails(1, "restore", "--verify", save)
+    assert not (root / "end").exists()
+
+
+# ---- saves of others ----
+
+EDITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "above": lambda line: {**line, "path": "../outside"},
+    "above, inside": lambda line: {**line, "path": "d/../../outside"},
+    "above, escaped": lambda line: {**line, "path": "%2e%2e/outside"},
+    "absolute": lambda line: {**line, "path": "/tmp/gpufs-outside"},
+    "no name": lambda line: {**line, "path": "d//x"},
+    "nothing": lambda line: {**line, "path": ""},
+    "NUL": lambda line: {**line, "path": "x%00y"},
+    "long name": lambda line: {**line, "path": "x" * 256},
+    "deep": lambda line: {**line, "path": "/".join("x" * 3000)},
+    "huge": lambda line: {**line, "size": 1 << 60},
+    "larger": lambda line: {**line, "size": 1 << 40, "sha256": None, "parts": {}},
+    "negative": lambda line: {**line, "size": -1},
+    "parts": lambda line: {**line, "parts": {"-1": "0" * 64}},
+    "mode": lambda line: {**line, "mode": "07777777"},
+    "owner": lambda line: {**line, "uid": -1},
+    "time": lambda line: {**line, "mtime": "9" * 40 + ".000000000"},
+    "kind": lambda line: {**line, "type": "program"},
+    "field": lambda line: {**line, "run": "sh"},
+    "link above": lambda line: {"type": "hardlink", "path": "x", "to": "../../../etc/passwd"},
+    "link to a directory": lambda line: {"type": "hardlink", "path": "x", "to": "d"},
+    "link to nothing": lambda line: {"type": "hardlink", "path": "x", "to": "there/is/none"},
+    "link as the directory itself": lambda line: {"type": "hardlink", "path": ".", "to": "a"},
+    "file as the directory itself": lambda line: {**line, "path": "."},
+    "attribute": lambda line: {**line, "xattrs": {"user.\0x": "AAAA"}},
+    "surrogate": lambda line: {**line, "path": "\ud800"},
+    "second beginning": lambda line: {"type": "gpufs-save", "version": 1, "source": "", "saved": ""},
+    "nested": lambda line: {**line, "xattrs": {"user.x": "not base 64!"}},
+}  # fmt: skip
+
+
+def test_no_line_of_a_manifest_leads_out_of_the_destination(saved: tuple[Path, Path], root: Path) -> None:
+    _, save = saved
+    lines = manifest(save)[:-1]
+    place = next(place for place, line in enumerate(lines) if line.get("path") == "a")
+    outside = (*root.iterdir(), *save.parent.iterdir())
+    for name, edit in EDITS.items():
+        write_manifest(save, [*lines[:place], edit(lines[place]), *lines[place + 1 :]])
+        done = gpufs("restore", save, root / "end", check=False)
+        assert done.returncode == 1, name
+        assert len(done.stderr.splitlines()) == 1, done
+        assert "internal error" not in done.stderr, done
+        assert (*root.iterdir(), *save.parent.iterdir()) == outside, name
+    assert not os.path.lexists("/tmp/gpufs-outside")
+    for path in ("..", "d\0x", "%2e%2e"):
+        write_manifest(save, [{**lines[0], "limits": [{"path": path, "limit_bytes": 1}]}, *lines[1:]])
+        assert "manifest" in fails(1, "restore", save, root / "end")
+    for data in (
+        b"",
+        b"\0" * 1000,
+        b"[" * 10**6,
+        b'{"type":"gpufs-save"}\n',
+        b'{"type":"gpufs-save","version":9,"source":"","saved":""}\n',
+    ):
+        (save / "manifest.jsonl").write_bytes(data)
+        assert "manifest" in fails(1, "restore", save, root / "end")
+
+
+def test_links_in_a_save_or_a_destination_are_not_followed(saved: tuple[Path, Path], root: Path, host: Path) -> None:
+    _, save = saved
+    secret = host / "secret"
+    secret.mkdir()
+    (secret / "c").write_bytes(b"s")
+    # In the tree: a file, and a directory.
+    (save / "tree" / "a").unlink()
+    (save / "tree" / "a").symlink_to(secret / "c")
+    assert os.fspath(save / "tree" / "a") in fails(1, "restore", save, root / "end")
+    (save / "tree" / "a").unlink()
+    os.mkfifo(save / "tree" / "a")  # nor opened
+    fails(1, "restore", save, root / "end", timeout=PATIENCE)
+    (save / "tree" / "a").unlink()
+    (save / "tree" / "a").write_bytes(noise(100 * KIB))
+    shutil.move(save / "tree" / "d", host / "d")
+    (save / "tree" / "d").symlink_to(host / "d")
+    fails(1, "restore", save, root / "end")
+    (save / "tree" / "d").unlink()
+    shutil.move(host / "d", save / "tree" / "d")
+    # In the destination: a directory.
+    (root / "end").mkdir()
+    (root / "end" / "d").symlink_to(secret)
+    for words in ((), ("--overwrite",)):
+        done = gpufs("restore", *words, save, root / "end", check=False)
+        assert done.returncode == 1
+        assert os.fspath(root / "end" / "d") in done.stderr
+    assert (secret / "c").read_bytes() == b"s"
+    assert os.listdir(secret) == ["c"]
+    # In the manifest: a link before what would go through it.
+    lines = manifest(save)[:-1]
+    link = {"type": "symlink", "path": "d", "mode": "0777", "uid": 0, "gid": 0, "atime": "0.000000000"}
+    write_manifest(save, [lines[0], {**link, "mtime": "0.000000000", "target": os.fspath(secret)}, *lines[1:]])
+    assert gpufs("restore", save, root / "other", check=False).returncode == 1
+    assert (secret / "c").read_bytes() == b"s"
+    assert os.listdir(secret) == ["c"]
+
+
+def test_the_save_of_another_user_gives_no_rights(root: Path, host: Path) -> None:
+    source = root / "source"
+    source.mkdir()
+    (source / "program").write_bytes(b"#!/bin/sh")
+    os.setxattr(source / "program", "security.note", b"x")
+    os.setxattr(source / "program", "user.note", b"x")
+    (source / "program").chmod(0o6755)
+    os.mknod(source / "disk", stat.S_IFBLK | 0o666, os.makedev(8, 0))
+    gpufs("save", source, host / "save")
+    os.chown(host / "save" / "manifest.jsonl", NOBODY, NOBODY)
+    done = gpufs("restore", host / "save", root / "end")
+    assert os.fspath(host / "save") in done.stderr
+    assert stat.S_IMODE((root / "end" / "program").stat().st_mode) == 0o755
+    assert os.listxattr(root / "end" / "program") == ["user.note"]
+    assert os.listdir(root / "end") == ["program"]
+
+
+def test_a_plain_user_saves_and_restores_what_is_the_users_own(
+    root: Path,
+    open_directory: Path,  # noqa: F811
+) -> None:
+    source, other = root / "source", root / "source" / "other"
+
+    def make() -> None:
+        source.mkdir()
+        (source / "mine").write_bytes(noise(MIB))
+        (source / "mine").chmod(0o640)
+        os.setxattr(source / "mine", "user.note", b"x")
+        (source / "d").mkdir(mode=0o500)
+
+    as_nobody(make)
+    (source / "theirs").write_bytes(b"readable")
+    (source / "secret").write_bytes(b"secret")
+    (source / "secret").chmod(0o600)
+    other.mkdir(mode=0o700)
+    open_directory.chmod(0o777)
+    with plain_user() as environment:
+        program, variables = user_gpufs(environment)
+
+        def as_user(*words: object) -> subprocess.CompletedProcess[str]:
+            identity: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+            return run(*program, *map(str, words), env=variables, **identity)
+
+        done = as_user("save", source, open_directory / "save")
+        assert len(done.stderr.splitlines()) == 1
+        assert os.fspath(other) in done.stderr or os.fspath(source / "secret") in done.stderr
+        done = as_user("restore", "--verify", open_directory / "save", root / "end")
+        assert len(done.stderr.splitlines()) == 1  # of the owner of one
+    mine, theirs = root / "end" / "mine", root / "end" / "theirs"
+    assert sorted(os.listdir(root / "end")) == ["d", "mine", "theirs"]
+    assert mine.read_bytes() == noise(MIB)
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o640
+    assert os.getxattr(mine, "user.note") == b"x"
+    assert {path.stat().st_uid for path in (mine, theirs, root / "end", root / "end" / "d")} == {NOBODY}
+    assert stat.S_IMODE((root / "end" / "d").stat().st_mode) == 0o500
