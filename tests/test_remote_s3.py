@@ -239,7 +239,7 @@ def test_an_upload_that_ends_early_stores_nothing(root: Path, s3: S3) -> None:
 def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the page run as they are shown, in their order."""
     text = (REPOSITORY / "docs" / "howto" / "load-from-s3-and-the-hub.md").read_text()
-    commands = re.findall(r"^    (gpufs cp .*?)(?: {3,}#.*|  #.*)?$", text, re.M)
+    commands = re.findall(r"^    (gpufs (?:cp|sync) .*?)(?: {3,}#.*|  #.*)?$", text, re.M)
     assert len(commands) >= 10
     put(s3, **{"Qwen3-8B/a.safetensors": b"weights", "model.safetensors": b"model"})
     with web_server() as web:
@@ -252,6 +252,7 @@ def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch
             "/mnt/gpufs": str(shared_mount.path),
             "https://example.com": web.url,
             "gpufs cp": f"{program}/gpufs cp",
+            "gpufs sync": f"{program}/gpufs sync",
         }
         for command in commands:
             for name, here in names.items():
