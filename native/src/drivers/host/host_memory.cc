@@ -29,10 +29,8 @@ constexpr std::uint64_t kAllocateStep = std::uint64_t{256} << 20;
 constexpr std::uint64_t kShared = 1;
 
 int retrying_fallocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) {
-  while (::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
-    if (errno != EINTR) return errno;
-  }
-  return 0;
+  const auto call = [&] { return ::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes)); };
+  return TEMP_FAILURE_RETRY(call()) == 0 ? 0 : errno;
 }
 
 int punch(int fd, std::uint64_t offset, std::uint64_t bytes) {
