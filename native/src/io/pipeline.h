@@ -1,6 +1,5 @@
-// Moves a transfer's chunks on one thread. A load: take a chunk of the plan, read the file into a free pinned buffer,
-// queue the copy to the device, take the next chunk. So file and device work overlap. A store does the same in the
-// other direction.
+// Moves a transfer's chunks on one thread, so that its file and its device work at the same time. pipeline.cc begins
+// with the steps.
 // Ownership: the thread that runs it, which alone uses it.
 #pragma once
 

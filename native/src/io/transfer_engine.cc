@@ -60,15 +60,15 @@ Status TransferEngine::check(const TransferRequest& request) {
       return Status(EINVAL, "buffer offset and size overflow");
     }
   }
-  if (request.address != 0) {
-    const std::uint64_t limit = request.limit();
+  if (request.target->address() != 0) {
+    const std::uint64_t limit = request.target->limit();
     if (request.target_offset > limit || (request.bytes != kToTheEnd && end > limit)) {
       const std::string range = request.bytes == kToTheEnd
                                     ? "offset " + std::to_string(request.target_offset)
                                     : "[" + std::to_string(request.target_offset) + ", " + std::to_string(end) + ")";
       return Status(EINVAL, range + " is outside of the device memory, which has " + std::to_string(limit) + " bytes");
     }
-  } else if (load && request.target_offset > request.limit()) {
+  } else if (load && request.target_offset > Buffer::kMaximumBytes) {
     return Status(EFBIG, "the range starts beyond the largest buffer");
   }
   return {};

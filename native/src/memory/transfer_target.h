@@ -24,6 +24,8 @@ class TransferTarget {
   [[nodiscard]] virtual std::uint64_t size() const = 0;
   // The largest size that it may have.
   [[nodiscard]] virtual std::uint64_t limit() const = 0;
+  // Where memory lies that a program allocated itself, and keeps; 0: that of a file.
+  [[nodiscard]] virtual DeviceAddress address() const { return 0; }
   // Where in its first granule a buffer's first byte lies.
   [[nodiscard]] virtual std::uint64_t placement() const { return 0; }
   // The buffer, if a load allocates its memory and sets its size, and if it can have holes. Null if memory and size
