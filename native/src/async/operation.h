@@ -82,10 +82,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // Publishes the outcome, and has the stream go on. False if it is over already.
   bool end(Completion completion);
-  // Asks it to stop: one that moves nothing yet is over at once. why: reported instead of ECANCELED. False if it is
-  // over already.
+  // Asks the operation to stop: one that moves nothing yet is over at once. why: reported instead of ECANCELED. False
+  // if it is over already.
   bool cancel(const Status& why = {});
-  // Withdraws it as if it had never been submitted. False if it is over already.
+  // Withdraws the operation as if it had never been submitted. False if it is over already.
   bool retract();
   // Has the stream go on before the operation is over, with -ETIMEDOUT as its count. False if it does not hold one.
   bool release_stream_early();
@@ -184,7 +184,7 @@ class OperationStream {
   [[nodiscard]] std::deque<std::shared_ptr<Operation>> queued() const;
   // The failure of the device if it will not reach them any more.
   Status failure();
-  // Whether it can be destroyed: neither the driver nor the device refers to it any more.
+  // Whether the stream can be destroyed: neither the driver nor the device refers to it any more.
   bool idle();
   [[nodiscard]] bool closed() const;
   // Whether nothing was submitted for so long.

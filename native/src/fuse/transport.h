@@ -58,7 +58,7 @@ class PayloadMemory {
 
   std::byte* base_;
   std::size_t bytes_;
-  std::shared_ptr<HostLocks> locks_;  // that have locked it
+  std::shared_ptr<HostLocks> locks_;  // which have locked the memory
 };
 
 struct TransportOptions {

@@ -130,7 +130,7 @@ Status Pipeline::pin(Slot& slot) {
   const std::uint64_t offset = slot.work.chunk.offset + slot.work.done;
   Result<TransferTarget::Pin> pinned = memory_.pin(offset, slot.bytes, Wait::kForbidden);
   if (!pinned.ok()) {
-    drain();  // it may have to wait for pins that this thread holds
+    drain();  // pinning may have to wait for pins that this thread holds
     pinned = memory_.pin(offset, slot.bytes);
   }
   if (pinned.ok()) slot.pin = pinned.take();

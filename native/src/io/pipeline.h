@@ -41,7 +41,7 @@ class Pipeline {
   struct Slot {
     BounceBuffer buffer;
     bool busy = false;                                // the device works on it
-    std::shared_ptr<const CopyBatches::Batch> batch;  // that has its copies; null if there are none
+    std::shared_ptr<const CopyBatches::Batch> batch;  // which has the slot's copies; null if there are none
     Work work;
     std::uint64_t bytes = 0;      // of the chunk, after work.done, that are in the buffer
     std::byte* memory = nullptr;  // where they are

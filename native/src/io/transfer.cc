@@ -181,7 +181,7 @@ bool Transfer::enter() {
   prepare_end_.store(observe::now_ns(), std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
-    // Otherwise it was left behind in the meantime, and leave() finds it done.
+    // Otherwise the transfer was left behind in the meantime, and leave() finds it done.
     if (phase_ == Phase::kPreparing) {
       phase_ = Phase::kRunning;
       cursor_ = plan.ok() ? PlanCursor(plan.take()) : PlanCursor(plan.status());
@@ -360,7 +360,7 @@ std::optional<Chunk> Transfer::next_chunk() {
 
 void Transfer::complete(const ChunkProgress& progress, const Status& status) {
   const std::lock_guard lock(mutex_);
-  if (phase_ != Phase::kRunning) return;  // it was left behind
+  if (phase_ != Phase::kRunning) return;  // the transfer was left behind
   cursor_.complete(progress.chunk, progress.done, status);
   progress_.moved += progress.done;
   progress_.hole_bytes += progress.skipped;

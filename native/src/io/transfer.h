@@ -110,9 +110,9 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
            const TransferRequest& request);
 
   [[nodiscard]] TransferProgress progress() const;
-  // Stops it at its next chunk; one that no thread has served yet is over at once. Does not block and may be called
-  // again. A thread that hangs in a file of a network or user file system is left behind: nothing it still does reaches
-  // the device, but a write under way may still reach the file.
+  // Stops the transfer at its next chunk; one that no thread has served yet is over at once. Does not block and may be
+  // called again. A thread that hangs in a file of a network or user file system is left behind: nothing it still does
+  // reaches the device, but a write under way may still reach the file.
   void cancel();
   // Blocks until it is done, up to `timeout`; true if it is.
   bool wait(std::chrono::milliseconds timeout);

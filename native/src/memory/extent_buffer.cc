@@ -26,7 +26,7 @@ ExtentBuffer::~ExtentBuffer() {
   snapshot_.reset();
   range_.reset();
   memory_.reset();
-  context_->reclaim().unlist_trimmable(this);
+  context_->releases().unlist_trimmable(this);
   charge().settle(0);
   if (own_held_ > 0) context_->released(own_held_);
 }

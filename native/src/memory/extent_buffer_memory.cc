@@ -40,7 +40,7 @@ constexpr int kMostAttempts = 4;  // others that grow may be faster to take what
 
 Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt, Wait wait) {
   for (int number = 1;; ++number) {
-    const std::uint64_t releases = context_->reclaim().release_count();
+    const std::uint64_t releases = context_->releases().count();
     Status status = attempt();
     if (!lacks_memory(status.error()) || number == kMostAttempts || wait == Wait::kForbidden) return status;
     if (!reclaim(releases, status.error() == EDQUOT)) return status;
@@ -52,19 +52,19 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
   const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
   for (;;) {
     bool busy = false;
-    for (const std::weak_ptr<Buffer>& listed : context_->reclaim().trimmable()) {
+    for (const std::weak_ptr<Buffer>& listed : context_->releases().trimmable()) {
       const std::shared_ptr<Buffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // One that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
     }
-    if (context_->reclaim().release_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
+    if (context_->releases().count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
       context_->slabs()->compact(std::chrono::steady_clock::now() + kReclaimTimeout);
     }
-    if (context_->reclaim().release_count() != releases_before) return true;
+    if (context_->releases().count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
-    context_->reclaim().wait_for_release(releases_before, std::chrono::steady_clock::now() + kPause);
+    context_->releases().wait_for_next(releases_before, std::chrono::steady_clock::now() + kPause);
   }
 }
 
@@ -196,7 +196,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   if (!status.ok()) {
     drop_empty_memory();
   } else if (memory_ != nullptr) {
-    context_->reclaim().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, weak_from_this());
   }
   return status;
 }
@@ -274,7 +274,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
 }
 
 Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint64_t bytes, const Extents& populated) {
-  if (context_->info().reserve_copies) return memory_->reserve(bytes, populated);  // they are memory
+  if (context_->info().reserve_copies) return memory_->reserve(bytes, populated);  // addresses are memory
   struct Charged {
     ~Charged() {
       range.reset();
@@ -446,7 +446,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     release(removed);
   }
   // Not before: whoever finds the device full must wait for this.
-  if (!in_use) context_->reclaim().unlist_trimmable(this);
+  if (!in_use) context_->releases().unlist_trimmable(this);
   return true;
 }
 
@@ -641,7 +641,7 @@ Status ExtentBuffer::restore(const KeptContents& contents) {
     replace(make_snapshot(contents.extents));
     shift_ = contents.shift;
     // Other memory above the size is not in ahead_: fallocate(2) may have asked for it.
-    context_->reclaim().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, weak_from_this());
   }
   account();
   // While a shift is in progress, its scratch is above the size.
