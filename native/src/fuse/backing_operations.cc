@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "fuse/attributes.h"
 #include "fuse/protocol.h"
 #include "io/file_io.h"
 #include "memory/account.h"
@@ -39,12 +40,9 @@ std::uint64_t client_of(const BackingFacts& facts, std::uint32_t uid) {
 void drop_set_id(int fd, const Caller& writer) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) return;
-  mode_t mode = status.st_mode & 07777U;
-  if ((mode & S_ISUID) != 0) mode &= ~static_cast<mode_t>(S_ISUID);
-  if ((mode & S_ISGID) != 0 && ((mode & S_IXGRP) != 0 || !writer.in_group(status.st_gid))) {
-    mode &= ~static_cast<mode_t>(S_ISGID);
-  }
-  if (mode != (status.st_mode & 07777U)) static_cast<void>(::fchmod(fd, mode));
+  const bool all = has_bare_set_gid(status.st_mode) && !writer.in_group(status.st_gid);
+  const mode_t mode = mode_without_set_id(status.st_mode, all ? SetIdLoss::kAll : SetIdLoss::kExecutable);
+  if (mode != status.st_mode) static_cast<void>(::fchmod(fd, mode & 07777U));
 }
 
 // The same after changes for which the kernel does not report whether the caller may keep the bits.
