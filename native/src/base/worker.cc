@@ -28,23 +28,24 @@ Status Worker::start_locked() {
 }
 
 bool Worker::post(Task task) {
-  const std::lock_guard lock(state_->mutex);
-  state_->tasks.push_back(std::move(task));
-  return notify_locked();
+  return notify([&] { state_->tasks.push_back(std::move(task)); });
 }
 
 void Worker::wake() {
-  const std::lock_guard lock(state_->mutex);
-  state_->due = {};
-  notify_locked();
+  notify([&] { state_->due = {}; });
 }
 
-bool Worker::notify_locked() {
-  const Status started = start_locked();
-  if (started.error() == ESHUTDOWN) return false;
-  if (!started.ok()) log_warning(started.message());
+template <typename Change>
+bool Worker::notify(Change change) {
+  Status started;
+  {
+    const std::lock_guard lock(state_->mutex);
+    change();
+    started = start_locked();
+  }
   state_->changed.notify_all();
-  return true;
+  if (!started.ok() && started.error() != ESHUTDOWN) log_warning(started.message());
+  return started.error() != ESHUTDOWN;
 }
 
 bool Worker::stop(std::optional<std::chrono::milliseconds> grace) {
@@ -65,14 +66,14 @@ bool Worker::stop(std::optional<std::chrono::milliseconds> grace) {
 }
 
 void Worker::State::run() {
+  std::vector<Task> running;
   std::unique_lock lock(mutex);
   while (!stopping || !tasks.empty()) {
     if (!tasks.empty()) {
-      Task task = std::move(tasks.front());
-      tasks.pop_front();
+      running.swap(tasks);
       lock.unlock();
-      task();
-      task = nullptr;
+      for (Task& task : running) std::exchange(task, nullptr)();
+      running.clear();
       lock.lock();
     } else if (due == kNever) {
       changed.wait(lock);

@@ -5,13 +5,13 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/status.h"
 
@@ -49,7 +49,7 @@ class Worker {
     Check check;       // constant
     std::mutex mutex;  // guards all below, and the Worker's thread_
     std::condition_variable changed;
-    std::deque<Task> tasks;
+    std::vector<Task> tasks;
     Clock::time_point due;  // of the check
     bool stopping = false;
     bool ended = false;
@@ -57,8 +57,9 @@ class Worker {
     void run();
   };
   Status start_locked();
-  // Wakes the thread; false after stop().
-  bool notify_locked();
+  // Calls change() under the lock and wakes the thread. False after stop().
+  template <typename Change>
+  bool notify(Change change);
 
   const std::string name_;
   const std::shared_ptr<State> state_ = std::make_shared<State>();
