@@ -289,7 +289,7 @@ class Keeper {
     return true;
   }
 
-  // This and the next two return false if there is nothing left to keep.
+  // replace_daemon(), and the next two functions, return false if there is nothing left to keep.
   bool replace_daemon() {
     noticed_ = Clock::now();
     ::syslog(LOG_NOTICE, "the daemon %d has died", process_);
@@ -356,7 +356,7 @@ class Keeper {
 
   void refuse_requests() {
     if (std::exchange(refuses_, true)) return;
-    // Those that the daemon had read and not answered come again, to refuse_request().
+    // Requests that the daemon had read and not answered come again, to refuse_request().
     const fuse_out_header resend{sizeof resend, kNotifyResend, 0};
     if (::write(connection(), &resend, sizeof resend) < 0)
       ::syslog(LOG_WARNING, "some programs wait: %s", std::strerror(errno));

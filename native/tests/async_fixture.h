@@ -153,9 +153,11 @@ class Rig {
     made.request.transfer.direction = direction;
     made.request.transfer.file = file;
     made.request.transfer.target = memory;
-    made.request.bytes = {bytes, numbers.late_bytes};
-    made.request.file_offset = {numbers.offset, numbers.late_offset};
-    made.request.target_offset.value = numbers.target;
+    made.request.transfer.bytes = bytes;
+    made.request.transfer.file_offset = numbers.offset;
+    made.request.transfer.target_offset = numbers.target;
+    made.request.bytes_cell = numbers.late_bytes;
+    made.request.file_offset_cell = numbers.late_offset;
     made.request.cookie = numbers.cookie;
     made.request.count = numbers.count;
     made.stream = std::move(stream);

@@ -208,7 +208,7 @@ TEST_P(AsyncOperations, OnOneStreamMayExceedTheHardwareQueue) {
   if (GetParam() == Kind::kCuda || GetParam() == Kind::kCudaCalls) cuda_test::fake().share_queues();
   for (std::size_t piece = 0; piece < kCount; ++piece) {
     AsyncEngine::Submission entry = rig.entry(Direction::kLoad, buffer, 333, own.stream);
-    entry.request.file_offset.value = entry.request.target_offset.value = piece * 333;
+    entry.request.transfer.file_offset = entry.request.transfer.target_offset = piece * 333;
     entry.request.cookie = piece;
     ASSERT_OK(rig.submit(std::move(entry)));
   }
@@ -262,7 +262,7 @@ TEST_P(AsyncOperations, EndSoonWhenCancelled) {
   std::int64_t count = 0;
   gate.hold(*own.program);
   AsyncEngine::Submission entry = rig.entry(Direction::kLoad, buffer, 100, own.stream);
-  entry.request.file_offset.cell = &cell;
+  entry.request.file_offset_cell = &cell;
   entry.request.count = &count;
   std::uint64_t id = 0;
   ASSERT_OK(rig.submit(std::move(entry), &id));
@@ -388,8 +388,8 @@ TEST_P(AsyncOperations, SurviveConcurrentSubmitCancelAndCollect) {
         const std::size_t which = random() % 5;
         AsyncEngine::Submission entry =
             rig.entry(Direction::kLoad, buffer, random() % 4096, which < 4 ? streams[which].stream : nullptr);
-        entry.request.file_offset.value = random() % 60'000;
-        entry.request.target_offset.value = static_cast<std::uint64_t>(count) * 4096;  // nothing orders the streams
+        entry.request.transfer.file_offset = random() % 60'000;
+        entry.request.transfer.target_offset = static_cast<std::uint64_t>(count) * 4096;  // nothing orders the streams
         std::uint64_t id = 0;
         if (!rig.submit(std::move(entry), &id).ok()) ++wrong;
         ++submitted;

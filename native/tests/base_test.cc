@@ -1,4 +1,4 @@
-// Status, log lines, threads.
+// Status, log lines, threads, workers.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -8,13 +8,19 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <latch>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/log.h"
 #include "base/status.h"
 #include "base/thread.h"
+#include "base/worker.h"
+#include "no_more_threads.h"
 
 namespace gpufs {
 namespace {
@@ -112,6 +118,66 @@ TEST(ThreadTest, IsNamedAndTakesNoSignals) {
   sigset_t mine;
   ::pthread_sigmask(SIG_BLOCK, nullptr, &mine);
   EXPECT_EQ(::sigismember(&mine, SIGTERM), 0);
+}
+
+TEST(WorkerTest, RunsAllTasksInOrderBeforeItEnds) {
+  std::vector<int> ran;
+  Worker worker("tasks");
+  for (int i = 0; i < 100; ++i) EXPECT_TRUE(worker.post([&ran, i] { ran.push_back(i); }));
+  EXPECT_TRUE(worker.stop());
+  ASSERT_EQ(ran.size(), 100U);
+  EXPECT_TRUE(std::is_sorted(ran.begin(), ran.end()));
+  EXPECT_FALSE(worker.post([&ran] { ran.clear(); }));
+  EXPECT_TRUE(worker.stop());
+  EXPECT_EQ(ran.size(), 100U);
+}
+
+TEST(WorkerTest, ChecksWhenItIsDueAndWhenItIsWoken) {
+  int checks = 0;
+  std::latch by_time(3);
+  std::latch woken(1);
+  Worker worker("checks", [&] {
+    ++checks;
+    if (checks == 4) woken.count_down();
+    if (checks > 3) return Worker::kNever;
+    by_time.count_down();
+    return checks == 3 ? Worker::kNever : Worker::Clock::now() + std::chrono::milliseconds(1);
+  });
+  ASSERT_TRUE(worker.start().ok());
+  by_time.wait();
+  worker.wake();
+  woken.wait();
+  worker.stop();
+  EXPECT_EQ(checks, 4);
+  worker.wake();
+  EXPECT_EQ(worker.start().error(), ESHUTDOWN);
+}
+
+TEST(WorkerTest, AThreadThatHangsIsLeftBehind) {
+  const auto release = std::make_shared<std::latch>(1);
+  const auto held = std::make_shared<int>();
+  {
+    Worker worker("hangs");
+    worker.post([release] { release->wait(); });
+    worker.post([held] {});
+    EXPECT_FALSE(worker.stop(std::chrono::milliseconds(1)));
+  }
+  EXPECT_EQ(held.use_count(), 2);  // no other thread drops what a task holds
+  release->count_down();
+  while (held.use_count() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+TEST(WorkerTest, RunsItsTasksWithoutAThread) {
+  bool ran = false;
+  Worker worker("none");
+  {
+    const testing::NoMoreThreads none;
+    EXPECT_EQ(worker.start().error(), EAGAIN);
+    EXPECT_TRUE(worker.post([&ran] { ran = true; }));
+  }
+  EXPECT_FALSE(ran);
+  EXPECT_TRUE(worker.stop());
+  EXPECT_TRUE(ran);
 }
 
 }  // namespace

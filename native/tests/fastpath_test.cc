@@ -229,7 +229,7 @@ TYPED_TEST(VendorFiles, MemoryOfAProgramMustBeTheDevices) {
   TransferRequest wanted = rig.load();
   wanted.fastpath = FastpathMode::kRequire;
   const DeviceAddress address = this->memory(2 * kMiB);
-  wanted.set_range(rig.device, address + 4096, kMiB);
+  wanted.target = program_memory(rig.device, address + 4096, kMiB);
   TransferProgress done = rig.finish(wanted);
   EXPECT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(done.path_bytes[0], kMiB);
@@ -239,13 +239,13 @@ TYPED_TEST(VendorFiles, MemoryOfAProgramMustBeTheDevices) {
 
   std::vector<std::byte> host(kMiB + 4096);
   const auto aligned = (reinterpret_cast<DeviceAddress>(host.data()) + 4095) / 4096 * 4096;
-  wanted.set_range(rig.device, aligned, kMiB);
+  wanted.target = program_memory(rig.device, aligned, kMiB);
   done = rig.finish(wanted);
   EXPECT_EQ(done.status.error(), EOPNOTSUPP);
   EXPECT_EQ(done.status.message(), "fastpath is required but refused: memory_kind");
   EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kMemoryKind), 1U);
   // Nor is its alignment anybody's but its own.
-  wanted.set_range(rig.device, address + 1, kMiB);
+  wanted.target = program_memory(rig.device, address + 1, kMiB);
   done = rig.finish(wanted);
   EXPECT_EQ(done.status.message(), "fastpath is required but refused: memory_unaligned");
   EXPECT_EQ(this->calls().size(), before);

@@ -25,28 +25,28 @@ class InodeTableTest : public DevicesTest {
 TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   ASSERT_TRUE(table.add({.attributes = file_attributes(2), .references = 1}).ok());
   write(2, 3 * kGranule);
-  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
+  EXPECT_EQ(contexts[0]->releases().expected_bytes(), 0U);
   (void)table.set_links(table.find(2), 0);  // the kernel may still hold it
-  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
-  EXPECT_EQ(contexts[1]->reclaim().expected_bytes(), 0U);
+  EXPECT_EQ(contexts[0]->releases().expected_bytes(), 3 * kGranule);
+  EXPECT_EQ(contexts[1]->releases().expected_bytes(), 0U);
   EXPECT_EQ(table.counts().orphan_bytes, 3 * kGranule);
   const std::uint64_t fh = table.open(table.find(2), O_RDONLY).take();  // through /proc/self/fd
-  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
+  EXPECT_EQ(contexts[0]->releases().expected_bytes(), 0U);
   ASSERT_TRUE(table.release(fh).ok());
-  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
+  EXPECT_EQ(contexts[0]->releases().expected_bytes(), 3 * kGranule);
   (void)table.set_links(table.find(2), 1);  // linked again
-  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
+  EXPECT_EQ(contexts[0]->releases().expected_bytes(), 0U);
   (void)table.set_links(table.find(2), 0);
 
   frees.close();
   ASSERT_TRUE(table.forget(2, 1));  // returns although freeing takes long
   EXPECT_TRUE(frees.wait_for_visitors(1));
-  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 3 * kGranule);
-  const std::uint64_t seen = contexts[0]->reclaim().release_count();
+  EXPECT_EQ(contexts[0]->releases().expected_bytes(), 3 * kGranule);
+  const std::uint64_t seen = contexts[0]->releases().count();
   frees.open();
-  contexts[0]->reclaim().wait_for_release(seen, std::chrono::steady_clock::now() + kPatience);
+  contexts[0]->releases().wait_for_next(seen, std::chrono::steady_clock::now() + kPatience);
   EXPECT_TRUE(eventually([&] { return table.counts().orphans == 0; }));
-  EXPECT_EQ(contexts[0]->reclaim().expected_bytes(), 0U);
+  EXPECT_EQ(contexts[0]->releases().expected_bytes(), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
 }
 

@@ -143,7 +143,7 @@ TEST_F(HipFiles, MemoryThatTheKernelRefusesGoesByFallback) {
   START_OR_SKIP(data);
   // A program's own range: the runtime only says that it is the device's.
   TransferRequest wanted = rig_->load();
-  wanted.set_range(rig_->device, memory(data.size()), data.size());
+  wanted.target = program_memory(rig_->device, memory(data.size()), data.size());
   const TransferProgress done = rig_->finish_in_order(wanted);
   ASSERT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_EQ(done.path_bytes[0], 0U);

@@ -191,7 +191,7 @@ TEST_P(HoleTransfers, MemoryOfAProgramGetsZerosForHoles) {
       wanted.target = std::make_shared<RegisteredBuffer>(rig.device, std::make_unique<ForeignMapping>(address),
                                                          memory.size(), /*writable=*/true);
     } else {
-      wanted.set_range(rig.device, address, memory.size());
+      wanted.target = program_memory(rig.device, address, memory.size());
     }
     const TransferProgress done = rig.finish(wanted);
     ASSERT_TRUE(done.status.ok()) << done.status.message();

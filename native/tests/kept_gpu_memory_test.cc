@@ -39,13 +39,13 @@ class FakeKeeper final : public MemoryKeeper {
   }
   void settle() override { ++settled; }
   void lose(const Status& reason) override { lost = reason; }
-  std::vector<Piece> take(std::uint64_t memory) override {
-    std::vector<Piece> pieces;
+  std::vector<KeptPiece> take(std::uint64_t memory) override {
+    std::vector<KeptPiece> pieces;
     for (const auto& [key, held] : held_) {
       if (held.memory != memory) continue;
       pieces.push_back({held.piece, key, copy_of(held.piece.descriptor.get())});
     }
-    std::ranges::sort(pieces, {}, &Piece::offset);
+    std::ranges::sort(pieces, {}, &KeptPiece::offset);
     return pieces;
   }
 
@@ -74,7 +74,7 @@ class FakeKeeper final : public MemoryKeeper {
  private:
   struct Held {
     std::uint64_t memory;
-    Piece piece;
+    KeptPiece piece;
   };
 
   static UniqueFd copy_of(int descriptor) { return UniqueFd(::fcntl(descriptor, F_DUPFD_CLOEXEC, 3)); }

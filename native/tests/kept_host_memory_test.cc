@@ -24,7 +24,7 @@ class Holder final : public MemoryKeeper {
  public:
   std::uint64_t new_memory() override { return ++last_; }
   std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override {
-    Piece piece;
+    KeptPiece piece;
     piece.offset = offset;
     piece.bytes = bytes;
     piece.key = ++last_;
@@ -33,11 +33,12 @@ class Holder final : public MemoryKeeper {
     return last_;
   }
   void drop(std::uint64_t key) override {
-    for (auto& [memory, pieces] : pieces_) std::erase_if(pieces, [&](const Piece& each) { return each.key == key; });
+    for (auto& [memory, pieces] : pieces_)
+      std::erase_if(pieces, [&](const KeptPiece& each) { return each.key == key; });
   }
   void settle() override {}
   void lose(const Status& /*reason*/) override {}
-  std::vector<Piece> take(std::uint64_t memory) override { return copies(pieces_.at(memory)); }
+  std::vector<KeptPiece> take(std::uint64_t memory) override { return copies(pieces_.at(memory)); }
 
   // What another process finds after the death of this one.
   [[nodiscard]] std::shared_ptr<Holder> next() const {
@@ -49,10 +50,10 @@ class Holder final : public MemoryKeeper {
   [[nodiscard]] std::size_t count(std::uint64_t memory) const { return pieces_.at(memory).size(); }
 
  private:
-  static std::vector<Piece> copies(const std::vector<Piece>& pieces) {
-    std::vector<Piece> copied;
-    for (const Piece& piece : pieces) {
-      Piece copy;
+  static std::vector<KeptPiece> copies(const std::vector<KeptPiece>& pieces) {
+    std::vector<KeptPiece> copied;
+    for (const KeptPiece& piece : pieces) {
+      KeptPiece copy;
       copy.offset = piece.offset;
       copy.bytes = piece.bytes;
       copy.key = piece.key;
@@ -63,7 +64,7 @@ class Holder final : public MemoryKeeper {
   }
 
   std::uint64_t last_ = 0;
-  std::map<std::uint64_t, std::vector<Piece>> pieces_;
+  std::map<std::uint64_t, std::vector<KeptPiece>> pieces_;
 };
 
 class KeptHostMemoryTest : public ::testing::Test {
@@ -109,13 +110,13 @@ TEST_F(KeptHostMemoryTest, WhatProgramsMayWriteToIsWatchedByTheNextProcess) {
 }
 
 TEST_F(KeptHostMemoryTest, OtherFilesCostTheNextProcessNothing) {
-  const std::vector<MemoryKeeper::Piece> own = keeper_->take(memory_->number());
+  const std::vector<MemoryKeeper::KeptPiece> own = keeper_->take(memory_->number());
   ASSERT_EQ(own.size(), 1U);
   EXPECT_EQ(bytes_after_takeover(own.front().descriptor.get()), static_cast<std::int64_t>(2 * kHostGranule));
 }
 
 TEST_F(KeptHostMemoryTest, WhatNoRecordHasGoesBack) {
-  const std::vector<MemoryKeeper::Piece> own = keeper_->take(memory_->number());
+  const std::vector<MemoryKeeper::KeptPiece> own = keeper_->take(memory_->number());
   ASSERT_TRUE(memory_->populate(2 * kHostGranule, 3 * kHostGranule).ok());  // ahead, or about to be released
   const auto restore = [&](const Extent& populated) {
     return HostMemory::restore(std::make_shared<Ledger>(0), std::make_shared<SharedHostFiles>(), keeper_->next(),
@@ -131,7 +132,7 @@ TEST_F(KeptHostMemoryTest, WhatNoRecordHasGoesBack) {
 
 TEST_F(KeptHostMemoryTest, ADeathWhileItIsSharedLosesNothing) {
   keeper_->hold(memory_->number(), 0, 1, keeper_->take(memory_->number()).front().descriptor.get());
-  const std::vector<MemoryKeeper::Piece> own = keeper_->take(memory_->number());
+  const std::vector<MemoryKeeper::KeptPiece> own = keeper_->take(memory_->number());
   EXPECT_EQ(bytes_after_takeover(own.front().descriptor.get()), static_cast<std::int64_t>(kHostGranule));
 }
 

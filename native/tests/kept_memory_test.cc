@@ -76,7 +76,7 @@ TEST_F(KeptMemoryTest, WhatIsHeldIsTakenOnce) {
   kept_->drop(hold(8192));
   EXPECT_EQ(held().size(), 2U);
   die();
-  const std::vector<MemoryKeeper::Piece> pieces = kept_->take(memory_);
+  const std::vector<MemoryKeeper::KeptPiece> pieces = kept_->take(memory_);
   ASSERT_EQ(pieces.size(), 2U);
   EXPECT_EQ(pieces[0].offset, 0U);
   EXPECT_EQ(pieces[1].offset, 4096U);
@@ -107,7 +107,7 @@ TEST_F(KeptMemoryTest, ARestoreThatFailsDropsNothing) {
   hold(0);
   for (int attempt = 0; attempt < 3; ++attempt) {
     die();
-    const std::vector<MemoryKeeper::Piece> pieces = kept_->take(memory_);
+    const std::vector<MemoryKeeper::KeptPiece> pieces = kept_->take(memory_);
     ASSERT_EQ(pieces.size(), 1U);
     kept_->drop(pieces[0].key);  // by what had been restored
     EXPECT_EQ(held().size(), 1U);

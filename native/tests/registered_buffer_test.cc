@@ -317,9 +317,9 @@ TEST_F(RegisteredHostTest, ItCountsAsMemoryOfTheDevice) {
 
 TEST_F(RegisteredHostTest, ItsEndWakesThoseThatWaitForMemory) {
   const auto buffer = registered(0, kBytes);
-  const std::uint64_t before = context_->reclaim().release_count();
+  const std::uint64_t before = context_->releases().count();
   EXPECT_TRUE(buffer->revoke(milliseconds(0)));
-  EXPECT_GT(context_->reclaim().release_count(), before);
+  EXPECT_GT(context_->releases().count(), before);
 }
 
 TEST_F(RegisteredHostTest, TheProgramsPositionInItsFileStays) {

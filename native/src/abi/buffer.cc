@@ -42,7 +42,7 @@ gpufs_status gpufs_buffer_await_memory(gpufs_handle buffer, uint64_t bytes, uint
   return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
     Status status;
-    found.device()->reclaim().wait_for_expected(deadline, [&] {
+    found.device()->releases().wait_for_expected(deadline, [&] {
       const Result<MemoryInfo> memory = found.device()->memory();
       status = memory.status();
       return !memory.ok() || std::min(memory.value().free_bytes, found.charge().available()) >= bytes;

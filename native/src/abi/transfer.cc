@@ -104,7 +104,7 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
     if (given.address_bytes > std::numeric_limits<std::uint64_t>::max() - given.address) {
       return Status(EINVAL, "the device memory's address and size overflow");
     }
-    request.set_range(device.take(), given.address, given.address_bytes);
+    request.target = program_memory(device.take(), given.address, given.address_bytes);
   }
   request.file_offset = given.file_offset;
   request.target_offset = given.buffer_offset;
@@ -169,9 +169,9 @@ Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_
   Result<TransferRequest> transfer = transfer_request_from(*owner.engine, given.transfer);
   if (!transfer.ok()) return transfer.status();
   entry.request.transfer = transfer.take();
-  entry.request.bytes = {given.transfer.bytes, given.bytes_cell};
-  entry.request.file_offset = {given.transfer.file_offset, given.file_offset_cell};
-  entry.request.target_offset = {given.transfer.buffer_offset, given.buffer_offset_cell};
+  entry.request.bytes_cell = given.bytes_cell;
+  entry.request.file_offset_cell = given.file_offset_cell;
+  entry.request.target_offset_cell = given.buffer_offset_cell;
   entry.request.count = given.count;
   entry.request.cookie = given.cookie;
   entry.request.trace_cookie = given.trace_cookie;

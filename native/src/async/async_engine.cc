@@ -6,7 +6,6 @@
 
 #include "base/log.h"
 #include "base/scope_guard.h"
-#include "base/thread.h"
 
 namespace gpufs {
 namespace {
@@ -93,7 +92,7 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
   // First of all: pinning memory, and other things below, can end the capture of any stream of the program.
   Status capture = stream->check_capture();
   if (!capture.ok()) return capture;
-  Status started = start_worker();
+  Status started = worker_.start();
   if (!started.ok()) return started;
   DeviceState& state = *devices_[device];
   Result<std::unique_ptr<Event>> passed = state.context->device().create_event();
@@ -111,7 +110,7 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
     if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
     streams_.push_back(added);
   }
-  changed_.notify_all();
+  worker_.wake();
   return added;
 }
 
@@ -164,7 +163,7 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::imply_stream(NativeStream 
 // ---- submitting ----
 
 Status AsyncEngine::reserve(std::size_t count) {
-  Status started = start_worker();
+  Status started = worker_.start();
   if (!started.ok()) return started;
   std::size_t now = outstanding_.load();
   do {
@@ -217,7 +216,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
 void AsyncEngine::start(const std::shared_ptr<Operation>& operation) {
   Result<Operation::Bound> bound = operation->bind();
   if (!bound.ok() || bound.value() == Operation::Bound::kNothingToMove) {
-    run_on_worker([operation, status = bound.status()] { (void)operation->end(failed(status)); });
+    worker_.post([operation, status = bound.status()] { (void)operation->end(failed(status)); });
     return;
   }
   if (bound.value() == Operation::Bound::kOver) return;
@@ -256,7 +255,7 @@ void AsyncEngine::start_ready(Backlog& backlog) {
       const std::lock_guard lock(backlog.mutex);
       --backlog.running;
     }
-    if (!started.ok()) run_on_worker([operation, status = started.status()] { (void)operation->end(failed(status)); });
+    if (!started.ok()) worker_.post([operation, status = started.status()] { (void)operation->end(failed(status)); });
   }
 }
 
@@ -272,58 +271,16 @@ void AsyncEngine::moved(const std::shared_ptr<Operation>& operation, const Trans
 
 // ---- the worker ----
 
-Status AsyncEngine::start_worker() {
-  const std::lock_guard lock(mutex_);
-  if (closed_) return Status(ESHUTDOWN, "the engine is being closed");
-  if (worker_.joinable()) return {};
-  Result<std::thread> started = start_thread("gpufs-async", [self = shared_from_this()] { self->worker_main(); });
-  if (!started.ok()) return started.status().with_context("a thread for operations");
-  worker_ = started.take();
-  return {};
-}
-
-void AsyncEngine::run_on_worker(std::function<void()> task) {
-  {
-    const std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
-  }
-  changed_.notify_all();
-}
-
-void AsyncEngine::worker_main() {
-  Clock::time_point next_check = Clock::now();
-  std::unique_lock lock(mutex_);
-  while (!worker_ending_ || !tasks_.empty()) {
-    if (!tasks_.empty()) {
-      std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      task = nullptr;
-      lock.lock();
-    } else if (streams_.empty()) {
-      changed_.wait(lock);
-    } else if (Clock::now() < next_check) {
-      changed_.wait_until(lock, next_check);
-    } else {
-      lock.unlock();
-      check_streams();
-      lock.lock();
-      next_check = Clock::now() + kCheckInterval;
-    }
-  }
-}
-
 // Destroying a stream may wait for blocked streams of the program.
 void AsyncEngine::drop_idle(std::vector<std::shared_ptr<OperationStream>>& streams) {
   const auto idle = std::stable_partition(
       streams.begin(), streams.end(), [](const std::shared_ptr<OperationStream>& stream) { return !stream->idle(); });
   if (idle == streams.end()) return;
-  reapers_[0]->drop(Reaper::References(std::make_move_iterator(idle), std::make_move_iterator(streams.end())));
+  reapers_[0].post([going = std::vector(std::make_move_iterator(idle), std::make_move_iterator(streams.end()))] {});
   streams.erase(idle, streams.end());
 }
 
-void AsyncEngine::check_streams() {
+Worker::Clock::time_point AsyncEngine::check_streams() {
   std::vector<std::shared_ptr<OperationStream>> streams;
   {
     const std::lock_guard lock(mutex_);
@@ -351,6 +308,7 @@ void AsyncEngine::check_streams() {
   drop_idle(going);
   const std::lock_guard lock(mutex_);
   std::move(going.begin(), going.end(), std::back_inserter(streams_));
+  return streams_.empty() ? Worker::kNever : Clock::now() + kCheckInterval;
 }
 
 // ---- the end ----
@@ -410,14 +368,7 @@ void AsyncEngine::shutdown() {
   // What is left hangs in its file, or the device still uses its memory: the transfers abandon it, and end it.
   if (outstanding_ > 0) transfers->shutdown();
 
-  std::thread worker;
-  {
-    const std::lock_guard lock(mutex_);
-    worker_ending_ = true;
-    worker.swap(worker_);
-  }
-  changed_.notify_all();
-  if (worker.joinable()) worker.join();
+  worker_.stop();
   std::vector<std::shared_ptr<OperationStream>> streams;
   {
     const std::lock_guard lock(mutex_);
@@ -431,8 +382,8 @@ void AsyncEngine::shutdown() {
   }
   if (!streams.empty()) log_warning(streams.size(), " streams have not reached their operations and are abandoned");
   for (std::shared_ptr<OperationStream>& stream : streams) abandon(std::move(stream));
-  for (const std::shared_ptr<Reaper>& reaper : reapers_) {
-    if (reaper->shutdown(stream_grace)) continue;
+  for (Worker& reaper : reapers_) {
+    if (reaper.stop(stream_grace)) continue;
     log_warning("memory of operations is not free yet: streams of the program or a file do not go on");
   }
 }

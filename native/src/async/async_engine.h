@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -13,13 +12,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "async/completion_queue.h"
 #include "async/operation.h"
-#include "async/reaper.h"
+#include "base/worker.h"
 #include "io/transfer_engine.h"
 
 namespace gpufs {
@@ -85,9 +83,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   // Drops references, in this order, without waiting for their destructors. may_hang: a file among them may.
   template <typename... Types>
   void drop(bool may_hang, std::shared_ptr<Types>&&... references) {
-    Reaper::References list;  // not from an initializer list, whose copies this thread would drop
-    (list.push_back(std::move(references)), ...);
-    reapers_[may_hang ? 1 : 0]->drop(std::move(list));
+    reapers_[may_hang ? 1 : 0].post([... held = std::move(references)]() mutable { (held.reset(), ...); });
   }
 
  private:
@@ -116,11 +112,8 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   void start_ready(Backlog& backlog);
   void moved(const std::shared_ptr<Operation>& operation, const TransferProgress& progress);
 
-  Status start_worker();
-  void worker_main();
-  // Does what must not be done on a driver's thread. The worker must not wait for a device.
-  void run_on_worker(std::function<void()> task);
-  void check_streams();
+  // Also returns when to check them again.
+  Worker::Clock::time_point check_streams();
   void drop_idle(std::vector<std::shared_ptr<OperationStream>>& streams);
   std::vector<std::shared_ptr<Operation>> all_under_way();
   void cancel_until(std::chrono::steady_clock::time_point end);
@@ -130,19 +123,18 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   std::atomic<std::uint64_t> last_id_{0};
   std::atomic<std::size_t> outstanding_{0};
   std::array<Backlog, 2> backlogs_;
-  // Objects that operations with files that may hang held have one of their own.
-  const std::array<std::shared_ptr<Reaper>, 2> reapers_{std::make_shared<Reaper>(), std::make_shared<Reaper>()};
+  // Does what must not be done on a driver's thread, and checks the streams. Must not wait for a device.
+  Worker worker_{"gpufs-async", [this] { return check_streams(); }};
+  // Drop references: freeing memory of a device may wait for all of its streams, and closing a file for a server. So no
+  // thread that streams depend on waits for either. What operations with files that may hang held has its own.
+  std::array<Worker, 2> reapers_{Worker("gpufs-reaper"), Worker("gpufs-reaper")};
 
   // Guards all below; nothing is called under it. Before a stream's.
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
   std::shared_ptr<TransferEngine> transfers_;  // null after shutdown()
   std::vector<std::shared_ptr<OperationStream>> streams_;
   std::vector<std::weak_ptr<CompletionQueue>> queues_;
-  std::deque<std::function<void()>> tasks_;  // the worker's
-  std::thread worker_;
   bool closed_ = false;
-  bool worker_ending_ = false;
   std::size_t released_early_ = 0;  // operations
   std::string released_on_;         // the device of one of them
 };

@@ -25,29 +25,21 @@ Status check_number(std::uint64_t value, const char* what, bool aligned) {
   return {};
 }
 
-// Writes the numbers into the request of the transfer. late: those too that are bound when the stream reaches the
-// operation; until then they are 0.
-Status apply_numbers(OperationRequest& request, const OperationStream* stream, bool late) {
+// Replaces a number by that of its cell, if it has one.
+void read_cell(const std::uint64_t* cell, std::uint64_t* number) {
+  if (cell == nullptr) return;
+  // The kernel or thread that writes it does so before the stream reaches the operation.
+  *number = std::atomic_ref<std::uint64_t>(*const_cast<std::uint64_t*>(cell)).load(std::memory_order_acquire);
+}
+
+Status check_numbers(const OperationRequest& request, const OperationStream* stream) {
+  const TransferRequest& transfer = request.transfer;
   const bool aligned = stream != nullptr && stream->promises().aligned;
-  struct Number {
-    const Parameter& from;
-    std::uint64_t& to;
-    const char* what;
-  };
-  TransferRequest& transfer = request.transfer;
-  for (const Number& number : {Number{request.file_offset, transfer.file_offset, "file offset"},
-                               Number{request.target_offset, transfer.target_offset, "buffer offset"}}) {
-    number.to = number.from.late() && !late ? 0 : number.from.read();
-    Status status = check_number(number.to, number.what, aligned);
-    if (!status.ok()) return status;
-  }
-  transfer.bytes = request.bytes.late() && !late ? request.bytes.value : request.bytes.read();
-  if (!request.bytes.late() && transfer.bytes == kToTheEnd) return {};
-  if (request.bytes.late() && transfer.bytes > request.bytes.value) {
-    return Status(EINVAL, "the size has grown from " + std::to_string(request.bytes.value) + " to " +
-                              std::to_string(transfer.bytes) + " since the operation was submitted");
-  }
-  return check_number(transfer.bytes, "size", aligned);
+  Status status = check_number(transfer.file_offset, "file offset", aligned);
+  if (status.ok()) status = check_number(transfer.target_offset, "buffer offset", aligned);
+  const bool to_the_end = request.bytes_cell == nullptr && transfer.bytes == kToTheEnd;
+  if (status.ok() && !to_the_end) status = check_number(transfer.bytes, "size", aligned);
+  return status.ok() ? TransferEngine::check(transfer) : status;
 }
 
 // Writes the outcome to where the program wants it.
@@ -59,12 +51,6 @@ void publish(std::int64_t* count, const Status& status, std::uint64_t bytes) {
 }
 
 }  // namespace
-
-std::uint64_t Parameter::read() const {
-  if (cell == nullptr) return value;
-  // The kernel or thread that writes it does so before the stream reaches the operation.
-  return std::atomic_ref<std::uint64_t>(*const_cast<std::uint64_t*>(cell)).load(std::memory_order_acquire);
-}
 
 Operation::Operation(std::uint64_t id, OperationRequest request, std::shared_ptr<AsyncEngine> engine,
                      std::shared_ptr<OperationStream> stream, std::shared_ptr<CompletionQueue> queue)
@@ -88,14 +74,18 @@ Status Operation::check(OperationRequest& request, const OperationStream* stream
     if (stream->device().get() != &device) {
       return Status(EINVAL, "the memory is on " + name_of(device) + ", the stream on " + name_of(*stream->device()));
     }
-    const auto fix = [](Parameter& number) { number = Parameter{number.read(), nullptr}; };
-    if (stream->promises().fixed_target_offset) fix(request.target_offset);
-    if (stream->promises().fixed_file_offset) fix(request.file_offset);
-    if (stream->promises().fixed_bytes) fix(request.bytes);
+    const auto fix = [](const std::uint64_t*& cell, std::uint64_t* number) {
+      read_cell(std::exchange(cell, nullptr), number);
+    };
+    if (stream->promises().fixed_target_offset) fix(request.target_offset_cell, &transfer.target_offset);
+    if (stream->promises().fixed_file_offset) fix(request.file_offset_cell, &transfer.file_offset);
+    if (stream->promises().fixed_bytes) fix(request.bytes_cell, &transfer.bytes);
   }
-  if (request.bytes.late()) request.bytes.value = request.bytes.read();
-  Status status = apply_numbers(request, stream, /*late=*/false);
-  if (status.ok()) status = TransferEngine::check(transfer);
+  read_cell(request.bytes_cell, &transfer.bytes);
+  // Late offsets are not known yet.
+  if (request.file_offset_cell != nullptr) transfer.file_offset = 0;
+  if (request.target_offset_cell != nullptr) transfer.target_offset = 0;
+  const Status status = check_numbers(request, stream);
   return status.ok() ? device.device().health() : status;
 }
 
@@ -110,10 +100,16 @@ Result<Operation::Bound> Operation::bind() {
   const std::lock_guard lock(mutex_);
   if (phase_ != Phase::kQueued) return Bound::kOver;
   phase_ = Phase::kReady;
-  Status status = apply_numbers(request_, stream_.get(), /*late=*/true);
-  const TransferRequest& transfer = request_.transfer;
-  if (status.ok()) status = TransferEngine::check(transfer);
-  if (!status.ok()) return status;
+  TransferRequest& transfer = request_.transfer;
+  const std::uint64_t most = transfer.bytes;
+  read_cell(request_.file_offset_cell, &transfer.file_offset);
+  read_cell(request_.target_offset_cell, &transfer.target_offset);
+  read_cell(request_.bytes_cell, &transfer.bytes);
+  if (transfer.bytes > most) {
+    return Status(EINVAL, "the size has grown from " + std::to_string(most) + " to " + std::to_string(transfer.bytes) +
+                              " since the operation was submitted");
+  }
+  if (Status status = check_numbers(request_, stream_.get()); !status.ok()) return status;
   return transfer.bytes == 0 && transfer.sync == SyncMode::kNone ? Bound::kNothingToMove : Bound::kReady;
 }
 

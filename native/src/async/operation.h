@@ -24,22 +24,14 @@ class AsyncEngine;
 class CompletionQueue;
 class OperationStream;
 
-// A number that is given, or the place from which it is read when the stream reaches the operation.
-struct Parameter {
-  std::uint64_t value = 0;
-  const std::uint64_t* cell = nullptr;  // not null: late; the caller's, readable until the operation is over
-
-  [[nodiscard]] bool late() const { return cell != nullptr; }
-  [[nodiscard]] std::uint64_t read() const;
-};
-
 struct OperationRequest {
-  TransferRequest transfer;  // all but the three numbers below
-  // The value of a late size is the number that its cell has when the operation is submitted: the cell may shrink until
-  // it is bound, but not grow.
-  Parameter bytes;
-  Parameter file_offset;
-  Parameter target_offset;
+  TransferRequest transfer;
+  // Late numbers: not null, the number is read there when the stream reaches the operation, instead of `transfer`'s.
+  // The caller's, readable until the operation is over. A late size is read when the operation is submitted, too, and
+  // may only shrink from then on.
+  const std::uint64_t* bytes_cell = nullptr;
+  const std::uint64_t* file_offset_cell = nullptr;
+  const std::uint64_t* target_offset_cell = nullptr;
   // Where the bytes moved are written before the stream goes on, or a negative errno if it failed before any was; the
   // caller's until the operation is over. May be null.
   std::int64_t* count = nullptr;
@@ -90,10 +82,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // Publishes the outcome, and has the stream go on. False if it is over already.
   bool end(Completion completion);
-  // Asks it to stop: one that moves nothing yet is over at once. why: reported instead of ECANCELED. False if it is
-  // over already.
+  // Asks the operation to stop: one that moves nothing yet is over at once. why: reported instead of ECANCELED. False
+  // if it is over already.
   bool cancel(const Status& why = {});
-  // Withdraws it as if it had never been submitted. False if it is over already.
+  // Withdraws the operation as if it had never been submitted. False if it is over already.
   bool retract();
   // Has the stream go on before the operation is over, with -ETIMEDOUT as its count. False if it does not hold one.
   bool release_stream_early();
@@ -192,7 +184,7 @@ class OperationStream {
   [[nodiscard]] std::deque<std::shared_ptr<Operation>> queued() const;
   // The failure of the device if it will not reach them any more.
   Status failure();
-  // Whether it can be destroyed: neither the driver nor the device refers to it any more.
+  // Whether the stream can be destroyed: neither the driver nor the device refers to it any more.
   bool idle();
   [[nodiscard]] bool closed() const;
   // Whether nothing was submitted for so long.

@@ -35,7 +35,7 @@ using Extents = std::vector<Extent>;
 [[nodiscard]] Extents without(const Extents& extents, std::uint64_t offset, std::uint64_t end);
 [[nodiscard]] Extents without(const Extents& extents, const Extents& removed);
 
-// Both lists in one, neighbours joined. They do not overlap.
+// Both lists in one, neighbours joined. The lists do not overlap.
 [[nodiscard]] Extents joined(const Extents& extents, const Extents& added);
 
 [[nodiscard]] std::uint64_t total_bytes(const Extents& extents);

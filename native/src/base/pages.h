@@ -12,7 +12,7 @@ namespace gpufs {
 // less.
 inline constexpr std::uint32_t kPageBytes = 4096;
 
-// This machine's.
+// The page size of this machine.
 [[nodiscard]] std::uint64_t page_bytes();
 
 // 1 MiB of zeros, all of it the kernel's one page of zeros.

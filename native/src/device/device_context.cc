@@ -23,7 +23,7 @@ DeviceContext::DeviceContext(std::shared_ptr<Driver> driver, Device& device, std
       streams_(driver_, device_, &Device::create_stream, kIdleStreams),
       pinned_(device_),
       counters_(std::move(counters)),
-      reclaim_(device_.info().total_bytes) {}
+      releases_(device_.info().total_bytes) {}
 
 Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Driver> driver, std::size_t index,
                                                              std::uint64_t copy_chunk_bytes) {

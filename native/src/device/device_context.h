@@ -11,7 +11,7 @@
 
 #include "base/status.h"
 #include "device/pools.h"
-#include "device/reclaim.h"
+#include "device/releases.h"
 #include "drivers/driver.h"
 #include "observe/counters.h"
 
@@ -51,7 +51,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   // because the device is full: nothing else does. bytes: 0 for memory that buffers do not hold.
   void released(std::uint64_t bytes) {
     held_bytes_.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
-    reclaim_.released();
+    releases_.released();
   }
   [[nodiscard]] std::uint64_t held_bytes() const {
     const std::int64_t held = held_bytes_.load(std::memory_order_relaxed);
@@ -61,7 +61,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   [[nodiscard]] std::uint64_t copy_chunk_bytes() const { return copy_chunk_bytes_; }
 
   // What a call asks that finds the device full, and what reports each release of memory.
-  [[nodiscard]] Reclaim& reclaim() { return reclaim_; }
+  [[nodiscard]] Releases& releases() { return releases_; }
 
   // The counters of this device, in private memory until set_counters(). Set once, before the context is shared.
   void set_counters(observe::DeviceCounters counters) { counters_ = std::move(counters); }
@@ -90,7 +90,7 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   observe::DeviceCounters counters_;
   std::atomic<std::int64_t> held_bytes_{0};
   std::atomic<std::uint64_t> reclaimable_{0};  // by moving small files
-  Reclaim reclaim_;
+  Releases releases_;
 };
 
 }  // namespace gpufs

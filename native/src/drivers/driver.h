@@ -73,7 +73,7 @@ struct ExportedMemory : Extent {
 class MemoryKeeper {
  public:
   // A part of a memory.
-  struct Piece : Extent {
+  struct KeptPiece : Extent {
     std::uint64_t key = 0;
     UniqueFd descriptor;
   };
@@ -88,7 +88,7 @@ class MemoryKeeper {
   // Some memory could not be kept: no other process can take over.
   virtual void lose(const Status& reason) = 0;
   // What the last process has kept of a memory, in order of the offsets. Once for each.
-  virtual std::vector<Piece> take(std::uint64_t memory) = 0;
+  virtual std::vector<KeptPiece> take(std::uint64_t memory) = 0;
 };
 
 // The memory of one buffer: granules that exist or not, at offsets from 0. One thread at a time (the Buffer ensures

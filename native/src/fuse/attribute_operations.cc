@@ -178,10 +178,10 @@ void AttributeOperations::statfs(const Target& inode, Request& request, Responde
 }
 
 std::optional<std::int32_t> AttributeOperations::device_expecting_memory(const Inode& inode,
-                                                                         Reclaim::TimePoint before) const {
+                                                                         Releases::TimePoint before) const {
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
     const std::int32_t index = device->info().index;
-    if ((inode.device() < 0 || inode.device() == index) && device->reclaim().expects_since(before)) return index;
+    if ((inode.device() < 0 || inode.device() == index) && device->releases().expects_since(before)) return index;
   }
   return std::nullopt;
 }

@@ -44,7 +44,7 @@ class AttributeOperations {
   int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
   // A device below the inode to which much memory of files removed before a time will come back soon.
   [[nodiscard]] std::optional<std::int32_t> device_expecting_memory(const Inode& inode,
-                                                                    Reclaim::TimePoint before) const;
+                                                                    Releases::TimePoint before) const;
   void reply_statfs(const Inode& inode, std::uint32_t uid, Responder& responder) const;
   void reply_attributes(const Inode& inode, Responder& responder) const;
   template <typename T>

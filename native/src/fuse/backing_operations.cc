@@ -13,7 +13,9 @@
 #include <utility>
 
 #include "base/log.h"
+#include "fuse/attributes.h"
 #include "fuse/protocol.h"
+#include "io/file_io.h"
 #include "memory/account.h"
 #include "memory/buffer.h"
 
@@ -38,12 +40,9 @@ std::uint64_t client_of(const BackingFacts& facts, std::uint32_t uid) {
 void drop_set_id(int fd, const Caller& writer) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) return;
-  mode_t mode = status.st_mode & 07777U;
-  if ((mode & S_ISUID) != 0) mode &= ~static_cast<mode_t>(S_ISUID);
-  if ((mode & S_ISGID) != 0 && ((mode & S_IXGRP) != 0 || !writer.in_group(status.st_gid))) {
-    mode &= ~static_cast<mode_t>(S_ISGID);
-  }
-  if (mode != (status.st_mode & 07777U)) static_cast<void>(::fchmod(fd, mode));
+  const bool all = has_bare_set_gid(status.st_mode) && !writer.in_group(status.st_gid);
+  const mode_t mode = mode_without_set_id(status.st_mode, all ? SetIdLoss::kAll : SetIdLoss::kExecutable);
+  if (mode != status.st_mode) static_cast<void>(::fchmod(fd, mode & 07777U));
 }
 
 // The same after changes for which the kernel does not report whether the caller may keep the bits.
@@ -56,23 +55,18 @@ void drop_set_id_unless_kept(int fd, const Caller& caller) {
 // The bytes copied; short if it was cancelled or failed after progress.
 Result<std::uint64_t> copy_files(const OpenBacking& from, const OpenBacking& to, const fuse_copy_file_range_in& in,
                                  const Cancellation& cancellation) {
-  std::uint64_t done = 0;
-  while (done < in.len) {
-    if (cancellation.requested()) {
-      if (done > 0) break;
-      return Status(EINTR, "interrupted");
-    }
+  bool cancelled = false;
+  const Moved moved = move_all(in.len, 1, "copy_file_range", [&](std::uint64_t done, std::size_t rest) -> ssize_t {
+    cancelled = cancellation.requested();
+    if (cancelled) return 0;
     auto source = static_cast<off_t>(in.off_in + done);
     auto destination = static_cast<off_t>(in.off_out + done);
-    const auto part = static_cast<std::size_t>(std::min(in.len - done, kCopyChunk));
-    const ssize_t count = ::copy_file_range(from.fd.get(), &source, to.fd.get(), &destination, part, 0);
-    if (count < 0 && errno == EINTR) continue;
-    // The kernel would remember an ENOSYS for the whole mount.
-    if (count < 0 && done == 0) return Status::from_errno(errno == ENOSYS ? EXDEV : errno, "copy_file_range");
-    if (count <= 0) break;
-    done += static_cast<std::uint64_t>(count);
-  }
-  return done;
+    return ::copy_file_range(from.fd.get(), &source, to.fd.get(), &destination, std::min(rest, kCopyChunk), 0);
+  });
+  if (moved.bytes == 0 && cancelled) return Status(EINTR, "interrupted");
+  if (moved.bytes > 0 || moved.status.ok()) return moved.bytes;
+  // The kernel would remember an ENOSYS for the whole mount.
+  return moved.status.error() == ENOSYS ? Status(EXDEV, moved.status.message()) : moved.status;
 }
 
 }  // namespace
@@ -185,10 +179,8 @@ void BackingOperations::read(const File& file, Request& request, Responder respo
     // The request's own memory belongs to the next request by now.
     Answer answer;
     answer.body.resize(wanted);
-    ssize_t count = 0;
-    do {
-      count = ::pread(file->fd.get(), answer.body.data(), wanted, static_cast<off_t>(in.offset));
-    } while (count < 0 && errno == EINTR);
+    const ssize_t count =
+        TEMP_FAILURE_RETRY(::pread(file->fd.get(), answer.body.data(), wanted, static_cast<off_t>(in.offset)));
     if (count < 0) return failed(errno);
     answer.body.resize(static_cast<std::size_t>(count));
     answer.read = answer.body.size();
@@ -221,22 +213,19 @@ void BackingOperations::write(const File& file, Request& request, Responder resp
                  // their offset, however the handle was opened that they come by.
                  const bool pages = (in.write_flags & FUSE_WRITE_CACHE) != 0;
                  const bool append = (in.flags & O_APPEND) != 0 && !pages;
-                 std::size_t done = 0;
-                 while (done < bytes.size()) {
-                   const iovec part{const_cast<std::byte*>(bytes.data()) + done, bytes.size() - done};
-                   const ssize_t count = ::pwritev2(file->fd.get(), &part, 1, static_cast<off_t>(in.offset + done),
-                                                    append ? RWF_APPEND : 0);
-                   if (count < 0 && errno == EINTR) continue;
-                   // The kernel does not look at the count of pages that it writes back.
-                   if (count < 0 && (done == 0 || pages)) return failed(errno);
-                   if (count <= 0) break;  // a short count; the next write meets the error again
-                   done += static_cast<std::size_t>(count);
-                 }
+                 const Moved moved = move_all(bytes.size(), 1, "write", [&](std::uint64_t done, std::size_t rest) {
+                   const iovec part{const_cast<std::byte*>(bytes.data()) + done, rest};
+                   return ::pwritev2(file->fd.get(), &part, 1, static_cast<off_t>(in.offset + done),
+                                     append ? RWF_APPEND : 0);
+                 });
+                 // After some bytes the next write meets the error again; but the kernel does not look at the count of
+                 // pages that it writes back.
+                 if (!moved.status.ok() && (moved.bytes == 0 || pages)) return failed(moved.status.error());
                  if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(file->fd.get(), writer);
                  fuse_write_out out{};
-                 out.size = static_cast<std::uint32_t>(done);
+                 out.size = static_cast<std::uint32_t>(moved.bytes);
                  Answer answer = answer_of(out);
-                 answer.written = done;
+                 answer.written = moved.bytes;
                  return answer;
                });
 }
@@ -280,10 +269,8 @@ void BackingOperations::flush(const File& file, Request& request, Responder resp
 void BackingOperations::fsync(const File& file, Request& request, Responder responder) {
   pass_through(*file, request, std::move(responder),
                [file, in = request.arguments<fuse_fsync_in>()](const Cancellation&) {
-                 int outcome = 0;
-                 do {
-                   outcome = (in.fsync_flags & 1U) != 0 ? ::fdatasync(file->fd.get()) : ::fsync(file->fd.get());
-                 } while (outcome != 0 && errno == EINTR);
+                 const auto sync = (in.fsync_flags & 1U) != 0 ? ::fdatasync : ::fsync;
+                 const long outcome = TEMP_FAILURE_RETRY(sync(file->fd.get()));
                  // As with fallocate: the kernel would remember an ENOSYS.
                  return failed(outcome == 0 ? 0 : errno == ENOSYS ? EINVAL : errno);
                });

@@ -20,7 +20,7 @@ struct Caller {
   [[nodiscard]] bool keeps_set_id() const;
   // Its changes to a file of this group leave set-gid: it is in the group, or may keep all such bits.
   [[nodiscard]] bool keeps_set_gid_of(std::uint32_t group) const { return in_group(group) || keeps_set_id(); }
-  // It has been killed or is exiting, so the results of its calls do not matter. False if it is not visible.
+  // The caller has been killed or is exiting, so the results of its calls do not matter. False if it is not visible.
   [[nodiscard]] bool dying() const;
   // CAP_SYS_ADMIN outside of all user namespaces: it may list trusted.* attributes.
   [[nodiscard]] bool administers() const;

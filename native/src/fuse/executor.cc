@@ -20,8 +20,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kIdle{10};  // a thread without a job for so long ends
 constexpr std::size_t kFileJobs = 8;       // of one lane; these wait for disks rather than work
 constexpr std::size_t kCopyJobs = 32;
-constexpr std::size_t kReclaimJobs = 2;
-// These stay, so that the system's refusal of further threads delays jobs but does not stop them.
+constexpr std::size_t kReleaseJobs = 2;
+// So many threads stay, so that the system's refusal of further threads delays jobs but does not stop them.
 constexpr std::size_t kPermanentThreads = 2;
 
 }  // namespace
@@ -123,7 +123,7 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
     const std::lock_guard lock(state.mutex);
     const auto has_id = [id](const QueuedJob& entry) { return entry.id == id; };
     if (const auto found = std::ranges::find_if(state.active, has_id); found != state.active.end()) {
-      found->refusal = EINTR;  // it must not be parked any more
+      found->refusal = EINTR;  // the job must not be parked any more
       running = found->cancellation;
     } else {
       for (QueuedJobs* const entries : {&state.queue, &state.parked}) {
@@ -197,8 +197,8 @@ std::size_t Executor::State::limit_of(Lane::Kind kind) const {
       return kFileJobs;
     case Lane::Kind::kCopies:
       return kCopyJobs;
-    case Lane::Kind::kReclaim:
-      return kReclaimJobs;
+    case Lane::Kind::kRelease:
+      return kReleaseJobs;
     default:
       return 1;
   }

@@ -5,7 +5,7 @@
 // Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs on the same subject (a
 // buffer) have a smaller limit, so one that makes no progress does not fill its lane. Files of the host have none: one
 // that hangs can fill the lane of its file system. A job that finds the device full holds no thread: it is parked until
-// memory is released (device/reclaim.h) or its time is over.
+// memory is released (device/releases.h) or its time is over.
 #pragma once
 
 #include <atomic>
@@ -51,7 +51,7 @@ class Executor {
       kBuffers,        // memory of one device
       kFiles,          // files of one file system of the host; these jobs may be left behind
       kCopies,         // transfers between the two
-      kReclaim,        // freeing memory of one device
+      kRelease,        // freeing memory of one device
       kNotifications,  // in their order, by one thread at a time
       kRelay,          // likewise
     };
@@ -68,8 +68,8 @@ class Executor {
 
   // A job is a function body(int refusal, Cancellation&). `refusal` is 0 on a thread of the executor. If the job is
   // refused or cancelled, the body is called once with EINTR, on any thread.
-  // It returns nothing, or a std::optional<TimePoint>: it is parked then, and runs again at that time, or earlier if
-  // its lane's device is resumed.
+  // The body returns nothing, or a std::optional<TimePoint>: then the job is parked, and runs again at that time, or
+  // earlier if its lane's device is resumed.
 
   explicit Executor(const Limits& limits) : state_(std::make_shared<State>(limits)) {}
   ~Executor() { stop(std::chrono::milliseconds::zero()); }

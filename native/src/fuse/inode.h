@@ -13,7 +13,7 @@
 #include <string_view>
 #include <utility>
 
-#include "device/reclaim.h"
+#include "device/releases.h"
 #include "fuse/attributes.h"
 #include "fuse/caller.h"
 #include "fuse/extended_attributes.h"
@@ -89,8 +89,8 @@ class Inode : public std::enable_shared_from_this<Inode> {
     Metadata::Share* charged_to = nullptr;  // the share of its owner
     std::uint32_t open_files = 0;
     std::uint32_t open_writers = 0;  // of them, those open for writing
-    // While it has neither names nor open files: its memory is coming back.
-    std::unique_ptr<Reclaim::Expected> expected;
+    // While the inode has neither names nor open files: its memory is coming back.
+    std::unique_ptr<Releases::Expected> expected;
   };
   class Reader;
   class Writer;

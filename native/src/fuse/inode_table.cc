@@ -310,8 +310,8 @@ bool InodeTable::update_expected(const Inode& inode, Inode::State& state) {
     return false;
   }
   if (!state.expected) {
-    state.expected = std::make_unique<Reclaim::Expected>(
-        inode.buffer_->device()->reclaim(), [buffer = inode.buffer_.get()] { return buffer->bytes_held(); });
+    state.expected = std::make_unique<Releases::Expected>(
+        inode.buffer_->device()->releases(), [buffer = inode.buffer_.get()] { return buffer->bytes_held(); });
   }
   const bool is_forgotten = state.presence == Inode::Presence::kForgotten;
   if (is_forgotten) state.expected->confirm();
@@ -331,7 +331,7 @@ void InodeTable::free_later(std::shared_ptr<Inode> inode) {
     if (std::exchange(files.has_job, true)) return;
   }
   try {
-    executor_.submit({Executor::Lane::Kind::kReclaim, device, 0}, nullptr, 0,
+    executor_.submit({Executor::Lane::Kind::kRelease, device, 0}, nullptr, 0,
                      [this, device](int, Cancellation&) { free_forgotten_files(device); });
   } catch (const std::exception&) {
     const std::lock_guard lock(forgotten_mutex_);
@@ -355,7 +355,7 @@ void InodeTable::free_forgotten_files(std::int32_t device) {
 }
 
 void InodeTable::free(std::shared_ptr<Inode> inode) {
-  std::unique_ptr<Reclaim::Expected> expected;
+  std::unique_ptr<Releases::Expected> expected;
   {
     const Inode::Writer writer(*inode);
     // Null: it was opened again at the last moment, and comes back when that file is released.
@@ -367,7 +367,7 @@ void InodeTable::free(std::shared_ptr<Inode> inode) {
 
 void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
   // Weak: once free() has reported an inode, its memory must be free.
-  executor_.submit({Executor::Lane::Kind::kReclaim, inode->device_, 0}, nullptr, 0,
+  executor_.submit({Executor::Lane::Kind::kRelease, inode->device_, 0}, nullptr, 0,
                    [closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
                      const std::shared_ptr<Inode> found = refusal == 0 ? closed.lock() : nullptr;
                      if (found) (void)found->buffer_->trim(std::chrono::milliseconds(0));
@@ -560,7 +560,7 @@ void InodeTable::restore_directories() {
 
 std::vector<std::uint64_t> InodeTable::doubtful() const {
   const auto expects = [](const std::shared_ptr<DeviceContext>& device) {
-    return device->reclaim().expected_files() > 0;
+    return device->releases().expected_files() > 0;
   };
   std::vector<std::uint64_t> found;
   if (std::ranges::none_of(devices_, expects)) return found;
@@ -589,8 +589,8 @@ InodeTable::Counts InodeTable::counts() const {
   }
   counts.files = files_.size();
   for (const std::shared_ptr<DeviceContext>& device : devices_) {
-    counts.orphans += device->reclaim().expected_files();
-    counts.orphan_bytes += device->reclaim().expected_bytes();
+    counts.orphans += device->releases().expected_files();
+    counts.orphan_bytes += device->releases().expected_bytes();
   }
   counts.metadata_bytes = metadata_.used();
   return counts;

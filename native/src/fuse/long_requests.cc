@@ -36,7 +36,7 @@ LongRequests::LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& de
     : devices_(devices), executor_(executor), counters_(counters), timeout_(timeout) {
   for (const std::shared_ptr<DeviceContext>& device : devices_) {
     listeners_.push_back(
-        device->reclaim().on_release([&executor, index = device->info().index] { executor.resume(index); }));
+        device->releases().on_release([&executor, index = device->info().index] { executor.resume(index); }));
   }
 }
 

@@ -89,14 +89,14 @@ class LongRequests {
   void retry_until_memory(const Executor::Lane& lane, const void* subject, Responder responder, Attempt attempt,
                           Failed failed = {}) {
     run(lane, subject, std::move(responder),
-        [this, &reclaim = reclaim_of(lane.device), attempt = std::move(attempt), failed = std::move(failed),
+        [this, &releases = releases_of(lane.device), attempt = std::move(attempt), failed = std::move(failed),
          deadline = std::chrono::steady_clock::now() + timeout_,
          waited = false](Cancellation& cancellation, Responder& reply) mutable -> std::optional<Executor::TimePoint> {
-          const std::optional<Reclaim::TimePoint> before = reclaim.expected_until();
+          const std::optional<Releases::TimePoint> before = releases.expected_until();
           const int error = attempt(cancellation, reply);
           if (lacks_memory(error) && !cancellation.requested() && std::chrono::steady_clock::now() < deadline) {
             // What is released during the attempt counts.
-            if (const auto until = std::max(before, reclaim.expected_until())) {
+            if (const auto until = std::max(before, releases.expected_until())) {
               if (!std::exchange(waited, true)) count(counters_.memory_waits);
               return std::min(deadline, *until);
             }
@@ -115,8 +115,8 @@ class LongRequests {
   }
 
  private:
-  [[nodiscard]] Reclaim& reclaim_of(std::int32_t device) const {
-    return devices_[static_cast<std::size_t>(device)]->reclaim();
+  [[nodiscard]] Releases& releases_of(std::int32_t device) const {
+    return devices_[static_cast<std::size_t>(device)]->releases();
   }
 
   const std::vector<std::shared_ptr<DeviceContext>>& devices_;

@@ -68,9 +68,9 @@ std::uint64_t metadata_limit_of(const MountOptions& options) {
 // What becomes of a request that the kernel sends again, since the last process has not answered it. One that the last
 // process has not carried out is carried out now.
 enum class Resent : std::uint8_t {
-  kRepeat,  // it changes nothing when it is done twice
-  kNever,   // it has no reply, so the kernel does not send it again
-  // It would do harm if it were done twice. So the process that carries it out records the outcome, and the next one
+  kRepeat,  // done twice, the request changes nothing more
+  kNever,   // the request has no reply, so the kernel does not send it again
+  // Done twice, the request would do harm. So the process that carries it out records the outcome, and the next one
   // answers from the state. What the reply has:
   kDone,           // nothing
   kAttributes,     // those of the request's inode

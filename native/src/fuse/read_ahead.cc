@@ -118,8 +118,8 @@ bool ReadAhead::is_for_writer(std::uint64_t ino) {
 }
 
 void ReadAhead::work(std::size_t index) {
-  // This thread waits for replies of its own process. If that is killed, its FUSE device must close all the same, which
-  // ends the wait: so the thread has a table of descriptors without it.
+  // This thread waits for replies of its own process. When the process is killed, its FUSE device must close, which
+  // ends the wait: so the thread has a table of descriptors without that device.
   if (::unshare(CLONE_FILES) != 0 || ::close_range(STDERR_FILENO + 1, ~0U, 0) != 0) {
     return log_warning("no reading ahead of mappings: ", std::strerror(errno));
   }

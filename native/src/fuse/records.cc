@@ -88,7 +88,7 @@ Work& work() {
 
 Records::Records(std::shared_ptr<journal::Journal> journal)
     : journal_(std::move(journal)), name_numbers_(journal_.get(), journal::NumbersOf::kNames, 1) {
-  // They stay as they are: this process may die, too, before it has answered the requests.
+  // The outcomes of the last process stay as they are: this one may die, too, before it has answered the requests.
   for (const auto& [id, stored] : all<StoredOutcome>(journal_.get(), journal::kOutcome)) {
     before_.insert_or_assign(stored.request & ~kSentAgain, stored.outcome);
     old_outcomes_.push_back(id);

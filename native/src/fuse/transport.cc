@@ -86,23 +86,14 @@ Status Transport::start(RequestHandler& handler) {
   if (kick_signal() == 0) return Status(EAGAIN, "no real-time signal is free for the reader threads");
   handler_ = &handler;
   if (Status status = spawn_reader(); !status.ok()) return status;
-  Result<std::thread> watcher = start_thread("gpufs-watch", [this] { watch_loop(); });
-  if (!watcher.ok()) {
-    stop();
-    return watcher.status();
-  }
-  watcher_ = watcher.take();
-  return {};
+  Status watching = watcher_.start();
+  if (!watching.ok()) stop();
+  return watching;
 }
 
 void Transport::stop() {
   stopping_.store(true);
-  {
-    const std::lock_guard lock(watch_mutex_);
-    watcher_asleep_.store(false);
-  }
-  watch_condition_.notify_all();
-  if (watcher_.joinable()) watcher_.join();
+  watcher_.stop();
 
   // No reader is added any more: the watcher is gone and allow_one_more() checks stopping_ under the lock.
   std::vector<std::unique_ptr<Reader>> readers;
@@ -232,13 +223,7 @@ void Transport::serve(Reader& reader, const PayloadMemory& memory, std::size_t b
   // In one total order with the watcher's own pair (sets the flag, then reads the count): one of the two sees the
   // other, so the watcher never sleeps through a request that could block the only reader.
   served_.fetch_add(1);
-  if (watcher_asleep_.load()) {
-    {
-      const std::lock_guard lock(watch_mutex_);
-      watcher_asleep_.store(false);
-    }
-    watch_condition_.notify_one();
-  }
+  if (watcher_asleep_.load() && watcher_asleep_.exchange(false)) watcher_.wake();
 
   Request request;
   request.message = memory.message().first(bytes);
@@ -278,26 +263,16 @@ void Transport::allow_one_more() {
   }
 }
 
-void Transport::watch_loop() {
-  std::unique_lock lock(watch_mutex_);
-  while (!stopping_.load()) {
-    if (ended_.load()) {
-      watch_condition_.wait(lock, [this] { return stopping_.load(); });
-      return;
-    }
-    watch_condition_.wait_for(lock, kTick, [this] { return stopping_.load(); });
-    lock.unlock();
-    const bool traffic = watch_tick();
-    lock.lock();
-    if (traffic || stopping_.load()) continue;
+Worker::Clock::time_point Transport::watch() {
+  if (ended_.load()) return Worker::kNever;
+  if (!watch_tick()) {
+    idle_ticks_ = 0;
     watcher_asleep_.store(true);
     // A request that was served before a reader could see the flag is seen here.
-    if (served_.load() == seen_served_) {
-      watch_condition_.wait(lock, [this] { return stopping_.load() || !watcher_asleep_.load(); });
-    }
+    if (served_.load() == seen_served_) return Worker::kNever;
     watcher_asleep_.store(false);
-    idle_ticks_ = 0;
   }
+  return Worker::Clock::now() + kTick;
 }
 
 bool Transport::watch_tick() {

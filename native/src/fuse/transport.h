@@ -19,7 +19,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -31,6 +30,7 @@
 
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "base/worker.h"
 #include "fuse/request.h"
 #include "memory/host_locks.h"
 #include "observe/counters.h"
@@ -58,7 +58,7 @@ class PayloadMemory {
 
   std::byte* base_;
   std::size_t bytes_;
-  std::shared_ptr<HostLocks> locks_;  // that have locked it
+  std::shared_ptr<HostLocks> locks_;  // which have locked the memory
 };
 
 struct TransportOptions {
@@ -125,7 +125,8 @@ class Transport {
   void serve(Reader& reader, const PayloadMemory& memory, std::size_t bytes);
   void park_if_surplus(Reader& reader);
   void allow_one_more();
-  void watch_loop();
+  // The watcher's check.
+  Worker::Clock::time_point watch();
   // False when there has been no traffic for long.
   bool watch_tick();
   int write_message(std::uint64_t unique, std::int32_t error, std::span<const iovec> body);
@@ -166,10 +167,8 @@ class Transport {
   std::vector<Reader*> parked_;  // the last one has slept for the shortest time, so its memory is the warmest
   std::size_t active_ = 0;       // readers that are not parked
 
-  // Used by the watcher alone, except the condition, which stop() and readers signal under its mutex.
-  std::mutex watch_mutex_;
-  std::condition_variable watch_condition_;
-  std::thread watcher_;
+  Worker watcher_{"gpufs-watch", [this] { return watch(); }};
+  // Used by the watcher alone.
   std::uint64_t seen_served_ = 0;
   unsigned idle_ticks_ = 0;
   unsigned backlog_ticks_ = 0;

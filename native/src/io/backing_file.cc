@@ -28,7 +28,7 @@ namespace {
 
 constexpr std::string_view kOwnType = "fuse.gpufs";
 
-// These files exist in the page cache alone.
+// Types whose files exist in the page cache alone.
 constexpr std::array<std::string_view, 4> kInMemory = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"};
 // On local disks. A file system that is not listed may stop responding.
 constexpr std::array<std::string_view, 18> kLocal = {"ext2",  "ext3",     "ext4", "xfs",     "btrfs",   "zfs",
@@ -155,7 +155,7 @@ void judge_file_system(const std::string& type, const std::string& super_options
 Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd) { return open(fd, FileOps::system()); }
 
 Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operations) {
-  // Before it is duplicated, since even closing a duplicate sends a request to a mount of our own.
+  // Before `fd` is duplicated, since even closing a duplicate sends a request to a mount of our own.
   Result<Looked> seen = look_at(fd);
   if (!seen.ok()) return seen.status();
   UniqueFd held(::fcntl(fd, F_DUPFD_CLOEXEC, 3));

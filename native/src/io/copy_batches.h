@@ -59,7 +59,7 @@ class CopyBatches {
   struct Lane {
     std::shared_ptr<Stream> stream;
     std::shared_ptr<Event> event;
-    std::shared_ptr<Batch> batch;  // that is on the device
+    std::shared_ptr<Batch> batch;  // the one on the device
   };
 
   explicit CopyBatches(CopyDirection direction) : direction_(direction) {}

@@ -62,25 +62,6 @@ int resident_by_mincore(int fd, std::uint64_t offset, std::uint64_t bytes, std::
   return 0;
 }
 
-template <typename Call>
-Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call call) {
-  Moved moved;
-  while (moved.bytes < bytes) {
-    const std::uint64_t limit = round_down(kKernelLimit, align);
-    const std::uint64_t want = std::min(bytes - moved.bytes, limit);
-    const ssize_t count = call(moved.bytes, static_cast<std::size_t>(want));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) {
-      moved.status = Status::from_errno(errno, what);
-      break;
-    }
-    if (count == 0) break;
-    moved.bytes += static_cast<std::uint64_t>(count);
-    if (static_cast<std::uint64_t>(count) % align != 0) break;
-  }
-  return moved;
-}
-
 // The first offset from `offset` on at which a hole may begin, with data before it.
 std::uint64_t hole_start(const HoleSearch& search, std::uint64_t unit, std::uint64_t offset) {
   const std::uint64_t start = round_up(search.target_offset + offset, search.granule) - search.target_offset;
@@ -241,12 +222,8 @@ Moved write_pages(BackingFile& file, const std::byte* source, std::uint64_t byte
 Moved write_zeros(BackingFile& file, std::uint64_t bytes, std::uint64_t offset, bool sparse, std::uint64_t* holed) {
   *holed = 0;
   if (sparse) {
-    int outcome = 0;
-    do {
-      outcome =
-          file.operations().allocate(file.buffered_fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
-    } while (outcome != 0 && errno == EINTR);
-    if (outcome == 0) {
+    constexpr int kPunch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+    if (TEMP_FAILURE_RETRY(file.operations().allocate(file.buffered_fd(), kPunch, offset, bytes)) == 0) {
       *holed = bytes;
       return Moved{bytes, Status{}};
     }

@@ -5,11 +5,14 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "base/math.h"
 #include "base/status.h"
 #include "io/backing_file.h"
 #include "io/plan.h"
@@ -44,6 +47,27 @@ class FileOps {
 
   static FileOps& system();
 };
+
+// Calls call(done, rest), which is like read(2), until all bytes are moved. Stops with success when it moves nothing,
+// or a count that is not a multiple of `align`.
+template <typename Call>
+Moved move_all(std::uint64_t bytes, std::uint64_t align, const char* what, Call call) {
+  Moved moved;
+  while (moved.bytes < bytes) {
+    const std::uint64_t limit = round_down(kKernelLimit, align);
+    const std::uint64_t want = std::min(bytes - moved.bytes, limit);
+    const ssize_t count = call(moved.bytes, static_cast<std::size_t>(want));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      moved.status = Status::from_errno(errno, what);
+      break;
+    }
+    if (count == 0) break;
+    moved.bytes += static_cast<std::uint64_t>(count);
+    if (static_cast<std::uint64_t>(count) % align != 0) break;
+  }
+  return moved;
+}
 
 // The size of the file or block device now.
 Result<std::uint64_t> size_of(BackingFile& file);

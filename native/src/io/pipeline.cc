@@ -1,3 +1,16 @@
+// A load on one thread, in the order of this file. Threads of one transfer work side by side.
+//
+//  1. run() takes the next chunk of the plan, and skips it if it is a hole of the file.
+//  2. move() allocates device memory ahead, if no other thread does, and chooses the way of the chunk:
+//  3. by the fastpath move_fast() has the vendor's library move it; the rest of what that refuses goes on with 4;
+//  4. where the CPU addresses the device's memory move_in_place() reads the file into that, and the chunk is complete;
+//  5. otherwise load() takes a bounce buffer from next_slot(), which waits for the device if all of them are busy.
+//  6. read_file() reads the file into it, by O_DIRECT or through the page cache.
+//  7. pin() keeps the chunk's device memory in place.
+//  8. submit() adds the copies to the transfer's next batch, and the thread goes back to 1 while the device works.
+//  9. wait_for() polls the batch when the buffer's turn comes again, or in drain() at the end.
+// 10. finish() unpins, and complete() reports the bytes to the Transfer, which publishes the size after its last chunk.
+
 #include "io/pipeline.h"
 
 #include <algorithm>
@@ -36,7 +49,7 @@ Pipeline::Pipeline(Transfer& transfer)
       // What can hang in the file must not hold the device's memory at that time: such files use a bounce buffer.
       without_bounce_buffer_(device_.info().cpu_addressable && !file_.facts().may_hang) {}
 
-// ---- the path of a chunk, from here to store() ----
+// ---- a load, from here to finish() ----
 
 void Pipeline::run(const Scheduler::Turn& turn) {
   do {
@@ -94,33 +107,22 @@ void Pipeline::load(const Work& work) {
   submit(slot, copies);  // finish() completes the chunk
 }
 
-// Device -> pinned memory -> file.
-void Pipeline::store(const Work& work) {
-  const Result<Slot*> free = next_slot();
-  if (!free.ok()) return complete(work, free.status());
-  Slot& slot = *free.value();
-  slot.work = work;
-  slot.bytes = work.rest();
-  slot.holes.clear();
-  slot.access = memory_.access();
-  if (!slot.access) return complete(work, cancelled_status());
-  // At the same offset in its page as in the file's, so that O_DIRECT can write the middle.
-  slot.memory = slot.buffer->data + file_offset(work) % file_.facts().unit;
-  if (slot.memory + slot.bytes > slot.buffer->data + slot.buffer->bytes) slot.memory = slot.buffer->data;
-  if (Status pinned = pin(slot); !pinned.ok()) return finish(slot, pinned);
-  const std::uint64_t start = target_offset(work);
-  const std::vector<TransferTarget::Piece>& pieces = slot.pin.pieces;
-  // Fewer bytes than wanted if the buffer was truncated.
-  slot.bytes = pieces.empty() ? 0 : pieces.back().end() - start;
-  std::vector<HostCopy> copies;
-  for (const TransferTarget::Piece& piece : pieces) {
-    if (piece.address == 0) {
-      slot.holes.push_back({piece.offset - start, piece.bytes});
-    } else {
-      copies.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
-    }
+// Reads what O_DIRECT can read in whole units around the chunk, or through the page cache.
+Moved Pipeline::read_file(Slot& slot) {
+  const std::uint64_t bytes = slot.work.rest();
+  const std::uint64_t offset = file_offset(slot.work);
+  const observe::Span span(observe::TraceKind::kFileRead, device_index_, offset, bytes, facts_.trace_id);
+  const std::uint64_t unit = file_.facts().unit;
+  const std::uint64_t lead = offset % unit;
+  const std::uint64_t covering = round_up(lead + bytes, unit);
+  slot.memory = slot.buffer->data;
+  Moved direct;
+  if (covering <= slot.buffer->bytes && wants_direct(slot.work)) {
+    direct = read_range(file_, IoMode::kDirect, slot.memory, covering, offset - lead);
+    slot.memory += lead;
+    direct.bytes = std::min(direct.bytes > lead ? direct.bytes - lead : 0, bytes);
   }
-  submit(slot, copies);  // finish() writes the file and completes the chunk
+  return read_rest(direct, slot.memory, bytes, offset);
 }
 
 // The device memory of the slot's bytes; pinned until finish().
@@ -128,7 +130,7 @@ Status Pipeline::pin(Slot& slot) {
   const std::uint64_t offset = slot.work.chunk.offset + slot.work.done;
   Result<TransferTarget::Pin> pinned = memory_.pin(offset, slot.bytes, Wait::kForbidden);
   if (!pinned.ok()) {
-    drain();  // it may have to wait for pins that this thread holds
+    drain();  // pinning may have to wait for pins that this thread holds
     pinned = memory_.pin(offset, slot.bytes);
   }
   if (pinned.ok()) slot.pin = pinned.take();
@@ -139,7 +141,7 @@ Status Pipeline::pin(Slot& slot) {
 void Pipeline::submit(Slot& slot, std::span<const HostCopy> copies) {
   // An address that a program passes as device memory may be something else, or freed.
   Device& device = device_.device();
-  const bool known = facts_.request.address == 0 || std::ranges::all_of(copies, [&](const HostCopy& copy) {
+  const bool known = memory_.target().address() == 0 || std::ranges::all_of(copies, [&](const HostCopy& copy) {
                        return device.holds(copy.device) && device.holds(copy.device + copy.bytes - 1);
                      });
   slot.batch = copies.empty() ? nullptr : batches_->add(copies, known);
@@ -167,6 +169,70 @@ void Pipeline::finish(Slot& slot, const Status& device_status) {
     status = write_file(slot);
   }
   complete(slot.work, status);
+}
+
+// ---- a store, whose copies also end in finish() ----
+
+// Device -> pinned memory -> file.
+void Pipeline::store(const Work& work) {
+  const Result<Slot*> free = next_slot();
+  if (!free.ok()) return complete(work, free.status());
+  Slot& slot = *free.value();
+  slot.work = work;
+  slot.bytes = work.rest();
+  slot.holes.clear();
+  slot.access = memory_.access();
+  if (!slot.access) return complete(work, cancelled_status());
+  // At the same offset in its page as in the file's, so that O_DIRECT can write the middle.
+  slot.memory = slot.buffer->data + file_offset(work) % file_.facts().unit;
+  if (slot.memory + slot.bytes > slot.buffer->data + slot.buffer->bytes) slot.memory = slot.buffer->data;
+  if (Status pinned = pin(slot); !pinned.ok()) return finish(slot, pinned);
+  const std::uint64_t start = target_offset(work);
+  const std::vector<TransferTarget::Piece>& pieces = slot.pin.pieces;
+  // Fewer bytes than wanted if the buffer was truncated.
+  slot.bytes = pieces.empty() ? 0 : pieces.back().end() - start;
+  std::vector<HostCopy> copies;
+  for (const TransferTarget::Piece& piece : pieces) {
+    if (piece.address == 0) {
+      slot.holes.push_back({piece.offset - start, piece.bytes});
+    } else {
+      copies.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
+    }
+  }
+  submit(slot, copies);  // finish() calls write_file()
+}
+
+Status Pipeline::write_file(Slot& slot) {
+  Work& work = slot.work;
+  const bool direct = wants_direct(work);
+  const bool sparse = facts_.request.sparse;
+  std::uint64_t position = 0;
+  Status status;
+  // True if all of it was written.
+  const auto write_data = [&](std::uint64_t end) {
+    if (end == position) return true;
+    const std::uint64_t bytes = end - position;
+    const Moved moved = write_out(slot.memory + position, bytes, file_offset(work), direct);
+    position += moved.bytes;
+    work.done += moved.bytes;
+    work.count(Path::kFallback, moved.bytes);
+    status = moved.status;
+    return status.ok() && moved.bytes == bytes;
+  };
+  for (const Extent& hole : slot.holes) {
+    if (!sparse) {
+      std::memset(slot.memory + hole.offset, 0, hole.bytes);
+      count(facts_.details.hole_bytes, hole.bytes);
+      continue;
+    }
+    if (!write_data(hole.offset)) return status;
+    const Moved moved = store_hole(work, hole.bytes);
+    position += moved.bytes;
+    work.done += moved.bytes;
+    if (!moved.status.ok() || moved.bytes < hole.bytes) return moved.status;
+  }
+  write_data(slot.bytes);
+  return status;
 }
 
 // ---- how chunks end ----
@@ -309,6 +375,8 @@ Moved Pipeline::read_in_place(const Work& work, const TransferTarget::Piece& pie
   return read_rest(moved, memory, piece.bytes, offset);
 }
 
+// ---- the file ----
+
 // Reads what O_DIRECT has left of a range, unless it failed.
 Moved Pipeline::read_rest(const Moved& direct, std::byte* memory, std::uint64_t bytes, std::uint64_t offset) {
   count_file_bytes(true, direct.bytes);
@@ -318,59 +386,6 @@ Moved Pipeline::read_rest(const Moved& direct, std::byte* memory, std::uint64_t 
   const Moved rest = read_range(file_, IoMode::kBuffered, memory + done, bytes - done, offset + done);
   count_file_bytes(false, rest.bytes);
   return Moved{done + rest.bytes, rest.status};
-}
-
-// ---- the file's side of bounce buffers ----
-
-// Reads what O_DIRECT can read in whole units around the chunk, or through the page cache.
-Moved Pipeline::read_file(Slot& slot) {
-  const std::uint64_t bytes = slot.work.rest();
-  const std::uint64_t offset = file_offset(slot.work);
-  const observe::Span span(observe::TraceKind::kFileRead, device_index_, offset, bytes, facts_.trace_id);
-  const std::uint64_t unit = file_.facts().unit;
-  const std::uint64_t lead = offset % unit;
-  const std::uint64_t covering = round_up(lead + bytes, unit);
-  slot.memory = slot.buffer->data;
-  Moved direct;
-  if (covering <= slot.buffer->bytes && wants_direct(slot.work)) {
-    direct = read_range(file_, IoMode::kDirect, slot.memory, covering, offset - lead);
-    slot.memory += lead;
-    direct.bytes = std::min(direct.bytes > lead ? direct.bytes - lead : 0, bytes);
-  }
-  return read_rest(direct, slot.memory, bytes, offset);
-}
-
-Status Pipeline::write_file(Slot& slot) {
-  Work& work = slot.work;
-  const bool direct = wants_direct(work);
-  const bool sparse = facts_.request.sparse;
-  std::uint64_t position = 0;
-  Status status;
-  // True if all of it was written.
-  const auto write_data = [&](std::uint64_t end) {
-    if (end == position) return true;
-    const std::uint64_t bytes = end - position;
-    const Moved moved = write_out(slot.memory + position, bytes, file_offset(work), direct);
-    position += moved.bytes;
-    work.done += moved.bytes;
-    work.count(Path::kFallback, moved.bytes);
-    status = moved.status;
-    return status.ok() && moved.bytes == bytes;
-  };
-  for (const Extent& hole : slot.holes) {
-    if (!sparse) {
-      std::memset(slot.memory + hole.offset, 0, hole.bytes);
-      count(facts_.details.hole_bytes, hole.bytes);
-      continue;
-    }
-    if (!write_data(hole.offset)) return status;
-    const Moved moved = store_hole(work, hole.bytes);
-    position += moved.bytes;
-    work.done += moved.bytes;
-    if (!moved.status.ok() || moved.bytes < hole.bytes) return moved.status;
-  }
-  write_data(slot.bytes);
-  return status;
 }
 
 // Whether what is left of a chunk should go by O_DIRECT, apart from alignment.

@@ -1,6 +1,5 @@
-// Moves a transfer's chunks on one thread. A load: take a chunk of the plan, read the file into a free pinned buffer,
-// queue the copy to the device, take the next chunk. So file and device work overlap. A store does the same in the
-// other direction.
+// Moves a transfer's chunks on one thread, so that its file and its device work at the same time. pipeline.cc begins
+// with the steps.
 // Ownership: the thread that runs it, which alone uses it.
 #pragma once
 
@@ -42,7 +41,7 @@ class Pipeline {
   struct Slot {
     BounceBuffer buffer;
     bool busy = false;                                // the device works on it
-    std::shared_ptr<const CopyBatches::Batch> batch;  // that has its copies; null if there are none
+    std::shared_ptr<const CopyBatches::Batch> batch;  // which has the slot's copies; null if there are none
     Work work;
     std::uint64_t bytes = 0;      // of the chunk, after work.done, that are in the buffer
     std::byte* memory = nullptr;  // where they are

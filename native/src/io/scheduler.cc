@@ -147,7 +147,7 @@ void Scheduler::thread_main() {
       continue;
     }
     std::shared_ptr<Job> job = entry->job;
-    // They keep their addresses: entries and clients are removed only while no thread counts for them.
+    // Entries and clients keep their addresses: they are removed only while no thread counts for them.
     entries_.splice(entries_.end(), entries_, entry);
     int& client = clients_[job->client()];
     int& together = groups_[job->group()];

@@ -52,7 +52,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     [[nodiscard]] std::uint64_t group() const { return group_; }
     // How many threads it could use, including those that serve it; 0 once it needs none any more.
     [[nodiscard]] int useful_threads() const { return useful_threads_.load(std::memory_order_relaxed); }
-    // Serves it until nothing is left or the turn is over. May hang in a file.
+    // Serves the job until nothing is left or the turn is over. May hang in a file.
     virtual void serve(const Turn& turn) = 0;
 
    protected:

@@ -1,5 +1,7 @@
 #include "io/store_file.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
@@ -49,17 +51,13 @@ Status StoreFile::finish(std::uint64_t reached, std::uint64_t touched) {
   // Written pages do not update the modification time; setting the size does.
   const bool unmarked = by_pages_ && reached > 0 && size == wanted_size;
   if (!too_long && !too_short && !unmarked) return {};
-  while (file_.operations().truncate(file_.buffered_fd(), wanted_size) != 0) {
-    if (errno != EINTR) return Status::from_errno(errno, "setting the backing file's size");
-  }
-  return {};
+  if (TEMP_FAILURE_RETRY(file_.operations().truncate(file_.buffered_fd(), wanted_size)) == 0) return {};
+  return Status::from_errno(errno, "setting the backing file's size");
 }
 
 Status StoreFile::sync(bool data_only) {
-  while (file_.operations().sync(file_.buffered_fd(), data_only) != 0) {
-    if (errno != EINTR) return Status::from_errno(errno, "syncing the backing file");
-  }
-  return {};
+  if (TEMP_FAILURE_RETRY(file_.operations().sync(file_.buffered_fd(), data_only)) == 0) return {};
+  return Status::from_errno(errno, "syncing the backing file");
 }
 
 }  // namespace gpufs

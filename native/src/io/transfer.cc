@@ -52,7 +52,7 @@ TransferFacts facts_of(const TransferRequest& request) {
           observe::trace::on() ? observe::trace::name_of_file(request.file->buffered_fd()) : 0};
 }
 
-// Memory that a program allocated itself, and keeps. Transfers stay within it: see TransferEngine::check().
+// Transfers stay within it: see TransferEngine::check().
 class ProgramMemory final : public TransferTarget {
  public:
   ProgramMemory(std::shared_ptr<DeviceContext> device, DeviceAddress address, std::uint64_t bytes)
@@ -61,6 +61,7 @@ class ProgramMemory final : public TransferTarget {
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return device_; }
   [[nodiscard]] std::uint64_t size() const override { return bytes_; }
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
+  [[nodiscard]] DeviceAddress address() const override { return address_; }
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) override {
     return Pin{{{{offset, bytes}, address_ + offset}}, nullptr};
   }
@@ -77,9 +78,9 @@ class ProgramMemory final : public TransferTarget {
 
 }  // namespace
 
-void TransferRequest::set_range(std::shared_ptr<DeviceContext> device, DeviceAddress start, std::uint64_t size) {
-  address = start;
-  target = std::make_shared<ProgramMemory>(std::move(device), start, size);
+std::shared_ptr<TransferTarget> program_memory(std::shared_ptr<DeviceContext> device, DeviceAddress address,
+                                               std::uint64_t bytes) {
+  return std::make_shared<ProgramMemory>(std::move(device), address, bytes);
 }
 
 Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Scheduler> scheduler,
@@ -89,7 +90,6 @@ Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Sched
       scheduler_(std::move(scheduler)),
       facts_(facts_of(request)),
       queued_(observe::now_ns()),
-      limit_(request.limit()),
       memory_(std::exchange(facts_.request.target, nullptr), request.target_offset, request.direction,
               engine_->options().chunk_bytes),
       store_file_(*request.file, request.file_offset) {
@@ -181,7 +181,7 @@ bool Transfer::enter() {
   prepare_end_.store(observe::now_ns(), std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
-    // Otherwise it was left behind in the meantime, and leave() finds it done.
+    // Otherwise the transfer was left behind in the meantime, and leave() finds it done.
     if (phase_ == Phase::kPreparing) {
       phase_ = Phase::kRunning;
       cursor_ = plan.ok() ? PlanCursor(plan.take()) : PlanCursor(plan.status());
@@ -256,9 +256,9 @@ Result<std::uint64_t> Transfer::total_bytes(std::uint64_t file_size) {
   if (!load()) {
     const std::uint64_t size = memory_.target().size();
     available = size > request().target_offset ? size - request().target_offset : 0;
-  } else if (request().address != 0) {
+  } else if (memory_.target().address() != 0) {
     // A program's memory is filled as far as it goes; a buffer reports EFBIG when it grows too large.
-    available = std::min(available, limit_ - request().target_offset);
+    available = std::min(available, memory_.target().limit() - request().target_offset);
   }
   const std::uint64_t total = std::min(request().bytes, available);
   if (total > kLargestOffset - request().file_offset) {
@@ -271,7 +271,8 @@ Result<std::uint64_t> Transfer::total_bytes(std::uint64_t file_size) {
 Result<Plan> Transfer::make_plan(std::uint64_t total) {
   const BackingFacts& known = file().facts();
   // The first granule of a buffer is aligned for every file.
-  const std::uint64_t address = request().address + memory_.target().placement() + request().target_offset;
+  const TransferTarget& target = memory_.target();
+  const std::uint64_t address = target.address() + target.placement() + request().target_offset;
   PlanRequest wanted;
   wanted.file = &known;
   wanted.file_offset = request().file_offset;
@@ -284,7 +285,7 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   wanted.fallback = fallback_allowed();
   wanted.chunk_bytes = options().chunk_bytes;
   Device& device = facts_.device->device();
-  const bool reached = request().address == 0 ? device.info().files_reach_memory : device.holds(address);
+  const bool reached = target.address() == 0 ? device.info().files_reach_memory : device.holds(address);
   if (!reached) wanted.vendor_refusals |= mask_of(Refusal::kMemoryKind);
   RefusalMask refusals = 0;
   Result<Plan> plan = Plan::make(wanted, &refusals);
@@ -359,7 +360,7 @@ std::optional<Chunk> Transfer::next_chunk() {
 
 void Transfer::complete(const ChunkProgress& progress, const Status& status) {
   const std::lock_guard lock(mutex_);
-  if (phase_ != Phase::kRunning) return;  // it was left behind
+  if (phase_ != Phase::kRunning) return;  // the transfer was left behind
   cursor_.complete(progress.chunk, progress.done, status);
   progress_.moved += progress.done;
   progress_.hole_bytes += progress.skipped;

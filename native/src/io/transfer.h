@@ -39,8 +39,6 @@ struct TransferRequest {
   Direction direction = Direction::kLoad;
   std::shared_ptr<BackingFile> file;
   std::shared_ptr<TransferTarget> target;
-  // The address of memory that the program allocated itself; 0: the target is a buffer with memory of its own.
-  DeviceAddress address = 0;
   std::uint64_t file_offset = 0;
   std::uint64_t target_offset = 0;
   std::uint64_t bytes = kToTheEnd;
@@ -59,12 +57,11 @@ struct TransferRequest {
   // Called once with the outcome, on the thread that ends the transfer (inside start() only for a request of no
   // bytes). Must not block. Not called if start() fails.
   std::function<void(const TransferProgress&)> done;
-
-  // Makes memory that the program allocated itself, and keeps, the target.
-  void set_range(std::shared_ptr<DeviceContext> device, DeviceAddress start, std::uint64_t size);
-  // How far a load may write.
-  [[nodiscard]] std::uint64_t limit() const { return address == 0 ? Buffer::kMaximumBytes : target->limit(); }
 };
+
+// Memory that a program allocated itself, and keeps.
+std::shared_ptr<TransferTarget> program_memory(std::shared_ptr<DeviceContext> device, DeviceAddress address,
+                                               std::uint64_t bytes);
 
 enum class TransferState : int { kQueued, kRunning, kDone };
 
@@ -113,9 +110,9 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
            const TransferRequest& request);
 
   [[nodiscard]] TransferProgress progress() const;
-  // Stops it at its next chunk; one that no thread has served yet is over at once. Does not block and may be called
-  // again. A thread that hangs in a file of a network or user file system is left behind: nothing it still does reaches
-  // the device, but a write under way may still reach the file.
+  // Stops the transfer at its next chunk; one that no thread has served yet is over at once. Does not block and may be
+  // called again. A thread that hangs in a file of a network or user file system is left behind: nothing it still does
+  // reaches the device, but a write under way may still reach the file.
   void cancel();
   // Blocks until it is done, up to `timeout`; true if it is.
   bool wait(std::chrono::milliseconds timeout);
@@ -188,7 +185,6 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   const std::shared_ptr<Scheduler> scheduler_;
   TransferFacts facts_;         // prepare() sets the rest, before there is a second thread
   const std::uint64_t queued_;  // when
-  const std::uint64_t limit_;   // of the target
   TargetMemory memory_;
   StoreFile store_file_;
 

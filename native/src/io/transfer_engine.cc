@@ -6,14 +6,12 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/cpus.h"
 #include "base/log.h"
 #include "base/math.h"
-#include "base/thread.h"
 
 namespace gpufs {
 namespace {
@@ -62,15 +60,15 @@ Status TransferEngine::check(const TransferRequest& request) {
       return Status(EINVAL, "buffer offset and size overflow");
     }
   }
-  if (request.address != 0) {
-    const std::uint64_t limit = request.limit();
+  if (request.target->address() != 0) {
+    const std::uint64_t limit = request.target->limit();
     if (request.target_offset > limit || (request.bytes != kToTheEnd && end > limit)) {
       const std::string range = request.bytes == kToTheEnd
                                     ? "offset " + std::to_string(request.target_offset)
                                     : "[" + std::to_string(request.target_offset) + ", " + std::to_string(end) + ")";
       return Status(EINVAL, range + " is outside of the device memory, which has " + std::to_string(limit) + " bytes");
     }
-  } else if (load && request.target_offset > request.limit()) {
+  } else if (load && request.target_offset > Buffer::kMaximumBytes) {
     return Status(EFBIG, "the range starts beyond the largest buffer");
   }
   return {};
@@ -139,48 +137,25 @@ void TransferEngine::finished(const Transfer& transfer) {
   changed_.notify_all();
 }
 
-void TransferEngine::watch_cancelled() {
+Worker::Clock::time_point TransferEngine::abandon_cancelled() {
+  std::vector<std::shared_ptr<Transfer>> cancelled;
   {
     const std::lock_guard lock(mutex_);
-    if (watch_ending_) return;  // shutdown() has ended all transfers
-    if (!watch_.joinable()) {
-      Result<std::thread> started = start_thread("gpufs-io-stop", [self = shared_from_this()] { self->watch_main(); });
-      if (!started.ok()) {
-        log_warning("no thread to end cancelled transfers that hang: ", started.status().message());
-        return;
-      }
-      watch_ = started.take();
-    }
-  }
-  changed_.notify_all();
-}
-
-void TransferEngine::watch_main() {
-  std::unique_lock lock(mutex_);
-  while (!watch_ending_) {
-    std::vector<std::shared_ptr<Transfer>> cancelled;
     for (const auto& [key, transfer] : transfers_) {
       if (transfer->cancelled()) cancelled.push_back(transfer);
     }
-    if (cancelled.empty()) {
-      changed_.wait(lock);
-      continue;
-    }
-    lock.unlock();
-    for (std::shared_ptr<Transfer>& transfer : cancelled) {
-      transfer->abandon(/*force=*/false);
-      Transfer::release(std::move(transfer));
-    }
-    cancelled.clear();
-    lock.lock();
-    if (!watch_ending_) changed_.wait_for(lock, kWatchInterval);
   }
+  if (cancelled.empty()) return Worker::kNever;
+  for (std::shared_ptr<Transfer>& transfer : cancelled) {
+    transfer->abandon(/*force=*/false);
+    Transfer::release(std::move(transfer));
+  }
+  return Clock::now() + kWatchInterval;
 }
 
 void TransferEngine::shutdown() {
   std::vector<std::shared_ptr<Transfer>> transfers;
   std::vector<std::shared_ptr<Scheduler>> schedulers;
-  std::thread watch;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
@@ -198,13 +173,7 @@ void TransferEngine::shutdown() {
   if (!ended) {
     for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->abandon(/*force=*/true);
   }
-  {
-    const std::lock_guard lock(mutex_);
-    watch_ending_ = true;
-    watch.swap(watch_);
-  }
-  changed_.notify_all();
-  if (watch.joinable()) watch.join();
+  watch_.stop();
   for (std::shared_ptr<Transfer>& transfer : transfers) Transfer::release(std::move(transfer));
   const auto rest = std::max(end - Clock::now(), Clock::duration(options_.cancel_grace));
   for (const std::shared_ptr<Scheduler>& scheduler : schedulers) {

@@ -8,9 +8,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 #include "base/status.h"
+#include "base/worker.h"
 #include "device/device_context.h"
 #include "io/bounce_pool.h"
 #include "io/fastpath.h"
@@ -51,13 +51,14 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
 
   void finished(const Transfer& transfer);
   // Looks after cancelled transfers until they end.
-  void watch_cancelled();
+  void watch_cancelled() { watch_.wake(); }
   void count_left_in_use() { ++left_in_use_; }
 
  private:
   TransferEngine(const IoOptions& options, std::shared_ptr<Fastpath> fastpath);
   std::shared_ptr<Scheduler> scheduler_for(int node);
-  void watch_main();
+  // Ends cancelled transfers that hang; returns when to do so again.
+  Worker::Clock::time_point abandon_cancelled();
 
   const IoOptions options_;
   const std::shared_ptr<Fastpath> fastpath_;
@@ -66,12 +67,12 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
 
   // Guards all below; no other lock is taken under it.
   mutable std::mutex mutex_;
-  std::condition_variable changed_;                       // a transfer ended or was cancelled, or the engine ends
+  std::condition_variable changed_;                       // a transfer ended
   std::map<int, std::shared_ptr<Scheduler>> schedulers_;  // by NUMA node
   std::map<const Transfer*, std::shared_ptr<Transfer>> transfers_;
-  std::thread watch_;  // started for the first cancelled transfer
   bool closed_ = false;
-  bool watch_ending_ = false;
+
+  Worker watch_{"gpufs-io-stop", [this] { return abandon_cancelled(); }};  // started for the first cancelled transfer
 };
 
 }  // namespace gpufs

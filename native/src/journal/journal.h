@@ -2,9 +2,9 @@
 // instruction the process was killed. The changes of one transaction are all there afterwards, or none.
 // docs/internals/journal.md has the format.
 //
-// It is not a log: its size follows the values, not the changes. A value lies in a block of a power of two of bytes. A
-// transaction writes its values into fresh blocks, marks these and the blocks that they replace with its number, and
-// stores that number in the header: this one store commits it. Then the marks are removed.
+// The journal is not a log: its size follows the values, not the changes. A value lies in a block of a power of two of
+// bytes. A transaction writes its values into fresh blocks, marks these and the blocks that they replace with its
+// number, and stores that number in the header: this one store commits it. Then the marks are removed.
 //
 // Blocks of one size share segments. The memory of a segment without values goes back to the machine, but for one of
 // each size. Where more than a third of the blocks of a size are free, their values move together (see compact()).

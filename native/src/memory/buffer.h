@@ -91,7 +91,8 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // size = max(size, end). since: a claim, for callers that cannot hold their pins until then. If the buffer has been
   // made smaller since that claim, this changes nothing and returns false, as if the shrink had come last.
   virtual bool publish(std::uint64_t /*end*/, const Claim* /*since*/ = nullptr) { return true; }
-  // Call it after the pin is gone. What other pins for writing cover is left to their holders.
+  // Zeroes what a failed write left there. Call this once the pin is gone. What other pins for writing cover is left to
+  // their holders.
   virtual Status discard_above_size(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return {}; }
 
   // Synchronous copies by the calling thread. read: the count, short only at the end of the file; holes are zeros.

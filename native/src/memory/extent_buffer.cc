@@ -26,7 +26,7 @@ ExtentBuffer::~ExtentBuffer() {
   snapshot_.reset();
   range_.reset();
   memory_.reset();
-  context_->reclaim().unlist_trimmable(this);
+  context_->releases().unlist_trimmable(this);
   charge().settle(0);
   if (own_held_ > 0) context_->released(own_held_);
 }
@@ -155,12 +155,8 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
   }
   return retry_when_full(
       [&]() -> Status {
-        std::unique_lock mutation(mutation_mutex_, std::defer_lock);
-        if (how.wait == Wait::kAllowed) {
-          mutation.lock();
-        } else if (!mutation.try_lock()) {
-          return would_wait();
-        }
+        const std::unique_lock mutation = lock_mutation(how.wait);
+        if (!mutation) return would_wait();
         const Extent range = placed(offset, end);
         Status status = ensure(range.offset, range.end(), how);
         if (!status.ok()) return status;

@@ -139,6 +139,12 @@ class ExtentBuffer : public Buffer {
   static Status torn() { return Status(EIO, "the device failed while it moved the file within its memory"); }
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
+  // mutation_mutex_; without it where that would have to be waited for and must not be.
+  [[nodiscard]] std::unique_lock<std::mutex> lock_mutation(Wait wait) {
+    return wait == Wait::kAllowed ? std::unique_lock(mutation_mutex_)
+                                  : std::unique_lock(mutation_mutex_, std::try_to_lock);
+  }
+
   // ---- extent_buffer.cc: pins, copies by the caller. Functions named _locked need state_mutex_. ----
   // Positions of a part of the file. Needs one of the mutexes.
   [[nodiscard]] Extent placed(std::uint64_t offset, std::uint64_t end) const {
@@ -175,6 +181,8 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
   [[nodiscard]] SnapshotPointer make_empty_snapshot(std::uint64_t placement = 0);
   void replace(SnapshotPointer next);
+  // What the snapshot shows of the buffer's own memory: nothing of a slot.
+  [[nodiscard]] Extents own() const;
   // The part of ahead_ that no snapshot shows: the file has holes there.
   [[nodiscard]] Extents hidden() const;
   // The part of ahead_ that the contents have not reached: what is hidden, and what is above the size.

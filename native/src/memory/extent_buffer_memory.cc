@@ -40,7 +40,7 @@ constexpr int kMostAttempts = 4;  // others that grow may be faster to take what
 
 Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt, Wait wait) {
   for (int number = 1;; ++number) {
-    const std::uint64_t releases = context_->reclaim().release_count();
+    const std::uint64_t releases = context_->releases().count();
     Status status = attempt();
     if (!lacks_memory(status.error()) || number == kMostAttempts || wait == Wait::kForbidden) return status;
     if (!reclaim(releases, status.error() == EDQUOT)) return status;
@@ -52,19 +52,19 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
   const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
   for (;;) {
     bool busy = false;
-    for (const std::weak_ptr<Buffer>& listed : context_->reclaim().trimmable()) {
+    for (const std::weak_ptr<Buffer>& listed : context_->releases().trimmable()) {
       const std::shared_ptr<Buffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // One that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
     }
-    if (context_->reclaim().release_count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
+    if (context_->releases().count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
       context_->slabs()->compact(std::chrono::steady_clock::now() + kReclaimTimeout);
     }
-    if (context_->reclaim().release_count() != releases_before) return true;
+    if (context_->releases().count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
-    context_->reclaim().wait_for_release(releases_before, std::chrono::steady_clock::now() + kPause);
+    context_->releases().wait_for_next(releases_before, std::chrono::steady_clock::now() + kPause);
   }
 }
 
@@ -87,6 +87,8 @@ void ExtentBuffer::replace(SnapshotPointer next) {
   moved_();  // the old one is destroyed with the argument
 }
 
+Extents ExtentBuffer::own() const { return snapshot_->slot != nullptr ? Extents{} : snapshot_->extents; }
+
 Extents ExtentBuffer::hidden() const {
   return snapshot_->slot != nullptr ? Extents{} : without(ahead_, snapshot_->extents);
 }
@@ -98,15 +100,15 @@ Extents ExtentBuffer::unreached() const {
 
 void ExtentBuffer::account() {
   const SlabPool::Slot* const slot = snapshot_->slot.get();
-  const std::uint64_t own = slot != nullptr ? 0 : total_bytes(hidden()) + total_bytes(snapshot_->extents);
-  const std::uint64_t before = std::exchange(own_held_, own);
+  const std::uint64_t now = total_bytes(hidden()) + total_bytes(own());
+  const std::uint64_t before = std::exchange(own_held_, now);
   // The slot's slab is counted by its pool.
-  const std::uint64_t held = slot != nullptr ? slot->bytes : own;
+  const std::uint64_t held = slot != nullptr ? slot->bytes : now;
   held_.store(held, std::memory_order_release);
   charge().settle(held);
   charge().settle_descriptors(memory_ == nullptr ? 0 : memory_->descriptors());
-  if (own > before) context_->took(own - before);
-  if (own < before) context_->released(before - own);
+  if (now > before) context_->took(now - before);
+  if (now < before) context_->released(before - now);
 }
 
 Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t replaced) {
@@ -152,7 +154,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) 
 }
 
 bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_t bytes) {
-  const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
+  const std::unique_lock mutation = lock_mutation(Wait::kForbidden);
   if (!mutation) return false;
   const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old == nullptr || old->address - start >= bytes) return true;
@@ -180,10 +182,9 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
   if (status.ok()) {
-    const Extents existing = slot != nullptr ? Extents{} : snapshot_->extents;
     Extents missing = slot != nullptr ? Extents{{0, slot_end}} : Extents{};
     if (offset < end) {
-      const Extents wanted = holes(joined(existing, missing), round_down(offset, granule_), round_up(end, granule_));
+      const Extents wanted = holes(joined(own(), missing), round_down(offset, granule_), round_up(end, granule_));
       missing = joined(missing, wanted);
     }
     if (slot != nullptr) {
@@ -195,7 +196,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   if (!status.ok()) {
     drop_empty_memory();
   } else if (memory_ != nullptr) {
-    context_->reclaim().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, weak_from_this());
   }
   return status;
 }
@@ -236,9 +237,7 @@ std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_
 
 Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
-  const bool in_slot = snapshot_->slot != nullptr;
-  Extents existing = in_slot ? Extents{} : snapshot_->extents;
-  const Extents populated = joined(existing, hidden());
+  const Extents populated = joined(own(), hidden());
   const std::uint64_t needed = round_up(std::max(end, end_of(populated)), granule_);
   const bool copies = context_->info().reserve_copies;
   if (copies && range_ != nullptr && leased()) {
@@ -259,7 +258,7 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
                                              : std::bit_ceil(needed);
   wanted = std::max(needed, std::min(wanted, round_up(kPlacementEnd + kMaximumBytes, granule_)));
   Exclusion exclusion(*this);
-  if (copies && !existing.empty() && !exclusion.stop_writers(wait)) return would_wait();
+  if (copies && !own().empty() && !exclusion.stop_writers(wait)) return would_wait();
   Result<std::shared_ptr<AddressRange>> reserved = reserve_addresses(wanted, populated);
   while (wanted > needed && (reserved.error() == ENOMEM || lacks_memory(reserved.error()))) {
     wanted = std::max(needed, wanted / 2);
@@ -270,12 +269,12 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   if (!reserved.ok()) return reserved.status();
   range_ = reserved.take();
   // Later memory appears in the new range alone, so whatever is published from now on must show that.
-  if (!in_slot) replace(make_snapshot(std::move(existing)));
+  if (snapshot_->slot == nullptr) replace(make_snapshot(own()));
   return {};
 }
 
 Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint64_t bytes, const Extents& populated) {
-  if (context_->info().reserve_copies) return memory_->reserve(bytes, populated);  // they are memory
+  if (context_->info().reserve_copies) return memory_->reserve(bytes, populated);  // addresses are memory
   struct Charged {
     ~Charged() {
       range.reset();
@@ -406,7 +405,7 @@ bool ExtentBuffer::may_trim() const {
 }
 
 bool ExtentBuffer::trim(std::chrono::milliseconds timeout) {
-  const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
+  const std::unique_lock mutation = lock_mutation(Wait::kForbidden);
   return mutation && release_unused(std::chrono::steady_clock::now() + timeout);
 }
 
@@ -447,7 +446,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     release(removed);
   }
   // Not before: whoever finds the device full must wait for this.
-  if (!in_use) context_->reclaim().unlist_trimmable(this);
+  if (!in_use) context_->releases().unlist_trimmable(this);
   return true;
 }
 
@@ -455,12 +454,8 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
 
 Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-  std::unique_lock mutation(mutation_mutex_, std::defer_lock);
-  if (wait == Wait::kAllowed) {
-    mutation.lock();
-  } else if (!mutation.try_lock()) {
-    return would_wait();
-  }
+  const std::unique_lock mutation = lock_mutation(wait);
+  if (!mutation) return would_wait();
   unfix_unless_leased();
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
@@ -494,17 +489,15 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
 }
 
 Status ExtentBuffer::shrink(std::uint64_t end, std::uint64_t highest, Exclusion* exclusion) {
-  const bool in_slot = snapshot_->slot != nullptr;
-  if (in_slot && end > 0) {
-    SnapshotPointer same = std::make_shared<Snapshot>(*this, snapshot_->slot);
-    replace(std::move(same));
+  if (snapshot_->slot != nullptr && end > 0) {
+    replace(std::make_shared<Snapshot>(*this, snapshot_->slot));
     std::unique_lock lock(state_mutex_);
     state_changed_.wait(lock, [this] { return snapshots_ == 1; });
     lock.unlock();
     return zero_existing(end, highest);
   }
   const std::uint64_t kept_end = round_up(end, granule_);
-  const Extents before = in_slot ? Extents{} : snapshot_->extents;
+  const Extents before = own();
   const Extents kept = without(before, kept_end, kNoLimit);
   const Extents removed = joined(inside(before, kept_end, kNoLimit), hidden());
   // Waits also if nothing is removed: users of the rest of the last granule must be gone.
@@ -600,18 +593,13 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
 
 KeptContents ExtentBuffer::kept() const {
   const std::lock_guard lock(state_mutex_);
-  KeptContents contents{.size = size_.load(std::memory_order_relaxed),
-                        .memory = snapshot_->memory,
-                        .slot = {},
-                        .extents = {},
-                        .placement = snapshot_->placement,
-                        .shift = shift_};
-  if (snapshot_->slot != nullptr) {
-    contents.slot = {snapshot_->slot->offset, snapshot_->slot->bytes};
-  } else {
-    contents.extents = snapshot_->extents;
-  }
-  return contents;
+  const SlabPool::Slot* const slot = snapshot_->slot.get();
+  return {.size = size_.load(std::memory_order_relaxed),
+          .memory = snapshot_->memory,
+          .slot = slot != nullptr ? Extent{slot->offset, slot->bytes} : Extent{},
+          .extents = own(),
+          .placement = snapshot_->placement,
+          .shift = shift_};
 }
 
 Status ExtentBuffer::check_kept(const KeptContents& contents) const {
@@ -653,7 +641,7 @@ Status ExtentBuffer::restore(const KeptContents& contents) {
     replace(make_snapshot(contents.extents));
     shift_ = contents.shift;
     // Other memory above the size is not in ahead_: fallocate(2) may have asked for it.
-    context_->reclaim().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, weak_from_this());
   }
   account();
   // While a shift is in progress, its scratch is above the size.

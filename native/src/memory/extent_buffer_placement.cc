@@ -117,8 +117,8 @@ void ExtentBuffer::take_placement(const Buffer& source) {
   const std::uint64_t placement = source.placement();
   if (context_->info().reserve_copies) return;
   const SlabPool* const slabs = context_->slabs();
-  if (slabs != nullptr && source.size() <= slabs->largest()) return;  // it will be in a slot
-  const std::unique_lock mutation(mutation_mutex_, std::try_to_lock);
+  if (slabs != nullptr && source.size() <= slabs->largest()) return;  // the file will be in a slot
+  const std::unique_lock mutation = lock_mutation(Wait::kForbidden);
   if (!mutation || size() != 0 || memory_ != nullptr || snapshot_->slot != nullptr) return;
   if (placement != snapshot_->placement) replace(make_empty_snapshot(placement));
 }

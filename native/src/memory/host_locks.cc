@@ -24,7 +24,7 @@ struct HostLocks::LockedRange {
   Range range;  // a foreign one may grow to the whole of what another library pinned
   const Owner owner;
   bool busy = true;          // a thread is in a call of the driver for it, and alone uses it
-  Device* device = nullptr;  // that pinned it; null: foreign
+  Device* device = nullptr;  // which pinned the range; null: foreign
   bool source_only = false;
   DeviceAddress device_address = 0;      // of the range's start; 0: there is none
   std::map<Range, std::uint64_t> locks;  // by the range that was asked for: how often
@@ -290,7 +290,7 @@ void HostLocks::end_use(const std::vector<std::shared_ptr<LockedRange>>& entries
   Lock lock(mutex_);
   for (const std::shared_ptr<LockedRange>& entry : entries) {
     if (--entry->uses > 0 || !entry->locks.empty()) continue;
-    // It was unlocked while in use.
+    // The range was unlocked while in use.
     if (const Status status = unpin(entry, lock); !status.ok()) {
       log_error("unlocking ", to_text(entry->range), ": ", status.message());
     }

@@ -84,24 +84,24 @@ void KeptMemory::lose(const Status& reason) {
   log_warning("this mount does not survive its daemon: ", reason.message());
 }
 
-std::vector<MemoryKeeper::Piece> KeptMemory::take(std::uint64_t memory) {
+std::vector<MemoryKeeper::KeptPiece> KeptMemory::take(std::uint64_t memory) {
   const std::lock_guard lock(mutex_);
-  std::vector<Piece> pieces;
+  std::vector<KeptPiece> pieces;
   if (auto found = untaken_.extract(memory)) pieces = std::move(found.mapped());
-  std::ranges::sort(pieces, {}, &Piece::offset);
-  for (const Piece& piece : pieces) held_.emplace(piece.key, piece.descriptor.get());
+  std::ranges::sort(pieces, {}, &KeptPiece::offset);
+  for (const KeptPiece& piece : pieces) held_.emplace(piece.key, piece.descriptor.get());
   return pieces;
 }
 
 void KeptMemory::drop_untaken() {
-  std::map<std::uint64_t, std::vector<Piece>> untaken;
+  std::map<std::uint64_t, std::vector<KeptPiece>> untaken;
   {
     const std::lock_guard lock(mutex_);
     restoring_ = false;
     untaken.swap(untaken_);
   }
   for (const auto& [memory, pieces] : untaken) {
-    for (const Piece& piece : pieces) drop(piece.key);
+    for (const KeptPiece& piece : pieces) drop(piece.key);
   }
 }
 

@@ -35,7 +35,7 @@ class KeptMemory final : public MemoryKeeper {
   void drop(std::uint64_t key) override;
   void settle() override;
   void lose(const Status& reason) override;
-  std::vector<Piece> take(std::uint64_t memory) override;
+  std::vector<KeptPiece> take(std::uint64_t memory) override;
 
   // Has the keeper drop what nothing has taken, and what was dropped until now; once everything is restored. Before, it
   // still has all that the last process has kept: if the restore fails, another process can try again.
@@ -63,10 +63,10 @@ class KeptMemory final : public MemoryKeeper {
 
   mutable std::mutex mutex_;           // guards all below, over sending; order of locks: docs/design/requests.md#locks
   std::map<std::uint64_t, int> held_;  // descriptors of the callers, which stay open until drop()
-  std::map<std::uint64_t, std::vector<Piece>> untaken_;  // of the last process, by memory
-  bool restoring_;                                       // until drop_untaken(), if anything was held
-  Status health_;                                        // of the keeper
-  Status lost_;                                          // see lose()
+  std::map<std::uint64_t, std::vector<KeptPiece>> untaken_;  // of the last process, by memory
+  bool restoring_;                                           // until drop_untaken(), if anything was held
+  Status health_;                                            // of the keeper
+  Status lost_;                                              // see lose()
 };
 
 }  // namespace gpufs

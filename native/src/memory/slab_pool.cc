@@ -256,7 +256,7 @@ bool SlabPool::close(std::uint64_t offset, std::vector<std::shared_ptr<ExtentBuf
 
 void SlabPool::reopen(std::uint64_t offset) {
   const auto found = slabs_.find(offset);
-  if (found == slabs_.end()) return;  // it has been freed
+  if (found == slabs_.end()) return;  // the slab has been freed
   Slab& slab = found->second;
   if (slab.returned.size() == slab.fresh) return release_slab(offset);
   slab.emptying = false;

@@ -24,6 +24,8 @@ class TransferTarget {
   [[nodiscard]] virtual std::uint64_t size() const = 0;
   // The largest size that it may have.
   [[nodiscard]] virtual std::uint64_t limit() const = 0;
+  // Where memory lies that a program allocated itself, and keeps; 0: that of a file.
+  [[nodiscard]] virtual DeviceAddress address() const { return 0; }
   // Where in its first granule a buffer's first byte lies.
   [[nodiscard]] virtual std::uint64_t placement() const { return 0; }
   // The buffer, if a load allocates its memory and sets its size, and if it can have holes. Null if memory and size
@@ -49,7 +51,8 @@ class TransferTarget {
   // nothing else that populates or takes away memory of the same buffer: a small file that moves to memory of its own
   // waits for its writers.
   virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
-  // While it is pinned: ESTALE if some of its memory was taken away, so that what was copied from or to it may be lost.
+  // While a part is pinned: ESTALE if some of the memory was taken away, so that what was copied from or to it may be
+  // lost.
   virtual Status check_pinned() { return {}; }
   // lseek(2) SEEK_HOLE: the first hole at or above the offset, or the size; ENXIO at and beyond the size.
   virtual Result<std::uint64_t> seek_hole(std::uint64_t offset) = 0;

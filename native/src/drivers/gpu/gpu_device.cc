@@ -284,7 +284,7 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, 
     status = create();
   }
   if (status.error() == ENOSPC && may_release && keeper() != nullptr) {
-    keeper()->settle();  // it may still have descriptors of memory that was released
+    keeper()->settle();  // the keeper may still have descriptors of memory that was released
     status = create();
   }
   if (!status.ok()) taken_.release(bytes);
@@ -367,7 +367,7 @@ Status GpuDevice::import_physical(int descriptor, PhysicalHandle* handle) {
 
 // ---- streams and synchronous copies ----
 
-// It stays so, since the thread is ours: see Current.
+// The thread's capture mode stays relaxed, since the thread is ours: see Current.
 Status GpuDevice::bind_thread() {
   int mode = api::kCaptureRelaxed;
   if (const auto& exchange = functions().exchange_capture_mode) exchange(&mode);
@@ -430,9 +430,9 @@ Status GpuDevice::run(Queue queue) {
   return status.ok() ? work.finish() : status;
 }
 
-// Freeing memory waits for all that is queued on the device, by any stream, and unlike the vendors' function for just
-// that it leaves graphs alone that the program captures: that one fails and ends their capture, in each capture mode.
-// It is the way left if the device has no byte free.
+// Freeing memory waits for all that is queued on the device, by any stream. The vendors' function for that fails while
+// a program captures a graph, and ends the capture, in each capture mode. So it is called only where the device has no
+// byte free.
 Status GpuDevice::try_synchronize() {
   const Current current(*this);
   if (!current.status().ok()) return current.status();

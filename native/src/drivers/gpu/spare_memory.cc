@@ -4,21 +4,13 @@
 #include <iterator>
 #include <utility>
 
-#include "base/thread.h"
-
 namespace gpufs::gpu {
 
 bool SpareMemory::keep(PhysicalHandle handle, std::uint64_t bytes) {
   if (keep_time_.count() <= 0) return false;
   const std::lock_guard lock(mutex_);
-  if (closed_) return false;
-  if (!working_) {
-    if (thread_.joinable()) thread_.join();  // it has said that it ends
-    Result<std::thread> started = start_thread("gpufs-spares", [this] { work(); });
-    if (!started.ok()) return false;
-    thread_ = started.take();
-    working_ = true;
-  }
+  if (!worker_.start().ok()) return false;
+  if (pieces_.empty()) worker_.wake();
   pieces_.push_back({handle, bytes, Clock::now()});
   bytes_ += bytes;
   return true;
@@ -32,7 +24,6 @@ std::optional<PhysicalHandle> SpareMemory::take(std::uint64_t bytes) {
   const PhysicalHandle handle = found->handle;
   pieces_.erase(std::next(found).base());
   bytes_ -= bytes;
-  changed_.notify_all();
   return handle;
 }
 
@@ -50,13 +41,8 @@ std::uint64_t SpareMemory::releases() const {
 }
 
 void SpareMemory::close() {
-  {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
+  worker_.stop();  // keep() refuses pieces from now on
   drop();
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
 }
 
 std::uint64_t SpareMemory::bytes() const {
@@ -71,17 +57,11 @@ void SpareMemory::while_settled(std::chrono::milliseconds timeout,
   look(bytes_);
 }
 
-void SpareMemory::work() {
+SpareMemory::Clock::time_point SpareMemory::release_old() {
   std::unique_lock lock(mutex_);
-  while (!pieces_.empty()) {
-    const Clock::time_point due = pieces_.front().since + keep_time_;
-    if (Clock::now() < due) {
-      changed_.wait_until(lock, due);
-      continue;
-    }
-    release(lock, take_older(Clock::now() - keep_time_));
-  }
-  working_ = false;
+  const std::vector<PhysicalHandle> old = take_older(Clock::now() - keep_time_);
+  if (!old.empty()) release(lock, old);
+  return pieces_.empty() ? Worker::kNever : pieces_.front().since + keep_time_;
 }
 
 void SpareMemory::release(std::unique_lock<std::mutex>& lock, const std::vector<PhysicalHandle>& handles) {

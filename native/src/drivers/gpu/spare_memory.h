@@ -14,8 +14,9 @@
 #include <functional>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <vector>
+
+#include "base/worker.h"
 
 namespace gpufs::gpu {
 
@@ -23,7 +24,7 @@ using PhysicalHandle = std::uint64_t;
 
 class SpareMemory {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = Worker::Clock;
   using Release = std::function<void(const std::vector<PhysicalHandle>&)>;
 
   explicit SpareMemory(Release release) : release_(std::move(release)) {}
@@ -57,8 +58,8 @@ class SpareMemory {
     Clock::time_point since;
   };
 
-  // The thread that releases pieces when their time is over. It ends when there are none.
-  void work();
+  // Releases pieces whose time is over; returns when that of the next one is.
+  Clock::time_point release_old();
   // Removes the pieces that were kept until `before`. Under the lock.
   std::vector<PhysicalHandle> take_older(Clock::time_point before);
   // Releases handles without the lock, which it takes again.
@@ -73,9 +74,8 @@ class SpareMemory {
   std::uint64_t bytes_ = 0;
   int releasing_ = 0;  // releases in progress
   std::uint64_t releases_ = 0;
-  bool working_ = false;
-  bool closed_ = false;
-  std::thread thread_;  // while there are pieces
+
+  Worker worker_{"gpufs-spares", [this] { return release_old(); }};  // keep() calls it under the lock
 };
 
 }  // namespace gpufs::gpu

@@ -38,7 +38,7 @@ Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::import(std::shared_ptr<G
 }
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::adopt(std::shared_ptr<GpuDevice> device,
-                                                              MemoryKeeper::Piece piece) {
+                                                              MemoryKeeper::KeptPiece piece) {
   PhysicalHandle handle = 0;
   Status status = device->adopt_physical(piece.descriptor.get(), piece.bytes, &handle);
   if (!status.ok()) return status;
@@ -166,10 +166,10 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_p
   const Current current(*device);
   if (!current.status().ok()) return current.status();
   auto memory = std::make_unique<VirtualMemory>(device, number);
-  std::vector<MemoryKeeper::Piece> kept = device->keeper()->take(number);
+  std::vector<MemoryKeeper::KeptPiece> kept = device->keeper()->take(number);
   // Where a piece was being split, its successors hold the same, but perhaps not all of them were kept.
-  std::ranges::sort(kept, {}, &MemoryKeeper::Piece::key);
-  for (MemoryKeeper::Piece& piece : kept) {
+  std::ranges::sort(kept, {}, &MemoryKeeper::KeptPiece::key);
+  for (MemoryKeeper::KeptPiece& piece : kept) {
     const std::uint64_t offset = piece.offset;
     const std::uint64_t key = piece.key;
     const auto next = memory->first_touching(offset);
@@ -290,7 +290,7 @@ Status VirtualMemory::back(const Extent& span, Pieces& fresh, Wait wait) {
     if (!more) break;
     at = end_of(piece->first, *piece->second.physical);
     if (piece->second.live_granules == 0) {
-      // It may have been kept because it could be mapped, but neither made accessible nor unmapped.
+      // The piece may have been kept because it could be mapped, but neither made accessible nor unmapped.
       if (Status status = current_->allow(piece->first, at - piece->first); !status.ok()) return status;
     }
     ++piece;
@@ -428,7 +428,7 @@ Status VirtualMemory::split(Pieces::iterator piece) {
     pieces_.merge(fresh);
     return {};
   }
-  // Both copies hold the same, so either will do. But the addresses must be mapped: an access to unmapped memory would
+  // Either copy will do, as both hold the same. But the addresses must be mapped: an access to unmapped memory would
   // destroy the device's context, and with it all files.
   Status restored;
   for (int attempt = 0; attempt < kRestoreAttempts; ++attempt) {

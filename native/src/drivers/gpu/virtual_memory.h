@@ -39,7 +39,8 @@ class PhysicalMemory {
   static Result<std::shared_ptr<PhysicalMemory>> import(std::shared_ptr<GpuDevice> device, int descriptor,
                                                         std::uint64_t bytes);
   // That of a descriptor which the last process has kept under this key.
-  static Result<std::shared_ptr<PhysicalMemory>> adopt(std::shared_ptr<GpuDevice> device, MemoryKeeper::Piece piece);
+  static Result<std::shared_ptr<PhysicalMemory>> adopt(std::shared_ptr<GpuDevice> device,
+                                                       MemoryKeeper::KeptPiece piece);
   ~PhysicalMemory();
   PhysicalMemory(const PhysicalMemory&) = delete;
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
@@ -110,7 +111,7 @@ class VirtualMemory final : public DeviceMemory {
   void fix_in_place() override { fixed_ = true; }
   void allow_moves() override { fixed_ = false; }
   [[nodiscard]] Extents surplus() const override { return surplus_; }
-  // Those that the keeper has as well.
+  // Descriptors that the keeper has as well.
   [[nodiscard]] std::uint64_t descriptors() const override { return number_ == 0 ? 0 : pieces_.size(); }
   [[nodiscard]] std::uint64_t descriptors_for(std::span<const Extent> spans) override;
   [[nodiscard]] std::uint64_t number() const override { return number_; }

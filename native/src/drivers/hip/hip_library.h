@@ -36,7 +36,7 @@ class Library final : public gpu::VendorLibrary {
   [[nodiscard]] int version() const { return version_; }           // 0: unknown
   // A function that the runtime gives out only on demand; null if it has none.
   [[nodiscard]] void* find_hidden(const char* symbol) const;
-  // Whether it has the calls for files, and this process may use the kernel's driver.
+  // Whether the library has the calls for files, and this process may use the kernel's driver.
   [[nodiscard]] bool moves_files() const;
 
   [[nodiscard]] std::string uuid(int ordinal) const override;

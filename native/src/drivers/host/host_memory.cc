@@ -29,10 +29,8 @@ constexpr std::uint64_t kAllocateStep = std::uint64_t{256} << 20;
 constexpr std::uint64_t kShared = 1;
 
 int retrying_fallocate(int fd, int mode, std::uint64_t offset, std::uint64_t bytes) {
-  while (::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
-    if (errno != EINTR) return errno;
-  }
-  return 0;
+  const auto call = [&] { return ::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes)); };
+  return TEMP_FAILURE_RETRY(call()) == 0 ? 0 : errno;
 }
 
 int punch(int fd, std::uint64_t offset, std::uint64_t bytes) {
@@ -80,9 +78,10 @@ Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limi
                                                     std::shared_ptr<SharedHostFiles> shared,
                                                     std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
                                                     std::span<const Extent> populated) {
-  std::vector<MemoryKeeper::Piece> kept = keeper->take(number);
+  std::vector<MemoryKeeper::KeptPiece> kept = keeper->take(number);
   if (kept.empty()) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
-  std::ranges::sort(kept, std::ranges::greater(), &MemoryKeeper::Piece::bytes);  // share() may have been interrupted
+  std::ranges::sort(kept, std::ranges::greater(),
+                    &MemoryKeeper::KeptPiece::bytes);  // share() may have been interrupted
   for (std::size_t i = 1; i < kept.size(); ++i) keeper->drop(kept[i].key);
   const std::shared_ptr<HostFile> file(new HostFile(std::move(kept.front().descriptor), std::move(limit),
                                                     std::move(shared), std::move(keeper), number, kept.front().key));
@@ -92,7 +91,7 @@ Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limi
     return Status(EPROTO, "memory " + std::to_string(number) + " is smaller than the file in it");
   }
   for (const auto& [offset, bytes] : populated) {
-    file->limit_->add(bytes);  // it is there already
+    file->limit_->add(bytes);  // the memory is there already
     for (std::uint64_t granule = offset; granule < offset + bytes; granule += kHostGranule) file->own_.insert(granule);
   }
   if (kept.front().bytes == kShared) {  // other programs may have it still

@@ -4,11 +4,11 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <latch>
 #include <map>
 #include <string>
 #include <utility>
 
-#include "base/thread.h"
 #include "drivers/host/host_memory.h"
 
 namespace gpufs {
@@ -35,11 +35,9 @@ struct HostStream::Streams {
 };
 
 Result<std::unique_ptr<Stream>> HostStream::create(int device) {
-  auto queue = std::make_shared<Queue>(device);
-  std::unique_ptr<HostStream> stream(new HostStream(queue));
-  Result<std::thread> thread = start_thread("gpufs-str" + std::to_string(device), [queue] { queue->run(); });
-  if (!thread.ok()) return thread.status();
-  stream->thread_ = thread.take();
+  std::shared_ptr<Queue> queue(new Queue{device});
+  if (Status started = queue->worker.start(); !started.ok()) return started;
+  std::unique_ptr<HostStream> stream(new HostStream(queue, /*adopted=*/false));
   Streams& streams = Streams::instance();
   const std::lock_guard lock(streams.mutex);
   streams.alive.emplace(stream->native(), queue);
@@ -56,47 +54,17 @@ Result<std::unique_ptr<Stream>> HostStream::adopt(NativeStream native, int devic
   }
   if (queue == nullptr) return Status(EINVAL, "no stream of the host driver has this handle");
   if (queue->device != device) return Status(EXDEV, "the stream belongs to gpu " + std::to_string(queue->device));
-  return std::unique_ptr<Stream>(new HostStream(std::move(queue)));
+  return std::unique_ptr<Stream>(new HostStream(std::move(queue), /*adopted=*/true));
 }
 
 HostStream::~HostStream() {
-  if (!thread_.joinable()) return;
+  if (adopted_) return;
   {
     Streams& streams = Streams::instance();
     const std::lock_guard lock(streams.mutex);
     streams.alive.erase(native());
   }
-  {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->ending = true;
-  }
-  queue_->changed.notify_all();
-  thread_.join();
-}
-
-void HostStream::Queue::run() {
-  std::unique_lock lock(mutex);
-  for (;;) {
-    changed.wait(lock, [this] { return ending || !work.empty(); });
-    if (work.empty()) return;
-    std::function<void()> next = std::move(work.front());
-    work.pop_front();
-    lock.unlock();
-    next();
-    next = nullptr;  // destroys what it holds without the lock
-    lock.lock();
-    ++done;
-    ended.notify_all();
-  }
-}
-
-void HostStream::queue(std::function<void()> work) {
-  {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->work.push_back(std::move(work));
-    ++queue_->queued;
-  }
-  queue_->changed.notify_all();
+  queue_->worker.stop();
 }
 
 Status HostStream::copy(CopyDirection direction, std::span<const HostCopy> copies) {
@@ -147,9 +115,8 @@ Status HostStream::wait_for_value(DeviceAddress cell, std::uint32_t value) {
 }
 
 Status HostStream::synchronize() {
-  std::unique_lock lock(queue_->mutex);
-  const std::uint64_t last = queue_->queued;
-  queue_->ended.wait(lock, [&] { return queue_->done >= last; });
+  const auto reached = std::make_shared<std::latch>(1);
+  if (queue([reached] { reached->count_down(); })) reached->wait();
   return {};
 }
 

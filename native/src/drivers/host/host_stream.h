@@ -1,19 +1,17 @@
 // Streams and events of the host driver. They are really asynchronous, so that tests without a GPU find a missing wait.
-// Ownership: a stream owns its thread; adopted streams share its queue. An event and its streams share
-// the count of its recordings.
+// Ownership: a stream ends its thread; adopted streams share its queue. An event and its streams share the count of its
+// recordings.
 // Thread-safe.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
-#include <thread>
+#include <string>
 #include <utility>
 
+#include "base/worker.h"
 #include "drivers/driver.h"
 
 namespace gpufs {
@@ -55,24 +53,15 @@ class HostStream final : public Stream {
  private:
   struct Queue {
     const int device;
-    std::mutex mutex;  // guards all below; nothing queued runs under it
-    std::condition_variable changed;
-    std::condition_variable ended;  // some work is done
-    std::deque<std::function<void()>> work;
-    std::uint64_t queued = 0;  // in total
-    std::uint64_t done = 0;    // of them
-    bool ending = false;
-
-    explicit Queue(int on) : device(on) {}
-    void run();
+    Worker worker{"gpufs-str" + std::to_string(device)};
   };
   struct Streams;  // all that exist, by their native handles
 
-  explicit HostStream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
-  void queue(std::function<void()> work);
+  HostStream(std::shared_ptr<Queue> queue, bool adopted) : queue_(std::move(queue)), adopted_(adopted) {}
+  bool queue(Worker::Task work) { return queue_->worker.post(std::move(work)); }
 
   const std::shared_ptr<Queue> queue_;
-  std::thread thread_;  // none in an adopted stream
+  const bool adopted_;
 };
 
 }  // namespace gpufs

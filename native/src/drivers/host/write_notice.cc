@@ -48,7 +48,7 @@ bool explain(std::uintptr_t address) {
 void on_violation(int number, siginfo_t* info, void* context) {
   const int saved = errno;
   const bool ours = info->si_code == SEGV_ACCERR && explain(reinterpret_cast<std::uintptr_t>(info->si_addr));
-  if (ours) ::sigaction(number, &handler_before, nullptr);  // it handles the write when that is repeated
+  if (ours) ::sigaction(number, &handler_before, nullptr);  // the handler before gets the write when that is repeated
   errno = saved;
   if (ours) return;
   if ((handler_before.sa_flags & SA_SIGINFO) != 0) return handler_before.sa_sigaction(number, info, context);

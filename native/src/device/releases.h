@@ -23,16 +23,16 @@ namespace gpufs {
 
 class Buffer;  // memory/buffer.h
 
-class Reclaim {
+class Releases {
   struct Pending;
   using PendingReleases = std::list<Pending>;
 
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  explicit Reclaim(std::uint64_t device_bytes) : device_bytes_(device_bytes) {}
-  Reclaim(const Reclaim&) = delete;
-  Reclaim& operator=(const Reclaim&) = delete;
+  explicit Releases(std::uint64_t device_bytes) : device_bytes_(device_bytes) {}
+  Releases(const Releases&) = delete;
+  Releases& operator=(const Releases&) = delete;
 
   // ---- buffers that may hold memory which Buffer::trim() releases ----
 
@@ -45,8 +45,8 @@ class Reclaim {
   // One such file. Destroyed when its memory has been released, or is in use again.
   class Expected {
    public:
-    // bytes: what the file holds; called until the release begins. The Reclaim must live as long.
-    Expected(Reclaim& reclaim, std::function<std::uint64_t()> bytes);
+    // bytes: what the file holds; called until the release begins. The Releases must live as long.
+    Expected(Releases& releases, std::function<std::uint64_t()> bytes);
     ~Expected();
     Expected(const Expected&) = delete;
     Expected& operator=(const Expected&) = delete;
@@ -57,7 +57,7 @@ class Reclaim {
     void begin_release();
 
    private:
-    Reclaim& reclaim_;
+    Releases& releases_;
     PendingReleases::iterator place_;
   };
   // Until when it is worth waiting for memory of such files; nullopt: none is coming. A file that the kernel has not
@@ -72,10 +72,10 @@ class Reclaim {
 
   // ---- waiting ----
 
-  // How often that was.
-  [[nodiscard]] std::uint64_t release_count() const;
-  // Blocks until release_count() is not `seen` any more, or the deadline.
-  void wait_for_release(std::uint64_t seen, TimePoint deadline) const;
+  // How often memory has been released.
+  [[nodiscard]] std::uint64_t count() const;
+  // Blocks until count() is not `seen` any more, or the deadline.
+  void wait_for_next(std::uint64_t seen, TimePoint deadline) const;
   // Blocks until enough() returns true, no memory is expected any more, or the deadline. Asks it after each release.
   void wait_for_expected(TimePoint deadline, const std::function<bool()>& enough) const;
   // Calls `action` after each release, for as long as the result lives. It must neither block nor call this object.
@@ -97,7 +97,7 @@ class Reclaim {
   mutable std::condition_variable changed_;
   std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;
   PendingReleases pending_;
-  std::uint64_t releases_ = 0;
+  std::uint64_t count_ = 0;
   std::list<std::function<void()>> listeners_;
 };
 

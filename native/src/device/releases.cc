@@ -1,4 +1,4 @@
-#include "device/reclaim.h"
+#include "device/releases.h"
 
 #include <algorithm>
 #include <iterator>
@@ -17,17 +17,17 @@ constexpr std::uint64_t kSmallPart = 64;
 
 }  // namespace
 
-void Reclaim::list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
+void Releases::list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
   const std::lock_guard lock(mutex_);
   trimmable_[key] = std::move(buffer);
 }
 
-void Reclaim::unlist_trimmable(const Buffer* key) {
+void Releases::unlist_trimmable(const Buffer* key) {
   const std::lock_guard lock(mutex_);
   trimmable_.erase(key);
 }
 
-std::vector<std::weak_ptr<Buffer>> Reclaim::trimmable() const {
+std::vector<std::weak_ptr<Buffer>> Releases::trimmable() const {
   std::vector<std::weak_ptr<Buffer>> buffers;
   const std::lock_guard lock(mutex_);
   buffers.reserve(trimmable_.size());
@@ -35,31 +35,31 @@ std::vector<std::weak_ptr<Buffer>> Reclaim::trimmable() const {
   return buffers;
 }
 
-Reclaim::Expected::Expected(Reclaim& reclaim, std::function<std::uint64_t()> bytes) : reclaim_(reclaim) {
-  const std::lock_guard lock(reclaim_.mutex_);
-  place_ = reclaim_.pending_.insert(reclaim_.pending_.end(),
-                                    {std::move(bytes), std::chrono::steady_clock::now(), /*certain=*/false});
+Releases::Expected::Expected(Releases& releases, std::function<std::uint64_t()> bytes) : releases_(releases) {
+  const std::lock_guard lock(releases_.mutex_);
+  place_ = releases_.pending_.insert(releases_.pending_.end(),
+                                     {std::move(bytes), std::chrono::steady_clock::now(), /*certain=*/false});
 }
 
-Reclaim::Expected::~Expected() {
-  const std::lock_guard lock(reclaim_.mutex_);
-  reclaim_.pending_.erase(place_);
+Releases::Expected::~Expected() {
+  const std::lock_guard lock(releases_.mutex_);
+  releases_.pending_.erase(place_);
   // Also if the file is in use again: what waits for it must look for other memory.
-  reclaim_.released_locked();
+  releases_.released_locked();
 }
 
-void Reclaim::Expected::confirm() {
-  const std::lock_guard lock(reclaim_.mutex_);
+void Releases::Expected::confirm() {
+  const std::lock_guard lock(releases_.mutex_);
   place_->certain = true;
 }
 
-void Reclaim::Expected::begin_release() {
-  const std::lock_guard lock(reclaim_.mutex_);
+void Releases::Expected::begin_release() {
+  const std::lock_guard lock(releases_.mutex_);
   place_->certain = true;
   place_->bytes = [bytes = place_->bytes()] { return bytes; };
 }
 
-std::optional<Reclaim::TimePoint> Reclaim::expected_until() const {
+std::optional<Releases::TimePoint> Releases::expected_until() const {
   const TimePoint now = std::chrono::steady_clock::now();
   std::optional<TimePoint> until;
   const std::lock_guard lock(mutex_);
@@ -70,19 +70,19 @@ std::optional<Reclaim::TimePoint> Reclaim::expected_until() const {
   return until;
 }
 
-std::uint64_t Reclaim::expected_bytes() const {
+std::uint64_t Releases::expected_bytes() const {
   std::uint64_t bytes = 0;
   const std::lock_guard lock(mutex_);
   for (const Pending& pending : pending_) bytes += pending.bytes();
   return bytes;
 }
 
-std::size_t Reclaim::expected_files() const {
+std::size_t Releases::expected_files() const {
   const std::lock_guard lock(mutex_);
   return pending_.size();
 }
 
-bool Reclaim::expects_since(TimePoint before) const {
+bool Releases::expects_since(TimePoint before) const {
   const TimePoint now = std::chrono::steady_clock::now();
   std::uint64_t bytes = 0;
   const std::lock_guard lock(mutex_);
@@ -92,43 +92,43 @@ bool Reclaim::expects_since(TimePoint before) const {
   return bytes != 0 && bytes >= device_bytes_ / kSmallPart;
 }
 
-void Reclaim::released() {
+void Releases::released() {
   const std::lock_guard lock(mutex_);
   released_locked();
 }
 
-void Reclaim::released_locked() {
-  ++releases_;
+void Releases::released_locked() {
+  ++count_;
   for (const std::function<void()>& listener : listeners_) listener();
   changed_.notify_all();
 }
 
-std::uint64_t Reclaim::release_count() const {
+std::uint64_t Releases::count() const {
   const std::lock_guard lock(mutex_);
-  return releases_;
+  return count_;
 }
 
-void Reclaim::wait_for_release(std::uint64_t seen, TimePoint deadline) const {
+void Releases::wait_for_next(std::uint64_t seen, TimePoint deadline) const {
   std::unique_lock lock(mutex_);
-  changed_.wait_until(lock, deadline, [&] { return releases_ != seen; });
+  changed_.wait_until(lock, deadline, [&] { return count_ != seen; });
 }
 
-void Reclaim::wait_for_expected(TimePoint deadline, const std::function<bool()>& enough) const {
+void Releases::wait_for_expected(TimePoint deadline, const std::function<bool()>& enough) const {
   for (;;) {
     // The count first: a release after it ends the wait below.
-    const std::uint64_t seen = release_count();
+    const std::uint64_t seen = count();
     const std::optional<TimePoint> until = expected_until();
     if (!until || std::chrono::steady_clock::now() >= deadline || enough()) return;
-    wait_for_release(seen, std::min(deadline, *until));
+    wait_for_next(seen, std::min(deadline, *until));
   }
 }
 
-std::shared_ptr<void> Reclaim::on_release(std::function<void()> action) {
+std::shared_ptr<void> Releases::on_release(std::function<void()> action) {
   const std::lock_guard lock(mutex_);
   const auto place = listeners_.insert(listeners_.end(), std::move(action));
-  return {this, [place](Reclaim* reclaim) {
-            const std::lock_guard removal(reclaim->mutex_);
-            reclaim->listeners_.erase(place);
+  return {this, [place](Releases* releases) {
+            const std::lock_guard removal(releases->mutex_);
+            releases->listeners_.erase(place);
           }};
 }
 
