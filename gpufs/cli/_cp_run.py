@@ -20,6 +20,7 @@ from gpufs.cli._output import Failure, complain, json_text, printable
 from gpufs.client import Cancellation, Copier, CopyError, CopyProgress, CopyResult
 from gpufs.copying.entries import Entry, find_targets, kind_of
 from gpufs.copying.loop import TreeCopy
+from gpufs.copying.totals import Totals
 from gpufs.copying.types import STREAM, CopyOptions, Fastpath, Outcome, TreeOptions, check_options
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
@@ -213,11 +214,10 @@ class Run:
         self._bar = ProgressLine() if show_progress else None
         self.cancel = Cancellation()
         self._loop = TreeCopy(copier, options.of_trees, self.cancel, self)
-        self._lock = threading.Lock()  # guards the next five
-        self._total = 0  # bytes of the files found so far
-        self._done = 0  # bytes of the files that have ended
-        self._moved: dict[str, int] = {}  # bytes of the files in progress, by source
+        self._totals = Totals()
+        self.planned = self._totals.add
         self._current = ""  # for the progress line
+        self._lock = threading.Lock()  # guards the next
         self._skipped = 0
         self._began = time.monotonic()
         self._seconds = 0.0
@@ -352,46 +352,31 @@ class Run:
     def tick(self) -> None:
         """Draw the progress line."""
         if self._bar is not None:
-            with self._lock:
-                state = (self._done + sum(self._moved.values()), self._total, self._current)
-            self._bar.show(*state)
-
-    def planned(self, size: int) -> None:
-        """``size`` more bytes are to be copied."""
-        with self._lock:
-            self._total += size
+            progress = self._totals.progress()
+            self._bar.show(progress.moved, progress.total, self._current)
 
     def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
         """Return what takes the progress of a copy for the progress line."""
-        if self._bar is None:
+        if (bar := self._bar) is None:
             return None
 
         def report(progress: CopyProgress) -> None:
-            with self._lock:
-                self._current = source if progress.phase == "copy" else f"verifying {source}"
-                if progress.phase == "copy":
-                    self._moved[source] = progress.moved
-                if self._streaming:
-                    self._total = progress.total
-            if self._streaming:
-                self.tick()  # no other thread does
+            self._current = source if progress.phase == "copy" else f"verifying {source}"
+            self._totals.report(source, progress)
+            if self._streaming:  # no other thread shows it
+                bar.show(progress.moved, progress.total, self._current)
 
         return report
 
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         """Take what became of the copies of a file."""
-        done = 0
         for destination, outcome in zip(destinations, outcomes, strict=True):
             if isinstance(outcome, CopyError):
-                done += outcome.bytes_done
                 self._failed(source, destination, outcome)
             else:
-                done += outcome.bytes
                 self._copied(outcome)
-        with self._lock:
-            self._current = source
-            self._moved.pop(source, None)
-            self._done += done
+        self._current = source
+        self._totals.end(source, outcomes)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Print and collect a failure other than that of a copy."""
@@ -410,9 +395,8 @@ class Run:
 
     def moved(self, source: str, count: int) -> None:
         """``count`` bytes of a source have been copied."""
-        with self._lock:
-            self._current = source
-            self._moved[source] = count
+        self._current = source
+        self._totals.report(source, CopyProgress(count, 0, {}))
 
     def noticed(self, text: str) -> None:
         """Print a line."""
@@ -420,10 +404,8 @@ class Run:
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """Take what became of a file on a machine. None if it was skipped."""
-        with self._lock:
-            if hop == 0:  # the others are not counted
-                self._moved.pop(source, None)
-                self._done += outcome.bytes if isinstance(outcome, CopyResult) else 0
+        if hop == 0:  # the others are not counted
+            self._totals.end(source, [outcome] if isinstance(outcome, CopyResult) else [])
         if outcome is None:
             self.skipped()
         elif isinstance(outcome, CopyResult):
