@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gpufs.client._array import DeviceArray
     from gpufs.client._attach import attach
     from gpufs.client._attach_many import attach_many
+    from gpufs.client._create import create
     from gpufs.client._register import Registration, register
     from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
@@ -49,6 +50,7 @@ _MODULES = {
     "Registration": "client._register",
     "attach": "client._attach",
     "attach_many": "client._attach_many",
+    "create": "client._create",
     "mount": "owned_mount",
     "mounts": "reports",
     "register": "client._register",
@@ -80,6 +82,7 @@ __all__ = [
     "copy_files",
     "copy_to_each",
     "copy_tree",
+    "create",
     "mount",
     "mounts",
     "register",
