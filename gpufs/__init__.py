@@ -17,10 +17,20 @@ if TYPE_CHECKING:
     from gpufs import engine as engine
     from gpufs import statistics as statistics
     from gpufs import torch as torch
-    from gpufs.client import CopyError, CopyProgress, CopyResult, copy, copy_files, copy_to_each
+    from gpufs.client import (
+        Cancellation,
+        CopyError,
+        CopyProgress,
+        CopyResult,
+        copy,
+        copy_files,
+        copy_to_each,
+        copy_tree,
+    )
     from gpufs.client._array import DeviceArray
     from gpufs.client._attach import attach
     from gpufs.client._attach_many import attach_many
+    from gpufs.client._create import create
     from gpufs.client._register import Registration, register
     from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
@@ -40,6 +50,7 @@ _MODULES = {
     "Registration": "client._register",
     "attach": "client._attach",
     "attach_many": "client._attach_many",
+    "create": "client._create",
     "mount": "owned_mount",
     "mounts": "reports",
     "register": "client._register",
@@ -50,6 +61,7 @@ _MODULES = {
 _PACKAGES = ("client", "config", "engine", "statistics", "torch")
 
 __all__ = [
+    "Cancellation",
     "CopyError",
     "CopyProgress",
     "CopyResult",
@@ -69,25 +81,27 @@ __all__ = [
     "copy",
     "copy_files",
     "copy_to_each",
+    "copy_tree",
+    "create",
     "mount",
     "mounts",
     "register",
     "status",
 ]
 
-_load = lazy(globals(), {name: _MODULES.get(name, "client") for name in __all__})
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    _load = lazy(globals(), {name: _MODULES.get(name, "client") for name in __all__})
 
-
-def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        try:
-            return importlib.import_module(f"gpufs.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-            # hasattr() and inspect.getmembers() go on then.
-            raise AttributeError(f"gpufs.{name} needs {name}, which is not installed") from error
-    return _load(name)
+    def __getattr__(name):
+        if name in _PACKAGES:
+            try:
+                return importlib.import_module(f"gpufs.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != name:
+                    raise
+                # hasattr() and inspect.getmembers() go on then.
+                raise AttributeError(f"gpufs.{name} needs {name}, which is not installed") from error
+        return _load(name)
 
 
 def __dir__() -> list[str]:

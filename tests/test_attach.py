@@ -73,10 +73,15 @@ def test_parts_and_views_show_the_same_memory(file: Path) -> None:
     with gpufs.attach(file, "r+") as array:
         words = array[: 4 * MIB].view("<u4", (1024, -1))
         expected = numpy.asarray(array)[: 4 * MIB].view(numpy.uint32).reshape(1024, -1)
-        for index in (3, -1, (5, 7), slice(10, 20), (slice(None, None, 3), slice(1, 9, 2)), (..., 4), (2, ...), ()):
+        backwards = (slice(None, None, -1), (slice(9, 2, -3), ...), (..., slice(None, None, -5)), slice(0, 5, -1))
+        parts = (3, -1, (5, 7), slice(10, 20), (slice(None, None, 3), slice(1, 9, 2)), (..., 4), (2, ...), ())
+        for index in (*parts, *backwards):
             part: Any = words[index]
             assert part.shape == expected[index].shape
             assert numpy.array_equal(numpy.asarray(part), expected[index])
+            assert part.tobytes() == expected[index].tobytes()
+        with pytest.raises(BufferError):  # torch would end the program
+            numpy.from_dlpack(words[::-1])
         numpy.asarray(words)[0, 0] = 0xDEADBEEF
         assert expected[0, 0] == 0xDEADBEEF
         assert words[0].view(numpy.uint8).shape == (4096,)
@@ -87,7 +92,6 @@ def test_parts_and_views_show_the_same_memory(file: Path) -> None:
             with pytest.raises(IndexError):
                 bad()
         senseless: list[Callable[[], object]] = [
-            lambda: words[::-1],
             lambda: words.view("float64", (5, -1)),
             lambda: words[:, ::2].view("uint8"),
             lambda: array[1:].view("uint16"),
@@ -98,6 +102,34 @@ def test_parts_and_views_show_the_same_memory(file: Path) -> None:
                 wrong()
         with pytest.raises(TypeError):
             words.view("float33")
+
+
+def test_elements_are_written_as_in_numpy(file: Path) -> None:
+    with gpufs.attach(file, "r+") as array:
+        words = array[: 4 * MIB].view("<u4", (1024, -1))
+        expected = numpy.asarray(words).copy()
+        row = numpy.arange(1024)
+        assignments: tuple[tuple[Any, Any], ...] = (
+            ((3, 4), 5),
+            (slice(10, 20), row),
+            ((..., 7), row[::-1]),
+            ((slice(None, None, -2), 0), row[:512]),
+            (0, words[1]),
+            (slice(0, 0), 9),
+        )
+        for index, value in assignments:
+            words[index] = value
+            expected[index] = value
+        assert file.read_bytes()[: 4 * MIB] == expected.tobytes()
+        with pytest.raises(ValueError):
+            words[0] = row[:7]
+        with pytest.raises(IndexError):
+            words[1024] = 1
+        with pytest.raises(TypeError, match="torch"):
+            array[:4].view("bfloat16")[0] = 1.5
+    with gpufs.attach(file) as array, pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    assert file.read_bytes()[: 4 * MIB] == expected.tobytes()
 
 
 @pytest.mark.parametrize("max_version", [None, (0, 8), (1, 0), (1, 1)])

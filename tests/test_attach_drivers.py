@@ -6,6 +6,7 @@ import ctypes
 import os
 from errno import EBUSY, EINVAL, EISDIR, ENOENT, EOPNOTSUPP, EXDEV
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -105,6 +106,8 @@ def test_values_of_an_array(mount: Mounter, driver: str) -> None:
         assert table[1, 0].item() == 0.25
         assert array[64:66].view("bfloat16").item() == 1.0
         assert array[:0].tobytes() == b""
+        assert table[::-1, ::-1].tobytes() == numbers[::-1, ::-1].tobytes()
+        assert table[::-1, 1][1].item() == -2.0
         with pytest.raises(ValueError, match="4 elements"):
             table.item()
         assert (int(table[1, 1]), float(table[1, 0]), bool(table[0, 0])) == (4096, 0.25, True)
@@ -118,6 +121,37 @@ def test_values_of_an_array(mount: Mounter, driver: str) -> None:
                         _ = one == other
         assert array not in ("text", None)
         assert len({array, table}) == 2
+
+
+def test_a_new_file_as_an_array(mount: Mounter, driver: str, tmp_path: Path) -> None:
+    mounted = mount(*OPTIONS.get(driver, []), memory=64 * MIB)
+    path = mounted.device / "new"
+    with gpufs.create(path, (3, MIB), "bfloat16", mode=0o640) as array:
+        assert (array.shape, array.dtype, array.mode) == ((3, MIB), "bfloat16", "r+")
+        assert path.read_bytes() == bytes(6 * MIB)
+        assert path.stat().st_mode & 0o777 == 0o640
+        with open(path, "r+b") as file:
+            file.write(b"\x80\x3f")
+        assert array[0, 0].item() == 1.0
+        if driver != "host":
+            with pytest.raises(TypeError, match="torch"):
+                array.view("uint16")[0] = 1
+    with gpufs.create(mounted.device / "empty", (0, 4), "float32") as array:
+        assert array.shape == (0, 4)
+    with pytest.raises(FileExistsError):
+        gpufs.create(path, 1)
+    assert path.stat().st_size == 6 * MIB
+    failures: tuple[tuple[type[Exception], Path, Any, str], ...] = (
+        (gpufs.DeviceFull, mounted.device / "none", 128 * MIB, "uint8"),
+        (gpufs.NotOnMount, tmp_path / "none", 1, "uint8"),
+        (FileNotFoundError, mounted.device / "missing" / "none", 1, "uint8"),
+        (ValueError, mounted.device / "none", (3, -1), "uint8"),
+        (TypeError, mounted.device / "none", 1, "float33"),
+    )
+    for kind, name, shape, dtype in failures:
+        with pytest.raises(kind):
+            gpufs.create(name, shape, dtype)
+        assert not name.exists()
 
 
 def test_a_copy_can_be_ruled_out(mount: Mounter, driver: str) -> None:

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
+import gpufs
 from gpufs import config, modes
 from gpufs.cli._main import COMMANDS, program
 
@@ -240,3 +241,16 @@ print("torch" in sys.modules)
         "<class 'gpufs.engine.Engine'> <class 'gpufs.DeviceArray'>",
         "False",
     ]
+
+
+def test_unknown_names_are_errors_for_a_type_checker_too() -> None:
+    """mypy reports a comment that is not needed: so it fails where it takes any name."""
+    asked: tuple[Callable[[], object], ...] = (
+        lambda: gpufs.nope,  # type: ignore[attr-defined]
+        lambda: gpufs.client.nope,  # type: ignore[attr-defined]
+        lambda: gpufs.config.nope,  # type: ignore[attr-defined]
+        lambda: gpufs.torch.nope,  # type: ignore[attr-defined]
+    )
+    for ask in asked:
+        with pytest.raises(AttributeError):
+            ask()

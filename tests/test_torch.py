@@ -451,6 +451,8 @@ def test_what_was_published(root: Path) -> None:
     model.register_buffer("cache", torch.ones(5), persistent=False)
     path = root / "model.safetensors"
     written = gpufs.torch.publish(model, path)
+    assert f"{path}: {len(written.tensors)} tensors" in repr(written)
+    assert len(repr(written)) < len(str(path)) + 100
     assert (written.path, written.nbytes, written.in_place) == (path, path.stat().st_size, False)
     assert set(written.tensors) == {*model.state_dict(), "cache"} == set(gpufs.torch.load_file(path))
     assert set(gpufs.torch.publish(model, path, buffers=False).tensors) == set(model.state_dict())

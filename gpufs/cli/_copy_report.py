@@ -17,6 +17,7 @@ from typing import Any
 from gpufs import mounting
 from gpufs.cli._output import duration_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
+from gpufs.copying.totals import Totals
 from gpufs.copying.types import STREAM, Outcome
 from gpufs.exceptions import text_of
 from gpufs.units import bytes_text, rate_text
@@ -88,11 +89,10 @@ class CopyReport:
         show_progress = sys.stderr.isatty() and not quiet if progress is None else progress
         self._bar = ProgressLine() if show_progress else None
         self.cancel = Cancellation()
-        self._lock = threading.Lock()  # guards the next five
-        self._total = 0  # bytes of the files found so far
-        self._done = 0  # bytes of the files that have ended
-        self._moved: dict[str, int] = {}  # bytes of the files in progress, by source
+        self._totals = Totals()
+        self.planned = self._totals.add
         self._current = ""  # for the progress line
+        self._lock = threading.Lock()  # guards the next
         self._skipped = 0
         self._began = time.monotonic()
         self._seconds = 0.0
@@ -147,46 +147,31 @@ class CopyReport:
     def tick(self) -> None:
         """Draw the progress line."""
         if self._bar is not None:
-            with self._lock:
-                state = (self._done + sum(self._moved.values()), self._total, self._current)
-            self._bar.show(*state)
-
-    def planned(self, size: int) -> None:
-        """``size`` more bytes are to be copied."""
-        with self._lock:
-            self._total += size
+            progress = self._totals.progress()
+            self._bar.show(progress.moved, progress.total, self._current)
 
     def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
         """Return what takes the progress of a copy for the progress line."""
-        if self._bar is None:
+        if (bar := self._bar) is None:
             return None
 
         def report(progress: CopyProgress) -> None:
-            with self._lock:
-                self._current = source if progress.phase == "copy" else f"verifying {source}"
-                if progress.phase == "copy":
-                    self._moved[source] = progress.moved
-                if self._streaming:
-                    self._total = progress.total
-            if self._streaming:
-                self.tick()  # no other thread does
+            self._current = source if progress.phase == "copy" else f"verifying {source}"
+            self._totals.report(source, progress)
+            if self._streaming:  # no other thread shows it
+                bar.show(progress.moved, progress.total, self._current)
 
         return report
 
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         """Take what became of the copies of a file."""
-        done = 0
         for destination, outcome in zip(destinations, outcomes, strict=True):
             if isinstance(outcome, CopyError):
-                done += outcome.bytes_done
                 self._failed(source, destination, outcome)
             else:
-                done += outcome.bytes
                 self._copied(outcome)
-        with self._lock:
-            self._current = source
-            self._moved.pop(source, None)
-            self._done += done
+        self._current = source
+        self._totals.end(source, outcomes)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Print and collect a failure other than that of a copy."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gpufs.cli._copy_report import CopyReport
 from gpufs.cli._output import Failure, complain
-from gpufs.client import Copier, CopyError, CopyResult
+from gpufs.client import Copier, CopyError, CopyProgress, CopyResult
 from gpufs.copying.entries import Entry, find_targets, kind_of
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.types import STREAM, CopyOptions, Fastpath, Outcome, TreeOptions, check_options
@@ -267,16 +267,13 @@ class Run(CopyReport):
 
     def moved(self, source: str, count: int) -> None:
         """``count`` bytes of a source have been copied."""
-        with self._lock:
-            self._current = source
-            self._moved[source] = count
+        self._current = source
+        self._totals.report(source, CopyProgress(count, 0, {}))
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         """Take what became of a file on a machine. None if it was skipped."""
-        with self._lock:
-            if hop == 0:  # the others are not counted
-                self._moved.pop(source, None)
-                self._done += outcome.bytes if isinstance(outcome, CopyResult) else 0
+        if hop == 0:  # the others are not counted
+            self._totals.end(source, [outcome] if isinstance(outcome, CopyResult) else [])
         if outcome is None:
             self.skipped()
         elif isinstance(outcome, CopyResult):

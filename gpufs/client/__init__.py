@@ -1,9 +1,9 @@
 """What other programs import to copy into and out of a mount.
 
 :func:`copy` moves a file into or out of device memory at the engine's speed: it opens both ends itself, through the
-kernel, and passes them to the mount's daemon. :func:`copy_files` copies many files, :func:`copy_to_each` one file to
-several GPUs. :mod:`gpufs` has the functions that map the memory behind a file, and that show memory as a file: `gpufs
-cp` does not load them. Importing this starts nothing and loads no driver.
+kernel, and passes them to the mount's daemon. :func:`copy_files` copies many files, :func:`copy_tree` a directory,
+:func:`copy_to_each` one file to several GPUs. :mod:`gpufs` has the functions that map the memory behind a file, and
+that show memory as a file: `gpufs cp` does not load them. Importing this starts nothing and loads no driver.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gpufs.client._cancellation import Cancellation
     from gpufs.copying.calls import copy, copy_files, copy_to_each
     from gpufs.copying.copier import Copier
+    from gpufs.copying.tree_call import copy_tree
     from gpufs.copying.types import CopyError, CopyProgress, CopyResult
 
 # A module whose name begins with a dot is beside this package.
@@ -26,11 +27,23 @@ _MODULES = {
     "copy": ".copying.calls",
     "copy_files": ".copying.calls",
     "copy_to_each": ".copying.calls",
+    "copy_tree": ".copying.tree_call",
 }
 
-__all__ = ["Cancellation", "Copier", "CopyError", "CopyProgress", "CopyResult", "copy", "copy_files", "copy_to_each"]
+__all__ = [
+    "Cancellation",
+    "Copier",
+    "CopyError",
+    "CopyProgress",
+    "CopyResult",
+    "copy",
+    "copy_files",
+    "copy_to_each",
+    "copy_tree",
+]
 
-__getattr__ = lazy(globals(), _MODULES)
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = lazy(globals(), _MODULES)
 
 
 def __dir__() -> list[str]:

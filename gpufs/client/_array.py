@@ -175,9 +175,11 @@ class DeviceArray:
     # ---- parts and views ----
 
     def __getitem__(self, index: Index) -> DeviceArray:
-        """A part of the array, in the same memory: integers, slices with positive steps, and an ellipsis.
+        """A part of the array, in the same memory: integers, slices, and an ellipsis, as in numpy.
 
-        With an integer for each dimension it is an array of one element, whose number is ``item()``.
+        Arrays with negative steps have no DLPack capsule: torch ends the program for one.
+
+        With an integer for each dimension the part is an array of one element, whose number is ``item()``.
         """
         attached = self._open()
         given = index if isinstance(index, tuple) else (index,)
@@ -192,10 +194,9 @@ class DeviceArray:
         for item, extent, stride in zip(indices, self._shape, self._strides, strict=True):
             if isinstance(item, slice):
                 start, stop, step = item.indices(extent)
-                if step < 0:
-                    raise ValueError("a slice with a negative step is not supported")
-                offset += start * stride
-                shape.append(len(range(start, stop, step)))
+                length = len(range(start, stop, step))
+                offset += start * stride if length else 0
+                shape.append(length)
                 strides.append(stride * step)
                 continue
             position = operator.index(item)
@@ -203,6 +204,26 @@ class DeviceArray:
                 raise IndexError(f"index {position} is out of range for {extent} elements")
             offset += position % extent * stride
         return DeviceArray(attached, offset, tuple(shape), tuple(strides), self._element)
+
+    def __setitem__(self, index: Index, value: object) -> None:
+        """Write elements, as numpy does, in host memory. ``value``: a number, or an array of a shape that fits.
+
+        Raises
+        ------
+        TypeError
+            The memory is a GPU's, or numpy has no such elements. The message names what writes them.
+        ValueError
+            The array is read-only, or the shapes do not fit.
+        """
+        part = self[index]
+        if self.mode == "r":
+            raise ValueError(f'the array of {self.path} is read-only: attach with mode "r+" writes to the file')
+        if self._open().driver != HOST or self._element.typestr is None:
+            what = f"the memory of {self.device}" if self.device != "cpu" else f"elements of {self.dtype}"
+            raise TypeError(f"numpy cannot write to {what}: torch.from_dlpack(array)[...] = value does")
+        import numpy
+
+        numpy.asarray(part)[...] = value
 
     def view(self, dtype: object = None, shape: int | tuple[int, ...] | None = None) -> DeviceArray:
         """Show the same bytes as another array.
@@ -280,14 +301,14 @@ class DeviceArray:
         attached = self._open()
         if not self.size:
             return b""
-        steps = ((extent - 1) * stride for extent, stride in zip(self._shape, self._strides, strict=True))
-        content = attached.mapping.read(self._offset, sum(steps) + self._element.bytes)
+        before, size = self._extent()
+        content = attached.mapping.read(self._offset - before, size)
         if self._contiguous():
             return content
         import numpy
 
         element = numpy.dtype((numpy.void, self._element.bytes))
-        return numpy.ndarray(self._shape, element, content, strides=self._strides).tobytes()
+        return numpy.ndarray(self._shape, element, content, before, self._strides).tobytes()
 
     def item(self) -> int | float | complex | bool:
         """Return the only element as a number of Python, for example of ``array[3]``.
@@ -419,6 +440,8 @@ class DeviceArray:
         consumers from before DLPack 1.0 cannot mark memory as read-only; writing to such memory ends the program.
         """
         attached = self._open()
+        if self._extent()[0]:
+            raise BufferError("torch ends the program for negative steps: take the part without them and flip it there")
         return dlpack_capsule(
             attached,
             attached.driver,
@@ -461,6 +484,7 @@ class DeviceArray:
             "strides": None if self._contiguous() else self._strides,
             "typestr": self._typestr(),
             "data": self._span(),
+            "offset": self._extent()[0],
             "version": _ARRAY_VERSION,
         }
 
@@ -497,11 +521,19 @@ class DeviceArray:
             raise AttributeError(f"array interfaces have no {self.dtype}: use DLPack, or make a view of another type")
         return self._element.typestr
 
+    def _extent(self) -> tuple[int, int]:
+        """How many bytes lie before the first element, where steps are negative, and all bytes of the elements."""
+        if not self.size:
+            return 0, 0
+        steps = [(extent - 1) * stride for extent, stride in zip(self._shape, self._strides, strict=True)]
+        before = -sum(step for step in steps if step < 0)
+        return before, sum(map(abs, steps)) + self._element.bytes
+
     def _span(self) -> _View:
-        """The memory from the first to the last element. It keeps the memory mapped."""
+        """The memory of all elements, from the lowest address on. It keeps the memory mapped."""
         attached = self._open()
-        last = sum((extent - 1) * stride for extent, stride in zip(self._shape, self._strides, strict=True))
-        span = (ctypes.c_ubyte * (last + self._element.bytes if self.size else 0)).from_address(self.address)
+        before, size = self._extent()
+        span = (ctypes.c_ubyte * size).from_address(self.address - before)
         span.owner = attached  # type: ignore[attr-defined]  # what uses the bytes refers to `span`
         view = memoryview(span).cast("B")
         return view.toreadonly() if self.mode == "r" else view

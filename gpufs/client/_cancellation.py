@@ -9,9 +9,21 @@ from contextlib import contextmanager
 from gpufs._naming import named_in
 
 
-@named_in("gpufs.client")
+@named_in("gpufs")
 class Cancellation:
-    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`."""
+    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`.
+
+    Attributes
+    ----------
+    cancelled : bool
+        Whether :meth:`cancel` was called.
+
+    Examples
+    --------
+    >>> stop = gpufs.Cancellation()
+    >>> threading.Timer(60, stop.cancel).start()
+    >>> gpufs.copy_tree("hf://Qwen/Qwen3-8B", "/mnt/gpufs/gpu0/qwen", cancel=stop)  # doctest: +SKIP
+    """
 
     __slots__ = ("_fd", "_followers", "cancelled")
 

@@ -49,4 +49,5 @@ def hip_memory(values: Mapping[str, Any]) -> Any:
     return wanted if values["hip_memory"] == "auto" else values["hip_memory"]
 
 
-__getattr__ = lazy(globals(), {name: "loading" if name in _OF_LOADING else "memory" for name in __all__})
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = lazy(globals(), {name: "loading" if name in _OF_LOADING else "memory" for name in __all__})

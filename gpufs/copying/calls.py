@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.copier import Copier
 from gpufs.copying.entries import kind_of
+from gpufs.copying.totals import Totals
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Fastpath, Outcome
 
 
@@ -60,7 +64,7 @@ def copy(
         a URL goes on where an earlier one ended.
     progress : callable, optional
         Called with a :class:`CopyProgress` from this thread, about ten times a second.
-    cancel : gpufs.client.Cancellation, optional
+    cancel : Cancellation, optional
         Ends the copy from another thread; so does KeyboardInterrupt.
 
     Returns
@@ -81,7 +85,7 @@ def copy(
     source = os.fsdecode(source)
     destination = _file_in(os.fsdecode(destination), source)
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
     ) as copier:
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
 
@@ -137,10 +141,10 @@ def copy_to_each(
     if not names:
         raise ValueError("destinations: there are none")
     with Copier(
-        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
+        fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
     ) as copier:
         outcomes = copier.copy_names(source, names, progress=progress, cancel=cancel)
-    return _results(outcomes, f"copies of {source}")
+    return results_of(outcomes, f"copies of {source}")
 
 
 @named_in("gpufs")
@@ -154,6 +158,8 @@ def copy_files(
     verify: bool = False,
     preserve: bool = False,
     partial: bool = False,
+    progress: Callable[[CopyProgress], None] | None = None,
+    cancel: Cancellation | None = None,
 ) -> list[CopyResult]:
     """Copy files into a directory, several at once.
 
@@ -170,6 +176,11 @@ def copy_files(
         How many files are copied at once.
     fastpath, fsync, verify, preserve, partial
         As for :func:`copy`.
+    progress : callable, optional
+        Called with a :class:`CopyProgress` of all files about ten times a second for each that is copied. It is called
+        from several threads, one at a time.
+    cancel : Cancellation, optional
+        Ends all copies from another thread; so does KeyboardInterrupt.
 
     Returns
     -------
@@ -196,29 +207,44 @@ def copy_files(
     ends = {_file_in(target, path): path for path in paths}
     if len(ends) < len(paths):
         raise ValueError("sources: two of them have one name, and would be one file in the directory")
-    cancel = Cancellation()
+    totals, lock = Totals(), threading.Lock()
+    for path in paths:
+        with suppress(OSError):  # its copy reports it; URLs have no size here
+            totals.add(os.stat(path).st_size)
+
+    def report(path: str, one: CopyProgress) -> None:
+        assert progress is not None
+        with lock:
+            totals.report(path, one)
+            progress(totals.progress())
+
     with (
         Copier(
-            fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=_warning_here()
+            fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial, notice=warning_here()
         ) as copier,
+        (cancel or Cancellation()).follower() as stop,
         ThreadPoolExecutor(jobs) as pool,
     ):
 
         def copy_one(end: str) -> Outcome:
+            path = ends[end]
             try:
-                return copier.copy_file(ends[end], end, cancel=cancel)
+                shown = None if progress is None else functools.partial(report, path)
+                outcome: Outcome = copier.copy_file(path, end, progress=shown, cancel=stop)
             except CopyError as error:
-                return error
+                outcome = error
+            totals.end(path, [outcome])
+            return outcome
 
         try:
             outcomes = list(pool.map(copy_one, ends))
         except BaseException:
-            cancel.cancel()
+            stop.cancel()
             raise
-    return _results(outcomes, f"copies to {target}")
+    return results_of(outcomes, f"copies to {target}")
 
 
-def _results(outcomes: Sequence[Outcome], what: str) -> list[CopyResult]:
+def results_of(outcomes: Sequence[Outcome], what: str) -> list[CopyResult]:
     """The results, or an ExceptionGroup if a copy has failed."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, CopyError)]
     if errors:
@@ -238,7 +264,7 @@ def _file_in(destination: str, source: str) -> str:
     return os.path.join(destination, os.path.basename(source)) if os.path.isdir(destination) else destination
 
 
-def _warning_here() -> Callable[[str], None]:
+def warning_here() -> Callable[[str], None]:
     """A function that warns of the line which calls this function's caller. Copies call it from any thread."""
     frame = sys._getframe(2)
     file, line, names = frame.f_code.co_filename, frame.f_lineno, frame.f_globals

@@ -104,19 +104,26 @@ class Workers:
         if finder is None or not workers:
             self._cancel.cancel()
             raise OSError(errno.EAGAIN, "no thread can be started (ulimit -u)")
-        while finder.is_alive() and not self._cancel.cancelled:
-            self._wait(finder)
-        finder.join(_END_SECONDS)  # it ends with the step that it is at, unless it waits for a store
-        deadline = float("inf")
-        for worker in workers:
-            while worker.is_alive():
-                self._wait(worker)
-                if self._cancel.cancelled:
-                    deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
-                if time.monotonic() > deadline:
-                    text = "a copy does not end: its file system or store does not answer"
-                    self._report.failed("", None, OSError(errno.ETIMEDOUT, text))
-                    return
+        try:
+            while finder.is_alive() and not self._cancel.cancelled:
+                self._wait(finder)
+            finder.join(_END_SECONDS)  # it ends with the step that it is at, unless it waits for a store
+            deadline = float("inf")
+            for worker in workers:
+                while worker.is_alive():
+                    self._wait(worker)
+                    if self._cancel.cancelled:
+                        deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
+                    if time.monotonic() > deadline:
+                        text = "a copy does not end: its file system or store does not answer"
+                        self._report.failed("", None, OSError(errno.ETIMEDOUT, text))
+                        return
+        except BaseException:  # KeyboardInterrupt, or of a program that is shown the progress
+            self._cancel.cancel()
+            deadline = time.monotonic() + _INTERRUPT_SECONDS
+            for thread in (finder, *workers):
+                thread.join(max(deadline - time.monotonic(), 0))
+            raise
 
     def _wait(self, thread: threading.Thread) -> None:
         thread.join(_REFRESH)

@@ -18,6 +18,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, open_path, preserve
 from gpufs.copying.types import TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step
+from gpufs.exceptions import NotOnMount
 from gpufs.syscalls import path_of
 
 _INTO_ITSELF: Final = "a directory cannot be copied into itself"
@@ -277,7 +278,7 @@ class FileTree:
             return
         checked_later = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # by the copier
         if not checked_later and not _on_a_mount(status.st_dev, self._base):
-            raise OSError(errno.EXDEV, NEITHER)
+            raise NotOnMount(errno.EXDEV, NEITHER)
         if step.kind == "enter" and _is_inside(self._base.path, step.path):
             raise OSError(errno.EINVAL, _INTO_ITSELF)
 

@@ -1,1 +1,1 @@
-"""Plug-ins for model servers, which find them by the package's entry points."""
+"""Plug-ins for model servers and fsspec, which find them by the package's entry points."""

@@ -54,7 +54,8 @@ __all__ = [
     "use_in_place",
 ]
 
-__getattr__ = lazy(globals(), _MODULES)
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = lazy(globals(), _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ _Source = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
 @named_in("gpufs.torch")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Published:
     """A file that :func:`publish` has written.
 
@@ -47,6 +47,10 @@ class Published:
     tensors: tuple[str, ...]
     nbytes: int
     in_place: bool
+
+    def __repr__(self) -> str:
+        how = ", in place" if self.in_place else ""
+        return f"<gpufs.torch.Published {self.path}: {len(self.tensors)} tensors, {self.nbytes} bytes{how}>"
 
 
 @named_in("gpufs.torch")

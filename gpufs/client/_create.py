@@ -1,0 +1,84 @@
+"""Creating: a new file of a mount, as an array."""
+
+from __future__ import annotations
+
+import errno
+import math
+import operator
+import os
+
+from gpufs import mounting
+from gpufs._naming import named_in
+from gpufs.client._array import DeviceArray
+from gpufs.client._attach import attach
+from gpufs.exceptions import NotOnMount, failure_of_mount
+from gpufs.formats.element_types import element_type
+
+
+@named_in("gpufs")
+def create(
+    path: str | os.PathLike[str], shape: int | tuple[int, ...], dtype: object = "uint8", *, mode: int = 0o666
+) -> DeviceArray:
+    """Create a file of a mount and map its memory into this program, as :func:`attach` with "r+".
+
+    The file has the elements alone, without a header, and they are zeros. It stays when the array is closed.
+
+    Parameters
+    ----------
+    path
+        The file, below the directory of a device. It must not exist.
+    shape
+        The extents of the array.
+    dtype
+        The element type: a name ("float32", "bfloat16", "float8_e4m3fn") or a type of numpy or torch.
+    mode
+        The permission bits of the file, from which the umask is taken.
+
+    Returns
+    -------
+    DeviceArray
+        The elements, for reading and writing.
+
+    Raises
+    ------
+    FileExistsError
+        The name exists.
+    NotOnMount
+        ``path`` is not on a gpufs mount.
+    DeviceFull, QuotaExceeded
+        The device lacks memory, or that would exceed a limit. No file is left.
+    DaemonDied
+        The mount's daemon has died.
+    TypeError, ValueError
+        The element type is not known, or the extents are not a shape.
+
+    Examples
+    --------
+    >>> cache = gpufs.create("/mnt/gpufs/gpu0/cache", (32, 4096), "bfloat16")  # doctest: +SKIP
+    >>> torch.from_dlpack(cache)[0] = torch.arange(4096)  # doctest: +SKIP
+    """
+    extents = shape if isinstance(shape, tuple) else (operator.index(shape),)
+    if any(extent < 0 for extent in extents):
+        raise ValueError(f"shape: {extents} is not a shape")
+    size = math.prod(extents) * element_type(dtype).bytes
+    name = os.fsdecode(path)
+    try:
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise failure_of_mount(error, name) from None
+    try:
+        if os.fstat(file).st_dev not in mounting.by_device():
+            raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", name)
+        if size:
+            os.posix_fallocate(file, 0, size)
+        return attach(name, "r+").view(dtype, extents)
+    except BaseException as error:
+        if os.path.lexists(name) and os.path.samestat(os.fstat(file), os.lstat(name)):
+            os.unlink(name)
+        if isinstance(error, OSError) and error.filename is None:  # of the allocation
+            raise failure_of_mount(error, name) from None
+        raise
+    finally:
+        os.close(file)
