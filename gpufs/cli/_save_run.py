@@ -14,7 +14,7 @@ from gpufs import mounting
 from gpufs.cli import _mounts, _queries
 from gpufs.cli._copy_report import CopyReport
 from gpufs.cli._output import Failure, complain
-from gpufs.client import CopyError
+from gpufs.client import CopyError, CopyResult
 from gpufs.copying.entries import kind_of
 from gpufs.copying.job import CopyContext
 from gpufs.copying.loop import TreeCopy, Workers
@@ -29,7 +29,7 @@ _NOT_KEPT: Final = {
     "owners": "files and directories keep another owner or group than in the save",
     "extended attributes": "files lack extended attributes that only root may set, or the mount refuses",
     "device nodes": "device nodes are left out",
-    "limits": "limits are left out: only root and the user who mounted may set them",
+    "limits": "limits are left out: only root and the user who mounted may set them, and not below another limit",
 }
 
 # The clock of files may be behind ours by a tick of the kernel.
@@ -64,6 +64,10 @@ class SaveReport(CopyReport):
         if error.errno != errno.ECANCELED or not self.cancel.cancelled:  # which is said once
             super()._failed(source, destination, error)
             self._end()
+
+    def _copied(self, result: CopyResult) -> None:
+        if result.method != "verify" or self._command == "restore":  # a save has counted the file already
+            super()._copied(result)
 
     def _end(self) -> None:
         if not self._goes_on:
