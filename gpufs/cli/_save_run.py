@@ -173,13 +173,14 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
                 _check_new(save, report, options)
             if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
                 report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
-            if report.is_good:
+            complete = report.is_good
+            if complete:
                 save.complete()
-    if report.signal is not None:
+    if report.signal is not None and not complete:
         complain("save: interrupted: nothing is left of it")
     elif save.left_out and report.is_good:
         more = f" and {save.left_out_count - 1} more" if save.left_out_count > 1 else ""
-        report.noticed(f"not in the save: {save.left_out[0]}{more}, which you may not read")
+        report.noticed(f"not in the save: {save.left_out}{more}, which you may not read")
     return report
 
 
