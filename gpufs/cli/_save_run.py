@@ -14,7 +14,7 @@ from gpufs import mounting
 from gpufs.cli import _mounts, _queries
 from gpufs.cli._copy_report import CopyReport
 from gpufs.cli._output import Failure, complain
-from gpufs.client import CopyError
+from gpufs.client import CopyError, CopyResult
 from gpufs.copying.entries import kind_of
 from gpufs.copying.job import CopyContext
 from gpufs.copying.loop import TreeCopy, Workers
@@ -29,7 +29,7 @@ _NOT_KEPT: Final = {
     "owners": "files and directories keep another owner or group than in the save",
     "extended attributes": "files lack extended attributes that only root may set, or the mount refuses",
     "device nodes": "device nodes are left out",
-    "limits": "limits are left out: only root and the user who mounted may set them",
+    "limits": "limits are left out: only root and the user who mounted may set them, and not below another limit",
 }
 
 # The clock of files may be behind ours by a tick of the kernel.
@@ -64,6 +64,10 @@ class SaveReport(CopyReport):
         if error.errno != errno.ECANCELED or not self.cancel.cancelled:  # which is said once
             super()._failed(source, destination, error)
             self._end()
+
+    def _copied(self, result: CopyResult) -> None:
+        if result.method != "verify" or self._command == "restore":  # a save has counted the file already
+            super()._copied(result)
 
     def _end(self) -> None:
         if not self._goes_on:
@@ -169,13 +173,14 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
                 _check_new(save, report, options)
             if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
                 report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
-            if report.is_good:
+            complete = report.is_good
+            if complete:
                 save.complete()
-    if report.signal is not None:
+    if report.signal is not None and not complete:
         complain("save: interrupted: nothing is left of it")
     elif save.left_out and report.is_good:
         more = f" and {save.left_out_count - 1} more" if save.left_out_count > 1 else ""
-        report.noticed(f"not in the save: {save.left_out[0]}{more}, which you may not read")
+        report.noticed(f"not in the save: {save.left_out}{more}, which you may not read")
     return report
 
 

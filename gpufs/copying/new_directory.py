@@ -27,22 +27,20 @@ class NewDirectory:
     Parameters
     ----------
     path : str
-        The name that it gets. OSError if it cannot have it.
+        The name that it gets, absolute and without symbolic links. OSError if it cannot have it.
     may_replace : callable
         Called with the descriptor of a directory that has the name and is not empty; raises OSError unless the new one
         may take its place.
 
     Attributes
     ----------
-    path : str
-        Without symbolic links.
     fd : int
         Open for reading.
     """
 
     def __init__(self, path: str, may_replace: Callable[[int], None]) -> None:
-        self.path = os.path.realpath(path)
-        above, self._name = os.path.split(self.path)
+        self._path = path
+        above, self._name = os.path.split(path)
         self._part = f".{self._name}.gpufs-part"
         self.fd = self._above = -1
         try:
@@ -53,7 +51,7 @@ class NewDirectory:
                 self._check_exchange()
         except OSError as error:
             self.close()
-            raise OSError(error.errno, error.strerror, self.path) from None
+            raise OSError(error.errno, error.strerror, self._path) from None
 
     def _find_old(self, may_replace: Callable[[int], None]) -> os.stat_result | None:
         """Return the directory that it replaces, None if there is none, or an empty one."""
@@ -116,7 +114,7 @@ class NewDirectory:
         """Give it its name in one step, and remove what had the name. Call sync() before."""
         part, name = os.fsencode(self._part), os.fsencode(self._name)
         if not has_name(self.fd, self._part, self._above):
-            raise OSError(errno.EBUSY, f"another process has renamed {self._part} beside it", self.path)
+            raise OSError(errno.EBUSY, f"another process has renamed {self._part} beside it", self._path)
         if self._old is None:
             os.rename(part, name, src_dir_fd=self._above, dst_dir_fd=self._above)
         else:
@@ -124,7 +122,7 @@ class NewDirectory:
             replaced = os.stat(part, dir_fd=self._above, follow_symlinks=False)
             if not os.path.samestat(replaced, self._old):
                 syscalls.renameat2(self._above, part, self._above, name, _RENAME_EXCHANGE)
-                raise OSError(errno.EBUSY, "another process has put something else there", self.path)
+                raise OSError(errno.EBUSY, "another process has put something else there", self._path)
         make_durable(self.fd, self._above, synced=True)
         os.close(self.fd)
         self.fd = -1

@@ -105,7 +105,7 @@ class SavedFiles:
             with self.opened(record) as file:
                 # What this machine has written is read from disk.
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                self.check(file.fd, record, shown, self._report.reporter(shown))
+                self.check(file.fd, record, shown, self._report.reporter(shown), phase="copy")
             seconds = time.monotonic() - began
             outcome = CopyResult(shown, shown, record.size, seconds, "verify", {}, (), record.sha256)
         except CopyError as error:
@@ -138,7 +138,14 @@ class SavedFiles:
         finally:
             os.close(file.fd)
 
-    def check(self, fd: int, record: File, shown: str, progress: Callable[[CopyProgress], None] | None) -> None:
+    def check(
+        self,
+        fd: int,
+        record: File,
+        shown: str,
+        progress: Callable[[CopyProgress], None] | None,
+        phase: str = "verify",
+    ) -> None:
         """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""
         moved, lock = 0, threading.Lock()
 
@@ -147,7 +154,7 @@ class SavedFiles:
             with lock:
                 moved += count
             if progress is not None:
-                progress(CopyProgress(moved, record.size, {}, "verify"))
+                progress(CopyProgress(moved, record.size, {}, phase))
 
         different = self._reader.differing_part(fd, record.size, record.sums(), self._cancel, take)
         if different is not None:
@@ -433,17 +440,22 @@ class Restore(SavedFiles):
             if isinstance(record, Directory):
                 self._finish_directory(path, record)
         for limit in self._manifest.header.limits if self._manifest.trusted and not self._part else []:
-            path, uid = name_of_text(limit.path), limit.uid
+            self._set_limit(name_of_text(limit.path), limit.uid, limit.limit_bytes)
+
+    def _set_limit(self, path: str, uid: int | None, size: int) -> None:
+        if uid is not None and not self._is_root:
+            return  # users have limits on devices alone
+        try:
             directory = _open_below(self._base, "" if path == "." else path)
             try:
-                set_quota(path_of(directory), uid, limit.limit_bytes)
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.EACCES):
-                    self._report.failed(self._end(path), None, error)
-                else:
-                    self._count("limits")
+                set_quota(path_of(directory), uid, size)
             finally:
                 os.close(directory)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.EBUSY):
+                self._report.failed(self._end(path), None, error)
+            else:
+                self._count("limits")
 
     def _link(self, path: str, first: str) -> None:
         with self._parent(first, create=False) as (above, old), self._parent(path) as (directory, name):

@@ -93,17 +93,18 @@ class Save:
 
     Attributes
     ----------
-    left_out : list of str
-        Other users' files that the caller may not read: at most a few, for a message.
-    left_out_count : int
-        How many there are.
+    left_out, left_out_count
+        The first of other users' files that the caller may not read, "" without any, and how many there are.
     """
 
     def __init__(
         self, saved: Saved, destination: str, options: TreeOptions, report: TreeReport, cancel: Cancellation
     ) -> None:
-        self.context = CopyContext(CopyOptions(), None)
         self._saved = saved
+        self.path = os.path.realpath(destination)
+        self._check_place()
+        self._new = NewDirectory(self.path, _check_is_save)
+        self.context = CopyContext(CopyOptions(), None)
         self._options = options
         self._report = report
         self._cancel = cancel
@@ -111,14 +112,11 @@ class Save:
         self._links: dict[tuple[int, int], tuple[str, int]] = {}  # first names, and how many are to come
         self._has_hard_links = False
         self._lock = threading.Lock()  # guards the counts of copies in progress
-        self.left_out: list[str] = []
+        self.left_out = ""
         self.left_out_count = 0
         self._manifest: ManifestWriter | None = None
         self._tree = -1
-        self._new = NewDirectory(destination, _check_is_save)
-        self.path = self._new.path
         try:
-            self._check_place()
             header = Header(
                 version=VERSION,
                 source=text_of_name(saved.path),
@@ -170,7 +168,7 @@ class Save:
                 if self._cancel.cancelled:
                     return False
                 if step.kind == "file" and step.size and step.status is not None:
-                    needed += data_bytes(step.status, step.size)
+                    needed += data_bytes(step.status, step.size) // step.status.st_nlink
         try:
             self.context.check_space(self._new.fd, needed, self._cancel)
         except OSError as error:
@@ -188,8 +186,7 @@ class Save:
 
     def leave_out(self, path: str) -> None:
         """Note another user's file that the caller may not read."""
-        if not self.left_out:
-            self.left_out.append(path)
+        self.left_out = self.left_out or path
         self.left_out_count += 1
 
     def first_name(self, status: os.stat_result, path: str) -> str | None:
