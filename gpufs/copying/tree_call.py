@@ -182,6 +182,9 @@ class _Report:
     def skipped(self) -> None:
         """Nothing is to be reported."""
 
+    def deleted(self, path: str) -> None:
+        """Nothing is deleted here."""
+
     def tick(self) -> None:
         if self._progress is not None:
             self._progress(self._totals.progress())
