@@ -154,7 +154,7 @@ def _limits(status: dict[str, Any], below: str) -> list[Limit]:
 def save(path: str, destination: str, options: SaveOptions, timeout: float, *, last: bool = False) -> SaveReport:
     """Save a mount or a directory, and return the report, which has not ended. Raise Failure if no save can start.
 
-    ``last``: it fails if anything is changed during the save.
+    ``last``: the files are lost afterwards, so it fails if anything is left out, or is changed during the save.
     """
     check_local("save", destination)
     saved, report = find_saved(path, timeout), SaveReport("save", options, goes_on=False)
@@ -171,6 +171,9 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
                 save.seal()
             if report.is_good and options.verify:
                 _check_new(save, report, options)
+            if report.is_good and last and save.left_out:
+                text = "is another user's, and you may not read it: nothing is unmounted"
+                report.failed(save.left_out, None, OSError(errno.EACCES, text))
             if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
                 report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
             complete = report.is_good

@@ -301,15 +301,16 @@ class SourceAttributes(Protocol):
 
 def preserve(target: int | str, source: SourceAttributes) -> None:
     """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
-    mode = stat.S_IMODE(source.st_mode)
-    try:
-        os.chown(target, source.st_uid, source.st_gid)
-    except PermissionError:
+    mode, now = stat.S_IMODE(source.st_mode), os.stat(target)
+    if (now.st_uid, now.st_gid) != (source.st_uid, source.st_gid):  # else a request to the mount's daemon for nothing
         try:
-            os.chown(target, -1, source.st_gid)
+            os.chown(target, source.st_uid, source.st_gid)
         except PermissionError:
-            mode &= ~stat.S_ISGID
-        mode &= ~stat.S_ISUID
+            try:
+                os.chown(target, -1, source.st_gid)
+            except PermissionError:
+                mode &= ~stat.S_ISGID
+            mode &= ~stat.S_ISUID
     if not stat.S_ISLNK(source.st_mode):  # which has no mode of its own
         os.chmod(target, mode)
     os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns))
