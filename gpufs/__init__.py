@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from gpufs.client._attach import attach
     from gpufs.client._attach_many import attach_many
     from gpufs.client._create import create
-    from gpufs.client._register import Registration, register
+    from gpufs.client._register import Registration
+    from gpufs.client._register_call import register
+    from gpufs.client._register_module import ModuleRegistration
     from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
     from gpufs.reports import DeviceStatus, MountStatus, mounts, status
@@ -43,6 +45,7 @@ _MODULES = {
     "DeviceDirectory": "owned_mount",
     "DeviceFull": "exceptions",
     "DeviceStatus": "reports",
+    "ModuleRegistration": "client._register_module",
     "MountStatus": "reports",
     "NotOnMount": "exceptions",
     "OwnedMount": "owned_mount",
@@ -53,7 +56,7 @@ _MODULES = {
     "create": "client._create",
     "mount": "owned_mount",
     "mounts": "reports",
-    "register": "client._register",
+    "register": "client._register_call",
     "status": "reports",
 }
 
@@ -70,6 +73,7 @@ __all__ = [
     "DeviceDirectory",
     "DeviceFull",
     "DeviceStatus",
+    "ModuleRegistration",
     "MountStatus",
     "NotOnMount",
     "OwnedMount",

@@ -17,6 +17,7 @@ import sys
 import textwrap
 from errno import EACCES
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -28,6 +29,8 @@ from support.processes import NOBODY, as_nobody, as_other, errno_of, run
 from support.watchdog import mounted_at, rescue
 from test_documentation import options_of
 from torch import nn
+
+import gpufs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROGRAMS = "gpufs|df|ls|mkdir|cat|cp|dd|mv|xxd|sha256sum|cmp|printf"
@@ -156,21 +159,38 @@ def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
     """The page's shell looks into an array of the page's program, which lies in shared memory here."""
     shell = Shell(mounted.path, tmp_path)
     page = "howto/inspect-a-live-tensor.md"
-    program, search = blocks(page)[0], block(page, "numpy.isnan")
+    program = blocks(page)[0]
     (shared,) = re.findall(r"`(torch\.randn\(.*share_memory_\(\))`", (DOCS / page).read_text())
     program = re.sub(r"torch\.randn\(.*\)", shared, program)
-    looks = commands(page)
-    assert [look.split()[0] for look in looks][-2:] == ["printf", "gpufs"]
+    looks = [look for look in commands(page) if "live" not in look]
+    assert [look.split()[0] for look in looks][-3:-1] == ["printf", "gpufs"]
     program += (
         "import subprocess\ndef look(text):\n    return subprocess.check_output(['bash', '-euc', text], text=True)\n"
         "activations[0, 1] = 1\nactivations[0, 32] = 1\nactivations[7, 5] = float('nan')\n"
-        f"print(look({'; '.join(looks[:-1])!r}))\nassert activations[0, 32] == 0\n"
-        f"look({looks[-1]!r})\nassert activations[0, 32] == 1\nprint(look({search!r}))\n"
+        f"print(look({'; '.join(looks[:-2])!r}))\nassert activations[0, 32] == 0\n"
+        f"look({looks[-2]!r})\nassert activations[0, 32] == 1\nprint(look({looks[-1]!r}))\n"
     )
     printed = shell(f"python - <<'END'\n{shell.here(program).replace('4096', '64')}\nEND")
     assert "registered float32 64x64" in printed
     assert "0000 803f" in printed
-    assert printed.split()[-2:] == ["[[7", "5]]"]
+    assert printed.split()[-2:] == ["[7,", "5]"]
+
+
+def test_a_live_model(mounted: GpufsMount, tmp_path: Path) -> None:
+    shell = Shell(mounted.path, tmp_path)
+    page = "howto/inspect-a-live-tensor.md"
+    looks = [look for look in commands(page) if "live" in look]
+    model = nn.BatchNorm1d(4).share_memory()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    names: dict[str, Any] = {"model": model, "gpufs": gpufs}
+    names["input"] = lambda _: [shell(f"{look} || [ $? = 1 ]") for look in looks]
+    with torch.no_grad():
+        model.weight[2] = float("nan")
+    exec(shell.here(block(page, "gpufs.register(model")).replace("input(", "seen = input("), names)
+    nan, differences = names["seen"]
+    assert nan.split()[-5:] == ["weight", "float32", "4", "1", "[2]"]
+    assert "weight" in differences
+    assert "bias" not in differences
 
 
 def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:

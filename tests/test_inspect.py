@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from support.cli import fails, gpufs
 from support.data import MIB, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount
 from support.processes import run
+
+import gpufs as package
 
 PAGE = REPOSITORY / "docs" / "howto" / "inspect-files.md"
 FLOATS = (
@@ -76,6 +79,70 @@ def test_statistics_are_those_of_torch(root: Path) -> None:
         assert (float(found["min"]), float(found["max"])) == (low, high), one
         if high < 1e300:  # else the sum of float64 overflows
             assert found["mean"] == pytest.approx(float(finite.mean()), rel=1e-9, abs=high * 1e-9), one
+
+
+def test_the_first_nan_has_its_index(root: Path) -> None:
+    """Also behind the first block, in columns, and in types of less than a byte's size."""
+    large = torch.zeros(3, 700_001)
+    large[2, 5] = large[2, 7] = float("nan")
+    tensors = {"large": large, "good": torch.ones(3), "none": torch.zeros(0), "whole": torch.ones(2, dtype=torch.int8)}
+    tensors["small"] = torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)
+    safetensors.torch.save_file(tensors, root / "file.safetensors")
+    found = inspected(root / "file.safetensors", "--nan")["tensors"]
+    assert {one["name"]: (one["stats"]["nan"], one["stats"]["first_nan"]) for one in found} == {
+        "large": (2, [2, 5]),
+        "small": (1, [1]),
+    }
+    lines = gpufs("inspect", "--nan", root / "file.safetensors").stdout.splitlines()
+    assert [line.split(maxsplit=1)[0] for line in lines[2:]] == ["large", "small"]
+    columns = numpy.zeros((3, 4), numpy.float32, "F")
+    columns[1, 2] = numpy.nan
+    numpy.save(root / "columns.npy", columns)
+    numpy.save(root / "scalar.npy", numpy.float64("nan"))
+    for name, index in (("columns", [1, 2]), ("scalar", [])):
+        (one,) = inspected(root / f"{name}.npy", "--nan")["tensors"]
+        assert one["stats"]["first_nan"] == index
+    numpy.save(root / "good.npy", numpy.zeros(3))
+    assert not inspected(root / "good.npy", "--nan")["tensors"]
+    assert len(gpufs("inspect", "--nan", root / "good.npy").stdout.splitlines()) == 1
+
+
+def test_formats_are_compared_by_names_and_types(root: Path) -> None:
+    model: Any = torch.nn.ModuleList([torch.nn.Linear(3, 4, dtype=dtype) for dtype in FLOATS[:4]]).share_memory()
+    state = model.state_dict()
+    safetensors.torch.save_file(state, root / "a.safetensors")
+    torch.save(state, root / "b.pt")
+    numpy.savez(root / "c.npz", **{name: tensor.numpy() for name, tensor in state.items() if not name.startswith("1")})
+    with package.register(model, root / "live"):
+        for pair in itertools.permutations(["a.safetensors", "b.pt", "live"], 2):
+            assert compared(0, *(root / name for name in pair))["counts"]["equal"] == 8
+        assert gpufs("diff", root / "live", root / "b.pt").stdout == ""
+        with torch.no_grad():
+            model[3].weight[2, 1] += 1
+        (found,) = compared(1, root / "live", root / "a.safetensors")["tensors"]
+        assert (found["name"], found["differing"], found["first"]) == ("3.weight", 1, 7)
+    found = compared(1, root / "a.safetensors", root / "c.npz")
+    assert (found["counts"], {one["in"] for one in found["tensors"]}) == ({"a": 8, "b": 6, "equal": 6}, {"A"})
+    numpy.save(root / "array.npy", state["0.bias"].numpy())
+    assert fails(2, "diff", root / "array.npy", root / "a.safetensors")
+
+
+def test_a_registered_module_is_one_table(root: Path) -> None:
+    model: Any = torch.nn.ModuleList([torch.nn.BatchNorm1d(3) for _ in range(12)]).share_memory()
+    with torch.no_grad():
+        model[10].bias[1] = float("nan")
+    with package.register(model, root / "live"):
+        (root / "live" / "other").write_bytes(b"of another program")
+        found = inspected(root / "live")
+        assert (found["format"], found["registered"], len(found["tensors"])) == ("registered", True, 60)
+        named = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        assert {one["name"]: one["shape"] for one in found["tensors"]} == named
+        lines = gpufs("inspect", root / "live").stdout.splitlines()
+        numbers = [int(line.partition(".")[0]) for line in lines[2:]]
+        assert numbers == sorted(numbers)
+        (one,) = inspected(root / "live", "--nan")["tensors"]
+        assert (one["name"], one["stats"]["first_nan"]) == ("10.bias", [1])
+    assert "model.safetensors" in fails(1, "inspect", root / "live")
 
 
 def test_numpy_arrays(root: Path) -> None:
@@ -148,6 +215,11 @@ def test_differences_of_tensors(root: Path, host: Path) -> None:
     assert set(found) == {"other", "kind", "gone", "new"}
     assert (found["other"]["differing"], found["other"]["first"], found["other"]["max_abs_difference"]) == (2, 3, 2.0)
     assert found["gone"] == {"difference": "missing", "in": "A"}
+    lines = gpufs("diff", root / "a", host / "b", check=False).stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["gone", "kind", "other", "new"]
+    assert lines[0] == "tensors: 4 in A, 4 in B: 1 equal, 2 different, 1 only in A, 1 only in B"
+    listed = gpufs("diff", "-v", root / "a", host / "b", check=False).stdout.splitlines()
+    assert {line.split()[0] for line in listed[2:]} == {"same", *found}
     assert found["new"] == {"difference": "missing", "in": "B"}
     assert (found["kind"]["a"]["dtype"], found["kind"]["b"]["dtype"]) == ("F32", "F16")
 

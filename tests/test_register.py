@@ -11,6 +11,7 @@ import mmap
 import multiprocessing.shared_memory
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 import numpy
 import numpy.typing
 import pytest
+import torch
 from support.copying import answer, connection, greeted
 from support.data import MIB, noise
 from support.fastpath import file_system
@@ -594,7 +596,11 @@ def test_sockets_of_pieces_that_are_forged(root: Path, shared_mount: GpufsMount)
     wait_until(lambda: Snapshot.of(shared_mount.pid).descriptors <= before.descriptors + 1, 10, "closed descriptors")
 
 
-def test_a_user_has_a_limited_number_of_registrations(root: Path) -> None:
+def test_a_user_has_a_limited_number_of_registrations(mount: Mounter) -> None:
+    """It depends on the descriptors that the daemon may have."""
+    own = mount()
+    root = own.device
+    resource.prlimit(own.pid, resource.RLIMIT_NOFILE, (4096, 4096))
     array = shared_array(bytes(4096))
     with ExitStack() as held:
         refused = 0
@@ -666,3 +672,59 @@ def test_a_program_that_does_not_keep_the_registration(root: Path) -> None:
     )
     assert run(sys.executable, "-c", script, root / "live").stdout.strip() == "True"
     wait_until(lambda: not list(root.iterdir()), 10, "the end of the name")
+
+
+# ---- modules ----
+
+
+class Model(torch.nn.Module):
+    """With tied tensors and an empty one."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 3) for _ in range(layers)])
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.head = self.layers[0]
+        self.register_buffer("empty", torch.empty(0))
+
+
+@pytest.mark.parametrize(("layers", "there"), [(3, True), (140, False)], ids=["small", "hundreds of tensors"])
+def test_a_module_is_a_directory_of_its_tensors(root: Path, layers: int, there: bool) -> None:
+    """``there``: whether the directory exists."""
+    model: Any = Model(layers).share_memory()
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    del named["empty"]
+    if there:
+        (root / "live").mkdir()
+    with gpufs.register(model, root / "live") as registered:
+        assert set(os.listdir(root / "live")) == set(registered.tensors) == set(named)
+        assert registered.nbytes == sum(tensor.nbytes for tensor in {*named.values()})
+        for name, tensor in named.items():
+            assert (root / "live" / name).read_bytes() == tensor.detach().numpy().tobytes()
+        with torch.no_grad():
+            model.head.weight[1, 1] = 7
+        for name in ("head.weight", "layers.0.weight"):
+            assert numpy.fromfile(root / "live" / name, numpy.float32)[3] == 7
+    assert registered.closed
+    registered.close()
+    assert (root / "live").exists() == there
+    assert not there or not os.listdir(root / "live")
+
+
+def test_a_module_that_cannot_be_registered_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    model: Any = Model(2).share_memory()
+    model.norm.register_buffer("turned", torch.zeros(3, 2).T.share_memory_())  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match=r"norm\.turned"):
+        gpufs.register(model, root / "live")
+    del model.norm.turned
+    model.norm.register_buffer("private", torch.zeros(3))
+    with pytest.raises(OSError, match=r"norm\.private"):
+        gpufs.register(model, root / "live")
+    with pytest.raises(gpufs.NotOnMount):
+        gpufs.register(model, tmp_path / "live")
+    with pytest.raises(FileNotFoundError):
+        gpufs.register(model, root / "none" / "live")
+    with pytest.raises(TypeError):
+        gpufs.register(model, root / "live", size=5)
+    assert not os.listdir(root)
+    assert not os.listdir(tmp_path)

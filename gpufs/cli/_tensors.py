@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
+import resource
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from errno import EBADF, EINVAL, EIO, EISDIR, ENOSPC
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -27,7 +30,9 @@ from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType, Layout, TensorPlace,
 from gpufs.formats.table import PREFIX_BYTES, Format, read_layout, recognize
 from gpufs.syscalls import path_of
 
+REGISTERED: Final = "registered"  # the format of a directory of registered tensors
 _THREADS: Final = 4
+_MANY_FILES: Final = 512
 
 Result = TypeVar("Result")
 
@@ -129,8 +134,23 @@ class Tensor(NamedTuple):
     place: TensorPlace
 
 
+def _registered_files(folder: str) -> list[str]:
+    """Return the files of a directory that have a type, in the order that people expect: 2 before 10."""
+    if not os.path.isdir(folder):
+        return []
+    with os.scandir(folder) as entries:
+        paths = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
+    typed = [path for path in paths if TYPE_ATTRIBUTE in os.listxattr(path)]
+    if len(typed) > _MANY_FILES:  # all are open at the same time
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return sorted(
+        typed, key=lambda path: [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", path)]
+    )
+
+
 class TensorFiles:
-    """The open files of one name on the command line: one file, or those of a checkpoint.
+    """The open files of one name on the command line: one file, those of a checkpoint, or those of registered tensors.
 
     Attributes
     ----------
@@ -156,12 +176,21 @@ class TensorFiles:
         self.registered = False
         self.has_tensors = False
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
-        checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))
+        try:
+            checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))
+        except FileNotFoundError:
+            checkpoint = CheckpointFiles(tuple(_registered_files(path)))
+            if not checkpoint.files:
+                raise
+            self.format = REGISTERED
         self._opened = ExitStack()
         with self._opened:
             self.files = [self._opened.enter_context(Contents(name)) for name in checkpoint.files]
             for file in self.files:
-                self._read(file, given, checkpoint.places)
+                if self.format == REGISTERED:
+                    self._read_registered(file, given)
+                else:
+                    self._read(file, given, checkpoint.places)
             if checkpoint.places is not None and len(self.tensors) < len(checkpoint.places):
                 missing = checkpoint.places.keys() - {tensor.place.name for tensor in self.tensors}
                 raise FormatError(f"the index says where tensor {min(missing)!r} is, and it is not there")
@@ -186,6 +215,14 @@ class TensorFiles:
                 Tensor(file, place) for place in layout.tensors if places is None or places.get(place.name) == file.path
             ]
 
+    def _read_registered(self, file: Contents, given: GivenType | None) -> None:
+        """Add the tensor of a file, by the name of the file."""
+        known = given or file.registered_type()
+        if known is not None:
+            (place,) = known.layout(file.size).tensors
+            self.tensors.append(Tensor(file, replace(place, name=os.path.basename(file.path))))
+            self.registered = self.has_tensors = True
+
     def places(self) -> str:
         """Return what holds the files: "gpu0", or "gpu0 and gpu1"."""
         return " and ".join(dict.fromkeys(filter(None, (file.place for file in self.files))))
@@ -204,6 +241,21 @@ class Part(NamedTuple):
     start: int
     size: int
     hole: bool
+
+
+def first_element(place: TensorPlace, start: int) -> int:
+    """Return the number of the element that begins at a byte of the tensor."""
+    return 8 * start // max(place.bits, 1)
+
+
+def index_of(place: TensorPlace, number: int) -> list[int]:
+    """Return the index of an element in its tensor."""
+    extents = place.shape if place.fortran_order else place.shape[::-1]
+    index = []
+    for extent in extents:  # the dimension that changes fastest is first
+        number, rest = divmod(number, extent)
+        index.append(rest)
+    return index if place.fortran_order else index[::-1]
 
 
 def split(number: int, place: TensorPlace, next_data: Callable[[int], int]) -> Iterator[Part]:

@@ -16,12 +16,14 @@ from gpufs.cli._tensors import (
     Tensor,
     TensorFiles,
     finite,
+    first_element,
     given_type,
     map_blocks,
     reported,
     split,
     type_options,
 )
+from gpufs.formats.element_types import named
 from gpufs.formats.elements import Difference, compare, is_numeric
 from gpufs.formats.layout import GivenType, TensorPlace
 from gpufs.formats.safetensors import PADDING_NAME
@@ -31,13 +33,15 @@ from gpufs.formats.safetensors import PADDING_NAME
 @click.argument("first", metavar="A", shell_complete=complete_files)
 @click.argument("second", metavar="B", shell_complete=complete_files)
 @type_options
+@click.option("-v", "--verbose", is_flag=True, help="Print tensors that are equal, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def command(first: str, second: str, dtype: str | None, shape: str | None, as_json: bool) -> int:
-    """Compare two files of tensors of one format, two checkpoints, or two arrays, tensor by tensor.
+def command(first: str, second: str, dtype: str | None, shape: str | None, verbose: bool, as_json: bool) -> int:
+    """Compare two files of tensors, two checkpoints, or two arrays, tensor by tensor.
 
-    A checkpoint is a directory or an index; how it is cut into files does not matter. Arrays are npy files, registered
-    memory, and files whose type --dtype gives. Tensors are equal if name, dtype, shape and all bits are. The order of
-    the tensors and the metadata do not matter. cmp(1) compares other files. Exit codes: 0 equal, 1 different,
+    Files may have different formats: what counts is the name of a tensor. A checkpoint is a directory or an index; how
+    it is cut into files does not matter. The directory of a registered module has its tensors. Arrays are npy files,
+    registered memory, and files whose type --dtype gives. Tensors are equal if name, dtype, shape and all bits are. The
+    order of the tensors and the metadata do not matter. cmp(1) compares other files. Exit codes: 0 equal, 1 different,
     2 trouble.
     """
     given = given_type(dtype, shape)
@@ -47,18 +51,22 @@ def command(first: str, second: str, dtype: str | None, shape: str | None, as_js
             opened.enter_context(reported(name, 2))
             pair.append(opened.enter_context(_opened(name, given)))
         ours, theirs = pair
-        array = {ours.format, theirs.format} <= {"npy", "raw"}
-        known = ours.has_tensors and theirs.has_tensors
-        if not known or not (array or ours.format == theirs.format):
-            text = "neither both safetensors nor both arrays: cmp compares their bytes, --dtype gives a type"
+        are_arrays = [files.format in ("npy", "raw") for files in pair]
+        if not (ours.has_tensors and theirs.has_tensors) or len(set(are_arrays)) > 1:
+            text = "neither both files of tensors nor both arrays: cmp compares their bytes, --dtype gives a type"
             raise Failure(f"{first} and {second} are {text}", 2)
         tensors = _compare_tensors(ours, theirs)
+        differing = [tensor for tensor in tensors if tensor["difference"] != "equal"]
+        counts = {"a": len(_by_name(ours)), "b": len(_by_name(theirs)), "equal": len(tensors) - len(differing)}
+        shown = tensors if verbose else differing
         if as_json:
-            print(json_text({"equal": not tensors, "format": ours.format, "tensors": tensors}))
-        elif tensors:
-            _print(tensors)
+            equal = not differing
+            print(json_text({"equal": equal, "format": ours.format, "counts": counts, "tensors": shown}))
+        elif shown:
+            _print_summary(counts, differing)
+            _print(shown)
         sys.stdout.flush()  # a failure of the output is trouble, too
-    return 1 if tensors else 0
+    return 1 if differing else 0
 
 
 def _opened(name: str, given: GivenType | None) -> TensorFiles:
@@ -66,23 +74,22 @@ def _opened(name: str, given: GivenType | None) -> TensorFiles:
         return TensorFiles(name, given)
 
 
-def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, Any]]:
-    """Return what differs, by the names of the tensors."""
+def _by_name(files: TensorFiles) -> dict[str, Tensor]:
+    return {tensor.place.name: tensor for tensor in files.tensors if not tensor.place.name.startswith(PADDING_NAME)}
 
-    unmatched = {
-        tensor.place.name: tensor for tensor in theirs.tensors if not tensor.place.name.startswith(PADDING_NAME)
-    }
-    differing: dict[str, dict[str, Any]] = {}
+
+def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, Any]]:
+    """Return what became of each tensor: those of A in their order, then those that only B has."""
+    unmatched = _by_name(theirs)
+    found: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[Tensor, Tensor]] = []
-    for tensor in ours.tensors:
-        name = tensor.place.name
-        if name.startswith(PADDING_NAME):
-            continue
+    for name, tensor in _by_name(ours).items():
         match = unmatched.pop(name, None)
+        found[name] = {"difference": "equal"}
         if match is None:
-            differing[name] = {"difference": "missing", "in": "A"}
-        elif _kind(tensor.place) != _kind(match.place):
-            differing[name] = {"difference": "type", "a": _kind(tensor.place), "b": _kind(match.place)}
+            found[name] = {"difference": "missing", "in": "A"}
+        elif not _of_one_kind(tensor.place, match.place):
+            found[name] = {"difference": "type", "a": _kind(tensor.place), "b": _kind(match.place)}
         else:
             pairs.append((tensor, match))
     differences = [Difference() for _ in pairs]
@@ -98,7 +105,7 @@ def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, A
             return Difference()
         first, second = (file.read(place.offset + part.start, part.size) for file, place in pairs[part.number])
         place = pairs[part.number][0].place
-        return compare(place.dtype, place.bits, first, second, start=8 * part.start // max(place.bits, 1))
+        return compare(place.dtype, place.bits, first, second, start=first_element(place, part.start))
 
     parts = (
         part
@@ -110,13 +117,17 @@ def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, A
     for (tensor, _), difference in zip(pairs, differences, strict=True):
         if difference.elements:
             place = tensor.place
-            differing[place.name] = _described(place, difference)
-            differing[place.name]["max_abs_difference"] = finite(
-                difference.largest if is_numeric(place.dtype) else None
-            )
+            found[place.name] = _described(place, difference)
+            found[place.name]["max_abs_difference"] = finite(difference.largest if is_numeric(place.dtype) else None)
     for name in unmatched:
-        differing[name] = {"difference": "missing", "in": "B"}
-    return [{"name": name, **what} for name, what in differing.items()]
+        found[name] = {"difference": "missing", "in": "B"}
+    return [{"name": name, **what} for name, what in found.items()]
+
+
+def _of_one_kind(ours: TensorPlace, theirs: TensorPlace) -> bool:
+    """Return whether bytes can be compared. Formats name a type differently: F32 is float32."""
+    types = [found.name if (found := named(place.dtype)) else place.dtype for place in (ours, theirs)]
+    return types[0] == types[1] and (ours.shape, ours.fortran_order) == (theirs.shape, theirs.fortran_order)
 
 
 def _kind(place: TensorPlace) -> dict[str, Any]:
@@ -132,10 +143,22 @@ def _described(place: TensorPlace, difference: Difference) -> dict[str, Any]:
     }
 
 
+def _print_summary(counts: dict[str, int], differing: list[dict[str, Any]]) -> None:
+    parts = [f"{counts['equal']} equal"]
+    if changed := sum(tensor["difference"] != "missing" for tensor in differing):
+        parts.append(f"{changed} different")
+    for side in ("A", "B"):
+        if only := sum(tensor.get("in") == side for tensor in differing):
+            parts.append(f"{only} only in {side}")
+    print(f"tensors: {counts['a']} in A, {counts['b']} in B: {', '.join(parts)}")
+
+
 def _print(tensors: list[dict[str, Any]]) -> None:
     rows = []
     for tensor in tensors:
-        if tensor["difference"] == "missing":
+        if tensor["difference"] == "equal":
+            row = ["equal", "-", "-", "-"]
+        elif tensor["difference"] == "missing":
             row = [f"only in {tensor['in']}", "-", "-", "-"]
         elif tensor["difference"] == "type":
             row = [f"{_kind_text(tensor['a'])} and {_kind_text(tensor['b'])}", "-", "-", "-"]

@@ -9,10 +9,13 @@ import click
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, complain, json_text, printable, table
 from gpufs.cli._tensors import (
+    REGISTERED,
     Part,
     TensorFiles,
     finite,
+    first_element,
     given_type,
+    index_of,
     map_blocks,
     reported,
     shape_text,
@@ -29,29 +32,43 @@ _LINE_BYTES: Final = 16
 @click.command(name="inspect")
 @click.argument("names", metavar="FILE...", nargs=-1, required=True, shell_complete=complete_files)
 @click.option("--stats", is_flag=True, help="Add minimum, maximum and mean, and count NaN and infinite elements.")
+@click.option("--nan", "only_nan", is_flag=True, help="Show only tensors with NaN, with the index of the first one.")
 @click.option("--checksum", is_flag=True, help="Print the SHA-256 of each file as sha256sum does.")
 @type_options
 @click.option(
     "--json", "as_json", is_flag=True, help="Print a JSON object, or a list for several FILEs. Sizes are in bytes."
 )
 def command(
-    names: tuple[str, ...], stats: bool, checksum: bool, dtype: str | None, shape: str | None, as_json: bool
+    names: tuple[str, ...],
+    stats: bool,
+    only_nan: bool,
+    checksum: bool,
+    dtype: str | None,
+    shape: str | None,
+    as_json: bool,
 ) -> int:
     """Show the tensors of a file: name, dtype, shape, bytes, and offset in the file.
 
     FILE is a safetensors, GGUF, npy or npz file, or one of torch.save(), on a mount or not. The directory of a
-    checkpoint, or its index, stands for all its files. The type of registered memory is known; --dtype and --shape give
-    that of other files without a header. Files of other formats are shown with their size and first bytes. --stats and
-    --checksum read whole files, in blocks, and allocate no memory on a GPU. Minimum, maximum and mean are those of the
-    finite elements.
+    checkpoint, or its index, stands for all its files, and the directory of a registered module for its tensors. The
+    type of registered memory is known; --dtype and --shape give that of other files without a header. Files of other
+    formats are shown with their size and first bytes. --stats, --nan and --checksum read whole files, in blocks, and
+    allocate no memory on a GPU. Minimum, maximum and mean are those of the finite elements.
     """
     given = given_type(dtype, shape)
+    stats = stats or only_nan
     reports: list[dict[str, Any]] = []
     code = 0
     for place, name in enumerate(names):
         try:
             with reported(name, 1), TensorFiles(name, given) as files:
                 summaries = _summaries(files) if stats else []
+                described = _described(files)
+                if only_nan:
+                    shown = [place for place, summary in enumerate(summaries) if summary is not None and summary.nan]
+                    files.tensors = [files.tensors[place] for place in shown]
+                    summaries = [summaries[place] for place in shown]
+                    described += f", with NaN: {len(shown)}"
                 digests = [file.sha256() for file in files.files] if checksum else []
                 if as_json:
                     reports.append(_as_dict(files, summaries, digests))
@@ -59,7 +76,7 @@ def command(
                     if place and (stats or not checksum):
                         print()
                     if stats or not checksum:
-                        _print(files, summaries)
+                        _print(files, described, summaries, only_nan=only_nan)
                     for file, digest in zip(files.files, digests, strict=False):
                         _print_digest(file.path, digest)
                 if stats and not files.has_tensors:
@@ -92,7 +109,8 @@ def _summaries(files: TensorFiles) -> list[Summary | None]:
     def work(part: Part) -> Summary:
         file, place = tensors[part.number]
         if not part.hole:
-            return summarize(place.dtype, file.read(place.offset + part.start, part.size))
+            block = file.read(place.offset + part.start, part.size)
+            return summarize(place.dtype, block, first_element(place, part.start))
         unit = unit_bytes(place.bits)
         return summarize(place.dtype, bytes(unit)).times(part.size // unit)
 
@@ -138,42 +156,51 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
             }
             for file, place in files.tensors
         ]
-        for tensor, summary in zip(report["tensors"], summaries, strict=False):
+        for tensor, (_, place), summary in zip(report["tensors"], files.tensors, summaries, strict=False):
             tensor["stats"] = summary and {
                 "min": summary.minimum,
                 "max": summary.maximum,
                 "mean": finite(summary.mean),
                 "nan": summary.nan,
                 "inf": summary.inf,
+                "first_nan": None if summary.first_nan is None else index_of(place, summary.first_nan),
             }
     return report
 
 
-def _print(files: TensorFiles, summaries: list[Summary | None]) -> None:
+def _print(files: TensorFiles, described: str, summaries: list[Summary | None], *, only_nan: bool) -> None:
     size, used = (sum(getattr(file, name) for file in files.files) for name in ("size", "held_bytes"))
     places = files.places()
     held = f"{bytes_text(used)} held on {places}" if places else "unknown place"
-    print(printable(f"{files.path}: {_described(files)}, {bytes_text(size)}, {held}"))
+    print(printable(f"{files.path}: {described}, {bytes_text(size)}, {held}"))
     if not files.has_tensors:
         file = files.files[0]
         for offset in range(0, min(_FIRST_BYTES, file.size), _LINE_BYTES):
             print(_dump_line(offset, bytes(file.read(offset, min(_LINE_BYTES, file.size - offset)))))
         return
-    several = len(files.files) > 1
-    headers = ["NAME", "DTYPE", "SHAPE", "BYTES", "OFFSET"]
-    if summaries:
+    several = len(files.files) > 1 and files.format != REGISTERED
+    headers = ["NAME", "DTYPE", "SHAPE"]
+    headers += ["NAN", "FIRST"] if only_nan else ["BYTES", "OFFSET"]
+    if summaries and not only_nan:
         headers += ["MIN", "MAX", "MEAN", "NAN", "INF"]
     right = frozenset(range(3, len(headers)))
     if several:
         headers.append("FILE")
     rows = []
-    for index, (file, place) in enumerate(files.tensors):
-        row = [place.name, place.dtype, shape_text(place), str(place.bytes), str(place.offset)]
-        if summaries:
-            summary = summaries[index]
-            row += ["-"] * 5 if summary is None else _cells(summary)
+    for number, (file, place) in enumerate(files.tensors):
+        row = [place.name, place.dtype, shape_text(place)]
+        summary = summaries[number] if summaries else None
+        if only_nan:
+            assert summary is not None
+            assert summary.first_nan is not None
+            row += [str(summary.nan), str(index_of(place, summary.first_nan))]
+        else:
+            row += [str(place.bytes), str(place.offset)]
+            if summaries:
+                row += ["-"] * 5 if summary is None else _cells(summary)
         rows.append([*row, file.path.rpartition("/")[2]] if several else row)
-    table(headers, rows, right=right)
+    if rows or not only_nan:
+        table(headers, rows, right=right)
 
 
 def _described(files: TensorFiles) -> str:
@@ -182,7 +209,7 @@ def _described(files: TensorFiles) -> str:
         return f"{'registered' if files.registered else 'raw'} {tensor.place.dtype} {shape_text(tensor.place)}"
     if not files.has_tensors:
         return "data" if files.kind is None else f"{files.kind.name} ({files.kind.remedy})"
-    shards = f", files: {len(files.files)}" if len(files.files) > 1 else ""
+    shards = f", files: {len(files.files)}" if len(files.files) > 1 and files.format != REGISTERED else ""
     return f"{files.format}{shards}, tensors: {len(files.tensors)}"
 
 

@@ -1,4 +1,4 @@
-"""Shows memory of this program as a file on a mount: register() and the registrations it returns."""
+"""Shows memory of this program as a file on a mount: one array, and the registration of it."""
 
 from __future__ import annotations
 
@@ -86,57 +86,10 @@ class Registration:
         self.close()
 
 
-@named_in("gpufs")
-def register(array: Any, path: str | os.PathLike[str], *, size: int | None = None, mode: int = 0o600) -> Registration:
-    """Show memory of this program as a file, which any tool can read, and write if its mode allows.
-
-    The file has the size of the array for good. It lives until the registration is closed or this program ends, however
-    it ends; descriptors that are still open then fail with ESTALE. The array stays allocated until then.
-
-    The extended attribute ``user.tensor`` has the dtype and the shape of an array, for `gpufs inspect` and
-    `gpufs diff`. A file that its owner may not write has none, unless this program is root's.
-
-    Parameters
-    ----------
-    array
-        A torch, CuPy, numba or JAX array on a GPU (anything with ``__cuda_array_interface__`` or DLPack), contiguous;
-        on a mount of host memory, an array in shared memory (``multiprocessing.shared_memory``, ``os.memfd_create``).
-        Or the address of such memory.
-    path
-        The file to create on the mount, below the directory of the memory's GPU.
-    size
-        The size in bytes, for an address.
-    mode
-        The permission bits of the file, from which the umask is taken. Read-only arrays cannot be written by any mode.
-
-    Returns
-    -------
-    Registration
-        The registration. Without it, the file stays until the program ends.
-
-    Raises
-    ------
-    NotOnMount
-        ``path`` is not on a gpufs mount.
-    DeviceFull, QuotaExceeded
-        The memory would exceed a limit, or the device has none for the file's metadata.
-    DaemonDied
-        The mount's daemon has died.
-    OSError
-        EEXIST: the file exists. EXDEV: ``path`` is below the directory of another GPU than the memory's. EINVAL: the
-        memory cannot be shared; the message says what to change. EPERM, EBUSY: the daemon refuses.
-    TypeError, ValueError
-        ``array`` is not an array, is empty, or is not contiguous.
-
-    Examples
-    --------
-    >>> activations = torch.randn(1 << 20, device="cuda")
-    >>> with gpufs.register(activations, "/mnt/gpufs/gpu0/act7"):
-    ...     subprocess.run(["sha256sum", "/mnt/gpufs/gpu0/act7"])
-    """
+def register_array(array: Any, name: str, size: int | None, mode: int) -> Registration:
+    """Register one array, or ``size`` bytes at an address, as gpufs.register()."""
     memory = _memory_of(array, size)
     kind = GivenType.of_array(array)
-    name = os.fspath(path)
     directory = os.path.dirname(name) or "."
     try:
         st_dev = os.stat(directory).st_dev

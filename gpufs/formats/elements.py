@@ -136,6 +136,8 @@ class Summary:
         The sum of the finite numbers.
     finite, nan, inf
         How many elements are finite, NaN, and infinite.
+    first_nan
+        The number of the first element that is NaN; None if there is none.
     """
 
     minimum: float | int | None = None
@@ -144,6 +146,7 @@ class Summary:
     finite: int = 0
     nan: int = 0
     inf: int = 0
+    first_nan: int | None = None
 
     @property
     def mean(self) -> float | None:
@@ -159,6 +162,7 @@ class Summary:
         """Return the summary of both parts of a tensor."""
         low = [value for value in (self.minimum, other.minimum) if value is not None]
         high = [value for value in (self.maximum, other.maximum) if value is not None]
+        first = [value for value in (self.first_nan, other.first_nan) if value is not None]
         return Summary(
             min(low, default=None),
             max(high, default=None),
@@ -166,25 +170,29 @@ class Summary:
             self.finite + other.finite,
             self.nan + other.nan,
             self.inf + other.inf,
+            min(first, default=None),
         )
 
 
-def summarize(dtype: str, block: Block) -> Summary:
-    """Return the summary of a block of numbers."""
+def summarize(dtype: str, block: Block, start: int = 0) -> Summary:
+    """Return the summary of a block of numbers. ``start``: the number of the first element."""
     values = numbers(dtype, block)
     nan = inf = 0
+    first_nan = None
     if values.dtype.kind == "f":
         finite = np.isfinite(values)
         if not finite.all():
-            nan = int(np.count_nonzero(np.isnan(values)))
+            is_nan = np.isnan(values)
+            nan = int(np.count_nonzero(is_nan))
+            first_nan = start + int(np.argmax(is_nan)) if nan else None
             values = values[finite]
             inf = finite.size - values.size - nan
     if not values.size:
-        return Summary(nan=nan, inf=inf)
+        return Summary(nan=nan, inf=inf, first_nan=first_nan)
     with np.errstate(over="ignore"):
         total = float(values.sum(dtype=np.float64))
     number = float if values.dtype.kind == "f" else int
-    return Summary(number(values.min()), number(values.max()), total, values.size, nan, inf)
+    return Summary(number(values.min()), number(values.max()), total, values.size, nan, inf, first_nan)
 
 
 @dataclass(frozen=True, slots=True)

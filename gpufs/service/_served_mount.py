@@ -69,8 +69,8 @@ class HolderTable:
         """Add one. OSError EMFILE or EBUSY if its user has too many."""
         uid, registered = key = holder.peer.uid, holder.mode == REGISTERED
         with self._lock:
-            if registered and self._counts[key] >= self._limits.registrations_per_user:
-                raise OSError(EBUSY, f"a user may have {self._limits.registrations_per_user} registrations at a time")
+            if registered and self._counts[key] >= (most := self._limits.registrations_per_user()):
+                raise OSError(EBUSY, f"a user may have {most} registrations at a time")
             if not registered and self._counts[key] >= self._limits.attachments_per_user:
                 raise OSError(EMFILE, f"user {uid} has {self._counts[key]} files attached already")
             self._counts[key] += 1

@@ -17,6 +17,7 @@ from gpufs.syscalls import trusted
 
 _PRIVILEGED_SHARES: Final = 4  # of root and the mount's owner, where another user has one
 _DESCRIPTORS_OF_A_MESSAGE: Final = 4  # of this process, at most: the two that came with it, and the engine's own
+_DESCRIPTORS_OF_A_REGISTRATION: Final = 3  # of host memory, with those that are kept for the next daemon
 _SHARE_OF_DESCRIPTORS: Final = 8  # a user may take one of so many parts
 
 
@@ -46,9 +47,15 @@ class Limits:
     progress: float = 0.02  # the least time between two progress messages
     last_send: float = 1.0  # for a client to receive a result when the mount is ending
     abandoned: float = 1.0  # for a thread that still works for a copy that was cancelled before it started
-    registrations_per_user: int = 256
+    registrations: int = 2048  # of a user
     withdrawal: float = 5.0  # for what uses memory that a client withdraws
     grace: float = 5.0  # for a cancelled copy to end and its files to be closed
+
+    def registrations_per_user(self) -> int:
+        """``registrations``, or fewer where this process may have few descriptors."""
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        share = most // (_SHARE_OF_DESCRIPTORS * _DESCRIPTORS_OF_A_REGISTRATION)
+        return max(min(self.registrations, share), 256)
 
     def messages_per_user(self) -> int:
         """``messages``, or fewer where this process may have few descriptors."""
