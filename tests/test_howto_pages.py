@@ -19,7 +19,6 @@ from errno import EACCES
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 import torch
 import yaml
@@ -141,18 +140,6 @@ def test_save_and_restore(mounted: GpufsMount, tmp_path: Path) -> None:
             assert (mounted.path / name / "a").read_bytes() == b"a" * 100_000
     finally:
         shell("! mountpoint -q /mnt/gpufs || gpufs umount /mnt/gpufs")
-
-
-def test_pandas_and_arrow(mounted: GpufsMount, tmp_path: Path) -> None:
-    page, shell = "howto/pandas-and-datasets.md", Shell(mounted.path, tmp_path)
-    (tmp_path / "train.csv").write_text("token\n1\n")
-    (mounted.device / "data").mkdir()
-    pandas.DataFrame({"number": range(9)}).to_feather(mounted.device / "table.arrow", compression="uncompressed")
-    program = "\n".join([*blocks(page), "print(table.nbytes)"])
-    printed = run(sys.executable, "-c", shell.here(program)).stdout
-    assert f"['{mounted.device}/rows/train.csv', '{mounted.device}/rows/train.parquet']" in printed
-    assert printed.endswith("\n72\n")
-    assert (tmp_path / "train.parquet").read_bytes() == (mounted.device / "rows/train.parquet").read_bytes()
 
 
 def test_a_live_tensor(mounted: GpufsMount, tmp_path: Path) -> None:
