@@ -17,7 +17,7 @@ from gpufs.cli._output import Failure, complain
 from gpufs.client import CopyError, CopyResult
 from gpufs.copying.entries import kind_of
 from gpufs.copying.job import CopyContext
-from gpufs.copying.loop import TreeCopy, Workers
+from gpufs.copying.loop import CopyThreads, TreeCopy
 from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
 from gpufs.copying.restore import Restore, SavedFiles
 from gpufs.copying.save import Save, Saved
@@ -202,7 +202,7 @@ def check(manifest: Manifest, part: str, report: CopyReport, jobs: int) -> None:
     """Compare the files of a save with their checksums."""
     files = SavedFiles(manifest, part, report, report.cancel)
     try:
-        workers = Workers(report.cancel, report)
+        workers = CopyThreads(report.cancel, report)
         workers.run(lambda: files.find_checks(workers), jobs)
     finally:
         files.close()
@@ -250,7 +250,7 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
                 context=context,
             )
             opened.callback(restore.close)
-            workers = Workers(report.cancel, report)
+            workers = CopyThreads(report.cancel, report)
             workers.run(lambda: restore.find(workers), options.jobs)
             if restore.has_begun and not report.cancel.cancelled:
                 restore.finish()

@@ -70,7 +70,7 @@ class FileCopier(Protocol):
         """Copy a file to each of its destinations."""
 
 
-class Workers:
+class CopyThreads:
     """Threads that carry out calls, with a bound on those that wait.
 
     Parameters
@@ -158,7 +158,7 @@ class Workers:
             work()
 
 
-class TreeCopy(Workers):
+class TreeCopy(CopyThreads):
     """One run of the loop.
 
     Parameters

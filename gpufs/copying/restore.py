@@ -23,7 +23,7 @@ from gpufs.copying import entries
 from gpufs.copying.attributes import write_xattrs
 from gpufs.copying.entries import Entry, OpenFile, open_path
 from gpufs.copying.job import CopyContext, CopyJob
-from gpufs.copying.loop import Workers
+from gpufs.copying.loop import CopyThreads
 from gpufs.copying.manifest import (
     KINDS,
     TREE,
@@ -88,7 +88,7 @@ class SavedFiles:
             elif f"{path}/".startswith(f"{self._part}/"):
                 yield path[len(self._part) + 1 :], record
 
-    def find_checks(self, workers: Workers) -> None:
+    def find_checks(self, workers: CopyThreads) -> None:
         """Queue a check of each file."""
         try:
             for _, record in self.records():
@@ -228,7 +228,7 @@ class Restore(SavedFiles):
 
     # ---- before anything is changed ----
 
-    def find(self, workers: Workers) -> None:
+    def find(self, workers: CopyThreads) -> None:
         """Check the whole save, then create what it has, and queue its files."""
         try:
             if not self._can_be_restored():
