@@ -194,6 +194,12 @@ def absolute(path: str) -> str:
     return candidate if entry_of(candidate) is not None else os.path.realpath(path)
 
 
+def is_root(path: str) -> bool:
+    """Return whether gpufs is mounted at a path."""
+    path = os.path.realpath(path)
+    return any(entry.mountpoint == path for entries in by_device().values() for entry in entries)
+
+
 def place_of(fd: int, mounts: Sequence[MountEntry]) -> str:
     """What holds an open file: a directory of the mount, such as gpu0, or the mountpoint of the host's file system.
 

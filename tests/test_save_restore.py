@@ -194,7 +194,7 @@ def test_a_mount_is_saved_and_restored_with_its_limits(mountpoint: Path, host: P
     def change() -> None:
         while not stop.is_set():
             (mountpoint / "gpu0" / "changing").write_bytes(b"x")
-            time.sleep(0.01)  # else the file is open when the command looks for programs that use the mount
+            time.sleep(0.01)  # so that the file is mostly closed: the command refuses a mount with open files
 
     changer = threading.Thread(target=change)
     changer.start()

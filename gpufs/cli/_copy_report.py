@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from gpufs import mounting
-from gpufs.cli._output import duration_text, json_text, printable
+from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
 from gpufs.copying.totals import Totals
 from gpufs.copying.types import STREAM, Outcome
@@ -36,7 +36,7 @@ class ProgressLine:
 
         rate = moved / max(time.monotonic() - self._began, 1e-9)
         part = f"  {100 * moved // total}%" if total else ""
-        left = f"  {duration_text(max(total - moved, 0) / rate)} left" if moved else ""
+        left = f"  {countdown_text(max(total - moved, 0) / rate)} left" if moved else ""
         line = f"{bytes_text(moved)} of {bytes_text(total)}{part}  {rate_text(rate)}{left}  {printable(name)}"
         self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
 
@@ -56,11 +56,6 @@ class ProgressLine:
                 print(text, end="", file=sys.stderr, flush=True)
         except OSError:
             pass  # nobody watches
-
-
-def _is_mount_root(path: str) -> bool:
-    path = os.path.realpath(path)
-    return any(entry.mountpoint == path for entries in mounting.by_device().values() for entry in entries)
 
 
 class CopyReport:
@@ -243,7 +238,7 @@ class CopyReport:
         )
         if not text:
             return
-        if number in (errno.EPERM, errno.EACCES) and _is_mount_root(os.path.dirname(destination or source)):
+        if number in (errno.EPERM, errno.EACCES) and mounting.is_root(os.path.dirname(destination or source)):
             text += " (README there lists the directories that take files)"
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
         self._print(f"gpufs {self._command}: {f'{where}: ' if where else ''}{text}", sys.stderr)

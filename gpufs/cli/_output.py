@@ -44,7 +44,7 @@ def age_text(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f}s"
 
 
-def duration_text(seconds: float) -> str:
+def countdown_text(seconds: float) -> str:
     """Return a time that is left: "0:07", "12:05", "3:00:00"."""
     minutes, rest = divmod(int(seconds + 0.5), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

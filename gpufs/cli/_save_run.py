@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -77,10 +76,6 @@ class SaveReport(CopyReport):
     def is_good(self) -> bool:
         """Whether nothing has failed, and nobody has interrupted it."""
         return not self.errors and not self.cancel.cancelled
-
-    def noticed(self, text: str) -> None:
-        """Print a line for the user."""
-        self._print(f"gpufs {self._command}: {text}", sys.stderr)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from gpufs.cli import _copy_options
 from gpufs.cli._main import complete_directories, complete_files
 
 
@@ -38,25 +39,21 @@ from gpufs.cli._main import complete_directories, complete_files
     is_flag=True,
     help="Copy as much as fits, and keep a new file whose copy failed; go on with one of a URL.",
 )
-@click.option("--verify", is_flag=True, help="Read both files again and compare their SHA-256; with --fsync from disk.")
-@click.option("--fsync", is_flag=True, help="Write files of the host to disk before the command ends.")
-@click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files copied at once, 1 to 16.")
+@_copy_options.verify
+@_copy_options.fsync
+@_copy_options.jobs("copied")
 @click.option(
     "--fastpath",
     type=click.Choice(["auto", "off", "require"]),
     default="auto",
     help="Bypass host memory. auto: as the mount is configured.",
 )
-@click.option(
-    "-e", "--rsh", "shell", metavar="COMMAND", help="Reach HOST by this command instead of ssh, as with rsync."
-)
-@click.option("--remote-gpufs", metavar="COMMAND", help="The gpufs of HOST, if a shell there does not find it.")
-@click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@_copy_options.shell
+@_copy_options.remote_gpufs
+@_copy_options.verbose
+@_copy_options.quiet
 @click.option("--json", is_flag=True, help="Print what was copied, and how, as a JSON object.")
-@click.option(
-    "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
-)
+@_copy_options.progress
 def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any) -> int:
     """Copy SOURCE to DEST, or several SOURCEs into the directory DEST, at the engine's speed.
 

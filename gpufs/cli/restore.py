@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from gpufs.cli import _copy_options
 from gpufs.cli._main import complete_directories
 
 
@@ -12,14 +13,10 @@ from gpufs.cli._main import complete_directories
 @click.argument("destination", metavar="[MOUNT|DIR]", required=False, shell_complete=complete_directories)
 @click.option("--overwrite", is_flag=True, help="Replace files that exist. Without it they are in the way.")
 @click.option("--verify", is_flag=True, help="Compare each file with its checksum; without MOUNT|DIR only check SAVE.")
-@click.option(
-    "-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files restored at once, 1 to 16."
-)
-@click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
+@_copy_options.jobs("restored")
+@_copy_options.verbose
 @click.option("--json", is_flag=True, help="Print what was restored, and how, as a JSON object.")
-@click.option(
-    "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
-)
+@_copy_options.progress
 def command(source: str, destination: str | None, **options: Any) -> int:
     """Restore a save of `gpufs save` into a mount, or below a directory of one.
 

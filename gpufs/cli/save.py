@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from gpufs import config
+from gpufs.cli import _copy_options
 from gpufs.cli._main import complete_directories
 from gpufs.cli._options import timeout_option
 
@@ -15,12 +16,10 @@ from gpufs.cli._options import timeout_option
 @click.option("--include", metavar="GLOB", multiple=True, help="Save only files that match this, or another --include.")
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out files and directories that match.")
 @click.option("--verify", is_flag=True, help="Read the save from disk again and compare it with its checksums.")
-@click.option("-j", "--jobs", type=click.IntRange(1, 16), metavar="N", default=4, help="Files saved at once, 1 to 16.")
-@click.option("-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error.")
+@_copy_options.jobs("saved")
+@_copy_options.verbose
 @click.option("--json", is_flag=True, help="Print what was saved as a JSON object.")
-@click.option(
-    "--progress/--no-progress", default=None, help="Draw a progress bar.  [default: if standard error is a terminal]"
-)
+@_copy_options.progress
 @timeout_option(config.STATUS_TIMEOUT)
 def command(source: str, destination: str, timeout: float, **options: Any) -> int:
     """Save the files of a mount, or below a directory of one, as the directory DEST.

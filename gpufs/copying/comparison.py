@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.checksums import blocks, sha256_of
-from gpufs.copying.entries import Entry
+from gpufs.copying.entries import Entry, open_source
 
 if TYPE_CHECKING:
     from gpufs.stores.files import StoreFile
@@ -57,16 +57,9 @@ def has_checksum(copy: Entry, sha256: str, cancel: Cancellation) -> bool:
 
 @contextmanager
 def _opened(entry: Entry, size: int | None) -> Iterator[int]:
-    """Open a regular file, of this size unless that is None; -1 if the name has none."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if entry.follow else os.O_NOFOLLOW)
-    with entry.located() as located:
-        try:
-            fd = os.open(located.name, flags, dir_fd=located.directory)
-        except FileNotFoundError:
-            yield -1
-            return
+    """Open a regular file, of this size unless that is None; -1 if it is another one."""
+    opened = open_source(entry)
     try:
-        status = os.fstat(fd)
-        yield fd if stat.S_ISREG(status.st_mode) and size in (None, status.st_size) else -1
+        yield opened.fd if stat.S_ISREG(opened.status.st_mode) and size in (None, opened.status.st_size) else -1
     finally:
-        os.close(fd)
+        os.close(opened.fd)

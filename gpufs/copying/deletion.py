@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.entries import Entry
+from gpufs.copying.entries import Entry, is_inside
 from gpufs.copying.types import TreeOptions
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 
@@ -43,8 +43,7 @@ def names_of(steps: Steps) -> dict[str, Literal["file", "directory"]]:
 
 def check_apart(source: str, copy: str) -> None:
     """Raise OSError EINVAL for two directories of which one has the other: removing from one would change both."""
-    first, second = (os.path.join(os.path.realpath(path), "") for path in (source, copy))
-    if first.startswith(second) or second.startswith(first):
+    if is_inside(source, copy) or is_inside(copy, source):
         text = "one of the two directories is in the other, so nothing is deleted or copied"
         raise OSError(errno.EINVAL, text, copy)
 
@@ -63,13 +62,11 @@ def delete_others(
     """
     base = base.as_directory()._replace(follow=False)
     try:
-        status = base.status()
+        if not stat.S_ISDIR(base.status().st_mode):
+            return
     except OSError:
         return  # there is none yet
-    if not stat.S_ISDIR(status.st_mode):
-        return
-    roots = {entry.mountpoint for entry in mounting.by_device().get(status.st_dev, [])}
-    if os.path.realpath(base.path) in roots:
+    if mounting.is_root(base.path):
         raise OSError(errno.EINVAL, "nothing is deleted in the root of a mount: name a directory in it", base.path)
     gone: set[str] = set()  # their paths
     steps = walk_files(base, _reported(report), recursive=True, dereference=False)

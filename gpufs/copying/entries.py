@@ -106,6 +106,11 @@ class OpenFile(NamedTuple):
     status: os.stat_result
 
 
+def is_inside(path: str, directory: str) -> bool:
+    """Whether a path is a directory or below it."""
+    return f"{os.path.realpath(path)}/".startswith(os.path.realpath(directory).rstrip("/") + "/")
+
+
 @contextmanager
 def find_targets(
     sources: Sequence[str], destination: str, *, follow: bool, directory: bool, exact: bool = False

@@ -283,9 +283,7 @@ class Receiver:
         if self._incomplete:
             self._sink.noticed("nothing is deleted, for not all of the source can be read")
             return
-        include, exclude = (
-            tuple(map(os.fsdecode, patterns)) for patterns in (self._request.include, self._request.exclude)
-        )
+        include, exclude = self._request.patterns
         options = TreeOptions(include=include, exclude=exclude)
         delete_others(self._bases[0], self._names, options, self._cancel, self)
 

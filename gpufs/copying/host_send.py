@@ -137,8 +137,7 @@ class Sender:
     def _walk(self, source: Entry, fail: Fail) -> Steps:
         request = self._request
         steps = walk_files(source, fail, recursive=request.recursive, dereference=request.dereference)
-        include, exclude = map(os.fsdecode, request.include), map(os.fsdecode, request.exclude)
-        return selected(steps, list(include), list(exclude))
+        return selected(steps, *request.patterns)
 
     def read_results(
         self,

@@ -134,7 +134,7 @@ class Save:
     def _check_place(self) -> None:
         """Raise OSError if the save would be below what is saved."""
         for directory, _ in self._saved.directories:
-            if f"{self.path}/".startswith(os.path.realpath(directory).rstrip("/") + "/"):
+            if entries.is_inside(self.path, directory):
                 raise OSError(errno.EINVAL, "is below what is saved: give a place elsewhere", self.path)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, open_path, preserve
+from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, is_inside, open_path, preserve
 from gpufs.copying.types import TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import NotOnMount
@@ -279,7 +279,7 @@ class FileTree:
         checked_later = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # by the copier
         if not checked_later and not _on_a_mount(status.st_dev, self._base):
             raise NotOnMount(errno.EXDEV, NEITHER)
-        if step.kind == "enter" and _is_inside(self._base.path, step.path):
+        if step.kind == "enter" and is_inside(self._base.path, step.path):
             raise OSError(errno.EINVAL, _INTO_ITSELF)
 
     def _end(self, folder: Folder) -> None:
@@ -308,7 +308,3 @@ def _on_a_mount(device: int, destination: Entry) -> bool:
             return os.fstat(located.directory).st_dev in mounts
     except OSError:
         return True  # creating it will show what is wrong
-
-
-def _is_inside(path: str, directory: str) -> bool:
-    return f"{os.path.realpath(path)}/".startswith(os.path.realpath(directory).rstrip("/") + "/")

@@ -105,6 +105,11 @@ class HostRequest(msgspec.Struct, tag="Request"):
     checksum: bool = False  # update compares contents
     delete: bool = False  # at last remove what the source does not have
 
+    @property
+    def patterns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """``include`` and ``exclude`` as text."""
+        return tuple(map(os.fsdecode, self.include)), tuple(map(os.fsdecode, self.exclude))
+
 
 class Plan(msgspec.Struct, tag=True):
     """What follows: the bytes of all files, and those of them that take space."""

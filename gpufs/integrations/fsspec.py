@@ -126,6 +126,6 @@ def _copy(source: str, target: str, callback: Any) -> None:
         callback.set_size(progress.total)
         callback.absolute_update(progress.moved)
 
-    if not os.path.lexists(source):  # fsspec tells this failure from others by its class
+    if not os.path.lexists(source):  # the class by which fsspec knows a missing file
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
     copy(source, target, progress=None if callback is None else report)

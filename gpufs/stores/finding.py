@@ -169,7 +169,7 @@ def _has_files_below(store: ObjectStore, url: Url) -> bool:
 
 
 def below(url: Url) -> list[StoreFile]:
-    """Return all files below a directory of an object store; none if there is no such directory."""
+    """Return all files below a directory of an object store; an empty list if there is no such directory."""
     prefix = f"{url.key.rstrip('/')}/".lstrip("/")
     found = [one for one in _listed(open_store(url), url) if one.url.key.startswith(prefix)]
     return [replace(one, path=one.url.key.removeprefix(prefix)) for one in found]
