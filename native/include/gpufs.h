@@ -78,6 +78,9 @@ typedef struct {
   /* GPUs: which to use, in this order, instead of the first ones: numbers and UUIDs ("GPU-4f3e..."; a unique beginning
    * is enough), separated by commas. ENXIO, with a list of all GPUs, if one does not exist. NULL or "": by number. */
   const char* chosen_devices;
+  /* Pinned host memory as one device more, the last one, to which files can be parked; 0: none. EOPNOTSUPP: the driver
+   * cannot have it. */
+  uint64_t host_memory_bytes;
 } gpufs_engine_options;
 
 typedef struct {
@@ -91,6 +94,7 @@ typedef struct {
   int32_t cpu_addressable;
   int32_t fastpath_memory; /* the fastpath can reach the memory of buffers */
   int32_t keeps_memory;    /* the memory of buffers can outlive the process: gpufs_mount_options.keeper_fd */
+  int32_t host_tier;       /* it is that of gpufs_engine_options.host_memory_bytes */
 } gpufs_device_info;
 
 typedef struct {
@@ -139,6 +143,7 @@ typedef struct {
   uint64_t room_bytes; /* that limits still allow; UINT64_MAX: there are none */
   int32_t device;
   uint64_t placement; /* where in its memory the first byte lies, see gpufs_lease_open */
+  uint64_t parked_bytes; /* memory of the host tier that holds its contents; 0: they are on the device */
 } gpufs_buffer_info;
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer);
@@ -219,6 +224,9 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
  * before it mapped. EFBIG: beyond the capacity. */
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count);
 /* Copies mapped memory to the host, after all work that this process has queued on the device. EINVAL: not mapped. */
+/* Unmaps all pieces and keeps the addresses, at which gpufs_mapping_add() can map others, after all work that this
+ * process has queued on the device. */
+gpufs_status gpufs_mapping_clear(gpufs_handle mapping);
 gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* destination, uint64_t bytes);
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
 /* For a mapping of host memory that was opened without GPUFS_LEASE_WRITE: a write to it prints `text` as a line on
@@ -460,6 +468,10 @@ typedef struct {
  * once: by the O_CREAT | O_EXCL that created it (EBUSY). EINVAL: the memory is not what the caller says. The kernel has
  * been told on return. Not from a thread that answers requests of the mount. */
 gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_foreign_memory* memory);
+/* Moves the contents of a file to the host tier, or back to its device; *parked: whether they are there (those of small
+ * files stay). EBUSY: a program has a lease on them. ENOSPC, EDQUOT: there is no space, or a limit is reached. */
+gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked);
+gpufs_status gpufs_inode_bring_back(gpufs_handle mount, uint64_t ino);
 /* Ends that: all calls on the file fail with ESTALE. On return nothing uses the memory any more, and the kernel has
  * dropped what it had cached. ETIMEDOUT: something still uses the memory, and it is unmapped later. EINVAL: the file is
  * not a registered one. Threads as above. */

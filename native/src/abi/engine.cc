@@ -38,7 +38,8 @@ Result<std::shared_ptr<Engine>> Engine::open(const gpufs_engine_options& options
                                options.memory_bytes,
                                std::chrono::milliseconds(options.keep_freed_ms),
                                static_cast<HipMemory>(options.hip_memory),
-                               {}};
+                               {},
+                               options.host_memory_bytes};
   std::istringstream chosen(options.chosen_devices != nullptr ? options.chosen_devices : "");
   for (std::string device; std::getline(chosen, device, ',');) driver_options.chosen.push_back(device);
   Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, driver_options);
@@ -277,6 +278,7 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
     info->granule = known.granule;
     info->cpu_addressable = known.cpu_addressable ? 1 : 0;
     info->fastpath_memory = known.files_reach_memory ? 1 : 0;
+    info->host_tier = known.host_tier ? 1 : 0;
     info->keeps_memory = context.value()->device().check_keeping().ok() ? 1 : 0;
     return {};
   });

@@ -192,6 +192,13 @@ gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* p
   });
 }
 
+gpufs_status gpufs_mapping_clear(gpufs_handle mapping) {
+  return with_handle<Mapping>(mapping, [](Mapping& found) -> Status {
+    const std::lock_guard lock(found.mutex);
+    return found.range->clear();
+  });
+}
+
 gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* destination, uint64_t bytes) {
   return with_handle<Mapping>(mapping, [&](Mapping& found) -> Status {
     {

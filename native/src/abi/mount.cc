@@ -357,6 +357,21 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
   });
 }
 
+gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked) {
+  return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
+    const Result<bool> moved = found.table().park(inode);
+    if (moved.ok()) *parked = moved.value() ? 1 : 0;
+    return moved.status();
+  });
+}
+
+gpufs_status gpufs_inode_bring_back(gpufs_handle mount, uint64_t ino) {
+  return with_inode(mount, ino, [&](Mount&, Inode& inode) -> Status {
+    if (!inode.buffer()) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
+    return inode.buffer()->bring_back(Wait::kAllowed);
+  });
+}
+
 gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t timeout_ms) {
   return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
     auto* const registered = dynamic_cast<RegisteredBuffer*>(inode.buffer().get());

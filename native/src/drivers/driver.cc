@@ -30,6 +30,12 @@ Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std
   return unknown_driver(driver);
 }
 
+Status ImportedRange::clear() {
+  Status status = unmap_all();
+  if (status.ok()) bytes_ = 0;
+  return status;
+}
+
 Status ImportedRange::add(const ExportedMemory& piece) {
   if (!piece.descriptor.valid() || piece.bytes == 0 || piece.offset != bytes_) {
     return {EINVAL, "a piece of shared memory at " + std::to_string(piece.offset) + ", where " +

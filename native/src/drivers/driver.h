@@ -43,6 +43,8 @@ struct DeviceInfo {
   bool reserve_copies = false;
   // The vendor's calls for files (io/fastpath.h) reach the memory of create_memory().
   bool files_reach_memory = true;
+  // Host memory beside the devices, to which files of theirs can be parked: the last one of the driver.
+  bool host_tier = false;
 };
 
 struct MemoryInfo {
@@ -167,9 +169,13 @@ class ImportedRange {
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }        // mapped, from the base
   // Maps a piece at the end of what is mapped. EINVAL: its offset is another one. EFBIG: it is beyond the capacity.
   Status add(const ExportedMemory& piece);
+  // Unmaps all pieces and keeps the addresses, at which other memory can be mapped. A GPU first completes all work that
+  // this process has queued on it. After a failure some of them may still be mapped; call it again.
+  Status clear();
 
  private:
   virtual Status map(const ExportedMemory& piece) = 0;
+  virtual Status unmap_all() = 0;
   const DeviceAddress base_;
   const std::uint64_t capacity_;
   std::uint64_t bytes_ = 0;
@@ -371,6 +377,9 @@ class Device {
   std::shared_ptr<MemoryKeeper> keeper_;
 };
 
+// The address of a driver's host tier, where devices have their PCI addresses.
+inline constexpr const char* kHostTierAddress = "host";
+
 // How the HIP driver takes memory. kPlain: one hipMalloc for a buffer, which hipAmdFile reaches and which grows by a
 // copy. kVirtual: mapped into ranges of addresses, which hipAmdFile does not reach. kAuto: plain if the kernel can move
 // files to the device. Always plain if the runtime's ranges do not work.
@@ -384,6 +393,8 @@ struct DriverOptions {
   HipMemory hip_memory = HipMemory::kAuto;
   // GPUs: which to use, in this order: numbers and beginnings of UUIDs. Empty: by `devices`.
   std::vector<std::string> chosen{};
+  // Pinned host memory as one device more: DeviceInfo::host_tier. 0: none.
+  std::uint64_t host_memory_bytes = 0;
 };
 
 class Driver {
@@ -404,7 +415,7 @@ Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const Drive
 
 // Opens one device, to map what other programs have exported: no other device is touched, and memory is not limited.
 // Devices are found by their PCI address, since their numbers differ between programs (CUDA_VISIBLE_DEVICES). The host
-// driver has no addresses: pass "". ENODEV, with a message for users, if this process does not see the device.
+// driver has no addresses: pass "". kHostTierAddress is a GPU driver's host tier, without memory of its own. ENODEV, with a message for users, if this process does not see the device.
 Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address);
 
 }  // namespace gpufs

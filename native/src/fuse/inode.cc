@@ -123,7 +123,7 @@ gpufs_attributes Inode::attributes() const {
   gpufs_attributes copy = Reader(*this)->record.attributes;
   if (buffer_) {
     copy.size = buffer()->size();
-    copy.blocks = buffer()->bytes_held() / 512;
+    copy.blocks = (buffer()->bytes_held() + buffer()->bytes_parked()) / 512;
   }
   return copy;
 }

@@ -26,8 +26,6 @@ namespace gpufs::fuse {
 
 namespace {
 
-Status missing_device(std::int32_t device) { return Status(ENODEV, "gpu" + std::to_string(device) + " is missing"); }
-
 // Whether what a record describes cannot be restored by any process. Everything else may pass, as a lack of memory
 // does.
 bool is_bad_record(const Status& status) { return status.error() == EPROTO || status.error() == ENOENT; }
@@ -191,6 +189,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
     if (writer->extended) writer->extended->follow_mode(ours.mode);
   }
   if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
+  if (pays && inode.buffer_->bytes_parked() > 0) inode.buffer_->charge_parked_to(host_account(*changes.uid));
   if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
   if (changes.uid) {
     Metadata::Share* const share = metadata_.share_of(*changes.uid);
@@ -227,6 +226,29 @@ Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optio
     return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
   return {};
+}
+
+std::string InodeTable::directory_of(std::int32_t device) const {
+  const auto index = static_cast<std::size_t>(device);
+  return index < devices_.size() && devices_[index]->info().host_tier ? "host0" : "gpu" + std::to_string(device);
+}
+
+std::shared_ptr<DeviceContext> InodeTable::host_tier() const {
+  return !devices_.empty() && devices_.back()->info().host_tier ? devices_.back() : nullptr;
+}
+
+std::shared_ptr<Account> InodeTable::host_account(std::uint32_t uid) {
+  return quotas_.user(static_cast<std::int32_t>(devices_.size()) - 1, uid);
+}
+
+Result<bool> InodeTable::park(Inode& inode) {
+  const std::shared_ptr<DeviceContext> host = host_tier();
+  if (host == nullptr) {
+    return Status(EOPNOTSUPP, "the mount has no host memory for parked files: mount it with --host-memory SIZE");
+  }
+  if (!inode.buffer_ || inode.replaced_) return Status(EINVAL, "the file has no memory of the mount's");
+  if (inode.buffer_->device() == host) return Status(EINVAL, "the file is in host memory already");
+  return inode.buffer_->park(host, host_account(inode.attributes().uid));
 }
 
 void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {
@@ -446,7 +468,7 @@ Result<std::shared_ptr<Inode>> InodeTable::restore_inode(Restored& found, const 
   if (attributes.device >= 0 && !has_device(attributes.device)) {
     // A device that has files has a directory, too.
     if (known.devices.at(attributes.device) == 1) return Status(EPROTO, "nothing else is on its device");
-    return missing_device(attributes.device);
+    return Status(ENODEV, directory_of(attributes.device) + " is missing");
   }
   const bool has_contents = attributes.device >= 0 && is_regular(attributes.mode);
   if (found.contents.has_value() != has_contents) {
@@ -455,9 +477,10 @@ Result<std::shared_ptr<Inode>> InodeTable::restore_inode(Restored& found, const 
   std::shared_ptr<Buffer> buffer;
   if (has_contents) {
     Result<std::shared_ptr<Buffer>> restored =
-        Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *found.contents);
+        Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *found.contents, host_tier());
     if (!restored.ok()) return restored.status();
     buffer = restored.take();
+    if (found.contents->parked) buffer->charge_parked_to(host_account(attributes.uid));
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   Inode::State state;

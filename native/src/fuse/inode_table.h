@@ -148,6 +148,13 @@ class InodeTable {
 
   [[nodiscard]] const std::vector<std::shared_ptr<DeviceContext>>& devices() const { return devices_; }
 
+  // The name of a device's directory.
+  [[nodiscard]] std::string directory_of(std::int32_t device) const;
+
+  // Moves a file's contents to the host tier: Buffer::park(). EOPNOTSUPP: the mount has none, EINVAL: the file is not
+  // one on a device. The file's owner pays there.
+  Result<bool> park(Inode& inode);
+
   struct Counts {
     std::size_t inodes = 0;
     std::size_t files = 0;
@@ -165,6 +172,9 @@ class InodeTable {
 
  private:
   [[nodiscard]] bool has_device(std::int32_t device) const;
+  // Null without one.
+  [[nodiscard]] std::shared_ptr<DeviceContext> host_tier() const;
+  [[nodiscard]] std::shared_ptr<Account> host_account(std::uint32_t uid);
   // Makes an inode known whose attributes are complete.
   Status insert(const std::shared_ptr<Inode>& inode);
   // Before anybody else has an inode: its record is written whenever its contents move.

@@ -321,7 +321,7 @@ bool Namespace::lacks_name(const Inode& inode) {
 void Namespace::name_again(NamesWriter& writer, const InodePointer& inode) {
   const InodePointer root = table_.find(InodeTable::kRootInode);
   if (!root || inode->is_fixed()) return;
-  const std::string device = "gpu" + std::to_string(inode->device());
+  const std::string device = table_.directory_of(inode->device());
   const std::string name = "lost+" + std::to_string(inode->ino());
   const auto found = root->names_.entries().find(device);
   if (found == root->names_.entries().end()) {

@@ -33,7 +33,7 @@ namespace gpufs::journal {
 class Journal {
  public:
   // Another one is refused.
-  static constexpr std::uint32_t kFormat = 3;
+  static constexpr std::uint32_t kFormat = 4;
   // Of one value.
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
 

@@ -48,14 +48,18 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> de
   return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device), preallocates));
 }
 
-Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents) {
+Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents,
+                                                const std::shared_ptr<DeviceContext>& host) {
   auto buffer = std::make_shared<ExtentBuffer>(std::move(device), /*preallocates=*/true);
-  if (Status restored = buffer->restore(contents); !restored.ok()) return restored;
+  if (Status restored = buffer->restore(contents, host); !restored.ok()) return restored;
   return std::shared_ptr<Buffer>(std::move(buffer));
 }
 
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                         std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait) {
+  if (const std::shared_ptr<Buffer> parked = source.parked()) {
+    return copy_from(*parked, source_offset, offset, bytes, cancelled, wait);
+  }
   const std::uint64_t source_size = source.size();
   if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
   bytes = std::min(bytes, source_size - source_offset);

@@ -48,6 +48,10 @@ struct KeptContents {
   Extents extents;           // of others: whole granules
   std::uint64_t placement = 0;
   Shift shift;
+  // Whether all of this is said of the host tier's memory, to which the contents are parked; and the placement that they
+  // have on their device when they are back.
+  bool parked = false;
+  std::uint64_t own_placement = 0;
 };
 
 // How much a copy moves between two checks whether it is cancelled.
@@ -62,7 +66,9 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // that call trim() when the last writer is done.
   static Result<std::shared_ptr<Buffer>> create(std::shared_ptr<DeviceContext> device, bool preallocates = false);
   // With the contents of a buffer of the last process; it preallocates. Those in slots: after SlabPool::restore().
-  static Result<std::shared_ptr<Buffer>> restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents);
+  // host: the host tier, null without one.
+  static Result<std::shared_ptr<Buffer>> restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents,
+                                                 const std::shared_ptr<DeviceContext>& host = nullptr);
 
   // All device memory of the buffer, with what is preallocated: st_blocks.
   [[nodiscard]] virtual std::uint64_t bytes_held() const = 0;
@@ -170,6 +176,20 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // Once, before the buffer is shared.
   // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it
   virtual void watch(std::function<void()> /*moved*/) {}
+
+  // Moves the contents to the host tier, where `payer` is charged for them; the device's memory is free on return.
+  // False: they stay, being too small for memory of their own. EBUSY: somebody has a lease on them, or writes. ENOSPC,
+  // EDQUOT: the host tier is full, or a limit is reached.
+  virtual Result<bool> park(const std::shared_ptr<DeviceContext>& /*host*/, std::shared_ptr<Account> /*payer*/) {
+    return refuse_change();
+  }
+  // Moves them back, as every call does that needs them on the device. ENOSPC, EDQUOT: the device is full.
+  virtual Status bring_back(Wait /*wait*/) { return {}; }
+  // The contents in the host's memory; null: they are not parked.
+  [[nodiscard]] virtual std::shared_ptr<Buffer> parked() const { return nullptr; }
+  // Of the host tier: what parked contents take there.
+  [[nodiscard]] virtual std::uint64_t bytes_parked() const { return 0; }
+  virtual void charge_parked_to(std::shared_ptr<Account> /*payer*/) {}
 
   // Who pays for bytes_held().
   [[nodiscard]] Charge& charge() { return charge_; }

@@ -124,6 +124,11 @@ Buffer::Pin ExtentBuffer::pin(ReadPin held) {
 Status ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, ReadPin* held, Wait wait) {
   std::unique_lock lock(state_mutex_);
   for (;; state_changed_.wait(lock)) {
+    while (parked_ != nullptr) {
+      lock.unlock();
+      if (Status status = bring_back(wait); !status.ok()) return status;
+      lock.lock();
+    }
     const std::uint64_t size = size_.load(std::memory_order_relaxed);
     const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
     const Extent range = placed(offset, end);
@@ -138,7 +143,7 @@ Status ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, Rea
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held) {
   const Extent range = placed(offset, end);
-  if (range.end() > write_limit_ || shift_.step != 0) return false;
+  if (range.end() > write_limit_ || shift_.step != 0 || parked_ != nullptr) return false;
   if (range.end() > gate_.offset && gate_.end() > range.offset) return false;
   if (!covered(snapshot_->extents, range.offset, range.end())) return false;
   writers_.push_back(held);
@@ -157,8 +162,10 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
       [&]() -> Status {
         const std::unique_lock mutation = lock_mutation(how.wait);
         if (!mutation) return would_wait();
+        Status status = unpark(how.wait);
+        if (!status.ok()) return status;
         const Extent range = placed(offset, end);
-        Status status = ensure(range.offset, range.end(), how);
+        status = ensure(range.offset, range.end(), how);
         if (!status.ok()) return status;
         const std::lock_guard lock(state_mutex_);
         // Only the holder of the mutation's mutex can take it away again or close the way.
@@ -223,6 +230,7 @@ bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
 // ---- copies by the calling thread ----
 
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
+  if (const std::shared_ptr<Buffer> held = parked()) return held->read(offset, destination, wait);
   ReadPin held;
   Status status = acquire_read(offset, destination.size(), &held, wait);
   if (!status.ok()) return status;
@@ -258,6 +266,7 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
 
 Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
+  if (const std::shared_ptr<Buffer> held = parked()) return held->gather(offset, bytes, wait);
   ReadPin held;
   if (Status status = acquire_read(offset, bytes, &held, wait); !status.ok()) return status;
   Pin pinned = pin(std::move(held));
@@ -288,6 +297,7 @@ ExtentBuffer::ReadPin ExtentBuffer::whole() const {
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
+  if (const std::shared_ptr<Buffer> held = parked()) return held->seek_data(offset);
   const ReadPin all = whole();
   const std::uint64_t first = all.snapshot->placement;
   const auto extent = first_above(all.snapshot->extents, first + offset);
@@ -299,6 +309,7 @@ Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
+  if (const std::shared_ptr<Buffer> held = parked()) return held->seek_hole(offset);
   const ReadPin all = whole();
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
   const std::uint64_t first = all.snapshot->placement;

@@ -81,8 +81,13 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] KeptContents kept() const override;
   void watch(std::function<void()> moved) override { moved_ = std::move(moved); }
   // Before anybody else has the buffer.
-  Status restore(const KeptContents& contents);
+  Status restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host);
   Status complete_shift() override;
+  Result<bool> park(const std::shared_ptr<DeviceContext>& host, std::shared_ptr<Account> payer) override;
+  Status bring_back(Wait wait) override;
+  [[nodiscard]] std::shared_ptr<Buffer> parked() const override;
+  [[nodiscard]] std::uint64_t bytes_parked() const override { return parked_bytes_.load(std::memory_order_acquire); }
+  void charge_parked_to(std::shared_ptr<Account> payer) override;
 
   // Moves a small file that lives at these addresses to a free slot elsewhere. False: there is none, or somebody writes
   // to the file or changes it.
@@ -250,6 +255,14 @@ class ExtentBuffer : public Buffer {
   // An empty buffer that is about to become a copy begins where its source does.
   void take_placement(const Buffer& source);
 
+  // ---- extent_buffer_park.cc. All need mutation_mutex_. ----
+  // The contents are on the device when this returns OK. What takes or releases memory calls it first.
+  Status unpark(Wait wait);
+  // The memory goes that no snapshot shows any more.
+  void give_up_memory();
+  // The contents that are parked are not the file's any more.
+  void forget_parked();
+
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t granule_;
   const bool preallocates_;
@@ -280,10 +293,14 @@ class ExtentBuffer : public Buffer {
   std::uint64_t shrinks_ = 0;               // begun so far
   Extent gate_;                             // the driver moves it, nobody may use it
   Shift shift_;                             // in progress, or ended by a failure: the contents cannot be used
+  // The contents, while they are parked; the snapshot is then empty, or what unpark() fills. As snapshot_, only the
+  // holder of mutation_mutex_ replaces it.
+  std::shared_ptr<ExtentBuffer> parked_;
   std::list<Claim> claims_;                 // that live
   // Atomics: read without a lock.
   std::atomic<std::uint64_t> size_{0};  // written under state_mutex_
   std::atomic<std::uint64_t> held_{0};  // written under mutation_mutex_
+  std::atomic<std::uint64_t> parked_bytes_{0};  // the same
 };
 
 }  // namespace gpufs

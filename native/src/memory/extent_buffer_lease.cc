@@ -113,6 +113,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
     if (Status status = context_->device().check_sharing(); !status.ok()) return status;
   }
   if (shift_.step != 0) return torn();
+  if (Status status = unpark(Wait::kAllowed); !status.ok()) return status;
   (void)release_unused(TimePoint::max());  // which could not go back later
   const std::uint64_t size = std::min(this->size(), *bytes);
   *bytes = size;

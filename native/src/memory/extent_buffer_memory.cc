@@ -340,6 +340,7 @@ Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, b
   if (!status.ok()) return status;
   return retry_when_full([&] {
     const std::lock_guard mutation(mutation_mutex_);
+    if (Status back = unpark(Wait::kAllowed); !back.ok()) return back;
     const Extent range = placed(offset, end);
     const Extents existing = zeroes ? inside(snapshot_->extents, range.offset, range.end()) : Extents{};
     Status allocated = ensure(range.offset, range.end(), {});
@@ -454,8 +455,21 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
 
 Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
+  if (size != 0 && parked() != nullptr) {
+    if (Status status = bring_back(wait); !status.ok()) return status;
+  }
   const std::unique_lock mutation = lock_mutation(wait);
   if (!mutation) return would_wait();
+  if (parked_ != nullptr && size == 0) {
+    {
+      const std::lock_guard lock(state_mutex_);
+      ++shrinks_;
+      size_.store(0, std::memory_order_release);
+    }
+    forget_parked();
+    return {};
+  }
+  if (Status status = unpark(wait); !status.ok()) return status;
   unfix_unless_leased();
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
@@ -521,7 +535,9 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   if (add_overflows(offset, bytes, &end)) end = kMaximumBytes;
   end = std::min(end, kMaximumBytes);
   if (offset >= end) return {};
+  if (Status status = bring_back(Wait::kAllowed); !status.ok()) return status;
   const std::lock_guard mutation(mutation_mutex_);
+  if (Status status = unpark(Wait::kAllowed); !status.ok()) return status;
   {
     const std::lock_guard lock(state_mutex_);
     if (Status leases = check_leases_locked("punched", offset); !leases.ok()) return leases;
@@ -569,6 +585,7 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
   const std::lock_guard mutation(mutation_mutex_);
+  if (parked_ != nullptr) return {};  // nothing above the size was parked
   // A trim() of the caller's may have found another thread changing the buffer, and so released nothing.
   (void)release_unused(TimePoint{});
   Exclusion exclusion(*this);
@@ -593,6 +610,12 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
 
 KeptContents ExtentBuffer::kept() const {
   const std::lock_guard lock(state_mutex_);
+  if (parked_ != nullptr) {
+    KeptContents contents = parked_->kept();
+    contents.parked = true;
+    contents.own_placement = snapshot_->placement;
+    return contents;
+  }
   const SlabPool::Slot* const slot = snapshot_->slot.get();
   return {.size = size_.load(std::memory_order_relaxed),
           .memory = snapshot_->memory,
@@ -604,7 +627,7 @@ KeptContents ExtentBuffer::kept() const {
 
 Status ExtentBuffer::check_kept(const KeptContents& contents) const {
   bool possible = contents.size <= kMaximumBytes && contents.placement < kPlacementEnd &&
-                  contents.shift.to < kPlacementEnd && (contents.slot.bytes == 0 || contents.placement == 0);
+                  contents.own_placement < kPlacementEnd && contents.shift.to < kPlacementEnd && (contents.slot.bytes == 0 || contents.placement == 0);
   std::uint64_t last = 0;
   for (const auto& [offset, bytes] : contents.extents) {
     possible = possible && offset >= last && offset < 2 * kMaximumBytes && bytes - 1 < 2 * kMaximumBytes &&
@@ -615,8 +638,22 @@ Status ExtentBuffer::check_kept(const KeptContents& contents) const {
   return possible ? Status() : Status(EPROTO, "no file can be like that");
 }
 
-Status ExtentBuffer::restore(const KeptContents& contents) {
+Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host) {
   if (Status possible = check_kept(contents); !possible.ok()) return possible;
+  if (contents.parked) {
+    if (host == nullptr || contents.slot.bytes != 0) return Status(EPROTO, "nothing can be parked like that");
+    KeptContents there = contents;
+    there.parked = false;
+    const auto held = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
+    if (Status restored = held->restore(there, nullptr); !restored.ok()) return restored;
+    const std::lock_guard mutation(mutation_mutex_);
+    size_.store(contents.size, std::memory_order_release);
+    parked_bytes_.store(held->bytes_held(), std::memory_order_release);
+    replace(make_empty_snapshot(contents.own_placement));
+    const std::lock_guard lock(state_mutex_);
+    parked_ = held;
+    return {};
+  }
   const std::lock_guard mutation(mutation_mutex_);
   size_.store(contents.size, std::memory_order_release);
   if (contents.slot.bytes != 0) {

@@ -31,6 +31,8 @@ enum : int {
   kCuAttributeExportDescriptor = 103,
   kCuAttributeDirectRdmaWithVirtualMemory = 110,
   kCuAttributeReadOnlyHostRegister = 113,
+  kCuAttributeHostNode = 134,  // -1: the machine has no NUMA nodes
+  kCuAttributeHostVirtualMemory = 141,
 
   kCuPointerContext = 1,
   kCuPointerMemoryType = 2,

@@ -20,7 +20,7 @@ using gpu::Function;
 Status unavailable(const std::string& why, int code = 0) { return {ENODEV, "cuda is not available: " + why, code}; }
 
 // libcuda, and the functions that only CUDA has.
-class Library final : public gpu::VendorLibrary {
+class Library final : public gpu::VendorLibrary, public std::enable_shared_from_this<Library> {
  public:
   // Opens the library and initialises it. ENODEV if there is none, it is too old, or it finds no working device.
   static Result<std::shared_ptr<const Library>> load(const std::string& path);
@@ -188,6 +188,17 @@ class CudaDevice final : public gpu::GpuDevice {
     return call(wait, stream, cell, value, api::kWaitValueNotLess);
   }
 
+  Result<std::shared_ptr<GpuDevice>> open_host_tier(int index, std::uint64_t bytes) override {
+    if (!virtual_memory() || !functions().memory_export || !attribute(kCuAttributeHostVirtualMemory)) {
+      return Status(EOPNOTSUPP, "this NVIDIA driver cannot share host memory as a GPU's: CUDA 12.2 or later can");
+    }
+    int node = 0;
+    functions().device_attribute(&node, kCuAttributeHostNode, ordinal_);
+    std::shared_ptr<CudaDevice> opened(new CudaDevice(library_.shared_from_this(), ordinal_, {.memory_bytes = bytes}));
+    if (Status status = opened->retain_host_tier(index, std::max(node, 0), bytes); !status.ok()) return status;
+    return std::shared_ptr<GpuDevice>(std::move(opened));
+  }
+
   Status queue_batch(CopyDirection direction, std::span<const HostCopy> copies, api::Stream stream) override;
 
   [[nodiscard]] bool reports_streams() const override { return bool{library_.stream_context}; }
@@ -211,13 +222,24 @@ class CudaDevice final : public gpu::GpuDevice {
     if (!status.ok()) return status;
     read_only_pinning_ = attribute(kCuAttributeReadOnlyHostRegister);
     same_host_addresses_ = attribute(kCuAttributeSameHostAddresses);
-    CuContext retained = nullptr;
-    status = call(library_.primary_context_retain, &retained, ordinal_);
+    status = retain_context();
     if (!status.ok()) return status;
-    context_ = retained;
     return choose_memory(library_.has_virtual_memory() && attribute(kCuAttributeVirtualMemory),
                          functions().memory_export && attribute(kCuAttributeExportDescriptor),
                          attribute(kCuAttributeDirectRdmaWithVirtualMemory));
+  }
+
+  Status retain_host_tier(int index, int node, std::uint64_t bytes) {
+    Status status = describe(index);
+    if (status.ok()) status = retain_context();
+    return status.ok() ? choose_host_memory(node, bytes) : status;
+  }
+
+  Status retain_context() {
+    CuContext retained = nullptr;
+    Status status = call(library_.primary_context_retain, &retained, ordinal_);
+    if (status.ok()) context_ = retained;
+    return status;
   }
 
   const Library& library_;
@@ -299,6 +321,13 @@ Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address,
   Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
   if (!loaded.ok()) return loaded.status();
   const std::shared_ptr<const cuda::Library> library = loaded.take();
+  if (pci_address == kHostTierAddress) {
+    Result<std::shared_ptr<gpu::GpuDevice>> first = cuda::CudaDevice::open(library, 0, 0, {});
+    if (!first.ok()) return first.status();
+    Result<std::shared_ptr<gpu::GpuDevice>> tier = first.value()->open_host_tier(0, UINT64_MAX);
+    if (!tier.ok()) return tier.status();
+    return std::shared_ptr<Device>(tier.take());
+  }
   return gpu::open_device_at(*library, pci_address, "CUDA_VISIBLE_DEVICES", [&](int index, int ordinal) {
     return cuda::CudaDevice::open(library, index, ordinal, {});
   });

@@ -46,6 +46,7 @@ enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRe
 enum : int {
   kAllocationPinned = 1,
   kLocationDevice = 1,
+  kLocationHostNode = 3,  // memory of the host, at a NUMA node; CUDA only
   kHandleDescriptor = 1,
   kAccessRead = 1,
   kAccessReadWrite = 3,

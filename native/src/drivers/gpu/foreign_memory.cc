@@ -38,6 +38,13 @@ class ImportedMemory final : public ImportedRange {
     return status;
   }
 
+  Status unmap_all() override {
+    const Current current(*device_);
+    if (!current.status().ok()) return current.status();
+    if (Status status = device_->complete_all(); !status.ok()) return status;
+    return range_->hide_all();
+  }
+
   const std::shared_ptr<GpuDevice> device_;
   std::shared_ptr<MappedRange> range_;
   const bool writable_;

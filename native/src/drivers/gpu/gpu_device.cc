@@ -7,12 +7,14 @@
 #include <cctype>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <optional>
 #include <typeinfo>
 
 #include "base/log.h"
+#include "base/math.h"
 #include "base/thread.h"
 #include "drivers/gpu/foreign_memory.h"
 #include "drivers/gpu/plain_memory.h"
@@ -82,6 +84,14 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLib
       if (reachable.ok() && reachable.value()) device->grant_access_to(peer->ordinal_);
     }
   }
+  if (options.host_memory_bytes != 0) {
+    Result<std::shared_ptr<GpuDevice>> tier =
+        devices.front()->open_host_tier(static_cast<int>(devices.size()), options.host_memory_bytes);
+    if (!tier.ok()) return tier.status();
+    for (const auto& device : devices) tier.value()->grant_access_to(device->ordinal_);
+    if (Status started = tier.value()->pinned_->start(); !started.ok()) return started;
+    devices.push_back(tier.take());
+  }
   return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
 }
 
@@ -109,6 +119,7 @@ GpuDevice::GpuDevice(std::shared_ptr<const VendorLibrary> library, int ordinal, 
       taken_(options.memory_bytes != 0 ? options.memory_bytes : Ledger::kNoLimit) {}
 
 void GpuDevice::close() {
+  if (pinned_) pinned_->close();
   spares_.close();
   // Nothing can be done about failures here, and after a fatal one all of these fail.
   const Current current(*this);
@@ -166,6 +177,39 @@ Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, b
   return {};
 }
 
+Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
+  virtual_memory_ = true;
+  exports_descriptors_ = true;
+  allocation_.type = api::kAllocationPinned;
+  allocation_.location = {api::kLocationHostNode, node};
+  allocation_.handle_types = api::kHandleDescriptor;
+  access_.push_back({allocation_.location, api::kAccessReadWrite});
+  info_.name = "pinned host memory";
+  info_.pci_address = kHostTierAddress;
+  info_.uuid.clear();
+  info_.numa_node = node;
+  info_.granule = kSmallestGranule;
+  info_.total_bytes = round_down(bytes, info_.granule);
+  info_.cpu_addressable = true;
+  info_.files_reach_memory = false;
+  info_.host_tier = true;
+  pinned_ = std::make_unique<PinnedPool>(PinnedPool::Source{
+      .create =
+          [this](PhysicalHandle* handle) {
+            const Current current(*this);
+            if (!current.status().ok()) return current.status();
+            return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
+          },
+      .zero = [this](PhysicalHandle handle) { return zero_piece(handle); },
+      .release = [this](PhysicalHandle handle) { release({handle}); },
+      .wanted = [this] { return taken_.available(); }});
+  return {};
+}
+
+Result<std::shared_ptr<GpuDevice>> GpuDevice::open_host_tier(int /*index*/, std::uint64_t /*bytes*/) {
+  return Status(EOPNOTSUPP, std::string(library_->software()) + " has no host memory that can be shared as a device's");
+}
+
 // ---- failures ----
 
 Status GpuDevice::check(const char* symbol, api::Code code) {
@@ -205,6 +249,7 @@ Status GpuDevice::health() {
 Result<MemoryInfo> GpuDevice::memory(Wait wait) {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
+  if (info_.host_tier) return MemoryInfo{info_.total_bytes, taken_.available()};
   MemoryInfo info{info_.total_bytes, 0};
   Status status;
   const auto timeout = wait == Wait::kAllowed ? kReleaseTime : std::chrono::seconds{0};
@@ -257,8 +302,23 @@ Status GpuDevice::take(std::uint64_t bytes) {
                       " more bytes would exceed the cap of " + std::to_string(taken_.limit()) + ")"};
 }
 
-Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, Wait wait) {
+std::uint64_t GpuDevice::largest_piece() const {
+  return info_.host_tier ? PinnedPool::kPieceBytes : VirtualMemory::kLargestPiece;
+}
+
+Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, bool* zeroed, Wait wait) {
+  *zeroed = false;
   if (Status status = take(bytes); !status.ok()) return status;
+  if (pinned_) {
+    const std::optional<PhysicalHandle> ready =
+        bytes == PinnedPool::kPieceBytes ? pinned_->take() : std::optional<PhysicalHandle>();
+    if (ready) {
+      *zeroed = true;
+      *handle = *ready;
+      return {};
+    }
+    pinned_->trim();
+  }
   if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) {
     *handle = *spare;
     return {};
@@ -298,8 +358,10 @@ Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHa
 }
 
 void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable) {
-  if (!reusable || !health().ok() || !spares_.keep(handle, bytes)) release({handle});
+  const bool pooled = pinned_ && bytes == PinnedPool::kPieceBytes && reusable && health().ok();
+  if (!pooled && (!reusable || !health().ok() || !spares_.keep(handle, bytes))) release({handle});
   taken_.release(bytes);
+  if (pooled) pinned_->give(handle);
 }
 
 // Also on a device out of service: the vendor releases what it still can.
@@ -319,6 +381,24 @@ void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
   const Current current(*this);
   functions().memory_free(base);
   taken_.release(bytes);
+}
+
+Status GpuDevice::zero_piece(PhysicalHandle piece) {
+  const Current current(*this);
+  if (!current.status().ok()) return current.status();
+  DeviceAddress base = 0;
+  Status status = call(functions().address_reserve, &base, PinnedPool::kPieceBytes, 0, 0, 0);
+  if (!status.ok()) return status;
+  status = map(base, PinnedPool::kPieceBytes, piece);
+  if (status.ok()) {
+    status = allow(base, PinnedPool::kPieceBytes);
+    const Extent whole{0, PinnedPool::kPieceBytes};
+    if (status.ok()) status = zero_spans(base, std::span(&whole, 1));
+    const Status hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);
+    if (status.ok()) status = hidden;
+  }
+  functions().address_free(base, PinnedPool::kPieceBytes);
+  return status;
 }
 
 Status GpuDevice::zero_spans(DeviceAddress base, std::span<const Extent> spans) {
@@ -343,8 +423,11 @@ Status GpuDevice::allow(DeviceAddress address, std::uint64_t bytes) {
 }
 
 Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool writable) {
-  const api::Access own{{api::kLocationDevice, ordinal_}, writable ? api::kAccessReadWrite : api::kAccessRead};
-  return full_if_out_of_memory(call_for_others(functions().memory_set_access, address, bytes, &own, 1));
+  std::vector<api::Access> own{{{api::kLocationDevice, ordinal_}, api::kAccessReadWrite}};
+  if (info_.host_tier) own.push_back({allocation_.location, api::kAccessReadWrite});
+  for (api::Access& each : own) each.flags = writable ? api::kAccessReadWrite : api::kAccessRead;
+  return full_if_out_of_memory(
+      call_for_others(functions().memory_set_access, address, bytes, own.data(), own.size()));
 }
 
 void GpuDevice::unmap_when_idle(std::shared_ptr<AddressRange> range) {
@@ -354,7 +437,7 @@ void GpuDevice::unmap_when_idle(std::shared_ptr<AddressRange> range) {
     ended.swap(unmap_later_);
   }
   ended.push_back(std::move(range));
-  if (try_synchronize().ok() || !health().ok()) return;
+  if (complete_all().ok() || !health().ok()) return;
   const std::scoped_lock lock(unmap_mutex_);
   std::move(ended.begin(), ended.end(), std::back_inserter(unmap_later_));
 }
@@ -433,7 +516,7 @@ Status GpuDevice::run(Queue queue) {
 // Freeing memory waits for all that is queued on the device, by any stream. The vendors' function for that fails while
 // a program captures a graph, and ends the capture, in each capture mode. So it is called only where the device has no
 // byte free.
-Status GpuDevice::try_synchronize() {
+Status GpuDevice::complete_all() {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
   DeviceAddress byte = 0;
@@ -445,21 +528,37 @@ Status GpuDevice::try_synchronize() {
 
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
   if (bytes == 0) return health();
+  if (info_.host_tier) {
+    std::memcpy(reinterpret_cast<void*>(destination), source, bytes);
+    return health();
+  }
   return run([&](api::Stream stream) { return call(functions().copy_to_device, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::copy_out(void* destination, DeviceAddress source, std::size_t bytes) {
   if (bytes == 0) return health();
+  if (info_.host_tier) {
+    std::memcpy(destination, reinterpret_cast<const void*>(source), bytes);
+    return health();
+  }
   return run([&](api::Stream stream) { return call(functions().copy_to_host, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
   if (bytes == 0) return health();
+  if (info_.host_tier) {
+    std::memmove(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), bytes);
+    return health();
+  }
   return run([&](api::Stream stream) { return call(functions().copy_on_device, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::zero(DeviceAddress destination, std::size_t bytes) {
   if (bytes == 0) return health();
+  if (info_.host_tier && bytes < info_.granule) {
+    std::memset(reinterpret_cast<void*>(destination), 0, bytes);
+    return health();
+  }
   return run([&](api::Stream stream) { return call(functions().fill, destination, 0, bytes, stream); });
 }
 
@@ -478,6 +577,8 @@ Status GpuDevice::copy_to_peer(Device& peer, DeviceAddress destination, DeviceAd
   if (typeid(peer) != typeid(*this)) return {EOPNOTSUPP, "the other device belongs to another driver"};
   auto& remote = static_cast<GpuDevice&>(peer);
   if (Status status = remote.health(); !status.ok()) return status;
+  if (remote.info_.host_tier) return copy_out(reinterpret_cast<void*>(destination), source, bytes);
+  if (info_.host_tier) return remote.copy_in(destination, reinterpret_cast<const void*>(source), bytes);
   Result<bool> reachable = reaches(remote);
   if (!reachable.ok()) return reachable.status();
   if (!reachable.value()) return {EOPNOTSUPP, name() + " has no direct way to " + remote.name()};

@@ -20,6 +20,7 @@
 #include "base/status.h"
 #include "drivers/driver.h"
 #include "drivers/gpu/api.h"
+#include "drivers/gpu/pinned_pool.h"
 #include "drivers/gpu/spare_memory.h"
 #include "drivers/gpu/vendor_library.h"
 #include "drivers/ledger.h"
@@ -50,7 +51,9 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   Result<std::unique_ptr<Stream>> adopt_stream(NativeStream native, bool certain) override;
 
   Status bind_thread() override;
-  void synchronize() override { static_cast<void>(try_synchronize()); }
+  void synchronize() override { static_cast<void>(complete_all()); }
+  // The same, with its outcome.
+  Status complete_all();
   Status copy_in(DeviceAddress destination, const void* source, std::size_t bytes) override;
   Status copy_out(void* destination, DeviceAddress source, std::size_t bytes) override;
   Status copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) override;
@@ -90,8 +93,11 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   // Whether one call may unmap or open several pieces that were mapped side by side.
   [[nodiscard]] bool spans_pieces() const { return spans_pieces_; }
 
-  // Memory within the cap: ENOSPC if it or the device is full. The contents are undefined. The device must be current.
-  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, Wait wait);
+  // How large pieces of physical memory are at most.
+  [[nodiscard]] std::uint64_t largest_piece() const;
+  // Memory within the cap: ENOSPC if it or the device is full. The contents are undefined unless *zeroed says that they
+  // are zeros. The device must be current.
+  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, bool* zeroed, Wait wait);
   // The physical memory of a descriptor that the last process has kept, within the cap.
   Status adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle);
   // reusable: nobody outside can reach the memory, so it may be cached for the next caller.
@@ -141,6 +147,9 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   virtual Status import_physical(int descriptor, PhysicalHandle* handle);
   // Lets this device reach plain allocations of the peer.
   virtual Status enable_peer(GpuDevice& peer) = 0;
+  // Pinned memory of the host as the index-th device of the driver. It can do no more than hold files: others copy from
+  // and to it. EOPNOTSUPP, with the reason for users.
+  virtual Result<std::shared_ptr<GpuDevice>> open_host_tier(int index, std::uint64_t bytes);
 
  protected:
   // ordinal: the device's number in the vendor's calls.
@@ -149,13 +158,17 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   void close();
 
   // "gpu 0".
-  [[nodiscard]] std::string name() const { return "gpu " + std::to_string(info_.index); }
+  [[nodiscard]] std::string name() const {
+    return info_.host_tier ? info_.name : "gpu " + std::to_string(info_.index);
+  }
   // Reads what is known of a device before it is current.
   Status describe(int index);
   // Whether the device has what the attribute stands for. A driver that does not know the attribute does not have it.
   bool attribute(int which);
   // Decides how memory is taken, once the device can be made current.
   Status choose_memory(bool virtual_memory, bool exports_descriptors, bool direct_rdma);
+  // The same for a host tier, whose memory lies at a NUMA node.
+  Status choose_host_memory(int node, std::uint64_t bytes);
 
   const int ordinal_;
   // Set before the device is shared, and constant then.
@@ -169,9 +182,9 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   friend Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
                                                       const DriverOptions& options, const OpenDevice& open);
 
-  Status try_synchronize();
   // EXDEV, EINVAL.
   Status check_stream(api::Stream stream, bool certain);
+  Status zero_piece(PhysicalHandle piece);
   template <typename Queue>
   Status run(Queue queue);
   Result<bool> reaches(GpuDevice& peer);
@@ -187,6 +200,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   Ledger taken_;  // bytes in use, and the cap
   SpareMemory spares_{[this](const std::vector<PhysicalHandle>& handles) { release(handles); }};
+  std::unique_ptr<PinnedPool> pinned_;  // of a host tier; constant
 
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;  // guards failure_; a leaf

@@ -26,8 +26,11 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
                                                                Wait wait) {
   PhysicalHandle handle = 0;
-  if (Status status = device->acquire_physical(bytes, &handle, wait); !status.ok()) return status;
-  return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/true));
+  bool zeroed = false;
+  if (Status status = device->acquire_physical(bytes, &handle, &zeroed, wait); !status.ok()) return status;
+  std::shared_ptr<PhysicalMemory> created(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/true));
+  created->zeroed_ = zeroed;
+  return created;
 }
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::import(std::shared_ptr<GpuDevice> device, int descriptor,
@@ -101,22 +104,32 @@ Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDev
 
 MappedRange::~MappedRange() {
   const Current current(*device_);
+  // A range with a piece in it cannot be freed: the driver keeps both, and nothing else is lost.
+  static_cast<void>(hide_all());
+  device_->functions().address_free(base(), bytes());
+}
+
+Status MappedRange::hide_all() {
+  Status failure;
   // One call for each contiguous run of pieces, where the vendor allows that.
-  for (auto piece = shown_.begin(); piece != shown_.end();) {
-    const std::uint64_t start = piece->first;
-    std::uint64_t end = start;
+  for (auto first = shown_.begin(); first != shown_.end();) {
+    auto next = first;
+    std::uint64_t end = first->first;
     do {
-      end = end_of(end, *piece->second);
-      ++piece;
-    } while (device_->spans_pieces() && piece != shown_.end() && piece->first == end);
-    if (unmap(start, end - start).ok()) continue;
-    // Piece by piece, so that one that cannot be unmapped does not keep the others. A range with a piece in it
-    // cannot be freed: the driver keeps both, and nothing else is lost.
-    for (auto mapped = shown_.find(start); mapped != piece; ++mapped) {
-      static_cast<void>(unmap(mapped->first, mapped->second->bytes()));
+      end = end_of(end, *next->second);
+      ++next;
+    } while (device_->spans_pieces() && next != shown_.end() && next->first == end);
+    if (unmap(first->first, end - first->first).ok()) {
+      first = shown_.erase(first, next);
+      continue;
+    }
+    // Piece by piece, so that one that cannot be unmapped does not keep the others.
+    while (first != next) {
+      const auto piece = first++;
+      if (Status status = hide(piece->first); !status.ok()) failure = status;
     }
   }
-  device_->functions().address_free(base(), bytes());
+  return failure;
 }
 
 Status MappedRange::unmap(std::uint64_t offset, std::uint64_t bytes) {
@@ -259,7 +272,7 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
 Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces, Wait wait) {
   const std::uint64_t end = offset + bytes;
   for (std::uint64_t at = offset; at < end;) {
-    const std::uint64_t part = std::min(kLargestPiece, end - at);
+    const std::uint64_t part = std::min(device_->largest_piece(), end - at);
     Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part, wait);
     if (!physical.ok()) return physical.status();
     const MappedPiece& piece =
@@ -306,7 +319,7 @@ std::uint64_t VirtualMemory::descriptors_for(std::span<const Extent> spans) {
     for (auto piece = first_touching(at); at < end;) {
       const bool more = piece != pieces_.end() && piece->first < end;
       const std::uint64_t gap_end = more ? std::max(piece->first, at) : end;
-      fresh += (gap_end - at + kLargestPiece - 1) / kLargestPiece;
+      fresh += (gap_end - at + device_->largest_piece() - 1) / device_->largest_piece();
       at = more ? end_of(piece->first, *piece->second.physical) : end;
       if (more) ++piece;
     }
@@ -322,7 +335,13 @@ Status VirtualMemory::populate(std::span<const Extent> spans, Wait wait) {
   for (const Extent& span : spans) {
     if (status.ok()) status = back(span, fresh, wait);
   }
-  if (status.ok()) status = device_->zero_spans(current_->base(), spans);
+  if (status.ok()) {
+    Extents zeros;
+    for (const auto& [offset, piece] : fresh) {
+      if (piece.physical->zeroed()) zeros = joined(zeros, {{offset, piece.physical->bytes()}});
+    }
+    status = device_->zero_spans(current_->base(), without(Extents(spans.begin(), spans.end()), zeros));
+  }
   if (!status.ok()) {
     take_back(fresh);
     return status;

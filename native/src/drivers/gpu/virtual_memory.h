@@ -46,6 +46,8 @@ class PhysicalMemory {
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
   [[nodiscard]] PhysicalHandle handle() const { return handle_; }
+  // Whether it was zeros when it was created.
+  [[nodiscard]] bool zeroed() const { return zeroed_; }
   // Has the device's keeper, if there is one, keep it as the part at `offset` of a memory; or keep it no longer.
   void keep(std::uint64_t memory, std::uint64_t offset);
   void drop();
@@ -62,6 +64,7 @@ class PhysicalMemory {
   const PhysicalHandle handle_;
   const bool own_;         // counted as taken from the device
   bool exported_;          // other processes may have mapped it
+  bool zeroed_ = false;
   UniqueFd descriptor_;    // of a piece that is kept, or that is large and was exported
   std::uint64_t key_ = 0;  // under which the keeper has a copy of it; 0: not kept
 };
@@ -77,6 +80,8 @@ class MappedRange final : public AddressRange {
   // Maps a piece at `offset`; it is not accessible before allow().
   Status show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical);
   Status hide(std::uint64_t offset);
+  // After a failure some of them may still be mapped.
+  Status hide_all();
   [[nodiscard]] bool shows(std::uint64_t offset, const PhysicalMemory& physical) const;
   // Gives the device and its peers access to [offset, offset+bytes), all of which is mapped.
   Status allow(std::uint64_t offset, std::uint64_t bytes);

@@ -46,6 +46,13 @@ class HostImport final : public ImportedRange {
     return {};
   }
 
+  Status unmap_all() override {
+    void* const start = reinterpret_cast<void*>(base());
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (bytes() == 0 || ::mmap(start, bytes(), PROT_NONE, flags, -1, 0) != MAP_FAILED) return {};
+    return Status::from_errno(errno, "unmapping " + std::to_string(bytes()) + " bytes of shared memory");
+  }
+
   const ImportAccess access_;
 };
 

@@ -50,13 +50,14 @@ Result<PinnedHostRange> HostPins::around(const void* address) const {
   return Status(ENOENT, "nothing is pinned there");
 }
 
-HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins)
+HostDevice::HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins, bool host_tier)
     : limit_(std::make_shared<Ledger>(memory_bytes)), pins_(std::move(pins)) {
   info_.index = index;
   info_.name = "host memory";
   info_.total_bytes = memory_bytes;
   info_.granule = kHostGranule;
   info_.cpu_addressable = true;
+  info_.host_tier = host_tier;
 }
 
 Result<MemoryInfo> HostDevice::memory(Wait /*wait*/) {
@@ -131,9 +132,14 @@ Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
     return Status(EINVAL, "the host driver needs a memory size of at least " + std::to_string(kHostGranule) +
                               " bytes a device, not " + std::to_string(options.memory_bytes));
   }
+  const std::uint64_t host_tier = round_down(options.host_memory_bytes, kHostGranule);
+  if (options.host_memory_bytes != 0 && host_tier == 0) {
+    return Status(EINVAL, "host memory for parked files takes at least " + std::to_string(kHostGranule) +
+                              " bytes, not " + std::to_string(options.host_memory_bytes));
+  }
   const auto pins = std::make_shared<HostPins>();
   std::vector<std::shared_ptr<Device>> devices;
-  devices.reserve(static_cast<std::size_t>(count));
+  devices.reserve(static_cast<std::size_t>(count) + 1);
   for (int index = 0; index < count; ++index) {
     devices.push_back(std::make_unique<HostDevice>(index, memory, pins));
     // Reports now, not at the first write, if memfds do not work here.
@@ -142,6 +148,7 @@ Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options) {
       return Status(ENODEV, "host is not available: " + probe.status().message(), probe.status().device_code());
     }
   }
+  if (host_tier != 0) devices.push_back(std::make_shared<HostDevice>(count, host_tier, pins, /*host_tier=*/true));
   return std::make_unique<Driver>("host", std::move(devices));
 }
 

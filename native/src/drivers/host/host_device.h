@@ -32,7 +32,8 @@ class HostPins {
 
 class HostDevice : public Device {
  public:
-  HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins);
+  // host_tier: as DeviceInfo has it.
+  HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins, bool host_tier = false);
 
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
   using Device::memory;

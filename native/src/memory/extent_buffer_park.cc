@@ -1,0 +1,125 @@
+// Parking: the contents of an ExtentBuffer lie in another device's memory, the host's, until somebody needs them here.
+//
+// A parked buffer has no memory of its device. Reads by the calling thread are served from the host, and so are copies
+// to other buffers. Whatever needs memory of the device brings the contents back first: pins, writes, leases, punching.
+// Both ways the old copy is whole until the record of the new one is written, so a process that dies in between loses
+// nothing: the next one finds one of them.
+//
+// Takes: memory of the host tier, which the owner's account there pays for; while the contents move, memory of both. The
+// copy runs at the speed of the bus with mutation_mutex_ held: readers go on, writers wait.
+
+#include <cerrno>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/math.h"
+#include "memory/extent_buffer_exclusion.h"
+
+namespace gpufs {
+namespace {
+
+// How long the memory waits for readers that still use it; then it goes with the last of them.
+constexpr std::chrono::seconds kReaderTimeout{1};
+
+}  // namespace
+
+std::shared_ptr<Buffer> ExtentBuffer::parked() const {
+  const std::lock_guard lock(state_mutex_);
+  return parked_;
+}
+
+Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std::shared_ptr<Account> payer) {
+  const std::lock_guard mutation(mutation_mutex_);
+  if (parked_ != nullptr) return true;
+  const std::uint64_t size = this->size();
+  if (snapshot_->slot != nullptr || memory_ == nullptr || size < granule_) return false;
+  if (shift_.step != 0) return torn();
+  (void)release_unused(TimePoint{});
+  Exclusion exclusion(*this);
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (Status leases = check_leases_locked("parked", 0); !leases.ok()) return leases;
+    if (!claims_.empty()) return Status(EBUSY, "the file is being written");
+  }
+  (void)exclusion.stop_writers(Wait::kAllowed);
+  const auto copy = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
+  copy->charge().move(Charge::kOwner, std::move(payer));
+  Result<std::uint64_t> copied = copy->copy_from(*this, 0, 0, size, nullptr);
+  if (!copied.ok()) return copied.status();
+  if (copied.value() != size) return Status(ENOSPC, "the host's memory for parked files is full");
+  {
+    const std::lock_guard lock(state_mutex_);
+    parked_ = copy;
+  }
+  parked_bytes_.store(copy->bytes_held(), std::memory_order_release);
+  replace(make_empty_snapshot(snapshot_->placement));
+  {
+    std::unique_lock lock(state_mutex_);
+    state_changed_.wait_for(lock, kReaderTimeout, [this] { return snapshots_ == 1; });
+  }
+  give_up_memory();
+  return true;
+}
+
+void ExtentBuffer::give_up_memory() {
+  ahead_.clear();
+  range_.reset();
+  memory_.reset();
+  account();
+  context_->releases().unlist_trimmable(this);
+}
+
+Status ExtentBuffer::bring_back(Wait wait) {
+  return retry_when_full(
+      [&]() -> Status {
+        const std::unique_lock mutation = lock_mutation(wait);
+        return mutation ? unpark(wait) : would_wait();
+      },
+      wait);
+}
+
+Status ExtentBuffer::unpark(Wait wait) {
+  if (parked_ == nullptr) return {};
+  if (wait == Wait::kForbidden) return would_wait();
+  const std::shared_ptr<ExtentBuffer> source = parked_;
+  Result<Pin> pinned = source->pin_for_read(0, size(), wait);
+  Status status = pinned.status();
+  std::uint64_t end = 0;
+  if (status.ok()) {
+    for (const Piece& piece : pinned.value().pieces) end = std::max(end, placed(piece.offset, piece.end()).end());
+    for (const Piece& piece : pinned.value().pieces) {
+      if (piece.address == 0 || !status.ok()) continue;
+      const Extent range = placed(piece.offset, piece.end());
+      status = ensure_own(range.offset, range.end(), end, {.wait = wait});
+      std::uint64_t copied = 0;
+      if (status.ok()) status = copy_pieces(range_->base() + range.offset, *source, {piece}, &copied);
+    }
+  }
+  if (!status.ok()) {
+    replace(make_empty_snapshot(snapshot_->placement));
+    give_up_memory();
+    return status;
+  }
+  forget_parked();
+  return {};
+}
+
+void ExtentBuffer::forget_parked() {
+  std::shared_ptr<ExtentBuffer> gone;
+  {
+    const std::lock_guard lock(state_mutex_);
+    gone = std::exchange(parked_, nullptr);
+  }
+  parked_bytes_.store(0, std::memory_order_release);
+  moved_();
+}
+
+void ExtentBuffer::charge_parked_to(std::shared_ptr<Account> payer) {
+  if (const std::shared_ptr<Buffer> held = parked()) held->charge().move(Charge::kOwner, std::move(payer));
+}
+
+}  // namespace gpufs
