@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.cli import gpufs
 from support.data import GIB, MIB, assert_same, noise
+from support.hosts import throttled_shell
 from support.mounting import GPUFS, Mounter, Session
-from test_nodes import throttled_shell
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
 

@@ -1,4 +1,4 @@
-"""Memory of a real GPU survives the daemon, beside what tests/test_survival.py shows on every driver."""
+"""Memory of a real GPU survives the daemon, beside what tests/survival/test_survival.py shows on every driver."""
 
 from __future__ import annotations
 

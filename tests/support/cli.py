@@ -38,6 +38,15 @@ def fails(code: int, *arguments: object, **options: object) -> str:
     return one_line(gpufs(*arguments, check=False, **options), code)
 
 
+def refused(*words: object, **options: object) -> str:
+    """Run a copy that must fail with exit code 1; its single line."""
+    done = gpufs("cp", *words, check=False, **options)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (1, "", 1), done
+    assert lines[0].startswith("gpufs cp: ")
+    return lines[0]
+
+
 @pytest.fixture
 def mountpoint(tmp_path: Path) -> Iterator[Path]:
     """An empty directory, on which nothing may be mounted at the end."""

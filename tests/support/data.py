@@ -96,3 +96,8 @@ def files_below(path: Path) -> list[str]:
     found = sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
     assert [(path / name).read_text() for name in found] == found
     return found
+
+
+def left(directory: Path) -> list[str]:
+    """The names in a directory."""
+    return sorted(os.listdir(directory))

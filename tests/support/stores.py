@@ -357,3 +357,9 @@ def s3_server(directory: Path) -> Iterator[S3]:
     finally:
         server.kill()
         server.wait()
+
+
+def is_partition(ranges: list[tuple[int, int]], size: int) -> bool:
+    """True if the ranges have each byte once."""
+    ends = [0, *(end for _, end in ranges)]
+    return [start for start, _ in ranges] == ends[:-1] and ends[-1] == size

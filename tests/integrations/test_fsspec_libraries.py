@@ -12,9 +12,9 @@ from typing import Any
 
 import fsspec
 import pytest
-from support.mounting import GpufsMount
+from support.mounting import Mounter
+from support.pages import Shell, blocks
 from support.processes import run
-from test_howto_pages import Shell, blocks, mounted  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -74,9 +74,10 @@ def test_datasets(url: str, datasets: Any) -> None:
         assert [row["number"] for row in loaded] == [1, 2, 3]
 
 
-def test_pandas_and_arrow(mounted: GpufsMount, tmp_path: Path) -> None:  # noqa: F811
+def test_pandas_and_arrow(mount: Mounter, tmp_path: Path) -> None:
     import pandas
 
+    mounted = mount()
     page, shell = "howto/pandas-and-datasets.md", Shell(mounted.path, tmp_path)
     (tmp_path / "train.csv").write_text("token\n1\n")
     (mounted.device / "data").mkdir()

@@ -19,7 +19,7 @@ from support.mounting import REPOSITORY, Mounter, Session
 from support.processes import errno_of, run, wait_until
 from support.watchdog import mounted_at, rescue
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run_example(name: str, *arguments: str | Path) -> str:

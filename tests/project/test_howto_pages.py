@@ -13,8 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
-import textwrap
 from errno import EACCES
 from pathlib import Path
 from typing import Any
@@ -24,51 +22,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from support.mounting import GpufsMount
+from support.pages import DOCS, ENVIRONMENT, Shell, block, blocks, commands, options_of
 from support.processes import NOBODY, as_nobody, as_other, errno_of, run
 from support.watchdog import mounted_at, rescue
-from test_documentation import options_of
 from torch import nn
 
 import gpufs
-
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PROGRAMS = "gpufs|df|ls|mkdir|cat|cp|dd|mv|xxd|sha256sum|cmp|printf"
-MNT = "/mnt/gpufs"
-ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-
-def blocks(page: str) -> list[str]:
-    """The indented blocks of a page, also those in lists."""
-    found = re.findall(r"(?:^(?: {4,}\S.*)?\n)+", (DOCS / page).read_text(), re.M)
-    return [textwrap.dedent(text).strip("\n") + "\n" for text in found if text.strip()]
-
-
-def commands(page: str) -> list[str]:
-    """The lines of a page that are commands for a shell, without the remarks behind them."""
-    lines = [line.strip().removeprefix("$ ") for text in blocks(page) for line in text.splitlines()]
-    return [re.split(" {3,}", line)[0] for line in lines if re.match(rf"(?:{PROGRAMS}) ", line)]
-
-
-def block(page: str, containing: str) -> str:
-    """The block of a page that has this text."""
-    (found,) = [text for text in blocks(page) if containing in text]
-    return found
-
-
-class Shell:
-    """Runs a page's commands where the page says /mnt/gpufs, and keeps what they print."""
-
-    def __init__(self, mountpoint: Path, directory: Path, **names: str) -> None:
-        self.names = {MNT: str(mountpoint), "/data/": f"{directory}/", **names}
-        self.directory = directory
-
-    def here(self, text: str) -> str:
-        for name, real in self.names.items():
-            text = text.replace(name, real)
-        return text
-
-    def __call__(self, command: str) -> str:
-        return run("bash", "-euc", self.here(command), cwd=self.directory, env=ENVIRONMENT).stdout
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from support.cli import user_gpufs
 from support.processes import NOBODY, plain_user, run
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

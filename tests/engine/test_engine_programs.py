@@ -394,7 +394,7 @@ def test_buffer_keeps_its_engine_alive() -> None:
 
 def test_a_checkout_that_hides_the_installed_gpufs_is_named(tmp_path: Path) -> None:
     shutil.copytree(
-        Path(__file__).parents[1] / "gpufs", tmp_path / "gpufs", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        Path(__file__).parents[2] / "gpufs", tmp_path / "gpufs", ignore=shutil.ignore_patterns("*.so", "__pycache__")
     )
     # -S, so that only this path leads to other packages: the test environment finds its own gpufs first.
     program = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); import gpufs.engine"

@@ -17,7 +17,7 @@ import pytest
 from support.mounting import GPUFS, Mounter
 from support.processes import PATIENCE, errno_of, links_of, run, wait_until
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Runs a command as systemd runs that of a service.
 AS_SERVICE = 'SYSTEMD_EXEC_PID=$$ exec "$0" "$@"'

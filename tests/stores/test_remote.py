@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import fails, gpufs
-from support.data import GIB, KIB, MIB, assert_same, noise
+from support.cli import fails, gpufs, refused
+from support.data import GIB, KIB, MIB, assert_same, left, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, run, wait_until
-from support.stores import PART, WebServer, repeated, web_server
+from support.stores import PART, WebServer, is_partition, repeated, web_server
 
 import gpufs as package
 from gpufs.client import Cancellation
@@ -48,25 +48,6 @@ def other(shared_mount: GpufsMount) -> Iterator[Path]:
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
-
-
-def left(directory: Path) -> list[str]:
-    return sorted(os.listdir(directory))
-
-
-def refused(*words: object, **options: object) -> str:
-    """Run a copy that must fail with exit code 1; its single line."""
-    done = gpufs("cp", *words, check=False, **options)
-    lines = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, len(lines)) == (1, "", 1), done
-    assert lines[0].startswith("gpufs cp: ")
-    return lines[0]
-
-
-def is_partition(ranges: list[tuple[int, int]], size: int) -> bool:
-    """True if the ranges have each byte once."""
-    ends = [0, *(end for _, end in ranges)]
-    return [start for start, _ in ranges] == ends[:-1] and ends[-1] == size
 
 
 @pytest.mark.parametrize("size", [0, 1, PART, 2 * PART + 12345])

@@ -14,7 +14,7 @@ import pytest
 import gpufs
 from gpufs import engine
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # A part may use those before it.
 NATIVE_ORDER = ["base", "observe", "journal", "drivers", "device", "memory", "io", "async", "fuse", "abi"]

@@ -10,7 +10,7 @@ from support.processes import run
 from gpufs import config
 from gpufs.config import memory
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = Path("/nonexistent/gpufs.toml")
 
 

@@ -214,7 +214,7 @@ def test_an_exception_of_the_progress_callback_ends_all_copies(mount: Mounter) -
 
 def test_the_commands_of_the_how_to_page(mount: Mounter, host: Path) -> None:
     four = mount(devices=4, memory=16 * MIB)
-    page = Path(__file__).resolve().parents[1] / "docs/howto/load-onto-several-gpus.md"
+    page = Path(__file__).resolve().parents[2] / "docs/howto/load-onto-several-gpus.md"
     (host / "model").mkdir()
     for file in ("model.safetensors", "model/a", "model/b"):
         (host / file).write_bytes(noise(MIB, len(file)))

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import gpufs
-from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, make_model, noise
+from support.cli import gpufs, refused
+from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, left, make_model, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Session
 from support.processes import PATIENCE, shell, wait_until
 from support.stores import PART, S3, Model, s3_server, web_server
-from test_remote import left, refused
 
 import gpufs as package
 from gpufs.stores.checksums import Verification, of_etag

@@ -18,21 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs, user_gpufs
-from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, make_model, noise
+from support.cli import fails, gpufs, refused, user_gpufs
+from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, left, make_model, noise
+from support.hosts import THROTTLE, script, throttled_shell
 from support.mounting import GPUFS, REPOSITORY, Mounter, Session
 from support.processes import NOBODY, PATIENCE, run, wait_until
-from test_remote import left, refused
 
 import gpufs as package
 
 SIZE = 64 * MIB
-
-
-def script(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -526,20 +520,6 @@ def test_a_machine_that_selects_nothing(root: Path, tmp_path: Path) -> None:
 
 LARGE = 1 << 30  # NIXL is asked from this size on
 DATA = 40 * MIB  # the rest is a hole
-
-THROTTLE = """
-import os, sys, time
-while block := os.read(0, 1 << 18):
-    time.sleep(len(block) / float(sys.argv[1]))
-    while block:
-        block = block[os.write(1, block) :]
-"""
-
-
-def throttled_shell(session: Session) -> Path:
-    """A shell whose pipe moves 15 MB/s at most, so that NIXL is the faster way."""
-    throttle = f"{sys.executable} {script(session.scratch / 'throttle.py', THROTTLE)} 15e6"
-    return script(session.scratch / "slow-rsh", f'#!/bin/sh\nshift\n{throttle} | "$@" | {throttle}\n')
 
 
 @pytest.fixture(scope="module")

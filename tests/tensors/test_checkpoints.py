@@ -137,7 +137,7 @@ def test_a_file_of_another_format_is_named(root: Path, name: str) -> None:
         with pytest.raises(FormatError, match=f"{name}.*{remedy}"):
             in_place.load_file(path)
     assert re.search(f"{name}.*{remedy}", fails(1, "inspect", root / "file.safetensors"))
-    if "tensors" in inspected(root / "file"):  # tests/test_other_formats.py looks at these
+    if "tensors" in inspected(root / "file"):  # test_other_formats.py looks at these
         return
     assert re.search(f"{name}.*{remedy}", gpufs("inspect", root / "file").stdout)
     assert name in inspected(root / "file")["format"]

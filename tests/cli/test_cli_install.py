@@ -14,7 +14,7 @@ from support.processes import run
 from gpufs import config
 from gpufs.cli._main import VISIBLE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -17,28 +17,19 @@ from typing import Any
 
 import click
 import pytest
+from support.pages import options_of
 
 import gpufs
 from gpufs import config, modes
 from gpufs.cli._main import COMMANDS, program
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What a page may name that the repository does not have: it is made, or stands somewhere else.
 _MADE = ("build/", "/", "~", ".venv", "mnt/", "bench/results/")
 # Up to where a command ends: a quote, a comment, the next command.
 _SHOWN = rf"\bgpufs ({'|'.join(COMMANDS)})(?![\w-])([^`\n;|&#]*)"
 _FOLDERS = ("gpufs/", "native/", "tests/", "docs/", "examples/", "scripts/", "mount_helpers/", "bench/")
-
-
-def options_of(command: str) -> set[str]:
-    context = click.Context(program)
-    found = program.get_command(context, command)
-    assert found is not None
-    parts = [found, *found.commands.values()] if isinstance(found, click.Group) else [found]
-    parameters = [parameter for part in parts for parameter in part.params]
-    words = {word for parameter in parameters for word in (*parameter.opts, *parameter.secondary_opts)}
-    return {word for word in words if word.startswith("-")} | {"-h", "--help"}
 
 
 def page_id(page: Path) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs
-from support.data import assert_same, noise
+from support.cli import fails, gpufs, refused
+from support.data import assert_same, left, noise
 from support.processes import run
-from support.stores import PART, Model, WebServer, web_server
-from test_remote import is_partition, left, refused
+from support.stores import PART, Model, WebServer, is_partition, web_server
 
 import gpufs as package
 
