@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gpufs.client._register import Registration
     from gpufs.client._register_call import register
     from gpufs.client._register_module import ModuleRegistration
+    from gpufs.client._sleep import sleep, wake, when_asked
     from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
     from gpufs.reports import DeviceStatus, MountStatus, mounts, status
@@ -57,7 +58,10 @@ _MODULES = {
     "mount": "owned_mount",
     "mounts": "reports",
     "register": "client._register_call",
+    "sleep": "client._sleep",
     "status": "reports",
+    "wake": "client._sleep",
+    "when_asked": "client._sleep",
 }
 
 # What `gpufs.torch` and the like import.
@@ -90,7 +94,10 @@ __all__ = [
     "mount",
     "mounts",
     "register",
+    "sleep",
     "status",
+    "wake",
+    "when_asked",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these

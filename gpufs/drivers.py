@@ -40,6 +40,8 @@ class Driver:
 
 
 HOST: Final = "host"
+# What the names of devices' directories begin with, in the root of a mount.
+DEVICE_DIRECTORIES: Final = ("gpu", "host")
 # `--driver auto` tries them in this order.
 DRIVERS: Final = {
     "cuda": Driver(

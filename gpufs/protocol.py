@@ -147,6 +147,16 @@ class Done(FinalAnswer, tag="done"):
     """The answer to the other requests about leases, memory and limits."""
 
 
+class Asked(ServerMessage, tag="asked"):
+    """Somebody wants a file's memory, or has brought it back; for a connection that listens.
+
+    ``inode``: of the file. ``what``: "sleep" if its leases should sleep, "wake" if they can wake.
+    """
+
+    inode: Count
+    what: Literal["sleep", "wake"]
+
+
 class Goodbye(ServerMessage, tag="goodbye"):
     """The daemon's last message on a connection that it ends, and why."""
 
@@ -225,6 +235,36 @@ class Refresh(Request, tag="refresh"):
 
 class Detach(Request, tag="detach"):
     """End a lease. The end of the connection ends all of them."""
+
+
+class Sleep(Request, tag="sleep"):
+    """Put a lease to sleep: the client has unmapped its memory. The file leaves its device with the last awake lease.
+
+    One that sleeps is not an error. After a failure it is as it was.
+    """
+
+
+class Wake(Request, tag="wake"):
+    """Wake a lease: its file comes back to its device. Answered as Attach is; one that is awake is not an error."""
+
+    answer = Attached
+
+
+class Park(Request, tag="park"):
+    """Move the file whose descriptor comes with it to the host's memory. Only for its owner, root and the mount's owner.
+
+    Programs that use it are asked to sleep, and have so many seconds for that.
+    """
+
+    wait: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+
+
+class BringBack(Request, tag="bring_back"):
+    """Move a file that is parked back to its device; as Park. Programs that sleep are told that they can wake."""
+
+
+class Listen(Request, tag="listen"):
+    """From now on this connection gets Asked messages about files that this process has leases on."""
 
 
 class Revoke(Request, tag="revoke"):

@@ -14,6 +14,7 @@ from gpufs.cli import _mounts, _queries
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
+from gpufs.drivers import DEVICE_DIRECTORIES
 
 _BLOCK = 512  # unit of st_blocks
 
@@ -120,7 +121,7 @@ def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]
                 status = os.lstat(path)
                 is_directory = stat.S_ISDIR(status.st_mode)
                 if folder in roots:
-                    if is_directory and name.startswith("gpu"):
+                    if is_directory and name.startswith(DEVICE_DIRECTORIES):
                         below.append(path)
                     continue
                 if stat.S_ISREG(status.st_mode) or (is_directory and not recursive):
@@ -150,7 +151,7 @@ def _row(
     return {
         "path": path,
         "type": "file" if is_file else "directory",
-        "device": first if first.startswith("gpu") else None,
+        "device": first if first.startswith(DEVICE_DIRECTORIES) else None,
         "size": sum(each.st_size for each in files.values()),
         "held_bytes": sum(each.st_blocks for each in files.values()) * _BLOCK,
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],

@@ -396,6 +396,11 @@ class DeviceArray:
         self._offset, self._shape = attached.placement, (attached.size,)
         return self
 
+    @property
+    def attached(self) -> AttachedFile:
+        """The memory of the file that this array is of. ValueError if the array is closed."""
+        return self._open()
+
     def close(self) -> None:
         """Give up this object's share of the memory. A second call does nothing.
 

@@ -8,6 +8,8 @@ import os
 import stat
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Literal
 
 from gpufs import mounting, protocol
@@ -34,6 +36,7 @@ _READ_ONLY_HERE: Final = (
     "{path} is read-only in this program, which has written to it; "
     'gpufs run --mode c, or mode="c" of a function, keeps changes private'
 )
+_SLEEPS: Final = "{path} sleeps in this program, which has used it: call gpufs.wake() before"
 # The kernel's answers if a file may be read but not written.
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -42,9 +45,18 @@ class Attachment:
     """The memory of one file, mapped into this process, and its lease. Both end when nothing refers to this object."""
 
     def __init__(
-        self, path: str, mode: Mode, connection: Connection, mapping: Mapping, answer: protocol.Attached
+        self,
+        path: str,
+        identity: tuple[int, int],
+        mode: Mode,
+        connection: Connection,
+        mapping: Mapping,
+        answer: protocol.Attached,
     ) -> None:
+        """``identity``: st_dev and st_ino of the file."""
         self.path = path
+        self.identity = identity
+        self.is_asleep = False
         self.mode = mode
         self.driver = answer.driver
         self.private = answer.private
@@ -53,20 +65,84 @@ class Attachment:
         self.mapping = mapping
         self._connection = connection
         self._number = answer.id
-        self._lock = threading.Lock()  # one refresh at a time
+        self._lock = threading.Lock()  # one refresh, sleep or wake at a time
         # Not at the exit: threads that use the memory may still run then, and the process's end releases everything.
         weakref.finalize(self, _end, os.getpid(), mapping, connection, answer.id).atexit = False
+        _known.add(self)
 
     def refresh(self) -> None:
         """Map what the file has grown by. OSError as DeviceArray.refresh()."""
         with self._lock:
-            ask = functools.partial(self._connection.refresh, self._number, self.mapping.bytes)
+            if self.is_asleep:
+                raise OSError(errno.EAGAIN, "the attachment sleeps: gpufs.wake() it first", self.path)
+            self._map_rest()
+
+    def _map_rest(self) -> None:
+        ask = functools.partial(self._connection.refresh, self._number, self.mapping.bytes)
+        try:
+            answer, pieces = _daemons.repeat_if_it_dies(ask)
+        except OSError as error:
+            raise failure_of_mount(error, self.path) from None
+        _add(self.mapping, pieces, answer, self.path)
+        self.size, self.placement = answer.size, answer.placement
+
+    def sleep(self) -> bool:
+        """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep(); it is awake then."""
+        with self._lock:
+            if self.is_asleep:
+                return False
+            if self.private:
+                text = 'a private copy cannot sleep: attach the file with mode "r+", or mount with --trust-readers'
+                raise OSError(errno.EOPNOTSUPP, text, self.path)
+            self.mapping.clear()
+            if self.driver == HOST:
+                self.mapping.explain_accesses(_SLEEPS.format(path=self.path))
             try:
-                answer, pieces = _daemons.repeat_if_it_dies(ask)
+                _daemons.repeat_if_it_dies(functools.partial(self._connection.sleep, self._number))
+            except OSError as error:
+                self._map_rest()
+                self._explain()
+                raise failure_of_mount(error, self.path) from None
+            self.is_asleep = True
+            return True
+
+    def wake(self) -> bool:
+        """Map the memory again. False: it is awake. OSError as gpufs.wake(); it sleeps on then."""
+        with self._lock:
+            if not self.is_asleep:
+                return False
+            try:
+                answer, pieces = _daemons.repeat_if_it_dies(functools.partial(self._connection.wake, self._number))
             except OSError as error:
                 raise failure_of_mount(error, self.path) from None
+            if answer.placement != self.placement:
+                close_all([piece.fd for piece in pieces])
+                text = f"its first byte lies at {answer.placement} now, and lay at {self.placement}: attach it again"
+                raise OSError(errno.ESTALE, text, self.path)
+            self.mapping.clear()  # what a wake that failed has mapped
             _add(self.mapping, pieces, answer, self.path)
-            self.size, self.placement = answer.size, answer.placement
+            self._explain()
+            self.is_asleep = False
+            return True
+
+    def _explain(self) -> None:
+        """Say which accesses to the memory are fatal from now on."""
+        if self.driver == HOST:
+            self.mapping.explain_accesses(_READ_ONLY_HERE.format(path=self.path) if self.mode == READ else "")
+
+
+# Those of this process, and who is told of others.
+_known: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+_watchers: Final[list[Callable[[Attachment], None]]] = []
+
+
+def attachments(watcher: Callable[[Attachment], None] | None = None) -> list[Attachment]:
+    """What this process has attached. ``watcher``: is told of what it attaches later."""
+    if watcher is not None and watcher not in _watchers:
+        _watchers.append(watcher)
+    while True:
+        with suppress(RuntimeError):  # another thread attaches one
+            return list(_known)
 
 
 def _end(process: int, mapping: Mapping, connection: Connection, number: int) -> None:
@@ -188,13 +264,14 @@ def attach(
     name = os.fsdecode(path)
     try:
         fd, mounts = _open_file(name, mode)
+        status = os.fstat(fd)
     except NotOnMount:
         raise
     except OSError as error:
         raise failure_of_mount(error, name) from None
 
     def ask() -> tuple[Connection, Memory]:
-        connection = _daemons.shared_connection(os.fstat(fd).st_dev, mounts)
+        connection = _daemons.shared_connection(status.st_dev, mounts)
         return connection, connection.attach(fd, mode, placement)
 
     try:
@@ -210,7 +287,7 @@ def attach(
         close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
         raise _copy_ruled_out(name, mode)
-    attachment = _map(name, mode, connection, answer, pieces, reserve)
+    attachment = _map(name, (status.st_dev, status.st_ino), mode, connection, answer, pieces, reserve)
     return DeviceArray.of(attachment, attachment.placement)
 
 
@@ -220,6 +297,7 @@ def _copy_ruled_out(path: str, mode: Mode) -> ValueError:
 
 def _map(
     path: str,
+    identity: tuple[int, int],
     mode: Mode,
     connection: Connection,
     answer: protocol.Attached,
@@ -244,12 +322,15 @@ def _map(
             raise
         try:
             if mode == READ and answer.driver == HOST:
-                mapping.explain_writes(_READ_ONLY_HERE.format(path=path))
+                mapping.explain_accesses(_READ_ONLY_HERE.format(path=path))
             _add(mapping, pieces, answer, path)
-            return Attachment(path, mode, connection, mapping, answer)
+            attachment = Attachment(path, identity, mode, connection, mapping, answer)
         except BaseException:
             mapping.close()
             raise
     except BaseException:
         connection.detach(answer.id)
         raise
+    for watcher in _watchers:
+        watcher(attachment)
+    return attachment

@@ -239,7 +239,7 @@ def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mappin
             mapping = Mapping(engine.driver, address, writable=False, private=mode != READ, reserve=reserve)
             mapping.add(lease.pieces())
             if mode == READ and engine.driver == HOST:
-                mapping.explain_writes(
+                mapping.explain_accesses(
                     "a file of attach_many() is read-only in this program, which has written to it; "
                     'mode="c" keeps changes private'
                 )

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NoReturn, Self, TypeAlias
 
 from gpufs import protocol, syscalls
 from gpufs._version import __version__
@@ -107,6 +107,7 @@ class Connection:
         self._silent = False  # whether the daemon has not answered in time, and nothing has come since
         self._detached: deque[int] = deque()  # leases to end as soon as the lock and the daemon are free
         self._retrying = False  # whether a thread does that
+        self._asked: Callable[[int, str], None] | None = None  # see listen()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._connect(path, trusting)
@@ -277,6 +278,37 @@ class Connection:
         """Set the limit of a directory or a user; see :class:`gpufs.protocol.SetQuota`. OSError if refused."""
         self._change(protocol.SetQuota(next(self._numbers), uid, limit), (directory,))
 
+    def sleep(self, number: int) -> None:
+        """Put a lease to sleep, whose memory is unmapped. OSError if the daemon refuses: it is awake then."""
+        self._change(protocol.Sleep(number))
+
+    def wake(self, number: int) -> Memory:
+        """Wake a lease and ask for its memory. OSError if the daemon refuses: it sleeps on."""
+        with self._exclusive():
+            answer = self._ask_for_memory(protocol.Wake(number))
+        _check(answer[0])
+        return answer
+
+    def park(self, file: int, wait: float) -> None:
+        """Move a file to the host's memory; programs that use it have so many seconds to sleep. OSError if refused."""
+        self._change(protocol.Park(next(self._numbers), wait), (file,))
+
+    def bring_back(self, file: int) -> None:
+        """Move a file back to its device. OSError if the daemon refuses."""
+        self._change(protocol.BringBack(next(self._numbers)), (file,))
+
+    def listen(self, asked: Callable[[int, str], None]) -> NoReturn:
+        """Call ``asked`` with an inode and "sleep" or "wake" for each question about this process's files.
+
+        OSError at the end of the connection, on which nothing else can be done.
+        """
+        self._asked = asked
+        with self._lock:
+            done = self._ask(protocol.Listen(next(self._numbers)), ())
+            _check(done)
+            while True:
+                self._receive()
+
     def revoke(self, file: int) -> None:
         """End all leases on a file. OSError if the daemon refuses."""
         self._change(protocol.Revoke(next(self._numbers)), (file,))
@@ -292,7 +324,9 @@ class Connection:
         assert isinstance(pending.message, protocol.Done)
         return pending.message
 
-    def _ask_for_memory(self, request: protocol.Attach | protocol.Refresh, descriptors: Sequence[int] = ()) -> Memory:
+    def _ask_for_memory(
+        self, request: protocol.Attach | protocol.Refresh | protocol.Wake, descriptors: Sequence[int] = ()
+    ) -> Memory:
         while request.id in self._pending:  # a refresh that was interrupted
             self._receive()
         pending = self._start(request, descriptors)
@@ -446,6 +480,11 @@ class Connection:
 
     def _deliver(self, message: protocol.ServerMessage, descriptors: list[int]) -> None:
         """Add a message to the answer that it belongs to. Its descriptors are closed if no caller waits for them."""
+        if isinstance(message, protocol.Asked):
+            close_all(descriptors)
+            if self._asked is not None:
+                self._asked(message.inode, message.what)
+            return
         pending = self._pending.get(message.id if isinstance(message, protocol.Answer) else _GREETING)
         if pending is not None and isinstance(message, protocol.Pieces):
             try:

@@ -126,6 +126,19 @@ def revoke(path: str) -> None:
     _with_daemon(path, 0, lambda daemon, fd: daemon.revoke(fd))
 
 
+def park(path: str, wait: float) -> None:
+    """Move a file of a mount to the host's memory. Programs that use it are asked to sleep, and have ``wait`` seconds.
+
+    OSError with the daemon's reason if it refuses, NotOnMount outside of mounts.
+    """
+    _with_daemon(path, 0, lambda daemon, fd: daemon.park(fd, wait))
+
+
+def bring_back(path: str) -> None:
+    """Move a file that is parked back to its device. OSError as park()."""
+    _with_daemon(path, 0, lambda daemon, fd: daemon.bring_back(fd))
+
+
 def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     try:

@@ -98,6 +98,15 @@ KNOBS: Final[tuple[Knob, ...]] = (
         everyday=True,
     ),
     Knob(
+        "host_memory",
+        kinds.size(0, 1 << 46),
+        0,
+        "Pinned memory of the host for files of idle models: the directory host0, and where `gpufs sleep` parks what is "
+        "on the devices. It is taken from the machine at once, in 0.4 s for each GiB, while the mount already serves.",
+        default_text="0: none",
+        everyday=True,
+    ),
+    Knob(
         "user_memory",
         kinds.size(0, 1 << 46),
         0,

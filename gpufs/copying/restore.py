@@ -38,6 +38,7 @@ from gpufs.copying.manifest import (
     name_of_text,
 )
 from gpufs.copying.part_sums import PartReader
+from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.copying.space import data_bytes
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, error_class
 from gpufs.exceptions import text_of
@@ -285,7 +286,7 @@ class Restore(SavedFiles):
             status = os.stat(name or ".", dir_fd=self._base, follow_symlinks=False)
         except OSError:
             return False
-        return not name or (name.startswith("gpu") and stat.S_ISDIR(status.st_mode))
+        return not name or (name.startswith(DEVICE_DIRECTORIES) and stat.S_ISDIR(status.st_mode))
 
     def _check_link(self, path: str, record: HardLink) -> None:
         """Raise OSError unless the first name is a file that is restored, too."""

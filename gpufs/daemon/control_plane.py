@@ -63,7 +63,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
     }
     control_files = _place_names(
         mount,
-        [device.info.uuid for device in opened.devices],
+        [device.info for device in opened.devices],
         uid=os.geteuid(),
         gid=os.getegid(),
         # Every user with access to the mount may create files, as on tmpfs.
@@ -87,7 +87,7 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
 
 def _place_names(
     mount: engine.Mount,
-    uuids: Sequence[str],
+    devices: Sequence[engine.DeviceInfo],
     *,
     uid: int,
     gid: int,
@@ -101,9 +101,9 @@ def _place_names(
     ----------
     mount
         A mount without names.
-    uuids
-        Of the devices, which have the directories gpu0, gpu1, ...; "" if a device has none. ``.gpufs/by-uuid`` has a
-        symbolic link to each, for a name that stays the same whatever the order of the devices.
+    devices
+        Each gets its directory, gpu0, gpu1, ..., host0. ``.gpufs/by-uuid`` has a symbolic link to each that has a UUID,
+        for a name that stays the same whatever the order of the devices.
     uid, gid, device_mode
         Owner of all names, and the permission bits of the devices' directories.
     readme
@@ -131,10 +131,12 @@ def _place_names(
     text = place(root, b"README", stat.S_IFREG | 0o444, size=len(readme))
     placed[text] = ControlFile(lambda _: readme)
     by_uuid = place(control, b"by-uuid", directory)
-    for index, uuid in enumerate(uuids):
-        place(root, b"gpu%d" % index, stat.S_IFDIR | device_mode, device=index)
-        if uuid and uuid not in uuids[:index]:
-            place(by_uuid, uuid.encode(), stat.S_IFLNK | 0o777, target=b"../../gpu%d" % index)
+    linked = set()
+    for index, info in enumerate(devices):
+        place(root, info.directory.encode(), stat.S_IFDIR | device_mode, device=index)
+        if info.uuid and info.uuid not in linked:
+            linked.add(info.uuid)
+            place(by_uuid, info.uuid.encode(), stat.S_IFLNK | 0o777, target=b"../../" + info.directory.encode())
     return placed
 
 

@@ -68,6 +68,7 @@ def _open(driver: str, values: dict[str, Any], statistics_path: str, again: bool
         keep_freed=values["keep_freed"],
         lock_policy=values["lock_policy"],
         hip_memory=config.hip_memory(values),
+        host_memory_bytes=values["host_memory"],
     )
 
 

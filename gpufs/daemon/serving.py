@@ -185,7 +185,7 @@ class Serving:
             try:
                 device.check()
             except engine.EngineError:
-                failed.append(f"gpu{device.index}")
+                failed.append(device.info.directory)
         return ", ".join(failed)
 
     async def _replace_contexts(self, failed: str) -> None:
@@ -271,7 +271,7 @@ class Serving:
                     "identity": self.entry.identity,
                     "devices": [
                         {
-                            "name": f"gpu{device.index}",
+                            "name": device.info.directory,
                             "description": device.info.name,
                             "uuid": device.info.uuid or None,
                             "total_bytes": device.info.total_bytes,

@@ -28,7 +28,7 @@ def obstacle(values: dict[str, Any], opened: engine.Engine) -> str | None:
         return "it runs in the foreground, where something else watches its process"
     for device in opened.devices:
         if not device.info.keeps_memory:
-            return f"memory of gpu{device.index} has no descriptors that another process could hold"
+            return f"memory of {device.info.directory} has no descriptors that another process could hold"
     return None
 
 

@@ -45,6 +45,8 @@ class BufferInfo:
         The index of its device.
     placement
         Where in its memory the first byte lies, in bytes; see :class:`Lease`.
+    parked_bytes
+        Bytes of the host tier that hold its contents; 0 if they are on the device.
     """
 
     size: int
@@ -52,6 +54,7 @@ class BufferInfo:
     room_bytes: int | None
     device: int
     placement: int
+    parked_bytes: int
 
 
 def _range(offset: int, size: int) -> tuple[int, int]:
@@ -184,7 +187,7 @@ class Buffer(Handle):
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
         limit = None if info.room_bytes == _NO_LIMIT else info.room_bytes
-        return BufferInfo(info.size, info.held_bytes, limit, info.device, info.placement)
+        return BufferInfo(info.size, info.held_bytes, limit, info.device, info.placement, info.parked_bytes)
 
     def read(self, offset: int, destination: "MemoryBuffer") -> int:
         """Copy into host memory. Holes read as zeros.

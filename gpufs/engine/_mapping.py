@@ -91,6 +91,14 @@ class Mapping(Handle):
         memory = ffi.new("gpufs_shared_piece[]", [(piece.offset, piece.bytes, piece.fd, 0) for piece in listed])
         check(lib.gpufs_mapping_add(self._handle, memory, len(listed)))
 
+    def clear(self) -> None:
+        """Unmap all pieces and keep the addresses, at which :meth:`add` can map others.
+
+        Waits for all work that this program has queued on the device. Whatever uses the memory until then fails as the
+        driver has it: on the host with SIGSEGV.
+        """
+        check(lib.gpufs_mapping_clear(self._handle))
+
     def read(self, offset: int, size: int) -> "Bytes":
         """Copy mapped memory to the host, after all work that this program has queued on the device.
 
@@ -114,17 +122,17 @@ class Mapping(Handle):
         read: Bytes = ffi.buffer(content)[:]
         return read
 
-    def explain_writes(self, reason: str) -> None:
-        """Have a line printed when this program writes to the mapping, which is host memory that it may only read.
+    def explain_accesses(self, reason: str) -> None:
+        """Have a line printed when an access of this program to the mapping, which is host memory, is not allowed.
 
-        The write is SIGSEGV, which does what it would do otherwise, after the line.
+        The access is SIGSEGV, which does what it would do otherwise, after the line.
 
         Parameters
         ----------
         reason
-            The line, for standard error.
+            The line, for standard error; "" for none from now on.
         """
-        check(lib.gpufs_mapping_explain_writes(self._handle, text("reason", reason)))
+        check(lib.gpufs_mapping_explain_accesses(self._handle, text("reason", reason)))
 
     def _info(self) -> Any:
         info = ffi.new("gpufs_mapping_info *")

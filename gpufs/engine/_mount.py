@@ -412,6 +412,20 @@ class Mount(Handle):
         )
         check(lib.gpufs_inode_register(self._handle, ino, memory))
 
+    def inode_park(self, ino: int) -> bool:
+        """Move the contents of a file to the host tier; returns whether they are there. Those of small files stay.
+
+        EngineError EOPNOTSUPP without a host tier, EINVAL for what is no file on a device, EBUSY if a program has a
+        lease on it, ENOSPC and EDQUOT if the host tier is full or a limit of the file's owner there is reached.
+        """
+        parked = ffi.new("int32_t *")
+        check(lib.gpufs_inode_park(self._handle, ino, parked))
+        return bool(parked[0])
+
+    def inode_bring_back(self, ino: int) -> None:
+        """Move the contents of a file back to its device. EngineError ENOSPC, EDQUOT: as for a write."""
+        check(lib.gpufs_inode_bring_back(self._handle, ino))
+
     def inode_revoke(self, ino: int, timeout: float) -> None:
         """Withdraw that memory: all calls on the file fail with ESTALE from now on.
 

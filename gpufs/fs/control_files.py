@@ -171,7 +171,7 @@ class StatusReport:
         info = device.info
         entry: dict[str, Any] = {
             "index": device.index,
-            "name": f"gpu{device.index}",
+            "name": info.directory,
             "description": info.name,
             "pci_address": info.pci_address,
             "uuid": info.uuid or None,
@@ -204,6 +204,7 @@ class StatisticsReport:
             "version": __version__,
             "mountpoint": mountpoint,
             "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],
+            "directories": [device.info.directory for device in opened.devices],
         }
         try:
             opened.statistics_describe(facts)
@@ -262,7 +263,7 @@ class ActivityReport:
                 "path": None if path is None else os.fsdecode(path),
                 "inode": ino,
                 "uid": attributes.uid,
-                "device": f"gpu{attributes.device}",
+                "device": self.mount.engine.devices[attributes.device].info.directory,
                 "size": attributes.size,
                 "held_bytes": attributes.blocks * 512,
                 "bytes_read": read,
@@ -272,8 +273,8 @@ class ActivityReport:
 
 def readme_text(mountpoint: str, devices: Sequence[Device], shares: Sequence[str]) -> bytes:
     """The text of ``README`` in the mount's root. ``shares``: names of the directories below ``backing``."""
-    infos = [(device.index, device.info) for device in devices]
-    rows = [(f"gpu{index}/", f"{info.name}, {info.total_bytes / 2**30:.1f} GiB") for index, info in infos]
+    infos = [device.info for device in devices]
+    rows = [(f"{info.directory}/", f"{info.name}, {info.total_bytes / 2**30:.1f} GiB") for info in infos]
     rows += [(f"backing/{name}/", "files of the host") for name in shares]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {text}" for name, text in rows]

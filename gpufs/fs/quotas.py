@@ -44,7 +44,7 @@ class Quotas:
         everything = trusted(uid)
         limits = []
         for directory, device, number, used, limit in self._mount.quotas():
-            owner, path = number, f"gpu{device}"
+            owner, path = number, self._mount.engine.devices[device].info.directory
             if directory:
                 owner = self._mount.inode_get(directory).uid
                 path = os.fsdecode(self._mount.path(directory) or b"(removed)")

@@ -14,19 +14,24 @@ from gpufs import protocol, threads
 from gpufs._version import __version__
 from gpufs.protocol import (
     Attach,
+    BringBack,
     Cancel,
     ClientMessage,
     Copy,
     Detach,
     Done,
     Hello,
+    Listen,
+    Park,
     ProtocolError,
     Refresh,
     Register,
     Request,
     Revoke,
     SetQuota,
+    Sleep,
     Unregister,
+    Wake,
     Welcome,
 )
 from gpufs.service import _checks
@@ -35,6 +40,7 @@ from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
 from gpufs.service._kept import KeptClient, KeptRequest, Record
+from gpufs.service._parking import Parking
 from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import User
@@ -44,7 +50,15 @@ from gpufs.syscalls import trusted
 class ClientConnection:
     """Serves one connection until it ends. Owns its socket."""
 
-    def __init__(self, sock: socket.socket, peer: ClientProcess, number: int, served: ServedMount, user: User) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: ClientProcess,
+        number: int,
+        served: ServedMount,
+        user: User,
+        parking: Parking,
+    ) -> None:
         """``number``: names the connection in logs; ``user``: the share of its user."""
         self.peer = peer
         self._sock = sock
@@ -54,6 +68,7 @@ class ClientConnection:
         self._registrations = ClientRegistrations(self._channel, served, self._record)
         self._leases = ClientLeases(self._channel, served, self._record)
         self._copies = ClientCopies(self._channel, served, self._record)
+        self._parking = parking
         self._kept: KeptClient | None = None
 
     def adopt(self, kept: KeptClient) -> None:
@@ -98,6 +113,7 @@ class ClientConnection:
                     await threads.run_to_the_end(self._record.close)
             else:
                 self._record.close()
+            self._parking.leave(channel)
             self._sock.close()
             channel.leave_place()
             ending = trio.current_effective_deadline() == -math.inf
@@ -186,7 +202,7 @@ class ClientConnection:
         match message:
             case Copy():
                 self._copies.accept(message, scope, nursery)
-            case Attach() | Refresh() | Detach():
+            case Attach() | Refresh() | Detach() | Sleep() | Wake():
                 self._leases.accept(message, scope, nursery)
             case Cancel():
                 scope.discard()
@@ -195,6 +211,15 @@ class ClientConnection:
                 await self._change(message, scope, self._registrations.add(message, scope))
             case Unregister():
                 await self._change(message, scope, self._registrations.remove(message.id))
+            case Park():
+                await self._change(message, scope, self._parking.park(self._channel, scope.descriptors, message.wait))
+            case BringBack():
+                await self._change(message, scope, self._parking.bring_back(self._channel, scope.descriptors))
+            case Listen():
+                self._parking.listen(self._channel)
+                scope.discard()
+                await self._channel.answer(Done(message.id))
+                self._record.end(message)
             case Revoke():
                 await self._change(message, scope, self._leases.revoke(scope.descriptors))
             case SetQuota():

@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import trio
 
 from gpufs import protocol
 from gpufs.engine import Lease, SharedPiece
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh
+from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh, Sleep, Wake
 from gpufs.service import _checks
 from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptLease, Record, kept_path
@@ -21,10 +22,14 @@ from gpufs.service._served_mount import Holder, ServedMount
 from gpufs.syscalls import close_all, trusted
 
 
+LeaseRequest: TypeAlias = Attach | Refresh | Detach | Sleep | Wake
+
+
 @dataclass(slots=True)
 class _ClientLease:
     """A lease of a connection. ``device``: its index; ``busy``: a request for it is being served.
 
+    ``lease``: None for one that sleeps, which keeps its file by a reference instead.
     ``outgoing``: pieces that are about to be sent, at most as many as one message takes.
     """
 
@@ -40,6 +45,12 @@ class _ClientLease:
         pieces, self.outgoing = self.outgoing, []
         return pieces
 
+    def close_lease(self) -> None:
+        """Give up the engine's lease, if there is one."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.close()
+
 
 def _close_pieces(pieces: list[SharedPiece]) -> None:
     close_all([piece.fd for piece in pieces])
@@ -51,6 +62,15 @@ def _end_of(pieces: list[SharedPiece]) -> int:
 
 async def _refuse(failure: OSError) -> None:
     raise failure
+
+
+def _usable(client_lease: _ClientLease | None) -> _ClientLease:
+    """The lease, if its memory can be asked for."""
+    if client_lease is not None and client_lease.holder.revoked:
+        raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
+    if client_lease is None or not (client_lease.lease or client_lease.holder.asleep or client_lease.holder.private):
+        raise OSError(errno.EBADF, "nothing is attached under this number")
+    return client_lease
 
 
 class ClientLeases:
@@ -71,6 +91,9 @@ class ClientLeases:
         self._enter(kept.id, client_lease)
         if lease is not None:
             self._hold(client_lease, lease)
+        elif kept.asleep:
+            holder.asleep = True
+            self._watch(client_lease)
         self._leases[kept.id] = client_lease
 
     def _enter(self, number: int, client_lease: _ClientLease) -> None:
@@ -82,19 +105,32 @@ class ClientLeases:
 
     def _hold(self, client_lease: _ClientLease, lease: Lease) -> None:
         """Take over a lease of the engine."""
+        client_lease.lease = lease
+        client_lease.holder.bytes = lease.bytes
+        self._watch(client_lease)
+
+    def _watch(self, client_lease: _ClientLease) -> None:
+        """Have the scope of a lease end what it has by then."""
         holder, scope = client_lease.holder, client_lease.scope
-        client_lease.lease = scope.hold(lease)
-        holder.bytes = lease.bytes
+        scope.on_close(functools.partial(self._served.park_sleeping, holder))
+        scope.on_close(lambda: self._end_sleep(holder))
+        scope.on_close(client_lease.close_lease)
         if holder.mode == READ_WRITE:
             # The kernel does not see what the program writes: the times change at both ends of the lease.
             scope.on_close(functools.partial(self._served.mount.inode_written, holder.ino))
         scope.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
 
+    def _end_sleep(self, holder: Holder) -> None:
+        """Give up the reference that keeps the file of a lease that sleeps."""
+        if holder.asleep:
+            holder.asleep = False
+            self._served.mount.inode_release(holder.ino)
+
     async def end(self, number: int) -> None:
         """End a lease, if there is one with this number."""
         await self._end(number, self._leases.get(number))
 
-    def accept(self, message: Attach | Refresh | Detach, scope: RequestScope, nursery: trio.Nursery) -> None:
+    def accept(self, message: LeaseRequest, scope: RequestScope, nursery: trio.Nursery) -> None:
         """Begin to serve a request, and take its scope over. ProtocolError if there cannot be such a request.
 
         The scope stays the caller's after a ProtocolError.
@@ -119,12 +155,16 @@ class ClientLeases:
                 holder = Holder(self._channel.peer, message.mode, ino=ino, scope=scope)
                 client_lease = self._leases[message.id] = _ClientLease(holder, scope, read_only=not may_write)
                 work = functools.partial(self._attach, message, client_lease, *scope.descriptors)
-        elif isinstance(message, Refresh) and client_lease is not None and client_lease.busy:
+        elif not isinstance(message, Detach) and client_lease is not None and client_lease.busy:
             # The client may have given up the answer to its last request, of which the end has not been sent.
             work = functools.partial(_refuse, OSError(errno.EBUSY, "the last request for it is still being answered"))
             client_lease = None
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, client_lease)
+        elif isinstance(message, Sleep):
+            work = functools.partial(self._sleep, message, client_lease)
+        elif isinstance(message, Wake):
+            work = functools.partial(self._wake, message, client_lease)
         else:
             work = functools.partial(self._detach, message, client_lease)
         self._working += 1
@@ -133,7 +173,7 @@ class ClientLeases:
         nursery.start_soon(self._serve, work, message, client_lease)
 
     async def _serve(
-        self, work: Callable[[], Awaitable[None]], message: Attach | Refresh | Detach, client_lease: _ClientLease | None
+        self, work: Callable[[], Awaitable[None]], message: LeaseRequest, client_lease: _ClientLease | None
     ) -> None:
         try:
             async with self._channel.user.turns:
@@ -146,7 +186,7 @@ class ClientLeases:
                     text = failure.strerror or os.strerror(error)
                     request, code = type(message).__name__.lower(), errno.errorcode.get(error, error)
                     self._channel.log(logging.INFO, "%s refused: %s %s", request, code, text)
-                    await self._channel.answer(Attached(message.id, error, protocol.shorten(text)))
+                    await self._channel.answer(message.answer(message.id, error, protocol.shorten(text)))
         finally:
             # Work ends with the last message of its answer, and without a checkpoint after it.
             self._working -= 1
@@ -235,17 +275,18 @@ class ClientLeases:
                 client_lease.device,
                 holder.bytes,
                 holder.since,
+                holder.asleep,
             )
         )
 
     async def _refresh(self, message: Refresh, client_lease: _ClientLease | None) -> None:
-        if client_lease is not None and client_lease.holder.revoked:
-            raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
-        if client_lease is not None and client_lease.holder.private:
+        client_lease = _usable(client_lease)
+        if client_lease.holder.private:
             raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
-        if client_lease is None or client_lease.lease is None:
-            raise OSError(errno.EBADF, "nothing is attached under this number")
+        if client_lease.holder.asleep:
+            raise OSError(errno.EAGAIN, "the attachment sleeps: wake it first")
         lease = client_lease.lease
+        assert lease is not None
 
         def refresh() -> None:
             lease.refresh()
@@ -254,6 +295,57 @@ class ClientLeases:
 
         await client_lease.scope.in_thread(refresh)
         await self._answer(message.id, client_lease, lease, message.start)
+
+    async def _sleep(self, message: Sleep, client_lease: _ClientLease | None) -> None:
+        client_lease = _usable(client_lease)
+        holder, served = client_lease.holder, self._served
+        if holder.private:
+            text = "a private copy cannot sleep: attach the file with mode r+, or mount with --trust-readers"
+            raise OSError(errno.EOPNOTSUPP, text)
+
+        def sleep() -> None:
+            if holder.asleep:
+                return
+            served.mount.inode_hold(holder.ino)
+            holder.asleep = True
+            client_lease.close_lease()
+            try:
+                if holder.mode == READ_WRITE:
+                    served.mount.inode_written(holder.ino)
+                served.park(holder.ino)
+            except OSError:
+                self._reopen(client_lease)
+                raise
+            self._keep(message.id, client_lease)
+
+        await client_lease.scope.in_thread(sleep)
+        await self._channel.answer(Done(message.id))
+
+    async def _wake(self, message: Wake, client_lease: _ClientLease | None) -> None:
+        client_lease = _usable(client_lease)
+
+        def wake() -> Lease:
+            if client_lease.holder.asleep:
+                self._reopen(client_lease)
+                self._keep(message.id, client_lease)
+            assert client_lease.lease is not None
+            return client_lease.lease
+
+        await self._answer(message.id, client_lease, await client_lease.scope.in_thread(wake), 0)
+
+    def _reopen(self, client_lease: _ClientLease) -> None:
+        """Open the lease of the engine again for one that sleeps. OSError if the file's memory is not to be had."""
+        holder, mount = client_lease.holder, self._served.mount
+        writable = holder.mode == READ_WRITE
+        lease = self._served.lease_again(holder, writable=writable)
+        if lease.bytes < holder.bytes:
+            lease.close()
+            text = f"the file has {lease.bytes} bytes now, and had {holder.bytes} when its attachment went to sleep"
+            raise OSError(errno.ESTALE, text)
+        client_lease.lease = lease
+        self._end_sleep(holder)
+        if writable:
+            mount.inode_written(holder.ino)
 
     async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> None:
         await self._end(message.id, client_lease)

@@ -176,7 +176,10 @@ def _first_key(number: int) -> int:
 
 
 class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
-    """A lease in a record; see Holder. ``private``: its memory was a copy, which the daemon cannot find again."""
+    """A lease in a record; see Holder. ``private``: its memory was a copy, which the daemon cannot find again.
+
+    ``asleep``: it has no memory until it wakes.
+    """
 
     id: int
     ino: int
@@ -187,6 +190,7 @@ class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
     device: int
     bytes: int
     since: float
+    asleep: bool = False
 
 
 _REQUESTS: Final = {kind.__name__: kind for kind in protocol.kinds(Request)}
@@ -347,7 +351,7 @@ def next_message(sock: socket.socket) -> ClientMessage | None:
 class KeptClient:
     """A connection that the former daemon had, its leases on files, which are open again, and its registrations.
 
-    A private copy, which the client has for itself, has no lease here.
+    A private copy, which the client has for itself, has no lease here, nor has one that sleeps.
     ``unanswered``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
     """
 
@@ -406,9 +410,9 @@ def _restore_client(
     registered = []
     label = str(peer)
     for slot, entry in list(slots.items()):
-        if isinstance(entry, KeptLease) and entry.private:
+        if isinstance(entry, KeptLease) and (entry.private or (entry.asleep and _hold_again(mount, entry, label))):
             leases.append((entry, None))
-        elif isinstance(entry, KeptLease) and (lease := _open_again(mount, entry, label)) is not None:
+        elif isinstance(entry, KeptLease) and not entry.asleep and (lease := _open_again(mount, entry, label)) is not None:
             leases.append((entry, lease))
         elif isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer):
             registered.append(entry)
@@ -441,6 +445,15 @@ def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
     except (OSError, OverflowError) as failure:  # of numbers that cannot be
         log.error("the lease of %s on %s is lost: %s", label, lease.path, failure)
         return None
+
+
+def _hold_again(mount: Mount, lease: KeptLease, label: str) -> bool:
+    try:
+        mount.inode_hold(lease.ino)
+    except OSError as failure:
+        log.error("the lease of %s on %s, which slept, is lost: %s", label, lease.path, failure)
+        return False
+    return True
 
 
 def _register_again(

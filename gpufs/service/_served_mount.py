@@ -1,5 +1,6 @@
 """The mount that the service serves: its buffers, memory that programs register, and who uses memory in place."""
 
+import contextlib
 import os
 import threading
 import time
@@ -39,6 +40,7 @@ class Holder:
     since: float = field(default_factory=time.time)
     scope: RequestScope | None = None  # of a lease, which ends with it
     revoked: bool = False
+    asleep: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for ``.gpufs/leases``."""
@@ -50,6 +52,7 @@ class Holder:
             "program": self.peer.program,
             "mode": self.mode,
             "private": self.private,
+            "asleep": self.asleep,
             "bytes": self.bytes,
             "since": self.since,
         }
@@ -104,6 +107,21 @@ class HolderTable:
         with self._lock:
             holders = [holder for holder in self._holders if holder.ino == ino and not holder.private]
         return [(holder, holder.scope) for holder in holders if holder.scope is not None]
+
+    def awake_on(self, ino: int) -> list[Holder]:
+        """Those that use the memory of a file now; private copies and registrations do not."""
+        return [holder for holder, _ in self.leases_on(ino) if not holder.asleep]
+
+    def largest(self, device: int, mount: Mount, most: int = 3) -> list[str]:
+        """The files on a device that programs use awake, those with the most bytes first, as texts with the programs."""
+        with self._lock:
+            awake = [holder for holder in self._holders if not holder.asleep]
+        found: dict[int, Holder] = {}
+        for holder in sorted(awake, key=lambda holder: -holder.bytes):
+            with contextlib.suppress(OSError):
+                if holder.ino not in found and mount.inode_get(holder.ino).device == device:
+                    found[holder.ino] = holder
+        return [f"{each.path} {bytes_text(each.bytes)} by {each.peer}" for each in list(found.values())[:most]]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """Return those that a user may see, oldest first: root and the mount's owner see all, others their own."""
@@ -185,6 +203,56 @@ class ServedMount:
             copy.copy_from(buffer, size=size)
             return Lease(copy, label=label, placement=placement)
 
+    def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
+        """Open the lease of a holder again, whose file may be parked. OSError ENOSPC says who has the device's memory."""
+        try:
+            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=str(holder.peer))
+        except OSError as error:
+            if error.errno != ENOSPC:
+                raise
+            raise OSError(ENOSPC, self._lack_of_memory(holder.ino)) from None
+
+    def _lack_of_memory(self, ino: int) -> str:
+        """Why a file cannot come back to its device."""
+        attributes = self.mount.inode_get(ino)
+        device = self.mount.engine.devices[attributes.device]
+        text = f"{device.info.directory} has {bytes_text(device.memory().free_bytes)} free, the file needs "
+        text += bytes_text(attributes.blocks * 512)
+        users = self.holders.largest(device.index, self.mount)
+        return text + (f"; in use there: {', '.join(users)}" if users else "")
+
+    def park(self, ino: int) -> bool:
+        """Move a file to the host's memory, unless somebody uses it there; returns whether it is there now.
+
+        OSError EOPNOTSUPP without such memory, ENOSPC and EDQUOT if there is no space in it.
+        """
+        try:
+            return self.mount.inode_park(ino)
+        except OSError as error:
+            if error.errno == EBUSY:
+                return False
+            if error.errno == ENOSPC:
+                host = self.mount.engine.devices[-1]
+                text = f"{host.info.directory} has {bytes_text(host.memory().free_bytes)} free, the file needs "
+                raise OSError(ENOSPC, text + bytes_text(self.mount.inode_get(ino).blocks * 512)) from None
+            raise
+
+    def bring_back(self, ino: int) -> None:
+        """Move a file back to its device. OSError ENOSPC says who has the device's memory."""
+        try:
+            self.mount.inode_bring_back(ino)
+        except OSError as error:
+            if error.errno != ENOSPC:
+                raise
+            raise OSError(ENOSPC, self._lack_of_memory(ino)) from None
+
+    def park_sleeping(self, ended: Holder) -> None:
+        """A lease has ended: its file is parked if all others on it sleep."""
+        others = [holder for holder, _ in self.holders.leases_on(ended.ino) if holder is not ended]
+        if others and all(holder.asleep for holder in others):
+            with contextlib.suppress(OSError):  # it stays where it is
+                self.park(ended.ino)
+
     def register(self, holder: Holder, wanted: Register, memory: int, taken: list[int]) -> int | None:
         """Make a client's memory the contents of the holder's file.
 
@@ -199,8 +267,8 @@ class ServedMount:
             raise OSError(EINVAL, "the file on the mount holds no device memory")
         devices = self.mount.engine.devices
         if wanted.pci_address and wanted.pci_address != devices[index].info.pci_address:
-            where = next((device.index for device in devices if device.info.pci_address == wanted.pci_address), None)
-            remedy = f"its files are below gpu{where}" if where is not None else "this mount does not show that GPU"
+            where = next((device.info.directory for device in devices if device.info.pci_address == wanted.pci_address), None)
+            remedy = f"its files are below {where}" if where is not None else "this mount does not show that GPU"
             raise OSError(EXDEV, f"the memory is on another GPU ({wanted.pci_address}): {remedy}")
         pieces = [SharedPiece(*piece) for piece in receive_pieces(memory, taken)] if wanted.kind == "descriptor" else []
         for piece in pieces:

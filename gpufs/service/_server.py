@@ -19,6 +19,7 @@ from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._kept import Kept, KeptClient
 from gpufs.service._scope import Keeping
+from gpufs.service._parking import Parking
 from gpufs.service._served_mount import HolderTable, ServedMount
 from gpufs.service._user import Limits, Users
 from gpufs.syscalls import trusted
@@ -39,6 +40,7 @@ class Service:
         self._served = served
         self._users = Users(served.limits)
         self._clients: set[ClientConnection] = set()
+        self._parking = Parking(served)
 
     def statistics(self) -> dict[str, Any]:
         """The connections and the copies now."""
@@ -67,7 +69,8 @@ class Service:
         while kept:
             adopted = kept.pop()
             peer = adopted.peer
-            client = ClientConnection(adopted.sock, peer, adopted.number, self._served, self._users.of(peer.uid))
+            user = self._users.of(peer.uid)
+            client = ClientConnection(adopted.sock, peer, adopted.number, self._served, user, self._parking)
             client.adopt(adopted)
             self._clients.add(client)
             nursery.start_soon(self._serve_client, client)
@@ -90,7 +93,8 @@ class Service:
             if self._over_limit(peer.uid):
                 _reject(sock)
             else:
-                client = ClientConnection(sock, peer, number, self._served, self._users.of(peer.uid))
+                user = self._users.of(peer.uid)
+                client = ClientConnection(sock, peer, number, self._served, user, self._parking)
                 self._clients.add(client)
                 nursery.start_soon(self._serve_client, client)
             await trio.lowlevel.checkpoint()

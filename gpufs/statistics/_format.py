@@ -157,11 +157,12 @@ def _devices(data: bytes, header: _Header, facts: dict[str, Any]) -> list[dict[s
     blocks = iter([totals[start : start + words] for start in range(0, len(totals), words)])
     names = [str(name) for name in _list(facts.get("refusals"))]
     names += [f"reason_{bit}" for bit in range(len(names), header.reasons)]
+    names_of = [str(name) for name in _list(facts.get("directories"))]
     descriptions = [str(description) for description in _list(facts.get("devices"))]
     return [
         {
             "index": index,
-            "name": f"gpu{index}",
+            "name": names_of[index] if index < len(names_of) else f"gpu{index}",
             "description": descriptions[index] if index < len(descriptions) else "",
             "gauges": _named(data, header.device_gauges_at + index * header.device_gauges_bytes, DEVICE_GAUGES),
             "backends": {

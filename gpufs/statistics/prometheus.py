@@ -86,9 +86,9 @@ def _families(mounts: Mapping[str, dict[str, Any]]) -> Iterator[Metric]:
             yield family
 
     devices = [
-        ([mountpoint, f"gpu{index}"], device)
+        ([mountpoint, device["name"]], device)
         for mountpoint, counters in mounts.items()
-        for index, device in enumerate(counters["devices"])
+        for device in counters["devices"]
     ]
     for name, text in DEVICE_GAUGES.items():
         gauge = GaugeMetricFamily(f"gpufs_device_{name}", text, labels=_DEVICE)

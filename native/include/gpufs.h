@@ -229,9 +229,10 @@ gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* p
 gpufs_status gpufs_mapping_clear(gpufs_handle mapping);
 gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* destination, uint64_t bytes);
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
-/* For a mapping of host memory that was opened without GPUFS_LEASE_WRITE: a write to it prints `text` as a line on
- * standard error before the signal, SIGSEGV, does what it would do without this. */
-gpufs_status gpufs_mapping_explain_writes(gpufs_handle mapping, const char* text);
+/* For a mapping of host memory: an access to it that is not allowed (a write to one that was opened without
+ * GPUFS_LEASE_WRITE, any where nothing is mapped) prints `text` as a line on standard error before the signal, SIGSEGV,
+ * does what it would do without this. "": no longer. */
+gpufs_status gpufs_mapping_explain_accesses(gpufs_handle mapping, const char* text);
 
 /* As DLPack's binary interface has them: version 1, and before there were versions. */
 typedef struct {

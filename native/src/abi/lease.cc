@@ -222,11 +222,12 @@ gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* in
   });
 }
 
-gpufs_status gpufs_mapping_explain_writes(gpufs_handle mapping, const char* text) {
+gpufs_status gpufs_mapping_explain_accesses(gpufs_handle mapping, const char* text) {
   return with_handle<Mapping>(mapping, [&](Mapping& found) -> Status {
     const std::lock_guard lock(found.mutex);
     found.notice.reset();
     const ImportedRange& range = *found.range;
+    if (*text == '\0') return {};
     found.notice = WriteNotice::watch(range.base(), static_cast<std::size_t>(range.capacity()), text);
     return {};
   });

@@ -343,7 +343,7 @@ bool InodeTable::update_expected(const Inode& inode, Inode::State& state) {
 void InodeTable::free_later(std::shared_ptr<Inode> inode) {
   const Buffer& buffer = *inode->buffer_;
   const std::uint64_t most = buffer.device()->info().cpu_addressable ? kBrieflyFreedBytes : 0;
-  if (buffer.bytes_held() <= most) return free(std::move(inode));
+  if (buffer.bytes_held() + buffer.bytes_parked() <= most) return free(std::move(inode));
   // The caller's reference goes along, so the executor's is the last one and the memory is free when it reports that.
   const std::int32_t device = inode->device_;
   {

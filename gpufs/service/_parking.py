@@ -1,0 +1,80 @@
+"""Parks files and brings them back at the request of a shell: programs that use them are asked to sleep and to wake."""
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from errno import EBUSY, EPERM
+from typing import Final
+
+import trio
+
+from gpufs.protocol import Asked
+from gpufs.service import _checks
+from gpufs.service._channel import ClientChannel
+from gpufs.service._scope import Descriptor
+from gpufs.service._served_mount import Holder, ServedMount
+from gpufs.syscalls import trusted
+from gpufs.threads import run_to_the_end
+
+_PAUSE: Final = 0.02  # between two looks whether programs sleep by now
+_NAMED: Final = 5  # programs in a message
+
+
+class Parking:
+    """Serves Park, BringBack and Listen for all connections of a mount."""
+
+    def __init__(self, served: ServedMount) -> None:
+        self._served = served
+        self._listeners: set[ClientChannel] = set()
+
+    def listen(self, channel: ClientChannel) -> None:
+        """Tell this connection what is asked of its process, until leave()."""
+        self._listeners.add(channel)
+
+    def leave(self, channel: ClientChannel) -> None:
+        """The connection ends."""
+        self._listeners.discard(channel)
+
+    async def park(self, channel: ClientChannel, descriptors: Sequence[Descriptor], wait: float) -> None:
+        """Serve Park. OSError EPERM, EBUSY with the programs that do not sleep, and as ServedMount.park()."""
+        ino = self._check(channel, descriptors)
+        asked = self._ask(self._served.holders.awake_on(ino), Asked(ino, "sleep"))
+        deadline = time.monotonic() + wait
+        while (awake := self._served.holders.awake_on(ino)) and asked and time.monotonic() < deadline:
+            await trio.sleep(_PAUSE)
+        if awake:
+            raise OSError(EBUSY, _who_is_awake(awake, asked, wait))
+        work = functools.partial(self._served.park, ino)
+        if await run_to_the_end(work, channel.user.calls):
+            channel.log(logging.INFO, "parked inode %d", ino)
+
+    async def bring_back(self, channel: ClientChannel, descriptors: Sequence[Descriptor]) -> None:
+        """Serve BringBack. OSError EPERM, and as Mount.inode_bring_back()."""
+        ino = self._check(channel, descriptors)
+        await run_to_the_end(functools.partial(self._served.bring_back, ino), channel.user.calls)
+        self._ask([holder for holder, _ in self._served.holders.leases_on(ino)], Asked(ino, "wake"))
+
+    def _check(self, channel: ClientChannel, descriptors: Sequence[Descriptor]) -> int:
+        ino = _checks.check_revocable(descriptors, self._served.st_dev)
+        uid = channel.peer.uid
+        if not trusted(uid) and self._served.mount.inode_get(ino).uid != uid:
+            raise OSError(EPERM, "only the file's owner, root and the user who mounted may move it")
+        return ino
+
+    def _ask(self, holders: Sequence[Holder], message: Asked) -> set[int]:
+        """Send a message to the programs of these holders that listen; returns their process numbers."""
+        processes = {(holder.peer.pid, holder.peer.uid) for holder in holders}
+        listening = [each for each in self._listeners if (each.peer.pid, each.peer.uid) in processes]
+        for listener in listening:
+            listener.send_if_possible(message)
+        return {listener.peer.pid for listener in listening}
+
+
+def _who_is_awake(awake: Sequence[Holder], asked: set[int], wait: float) -> str:
+    texts = []
+    for peer in dict.fromkeys(holder.peer for holder in awake):
+        why = f"has not gone to sleep within {wait:g} s" if peer.pid in asked else "cannot be asked to sleep"
+        texts.append(f"{peer} {why}")
+    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return "the file is in use: " + ", ".join(texts[:_NAMED]) + more
