@@ -54,6 +54,7 @@ Texts = Annotated[list[Text], Meta(max_length=64)]
 Counts = Annotated[dict[Text, Count], Meta(max_length=16)]
 # A file's first byte lies so many bytes behind the start of its memory, so that what follows a header is aligned.
 PLACEMENT_END: Final = 256
+HOST_TIER: Final = "host"  # instead of a PCI address: the host's memory of a mount of GPUs
 Placement = Annotated[int, Meta(ge=0, lt=PLACEMENT_END)]
 Sizes = Annotated[list[Count], Meta(max_length=MAX_PIECES)]
 
@@ -251,7 +252,7 @@ class Wake(Request, tag="wake"):
 
 
 class Park(Request, tag="park"):
-    """Move the file whose descriptor comes with it to the host's memory. Only for its owner, root and the mount's owner.
+    """Move the file whose descriptor comes with it to the host's memory. For its owner, root and the mount's owner.
 
     Programs that use it are asked to sleep, and have so many seconds for that.
     """

@@ -121,8 +121,8 @@ def program_text(holder: dict[str, Any]) -> str:
 
 
 def mode_text(lease: dict[str, Any]) -> str:
-    """Return the mode, and whether the program has a copy of its own."""
-    return f"{lease['mode']}{' copy' if lease['private'] else ''}"
+    """Return the mode, and whether the program has a copy of its own, or sleeps."""
+    return f"{lease['mode']}{' copy' if lease['private'] else ''}{' asleep' if lease.get('asleep') else ''}"
 
 
 def path_text(lease: dict[str, Any]) -> str:

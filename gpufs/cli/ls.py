@@ -28,7 +28,7 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     """List files on mounts: device, size, memory held, leases, last use and owner.
 
     List the given PATHs, or every device directory if none is given. HELD is what `du` counts: less
-    than the size if the file has holes, more while memory is preallocated. A directory shows the sums of all files
+    than the size if the file has holes, more while memory is preallocated; "in host0" is asleep. A directory shows the sums of all files
     below it. LAST USE is the later of the last read and the last write that the kernel has noted; with relatime it
     notes about one read a day. LEASES are those that you may see (`gpufs leases`).
     """
@@ -145,8 +145,11 @@ def _row(
     first = os.path.relpath(path, entry.mountpoint).partition("/")[0]
     is_file = stat.S_ISREG(status.st_mode)
     files = {(status.st_dev, status.st_ino): status}
+    names = {(status.st_dev, status.st_ino): path}
     if not is_file:
-        files = {(each.st_dev, each.st_ino): each for _, each in _files(path, recursive=True)}
+        below = list(_files(path, recursive=True))
+        files = {(each.st_dev, each.st_ino): each for _, each in below}
+        names = {(each.st_dev, each.st_ino): name for name, each in below}
     used = [lease for file in files for lease in leases.get(file, ())]
     return {
         "path": path,
@@ -154,11 +157,31 @@ def _row(
         "device": first if first.startswith(DEVICE_DIRECTORIES) else None,
         "size": sum(each.st_size for each in files.values()),
         "held_bytes": sum(each.st_blocks for each in files.values()) * _BLOCK,
+        "parked_bytes": sum(map(_parked, names.values())) if _has_host_memory(entry) else 0,
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],
         "last_use": max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,
         "owner": user_name(status.st_uid),
     }
+
+
+def _has_host_memory(entry: mounting.MountEntry) -> bool:
+    return os.path.isdir(os.path.join(entry.mountpoint, "host0"))
+
+
+def _parked(path: str) -> int:
+    """Return how much of a file's memory is in the host's memory."""
+    try:
+        return int(os.getxattr(path, "user.gpufs.parked_bytes", follow_symlinks=False))
+    except OSError:
+        return 0  # removed by now, or of an earlier daemon
+
+
+def _held_text(row: Mapping[str, Any]) -> str:
+    held, parked = bytes_text(row["held_bytes"]), row["parked_bytes"]
+    if not parked:
+        return held
+    return f"{held} in host0" if parked == row["held_bytes"] else f"{held}, {bytes_text(parked)} of it in host0"
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
@@ -168,7 +191,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             row["path"] + ("/" if row["type"] == "directory" else ""),
             row["device"] or "-",
             bytes_text(row["size"]),
-            bytes_text(row["held_bytes"]),
+            _held_text(row),
             str(len(row["leases"]) or "-"),
             f"{age_text(now - row['last_use'])} ago",
             row["owner"],

@@ -58,7 +58,9 @@ class Attachment:
         self.identity = identity
         self.is_asleep = False
         self.mode = mode
-        self.driver = answer.driver
+        self.driver = (
+            HOST if answer.pci_address == protocol.HOST_TIER else answer.driver
+        )  # of the memory: that of arrays
         self.private = answer.private
         self.size = answer.size
         self.placement = answer.placement
@@ -87,7 +89,7 @@ class Attachment:
         self.size, self.placement = answer.size, answer.placement
 
     def sleep(self) -> bool:
-        """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep(); it is awake then."""
+        """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep()."""
         with self._lock:
             if self.is_asleep:
                 return False

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpufs._naming import lazy
-from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
+from gpufs.config.knobs import BY_NAME, GRANULE, KNOBS, SLEEP_TIMEOUT, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 
 if TYPE_CHECKING:
     from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
@@ -18,6 +18,7 @@ __all__ = [
     "CONFIG_VARIABLE",
     "GRANULE",
     "KNOBS",
+    "SLEEP_TIMEOUT",
     "STATUS_TIMEOUT",
     "SYSTEM_FILE",
     "UMOUNT_TIMEOUT",

@@ -101,9 +101,17 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "host_memory",
         kinds.size(0, 1 << 46),
         0,
-        "Pinned memory of the host for files of idle models: the directory host0, and where `gpufs sleep` parks what is "
-        "on the devices. It is taken from the machine at once, in 0.4 s for each GiB, while the mount already serves.",
+        "Pinned memory of the host for files of idle models: the directory host0, to which `gpufs sleep` moves what is "
+        "on the devices. It is taken at once, in 0.4 s for each GiB, while the mount already serves.",
         default_text="0: none",
+        everyday=True,
+    ),
+    Knob(
+        "evict",
+        kinds.BOOLEAN,
+        False,
+        "When a device is full, park files on it that no program has open or attached in host0, the one first that was "
+        "used the longest time ago. `gpufs pin` exempts files. Needs --host-memory.",
         everyday=True,
     ),
     Knob(
@@ -318,4 +326,10 @@ STATUS_TIMEOUT: Final = Knob(
 )
 UMOUNT_TIMEOUT: Final = Knob(
     "umount_timeout", kinds.duration(0.1, 3600), 30.0, "How long to wait for the daemon to end."
+)
+SLEEP_TIMEOUT: Final = Knob(
+    "sleep_timeout",
+    kinds.duration(0, 3600),
+    10.0,
+    "How long programs that use a file may take to let go of it.",
 )

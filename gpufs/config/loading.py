@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpufs.config import kinds
-from gpufs.config.knobs import BY_NAME, KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
+from gpufs.config.knobs import BY_NAME, KNOBS, SLEEP_TIMEOUT, STATUS_TIMEOUT, UMOUNT_TIMEOUT, ConfigError, Knob
 from gpufs.modes import IN_PLACE_VARIABLE, REPORT_VARIABLE
 
 SYSTEM_FILE: Final = Path("/etc/gpufs.toml")
@@ -122,7 +122,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
         CONFIG_VARIABLE,
         IN_PLACE_VARIABLE,
         REPORT_VARIABLE,
-        *(knob.variable for knob in (*KNOBS, STATUS_TIMEOUT, UMOUNT_TIMEOUT)),
+        *(knob.variable for knob in (*KNOBS, SLEEP_TIMEOUT, STATUS_TIMEOUT, UMOUNT_TIMEOUT)),
     ]
     return [
         f"the environment variable {name} is unknown and has no effect{suggestion(name, known)}"

@@ -100,9 +100,11 @@ def check_host(values: Mapping[str, Any]) -> None:
     """Raise ConfigError if the knobs ask for host memory that there is not, or for GPUs of the host driver."""
     if values["driver"] == HOST:
         host_memory(values["memory"], host_devices(values["devices"]))
+    if values["evict"] and not values["host_memory"]:
+        raise ConfigError("evict: files are parked in the host's memory: give host_memory, too")
     if (wanted := values["host_memory"]) > (available := memory_of_machine().available_bytes):
         raise ConfigError(
-            f"host_memory: {bytes_text(wanted)} would be pinned, and {bytes_text(available)} are available on this machine"
+            f"host_memory: {bytes_text(wanted)} would be pinned, and this machine has {bytes_text(available)} available"
         )
 
 

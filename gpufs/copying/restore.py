@@ -38,9 +38,9 @@ from gpufs.copying.manifest import (
     name_of_text,
 )
 from gpufs.copying.part_sums import PartReader
-from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.copying.space import data_bytes
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, error_class
+from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
 from gpufs.syscalls import openat2, path_of

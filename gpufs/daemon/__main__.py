@@ -143,6 +143,8 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
         operations = control_plane.build(request, mount, serving)
         if taken is not None:
             mount.close_handles(taken.released)
+        if values["evict"]:
+            mount.evict_when_full()
         mount.start()
         log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
         try:

@@ -71,7 +71,10 @@ def _chosen(request: MountRequest, opened: engine.Engine) -> dict[str, Any]:
     """Return the knobs whose defaults depend on the machine as it is now: files take of its memory."""
     chosen = {"driver": opened.driver, "metadata": config.metadata_memory(request.config["metadata"])}
     if opened.driver == HOST:
-        chosen |= {"memory": opened.devices[0].info.total_bytes, "devices": len(opened.devices)}
+        chosen |= {
+            "memory": opened.devices[0].info.total_bytes,
+            "devices": sum(not each.info.host_tier for each in opened.devices),
+        }
     return chosen
 
 

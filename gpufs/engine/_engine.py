@@ -192,8 +192,9 @@ class Engine(Handle):
     ------
     EngineError
         ENODEV if the driver cannot be used here, ENXIO if it has no such device, EINVAL for an unknown driver or
-        invalid numbers, EOPNOTSUPP if the driver has no host memory to park files. When closing: ETIMEDOUT if a device did not finish what operations and transfers waited for
-        (docs/operations.md). The engine is closed then, and their memory is kept until the process ends.
+        invalid numbers, EOPNOTSUPP if the driver has no host memory to park files. When closing: ETIMEDOUT if a device
+        did not finish what operations and transfers waited for (docs/operations.md). The engine is closed then, and
+        their memory is kept until the process ends.
 
     Examples
     --------

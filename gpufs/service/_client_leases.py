@@ -21,7 +21,6 @@ from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import Holder, ServedMount
 from gpufs.syscalls import close_all, trusted
 
-
 LeaseRequest: TypeAlias = Attach | Refresh | Detach | Sleep | Wake
 
 

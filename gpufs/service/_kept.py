@@ -410,9 +410,13 @@ def _restore_client(
     registered = []
     label = str(peer)
     for slot, entry in list(slots.items()):
-        if isinstance(entry, KeptLease) and (entry.private or (entry.asleep and _hold_again(mount, entry, label))):
+        if isinstance(entry, KeptLease) and (entry.private or (entry.asleep and _is_kept(mount, entry, label))):
             leases.append((entry, None))
-        elif isinstance(entry, KeptLease) and not entry.asleep and (lease := _open_again(mount, entry, label)) is not None:
+        elif (
+            isinstance(entry, KeptLease)
+            and not entry.asleep
+            and (lease := _open_again(mount, entry, label)) is not None
+        ):
             leases.append((entry, lease))
         elif isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer):
             registered.append(entry)
@@ -447,9 +451,10 @@ def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
         return None
 
 
-def _hold_again(mount: Mount, lease: KeptLease, label: str) -> bool:
+def _is_kept(mount: Mount, lease: KeptLease, label: str) -> bool:
+    """Whether the file of a lease that sleeps is there. The former daemon's reference to it goes on."""
     try:
-        mount.inode_hold(lease.ino)
+        mount.inode_get(lease.ino)
     except OSError as failure:
         log.error("the lease of %s on %s, which slept, is lost: %s", label, lease.path, failure)
         return False

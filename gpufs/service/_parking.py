@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import time
 from collections.abc import Sequence
 from errno import EBUSY, EPERM
 from typing import Final
@@ -40,14 +39,19 @@ class Parking:
         """Serve Park. OSError EPERM, EBUSY with the programs that do not sleep, and as ServedMount.park()."""
         ino = self._check(channel, descriptors)
         asked = self._ask(self._served.holders.awake_on(ino), Asked(ino, "sleep"))
-        deadline = time.monotonic() + wait
-        while (awake := self._served.holders.awake_on(ino)) and asked and time.monotonic() < deadline:
-            await trio.sleep(_PAUSE)
-        if awake:
+        if asked:
+            with trio.move_on_after(wait):
+                await self._until_asleep(ino)
+        if awake := self._served.holders.awake_on(ino):
             raise OSError(EBUSY, _who_is_awake(awake, asked, wait))
         work = functools.partial(self._served.park, ino)
         if await run_to_the_end(work, channel.user.calls):
             channel.log(logging.INFO, "parked inode %d", ino)
+
+    async def _until_asleep(self, ino: int) -> None:
+        # Leases go to sleep and end on threads, in several ways.
+        while self._served.holders.awake_on(ino):  # noqa: ASYNC110
+            await trio.sleep(_PAUSE)
 
     async def bring_back(self, channel: ClientChannel, descriptors: Sequence[Descriptor]) -> None:
         """Serve BringBack. OSError EPERM, and as Mount.inode_bring_back()."""

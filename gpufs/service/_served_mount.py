@@ -113,7 +113,7 @@ class HolderTable:
         return [holder for holder, _ in self.leases_on(ino) if not holder.asleep]
 
     def largest(self, device: int, mount: Mount, most: int = 3) -> list[str]:
-        """The files on a device that programs use awake, those with the most bytes first, as texts with the programs."""
+        """The files on a device that programs use awake and the programs, as texts, those with the most bytes first."""
         with self._lock:
             awake = [holder for holder in self._holders if not holder.asleep]
         found: dict[int, Holder] = {}
@@ -204,7 +204,7 @@ class ServedMount:
             return Lease(copy, label=label, placement=placement)
 
     def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
-        """Open the lease of a holder again, whose file may be parked. OSError ENOSPC says who has the device's memory."""
+        """Open the lease of a holder again, whose file may be parked. OSError ENOSPC as bring_back()."""
         try:
             return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=str(holder.peer))
         except OSError as error:
@@ -267,7 +267,9 @@ class ServedMount:
             raise OSError(EINVAL, "the file on the mount holds no device memory")
         devices = self.mount.engine.devices
         if wanted.pci_address and wanted.pci_address != devices[index].info.pci_address:
-            where = next((device.info.directory for device in devices if device.info.pci_address == wanted.pci_address), None)
+            where = next(
+                (device.info.directory for device in devices if device.info.pci_address == wanted.pci_address), None
+            )
             remedy = f"its files are below {where}" if where is not None else "this mount does not show that GPU"
             raise OSError(EXDEV, f"the memory is on another GPU ({wanted.pci_address}): {remedy}")
         pieces = [SharedPiece(*piece) for piece in receive_pieces(memory, taken)] if wanted.kind == "descriptor" else []

@@ -18,8 +18,8 @@ from gpufs.engine import Mount
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._kept import Kept, KeptClient
-from gpufs.service._scope import Keeping
 from gpufs.service._parking import Parking
+from gpufs.service._scope import Keeping
 from gpufs.service._served_mount import HolderTable, ServedMount
 from gpufs.service._user import Limits, Users
 from gpufs.syscalls import trusted

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gpufs.torch._pool import pool
     from gpufs.torch._publish import Published, publish
     from gpufs.torch._report import Amount, FileReport, LoadReport, last_report
+    from gpufs.torch._sleep import sleep, wake
 
 # What is loaded when it is first asked for: programs that load files in place need none of it.
 _MODULES = {
@@ -35,6 +36,8 @@ _MODULES = {
     "load_model": "_module",
     "pool": "_pool",
     "publish": "_publish",
+    "sleep": "_sleep",
+    "wake": "_sleep",
 }
 
 __all__ = [
@@ -51,7 +54,9 @@ __all__ = [
     "pool",
     "publish",
     "safe_open",
+    "sleep",
     "use_in_place",
+    "wake",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these

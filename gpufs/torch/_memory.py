@@ -36,8 +36,8 @@ class FileMemory:
         self.size = array.size
         self.private = array.private
         self.mode = array.mode
-        self._attached = array._open()
-        self._driver = self._attached.driver
+        self.attached = array.attached
+        self._driver = self.attached.driver
         self.address = array.address
         self._number = array.__dlpack_device__()[1]
         self.device = torch.device("cpu" if self._driver == HOST else f"cuda:{self._number}")  # cuda: also for HIP

@@ -132,4 +132,14 @@ std::shared_ptr<void> Releases::on_release(std::function<void()> action) {
           }};
 }
 
+void Releases::set_evictor(std::function<bool()> evict) {
+  const std::lock_guard lock(evictor_mutex_);
+  evictor_ = std::move(evict);
+}
+
+bool Releases::evict() {
+  const std::lock_guard lock(evictor_mutex_);
+  return evictor_ && evictor_();
+}
+
 }  // namespace gpufs

@@ -70,6 +70,14 @@ class Releases {
   // Files that are removed but kept by somebody do not count.
   [[nodiscard]] bool expects_since(TimePoint before) const;
 
+  // ---- files that nobody uses now ----
+
+  // Has `evict` move such a file elsewhere when nothing else makes space; it returns whether it has. Null: no longer,
+  // and none is being moved on return.
+  void set_evictor(std::function<bool()> evict);
+  // Called by whoever finds the device full, without any lock. True: memory has been released.
+  bool evict();
+
   // ---- waiting ----
 
   // How often memory has been released.
@@ -99,6 +107,9 @@ class Releases {
   PendingReleases pending_;
   std::uint64_t count_ = 0;
   std::list<std::function<void()>> listeners_;
+
+  std::mutex evictor_mutex_;  // guards evictor_; held while a file is moved: one at a time
+  std::function<bool()> evictor_;
 };
 
 }  // namespace gpufs

@@ -129,6 +129,9 @@ class DeviceMemory {
   // current range; earlier ranges keep the old memory).
   [[nodiscard]] virtual Extent release_span(std::uint64_t offset, std::uint64_t bytes) { return {offset, bytes}; }
 
+  // From now on populate() need not zero: the caller overwrites all of it before anybody else sees it.
+  virtual void leave_undefined() {}
+
   // From now on populated memory is never moved, because something outside uses its addresses or has mapped an export.
   // A driver that takes memory in larger pieces then frees a piece only once all of it has been released.
   virtual void fix_in_place() {}

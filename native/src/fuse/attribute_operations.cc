@@ -60,6 +60,7 @@ std::optional<std::string> activity_of(const Inode& inode, std::string_view name
   if (name == "bytes_written") return std::to_string(seen.bytes(Flow::kToDevice));
   if (name == "reads") return std::to_string(seen.operations(Flow::kFromDevice));
   if (name == "writes") return std::to_string(seen.operations(Flow::kToDevice));
+  if (name == "parked_bytes") return std::to_string(inode.buffer()->bytes_parked());
   if (name != "last_backend") return std::nullopt;
   const std::size_t last = seen.last();
   return last < observe::kBackendCount ? std::string(observe::kBackendNames[last]) : std::string();
@@ -197,7 +198,7 @@ void AttributeOperations::reply_statfs(const Inode& inode, std::uint32_t uid, Re
       return responder.error(memory.error());
     }
     total += memory.value().total_bytes;
-    free += memory.value().free_bytes;
+    free += std::min(memory.value().free_bytes + table_.evictable(device->info().index), memory.value().total_bytes);
   }
   if (const std::shared_ptr<Account> account = inode.directory_account()) {
     total = std::min(total, account->limit());

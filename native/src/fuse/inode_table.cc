@@ -54,6 +54,11 @@ void for_each_index(std::size_t count, const std::function<void(std::size_t)>& w
 // Waking another thread takes longer than freeing so much memory that the CPU can address: a slot for a small file.
 constexpr std::uint64_t kBrieflyFreedBytes = std::uint64_t{64} << 10;
 
+// How long parking waits for memory of the host tier that is being freed.
+constexpr std::chrono::seconds kFreeTimeout{3};
+// An extended attribute: the file stays on its device, whoever needs space.
+constexpr const char* kPinned = "user.gpufs-pinned";
+
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
 }  // namespace
@@ -86,9 +91,29 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const Wanted& wanted) {
 
 void InodeTable::watch_contents(const std::shared_ptr<Inode>& inode) {
   if (!inode->buffer_) return;
-  inode->buffer_->watch([moved = std::weak_ptr<Inode>(inode)] {
-    if (const std::shared_ptr<Inode> found = moved.lock()) Inode::Writer(*found).contents_moved();
-  });
+  inode->buffer_->watch({.moved =
+                             [moved = std::weak_ptr<Inode>(inode)] {
+                               if (const std::shared_ptr<Inode> found = moved.lock()) {
+                                 Inode::Writer(*found).contents_moved();
+                               }
+                             },
+                         .freed =
+                             [this, watched = std::weak_ptr<Inode>(inode)](std::shared_ptr<Buffer> parked) {
+                               if (watched.lock()) free_parked(std::move(parked));
+                             }});
+}
+
+void InodeTable::free_parked(std::shared_ptr<Buffer> parked) {
+  if (parked->bytes_held() <= kBrieflyFreedBytes) return;
+  const auto expected = std::make_shared<Releases::Expected>(
+      parked->device()->releases(), [held = parked->bytes_held()] { return held; });
+  expected->confirm();
+  const std::int32_t device = parked->device()->info().index;
+  executor_.submit({Executor::Lane::Kind::kRelease, device, 0}, nullptr, 0,
+                   [expected, gone = std::move(parked)](int, Cancellation&) mutable {
+                     expected->begin_release();
+                     gone.reset();
+                   });
 }
 
 Status InodeTable::insert(const std::shared_ptr<Inode>& inode) {
@@ -248,7 +273,77 @@ Result<bool> InodeTable::park(Inode& inode) {
   }
   if (!inode.buffer_ || inode.replaced_) return Status(EINVAL, "the file has no memory of the mount's");
   if (inode.buffer_->device() == host) return Status(EINVAL, "the file is in host memory already");
+  Result<bool> parked = inode.buffer_->park(host, host_account(inode.attributes().uid));
+  if (parked.error() != ENOSPC) return parked;
+  // What files that are back have left there is free in a moment.
+  const std::uint64_t bytes = inode.buffer_->bytes_held();
+  host->releases().wait_for_expected(std::chrono::steady_clock::now() + kFreeTimeout, [&] {
+    const Result<MemoryInfo> memory = host->memory();
+    return !memory.ok() || memory.value().free_bytes >= bytes;
+  });
   return inode.buffer_->park(host, host_account(inode.attributes().uid));
+}
+
+void InodeTable::evict_when_full() {
+  if (host_tier() == nullptr) return;
+  for (const std::shared_ptr<DeviceContext>& device : devices_) {
+    if (device->info().host_tier) continue;
+    device->releases().set_evictor([this, index = device->info().index] { return evict(index); });
+  }
+  evicts_ = true;
+}
+
+InodeTable::~InodeTable() {
+  for (const std::shared_ptr<DeviceContext>& device : devices_) device->releases().set_evictor(nullptr);
+}
+
+std::vector<std::shared_ptr<Inode>> InodeTable::idle_files(std::int32_t device) const {
+  const auto now = std::chrono::steady_clock::now();
+  std::vector<std::pair<std::chrono::steady_clock::time_point, std::shared_ptr<Inode>>> idle;
+  for (std::shared_ptr<Inode>& inode : all()) {
+    if (inode->device_ != device || !inode->buffer_ || inode->replaced_) continue;
+    const Buffer& buffer = *inode->buffer_;
+    if (buffer.bytes_held() < buffer.device()->info().granule || buffer.stays_until() > now) continue;
+    {
+      const Inode::Reader reader(*inode);
+      const bool is_pinned = reader->extended && reader->extended->find(kPinned) != nullptr;
+      if (reader->open_files > 0 || reader->record.attributes.nlink == 0 || is_pinned) continue;
+    }
+    idle.emplace_back(buffer.last_used(), std::move(inode));
+  }
+  std::ranges::sort(idle, {}, [](const auto& each) { return each.first; });
+  std::vector<std::shared_ptr<Inode>> found;
+  for (auto& [used, inode] : idle) found.push_back(std::move(inode));
+  return found;
+}
+
+bool InodeTable::evict(std::int32_t device) {
+  for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
+    const Result<bool> parked = park(*inode);  // one that a program has attached is EBUSY
+    if (!parked.ok() || !parked.value()) continue;
+    log_info("inode ", inode->ino(), " was parked: ", directory_of(device), " is full");
+    return true;
+  }
+  return false;
+}
+
+std::uint64_t InodeTable::evictable(std::int32_t device) {
+  if (!evicts_ || !has_device(device) || devices_[static_cast<std::size_t>(device)]->info().host_tier) return 0;
+  const Result<MemoryInfo> host = host_tier()->memory();
+  std::uint64_t bytes = 0;
+  for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
+    if (!inode->buffer_->is_leased()) bytes += inode->buffer_->bytes_held();
+  }
+  return host.ok() ? std::min(bytes, host.value().free_bytes) : 0;
+}
+
+std::vector<InodeTable::Parked> InodeTable::parked() const {
+  std::vector<Parked> found;
+  for (const std::shared_ptr<Inode>& inode : all()) {
+    const std::uint64_t bytes = inode->buffer_ ? inode->buffer_->bytes_parked() : 0;
+    if (bytes > 0) found.push_back({inode->ino_, bytes});
+  }
+  return found;
 }
 
 void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {

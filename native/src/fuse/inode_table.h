@@ -58,6 +58,7 @@ class InodeTable {
         quotas_(records, user_limit),
         ino_numbers_(records.journal(), journal::NumbersOf::kInodes, kRootInode + 1),
         files_(records, journal::NumbersOf::kFiles) {}
+  ~InodeTable();
   InodeTable(const InodeTable&) = delete;
   InodeTable& operator=(const InodeTable&) = delete;
 
@@ -154,6 +155,16 @@ class InodeTable {
   // Moves a file's contents to the host tier: Buffer::park(). EOPNOTSUPP: the mount has none, EINVAL: the file is not
   // one on a device. The file's owner pays there.
   Result<bool> park(Inode& inode);
+  // From now on a full device parks files that nobody uses, the one first that was used the longest time ago. Not those
+  // with the extended attribute user.gpufs-pinned.
+  void evict_when_full();
+  // What a device can get that way.
+  [[nodiscard]] std::uint64_t evictable(std::int32_t device);
+  struct Parked {
+    std::uint64_t ino;
+    std::uint64_t bytes;  // of the host tier
+  };
+  [[nodiscard]] std::vector<Parked> parked() const;
 
   struct Counts {
     std::size_t inodes = 0;
@@ -178,7 +189,12 @@ class InodeTable {
   // Makes an inode known whose attributes are complete.
   Status insert(const std::shared_ptr<Inode>& inode);
   // Before anybody else has an inode: its record is written whenever its contents move.
-  static void watch_contents(const std::shared_ptr<Inode>& inode);
+  void watch_contents(const std::shared_ptr<Inode>& inode);
+  // Frees what the host tier held of a file that is back, on the executor.
+  void free_parked(std::shared_ptr<Buffer> parked);
+  // Files on a device that could be parked, the one first that was used the longest time ago. Programs may have leases.
+  [[nodiscard]] std::vector<std::shared_ptr<Inode>> idle_files(std::int32_t device) const;
+  bool evict(std::int32_t device);
   // The parts of an inode's record, and what becomes of them.
   struct Restored {
     InodeRecord record;
@@ -222,6 +238,7 @@ class InodeTable {
   Records& records_;
   Metadata metadata_;
   Quotas quotas_;
+  bool evicts_ = false;  // constant once the mount serves
   std::atomic<AccessTimes> access_times_{AccessTimes::kRelative};
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 

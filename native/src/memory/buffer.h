@@ -172,10 +172,15 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   [[nodiscard]] virtual KeptContents kept() const { return {}; }
   // After restore() and watch(): completes a shift that the last process had begun.
   virtual Status complete_shift() { return {}; }
-  // moved() is called whenever the contents have moved, and before memory where they were is used for anything else.
+  struct Watcher {
+    // Called whenever the contents have moved, and before memory where they were is used for anything else.
+    std::function<void()> moved = [] {};
+    // Gets what the host tier held of contents that are back, to free it: that takes as long as an eighth of the copy.
+    std::function<void(std::shared_ptr<Buffer>)> freed = [](const std::shared_ptr<Buffer>&) {};
+  };
   // Once, before the buffer is shared.
   // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it
-  virtual void watch(std::function<void()> /*moved*/) {}
+  virtual void watch(Watcher /*watcher*/) {}
 
   // Moves the contents to the host tier, where `payer` is charged for them; the device's memory is free on return.
   // False: they stay, being too small for memory of their own. EBUSY: somebody has a lease on them, or writes. ENOSPC,
@@ -189,7 +194,13 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   [[nodiscard]] virtual std::shared_ptr<Buffer> parked() const { return nullptr; }
   // Of the host tier: what parked contents take there.
   [[nodiscard]] virtual std::uint64_t bytes_parked() const { return 0; }
+  // Whether somebody has a lease on the memory.
+  [[nodiscard]] virtual bool is_leased() const { return false; }
   virtual void charge_parked_to(std::shared_ptr<Account> /*payer*/) {}
+  // When somebody used the memory last, by std::chrono::steady_clock; and until when it should not be parked again: for
+  // as long as it took to bring it back.
+  [[nodiscard]] virtual std::chrono::steady_clock::time_point last_used() const { return {}; }
+  [[nodiscard]] virtual std::chrono::steady_clock::time_point stays_until() const { return {}; }
 
   // Who pays for bytes_held().
   [[nodiscard]] Charge& charge() { return charge_; }

@@ -45,6 +45,8 @@ namespace gpufs {
 
 class ExtentBuffer : public Buffer {
  public:
+  using TimePoint = std::chrono::steady_clock::time_point;
+
   ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates);
   ~ExtentBuffer() override;
   ExtentBuffer(const ExtentBuffer&) = delete;
@@ -79,7 +81,7 @@ class ExtentBuffer : public Buffer {
                                        std::optional<std::uint64_t> placement) override;
   Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label) override;
   [[nodiscard]] KeptContents kept() const override;
-  void watch(std::function<void()> moved) override { moved_ = std::move(moved); }
+  void watch(Watcher watcher) override { watcher_ = std::move(watcher); }
   // Before anybody else has the buffer.
   Status restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host);
   Status complete_shift() override;
@@ -87,14 +89,16 @@ class ExtentBuffer : public Buffer {
   Status bring_back(Wait wait) override;
   [[nodiscard]] std::shared_ptr<Buffer> parked() const override;
   [[nodiscard]] std::uint64_t bytes_parked() const override { return parked_bytes_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool is_leased() const override { return leased(); }
   void charge_parked_to(std::shared_ptr<Account> payer) override;
+  [[nodiscard]] TimePoint last_used() const override { return TimePoint(TimePoint::duration(used_.load())); }
+  [[nodiscard]] TimePoint stays_until() const override { return TimePoint(TimePoint::duration(stays_.load())); }
 
   // Moves a small file that lives at these addresses to a free slot elsewhere. False: there is none, or somebody writes
   // to the file or changes it.
   bool leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_t bytes);
 
  private:
-  using TimePoint = std::chrono::steady_clock::time_point;
   static constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
 
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
@@ -142,6 +146,8 @@ class ExtentBuffer : public Buffer {
 
   static Status would_wait() { return Status(EAGAIN, "the buffer is in use"); }
   static Status torn() { return Status(EIO, "the device failed while it moved the file within its memory"); }
+  // Somebody uses the memory now.
+  void touch();
   static Status check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end);
 
   // mutation_mutex_; without it where that would have to be waited for and must not be.
@@ -258,6 +264,8 @@ class ExtentBuffer : public Buffer {
   // ---- extent_buffer_park.cc. All need mutation_mutex_. ----
   // The contents are on the device when this returns OK. What takes or releases memory calls it first.
   Status unpark(Wait wait);
+  // Of a new buffer that nobody else has; it takes the mutex itself.
+  Status become_copy_of(ExtentBuffer& source);
   // The memory goes that no snapshot shows any more.
   void give_up_memory();
   // The contents that are parked are not the file's any more.
@@ -266,7 +274,7 @@ class ExtentBuffer : public Buffer {
   const std::shared_ptr<DeviceContext> context_;
   const std::uint64_t granule_;
   const bool preallocates_;
-  std::function<void()> moved_ = [] {};  // constant once the buffer is shared
+  Watcher watcher_;  // constant once the buffer is shared
 
   // One change of the memory at a time, over calls of the driver. Order of locks: docs/design/requests.md#locks
   std::mutex mutation_mutex_;
@@ -278,6 +286,7 @@ class ExtentBuffer : public Buffer {
   // a slot: its first granule, unless allocate() asked for that.
   Extents ahead_;
   std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
+  bool overwritten_ = false;    // what is taken is about to be overwritten, and nobody else sees it
 
   // Nothing that waits is called, and no snapshot destroyed, under it. Order of locks: docs/design/requests.md#locks
   mutable std::mutex state_mutex_;
@@ -301,6 +310,8 @@ class ExtentBuffer : public Buffer {
   std::atomic<std::uint64_t> size_{0};  // written under state_mutex_
   std::atomic<std::uint64_t> held_{0};  // written under mutation_mutex_
   std::atomic<std::uint64_t> parked_bytes_{0};  // the same
+  std::atomic<TimePoint::rep> used_{TimePoint::clock::now().time_since_epoch().count()};
+  std::atomic<TimePoint::rep> stays_{0};
 };
 
 }  // namespace gpufs

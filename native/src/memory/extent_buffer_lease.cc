@@ -29,6 +29,7 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   ~SharedLease() override {
     // Arrays of this process go without regard to the work that uses them.
     if (!exports_) buffer_->context_->device().synchronize();
+    buffer_->touch();
     const std::lock_guard lock(buffer_->state_mutex_);
     std::erase(buffer_->leases_, this);
   }

@@ -3,7 +3,8 @@
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it took ahead, then
 // small files move together, and it tries again. At a limit (EDQUOT) it asks the buffers that charge the same account.
-// Nothing else is given up for a caller; memory of removed files is waited for above this layer.
+// Then, where the mount does that, files that nobody uses are parked. Nothing else is given up for a caller; memory of
+// removed files is waited for above this layer.
 
 #include <algorithm>
 #include <bit>
@@ -39,11 +40,15 @@ constexpr int kMostAttempts = 4;  // others that grow may be faster to take what
 // ---- a full device ----
 
 Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt, Wait wait) {
-  for (int number = 1;; ++number) {
+  for (int number = 1;;) {
     const std::uint64_t releases = context_->releases().count();
     Status status = attempt();
-    if (!lacks_memory(status.error()) || number == kMostAttempts || wait == Wait::kForbidden) return status;
-    if (!reclaim(releases, status.error() == EDQUOT)) return status;
+    if (!lacks_memory(status.error()) || wait == Wait::kForbidden) return status;
+    if (number < kMostAttempts && reclaim(releases, status.error() == EDQUOT)) {
+      ++number;
+    } else if (status.error() != ENOSPC || !context_->releases().evict()) {
+      return status;  // a large file may need the space of many
+    }
   }
 }
 
@@ -84,7 +89,7 @@ void ExtentBuffer::replace(SnapshotPointer next) {
     const std::lock_guard lock(state_mutex_);
     snapshot_.swap(next);
   }
-  moved_();  // the old one is destroyed with the argument
+  watcher_.moved();  // the old one is destroyed with the argument
 }
 
 Extents ExtentBuffer::own() const { return snapshot_->slot != nullptr ? Extents{} : snapshot_->extents; }
@@ -179,6 +184,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
     if (!created.ok()) return created.status();
     if (Status status = charge().take_descriptors(created.value()->descriptors()); !status.ok()) return status;
     memory_ = created.take();
+    if (overwritten_) memory_->leave_undefined();
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
   if (status.ok()) {
@@ -374,7 +380,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
     exclusion->close_gate_locked(removed);
     snapshot_.swap(next);
   }
-  moved_();
+  watcher_.moved();
   next.reset();
   {
     std::unique_lock lock(state_mutex_);

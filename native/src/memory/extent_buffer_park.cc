@@ -48,9 +48,7 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
   (void)exclusion.stop_writers(Wait::kAllowed);
   const auto copy = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
   copy->charge().move(Charge::kOwner, std::move(payer));
-  Result<std::uint64_t> copied = copy->copy_from(*this, 0, 0, size, nullptr);
-  if (!copied.ok()) return copied.status();
-  if (copied.value() != size) return Status(ENOSPC, "the host's memory for parked files is full");
+  if (Status copied = copy->become_copy_of(*this); !copied.ok()) return copied;
   {
     const std::lock_guard lock(state_mutex_);
     parked_ = copy;
@@ -63,6 +61,17 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
   }
   give_up_memory();
   return true;
+}
+
+Status ExtentBuffer::become_copy_of(ExtentBuffer& source) {
+  const std::uint64_t size = source.size();
+  overwritten_ = true;
+  Result<std::uint64_t> copied = copy_from(source, 0, 0, size, nullptr);
+  if (!copied.ok()) return copied.status();
+  if (copied.value() != size) return Status(ENOSPC, "the host's memory for parked files is full");
+  const std::lock_guard mutation(mutation_mutex_);
+  Status status = zero_existing(0, snapshot_->placement);
+  return status.ok() ? zero_existing(snapshot_->placement + size, kNoLimit) : status;
 }
 
 void ExtentBuffer::give_up_memory() {
@@ -85,6 +94,7 @@ Status ExtentBuffer::bring_back(Wait wait) {
 Status ExtentBuffer::unpark(Wait wait) {
   if (parked_ == nullptr) return {};
   if (wait == Wait::kForbidden) return would_wait();
+  const TimePoint start = TimePoint::clock::now();
   const std::shared_ptr<ExtentBuffer> source = parked_;
   Result<Pin> pinned = source->pin_for_read(0, size(), wait);
   Status status = pinned.status();
@@ -105,6 +115,9 @@ Status ExtentBuffer::unpark(Wait wait) {
     return status;
   }
   forget_parked();
+  touch();
+  const TimePoint end_time = TimePoint::clock::now();
+  stays_.store((end_time + (end_time - start)).time_since_epoch().count());
   return {};
 }
 
@@ -115,7 +128,8 @@ void ExtentBuffer::forget_parked() {
     gone = std::exchange(parked_, nullptr);
   }
   parked_bytes_.store(0, std::memory_order_release);
-  moved_();
+  watcher_.moved();
+  watcher_.freed(std::move(gone));
 }
 
 void ExtentBuffer::charge_parked_to(std::shared_ptr<Account> payer) {

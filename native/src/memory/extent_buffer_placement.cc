@@ -81,7 +81,7 @@ Status ExtentBuffer::run_shift() {
         const std::lock_guard lock(state_mutex_);
         shift_.step = step;
       }
-      moved_();
+      watcher_.moved();
     }
     if (Status status = device.copy_within(base + to + offset, kept, bytes); !status.ok()) return status;
   }
@@ -91,7 +91,7 @@ Status ExtentBuffer::run_shift() {
     snapshot_.swap(next);
     shift_ = {};
   }
-  moved_();
+  watcher_.moved();
   // Programs that map the memory see what is beside the contents, too.
   Status status = zero_existing(0, to);
   return status.ok() ? zero_existing(to + size, extents.front().end()) : status;

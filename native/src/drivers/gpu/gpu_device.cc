@@ -7,7 +7,6 @@
 #include <cctype>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <optional>
@@ -177,20 +176,19 @@ Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, b
   return {};
 }
 
+// The CPU gets no access: giving and taking it takes 70 ms for each GiB, the copy itself 19 ms (H100).
 Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
   virtual_memory_ = true;
   exports_descriptors_ = true;
   allocation_.type = api::kAllocationPinned;
   allocation_.location = {api::kLocationHostNode, node};
   allocation_.handle_types = api::kHandleDescriptor;
-  access_.push_back({allocation_.location, api::kAccessReadWrite});
   info_.name = "pinned host memory";
   info_.pci_address = kHostTierAddress;
   info_.uuid.clear();
   info_.numa_node = node;
   info_.granule = kSmallestGranule;
   info_.total_bytes = round_down(bytes, info_.granule);
-  info_.cpu_addressable = true;
   info_.files_reach_memory = false;
   info_.host_tier = true;
   pinned_ = std::make_unique<PinnedPool>(PinnedPool::Source{
@@ -307,13 +305,12 @@ std::uint64_t GpuDevice::largest_piece() const {
 }
 
 Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, bool* zeroed, Wait wait) {
-  *zeroed = false;
   if (Status status = take(bytes); !status.ok()) return status;
+  const bool needs_zeros = std::exchange(*zeroed, false);
   if (pinned_) {
     const std::optional<PhysicalHandle> ready =
-        bytes == PinnedPool::kPieceBytes ? pinned_->take() : std::optional<PhysicalHandle>();
+        bytes == PinnedPool::kPieceBytes ? pinned_->take(needs_zeros, zeroed) : std::optional<PhysicalHandle>();
     if (ready) {
-      *zeroed = true;
       *handle = *ready;
       return {};
     }
@@ -528,37 +525,21 @@ Status GpuDevice::complete_all() {
 
 Status GpuDevice::copy_in(DeviceAddress destination, const void* source, std::size_t bytes) {
   if (bytes == 0) return health();
-  if (info_.host_tier) {
-    std::memcpy(reinterpret_cast<void*>(destination), source, bytes);
-    return health();
-  }
   return run([&](api::Stream stream) { return call(functions().copy_to_device, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::copy_out(void* destination, DeviceAddress source, std::size_t bytes) {
   if (bytes == 0) return health();
-  if (info_.host_tier) {
-    std::memcpy(destination, reinterpret_cast<const void*>(source), bytes);
-    return health();
-  }
   return run([&](api::Stream stream) { return call(functions().copy_to_host, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::copy_within(DeviceAddress destination, DeviceAddress source, std::size_t bytes) {
   if (bytes == 0) return health();
-  if (info_.host_tier) {
-    std::memmove(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), bytes);
-    return health();
-  }
   return run([&](api::Stream stream) { return call(functions().copy_on_device, destination, source, bytes, stream); });
 }
 
 Status GpuDevice::zero(DeviceAddress destination, std::size_t bytes) {
   if (bytes == 0) return health();
-  if (info_.host_tier && bytes < info_.granule) {
-    std::memset(reinterpret_cast<void*>(destination), 0, bytes);
-    return health();
-  }
   return run([&](api::Stream stream) { return call(functions().fill, destination, 0, bytes, stream); });
 }
 

@@ -95,8 +95,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   // How large pieces of physical memory are at most.
   [[nodiscard]] std::uint64_t largest_piece() const;
-  // Memory within the cap: ENOSPC if it or the device is full. The contents are undefined unless *zeroed says that they
-  // are zeros. The device must be current.
+  // Memory within the cap: ENOSPC if it or the device is full. *zeroed: whether the caller wants zeros, and then whether
+  // it has got them; else the contents are undefined. The device must be current.
   Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, bool* zeroed, Wait wait);
   // The physical memory of a descriptor that the last process has kept, within the cap.
   Status adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle);

@@ -4,11 +4,13 @@
 
 namespace gpufs::gpu {
 
-std::optional<PhysicalHandle> PinnedPool::take() {
+std::optional<PhysicalHandle> PinnedPool::take(bool wants_zeros, bool* zeroed) {
   const std::lock_guard lock(mutex_);
-  if (ready_.empty()) return std::nullopt;
-  const PhysicalHandle handle = ready_.back();
-  ready_.pop_back();
+  *zeroed = wants_zeros ? !ready_.empty() : used_.empty();
+  std::vector<PhysicalHandle>& from = *zeroed ? ready_ : used_;
+  if (from.empty()) return std::nullopt;
+  const PhysicalHandle handle = from.back();
+  from.pop_back();
   return handle;
 }
 

@@ -36,8 +36,8 @@ class PinnedPool {
 
   // Starts to make pieces.
   Status start() { return worker_.start(); }
-  // A piece of zeros; nullopt: none is ready.
-  std::optional<PhysicalHandle> take();
+  // A piece, of zeros if the caller wants them and there is one; *zeroed: whether it is. nullopt: there is none.
+  std::optional<PhysicalHandle> take(bool wants_zeros, bool* zeroed);
   // Takes ownership of a piece, whatever is in it.
   void give(PhysicalHandle handle);
   // Releases pieces while the pool has more than is wanted.

@@ -24,9 +24,9 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 }  // namespace
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
-                                                               Wait wait) {
+                                                               Wait wait, bool wants_zeros) {
   PhysicalHandle handle = 0;
-  bool zeroed = false;
+  bool zeroed = wants_zeros;
   if (Status status = device->acquire_physical(bytes, &handle, &zeroed, wait); !status.ok()) return status;
   std::shared_ptr<PhysicalMemory> created(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/true));
   created->zeroed_ = zeroed;
@@ -273,7 +273,7 @@ Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Piec
   const std::uint64_t end = offset + bytes;
   for (std::uint64_t at = offset; at < end;) {
     const std::uint64_t part = std::min(device_->largest_piece(), end - at);
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part, wait);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part, wait, zeroes_);
     if (!physical.ok()) return physical.status();
     const MappedPiece& piece =
         pieces.emplace(at, MappedPiece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
@@ -335,7 +335,7 @@ Status VirtualMemory::populate(std::span<const Extent> spans, Wait wait) {
   for (const Extent& span : spans) {
     if (status.ok()) status = back(span, fresh, wait);
   }
-  if (status.ok()) {
+  if (status.ok() && zeroes_) {
     Extents zeros;
     for (const auto& [offset, piece] : fresh) {
       if (piece.physical->zeroed()) zeros = joined(zeros, {{offset, piece.physical->bytes()}});
@@ -400,7 +400,7 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
   SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   for (const Extent& run : live_runs(piece)) {
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes, Wait::kAllowed);
+    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes, Wait::kAllowed, false);
     if (!physical.ok()) return physical.status();
     const std::uint64_t within = run.offset - piece.first;
     Status status = range->show(within, physical.value());

@@ -34,7 +34,7 @@ namespace gpufs::gpu {
 class PhysicalMemory {
  public:
   static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
-                                                        Wait wait);
+                                                        Wait wait, bool wants_zeros);
   // That of another program, which a descriptor stands for. It counts towards no limit.
   static Result<std::shared_ptr<PhysicalMemory>> import(std::shared_ptr<GpuDevice> device, int descriptor,
                                                         std::uint64_t bytes);
@@ -46,7 +46,7 @@ class PhysicalMemory {
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
   [[nodiscard]] PhysicalHandle handle() const { return handle_; }
-  // Whether it was zeros when it was created.
+  // Whether it was zeros when it was created; create() tries that if the caller wants it.
   [[nodiscard]] bool zeroed() const { return zeroed_; }
   // Has the device's keeper, if there is one, keep it as the part at `offset` of a memory; or keep it no longer.
   void keep(std::uint64_t memory, std::uint64_t offset);
@@ -115,6 +115,7 @@ class VirtualMemory final : public DeviceMemory {
   [[nodiscard]] Extent release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
   void allow_moves() override { fixed_ = false; }
+  void leave_undefined() override { zeroes_ = false; }
   [[nodiscard]] Extents surplus() const override { return surplus_; }
   // Descriptors that the keeper has as well.
   [[nodiscard]] std::uint64_t descriptors() const override { return number_ == 0 ? 0 : pieces_.size(); }
@@ -156,6 +157,7 @@ class VirtualMemory final : public DeviceMemory {
   const std::uint64_t number_;
   Extents surplus_;  // constant once it is restored
   bool fixed_ = false;
+  bool zeroes_ = true;
 };
 
 }  // namespace gpufs::gpu

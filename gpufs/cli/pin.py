@@ -1,0 +1,19 @@
+"""gpufs pin: files stay on their device when it is full."""
+
+import os
+
+import click
+
+from gpufs.cli._main import complete_files
+from gpufs.cli._parking import PINNED, each_file
+
+
+@click.command(name="pin")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, shell_complete=complete_files)
+def command(paths: tuple[str, ...]) -> None:
+    """Keep files on their device: a mount with --evict does not park them when the device is full.
+
+    A directory stands for the files that are below it now. `gpufs unpin` ends that. The pin is an extended attribute
+    (user.gpufs-pinned) of the file, which copies with attributes and `gpufs save` take along.
+    """
+    each_file(paths, lambda path: os.setxattr(path, PINNED, b""), "pinned:")

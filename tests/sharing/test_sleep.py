@@ -1,0 +1,387 @@
+"""Files that leave their device for the host's memory and come back: by programs, a shell and a full device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from errno import EAGAIN, ENODATA, ENOSPC, EOPNOTSUPP, EPERM
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from support.attaching import HOLD, program
+from support.cli import gpufs as command
+from support.data import MIB, directory, noise
+from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
+from support.mounting import GpufsMount, Mounter
+from support.processes import NOBODY, PATIENCE, as_nobody, errno_of, wait_until
+from support.surviving import Survivor, mounted
+
+import gpufs
+from gpufs.client import _daemons
+
+pytestmark = pytest.mark.driver
+
+SIZE = 40 * MIB + 4321
+DEVICE = 128 * MIB
+
+
+@pytest.fixture(scope="module")
+def place(driver: str) -> Iterator[Survivor]:
+    """A mount whose device and host memory take three files each. It survives its daemon."""
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    options = ("--host-memory", str(DEVICE), "--allow-other")
+    with directory("/tmp") as folder, mounted(folder / "mnt", *options, driver=driver, memory=str(DEVICE)) as mount:
+        yield mount
+
+
+@pytest.fixture
+def file(place: Survivor) -> Iterator[Path]:
+    path = place.device / "weights"
+    path.write_bytes(noise(SIZE))
+    yield path
+    gc.collect()
+    path.unlink(missing_ok=True)
+    is_used(place, 0, 0)
+
+
+def is_used(place: Survivor, device: int, host: int) -> None:
+    """Waits until so many files lie there: what the host has held of a file that is back goes a moment later."""
+    wait_until(lambda: used(place) == (device, host), 30, f"{device} and {host} files")
+
+
+def used(place: Survivor) -> tuple[int, int]:
+    """The bytes that files hold of the device and of the host's memory, in whole files."""
+    device, host = place.report()["devices"]
+    return device["held_bytes"] // SIZE, host["held_bytes"] // SIZE
+
+
+def parked(path: Path) -> bool:
+    return int(os.getxattr(path, "user.gpufs.parked_bytes")) > 0
+
+
+# ---- programs ----
+
+
+def test_attached_memory_sleeps_and_wakes_at_its_address(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file, "r+")
+    address = array.address
+    is_used(place, 1, 0)
+    for _ in range(2):
+        assert gpufs.sleep(array) == SIZE
+        is_used(place, 0, 1)
+        assert parked(file)
+        assert gpufs.sleep(array) == 0
+        assert os.stat(file).st_blocks * 512 >= SIZE
+        with pytest.raises(OSError) as refused:
+            array.refresh()
+        assert refused.value.errno == EAGAIN
+        assert gpufs.wake(file) == SIZE
+        is_used(place, 1, 0)
+        assert (array.address, parked(file), gpufs.wake(file)) == (address, False, 0)
+        assert array.tobytes() == noise(SIZE)
+    array.close()
+
+
+def test_what_was_written_in_place_and_through_the_mount_is_there_after_a_sleep(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file, "r+")
+    gpufs.sleep()
+    expected = bytearray(noise(SIZE))
+    assert file.read_bytes() == expected  # as it sleeps
+    is_used(place, 0, 1)
+    with open(file, "r+b") as writer:
+        writer.seek(12345)
+        writer.write(b"written")
+    expected[12345:12352] = b"written"
+    is_used(place, 1, 0)  # a write brings it back
+    gpufs.wake(array)
+    assert array.tobytes() == expected
+    array.close()
+
+
+def test_two_programs_share_one_parked_copy(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file, "r")
+    with program(HOLD, file, "r+") as other:
+        gpufs.sleep(array)
+        is_used(place, 1, 0)  # the other program uses it
+        other.kill()
+        other.wait()
+        is_used(place, 0, 1)
+    second = gpufs.attach(file, "r")
+    is_used(place, 1, 0)
+    assert gpufs.sleep([second]) == SIZE
+    is_used(place, 0, 1)
+    assert gpufs.wake() == 2 * SIZE
+    assert numpy.array_equal(numpy.asarray(array), numpy.asarray(second)) if array.device == "cpu" else True
+    array.close()
+    second.close()
+
+
+def test_an_access_while_it_sleeps_ends_the_program_and_says_why(file: Path, driver: str) -> None:
+    if driver != "host":
+        pytest.skip("the CPU reaches only host memory")
+    script = "import gpufs, numpy, sys; a = numpy.asarray(gpufs.attach(sys.argv[1])); gpufs.sleep(); print(a[0])"
+    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert f"{file} sleeps" in done.stderr
+
+
+def test_a_killed_daemon_loses_nothing_that_sleeps(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file, "r+")
+    gpufs.sleep(array)
+    place.kill()
+    is_used(place, 0, 1)
+    assert file.read_bytes() == noise(SIZE)
+    gpufs.wake(array)
+    place.kill()
+    assert array.tobytes() == noise(SIZE)
+    gpufs.sleep(array)
+    is_used(place, 0, 1)
+    array.close()
+    gc.collect()
+    wait_until(lambda: not place.report()["leases"], PATIENCE, "the end of the lease")
+
+
+def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file, "r+")
+    script = (
+        "import gpufs, sys\na = gpufs.attach(sys.argv[1], 'r+')\nprint('ready', flush=True)\n"
+        "while True:\n    gpufs.sleep()\n    gpufs.wake()\n"
+    )
+    gpufs.sleep(array)
+    with program(script, file):
+        for _ in range(4):
+            place.kill()
+    gpufs.wake(array)
+    assert array.tobytes() == noise(SIZE)
+    array.close()
+
+
+def test_a_wake_without_memory_says_who_has_it_and_can_be_repeated(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file, "r+")
+    gpufs.sleep(array)
+    others = [place.device / f"other{number}" for number in range(3)]
+    held = []
+    for other in others:
+        other.write_bytes(noise(SIZE))
+        held.append(gpufs.attach(other, "r"))
+    with pytest.raises(gpufs.DeviceFull) as refused:
+        gpufs.wake(array)
+    assert refused.value.errno == ENOSPC
+    assert f"PID {os.getpid()}" in str(refused.value)
+    assert str(others[0].name)[:-1] in str(refused.value)
+    for one, other in zip(held, others, strict=True):
+        one.close()
+        other.unlink()
+    del held, one
+    gc.collect()
+    gpufs.wake(array)
+    assert array.tobytes() == noise(SIZE)
+    array.close()
+
+
+def test_a_mount_without_host_memory_and_a_full_one_refuse_and_nothing_changes(
+    place: Survivor, file: Path, mount: Mounter
+) -> None:
+    with mount(memory=DEVICE) as plain:
+        path = plain.device / "file"
+        path.write_bytes(noise(SIZE))
+        array = gpufs.attach(path, "r+")
+        assert errno_of(lambda: gpufs.sleep(array)) == EOPNOTSUPP
+        assert array.tobytes() == noise(SIZE)
+        array.close()
+        gc.collect()
+        assert command("sleep", path, check=False).returncode == 1
+    filler = place.path / "host0" / "filler"
+    filler.write_bytes(bytes(DEVICE - SIZE + MIB))
+    array = gpufs.attach(file, "r+")
+    assert errno_of(lambda: gpufs.sleep(array)) == ENOSPC
+    assert array.tobytes() == noise(SIZE)
+    array.close()
+    filler.unlink()
+
+
+# ---- the mount ----
+
+
+def test_files_move_between_a_device_and_host0(place: Survivor, file: Path) -> None:
+    there = place.path / "host0" / "weights"
+    shutil.move(file, there)
+    is_used(place, 0, 1)
+    assert there.read_bytes() == noise(SIZE)
+    array = gpufs.attach(there, "r+")
+    assert (array.device, array.tobytes()) == ("cpu", noise(SIZE))
+    numpy.asarray(array)[0] = 7
+    array.close()
+    gc.collect()
+    shutil.move(there, file)
+    assert file.read_bytes() == b"\x07" + noise(SIZE)[1:]
+
+
+def test_each_call_on_a_file_that_sleeps_does_what_it_does_on_others(place: Survivor, file: Path) -> None:
+    content = bytearray(noise(SIZE))
+
+    def sleeps() -> None:
+        command("sleep", file)
+        assert parked(file)
+
+    sleeps()
+    copy = place.device / "copy"
+    command("cp", file, copy)
+    assert (copy.read_bytes(), parked(file)) == (content, True)
+    copy.unlink()
+    fd = os.open(file, os.O_RDWR)
+    try:
+        assert os.lseek(fd, 0, os.SEEK_HOLE) == SIZE
+        assert os.lseek(fd, 10, os.SEEK_DATA) == 10
+        assert parked(file)
+        fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 4 * MIB, 8 * MIB)
+        content[4 * MIB : 12 * MIB] = bytes(8 * MIB)
+        assert os.pread(fd, SIZE, 0) == content
+        sleeps()
+        assert os.lseek(fd, 0, os.SEEK_HOLE) == 4 * MIB
+        os.ftruncate(fd, 20 * MIB)
+        os.ftruncate(fd, 30 * MIB)
+        content[20 * MIB :] = bytes(10 * MIB)
+        assert os.pread(fd, SIZE, 0) == content
+        sleeps()
+        assert os.pread(fd, SIZE, 0) == content
+        os.ftruncate(fd, 0)
+        assert (os.fstat(fd).st_blocks, os.pread(fd, 10, 0)) == (0, b"")
+    finally:
+        os.close(fd)
+    os.chown(file, NOBODY, NOBODY)
+
+
+def test_a_small_file_stays(place: Survivor) -> None:
+    small = place.device / "small"
+    small.write_bytes(b"small")
+    command("sleep", small)
+    assert (parked(small), small.read_bytes()) == (False, b"small")
+    small.unlink()
+
+
+def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, file: Path) -> None:
+    os.chown(file, NOBODY, NOBODY)
+    command("quota", "set", place.path / "host0", MIB, "--user", NOBODY)
+    try:
+        failed = command("sleep", file, check=False)
+        assert failed.returncode == 1
+        assert not parked(file)
+        command("quota", "set", place.path / "host0", 2 * SIZE, "--user", NOBODY)
+        command("sleep", file)
+        (entry,) = [each for each in place.report()["quotas"] if each["uid"] == NOBODY and "host0" in each["path"]]
+        assert entry["used_bytes"] >= SIZE
+        os.chown(file, 0, 0)
+        assert not [each for each in place.report()["quotas"] if each["uid"] == NOBODY and each["used_bytes"]]
+    finally:
+        command("quota", "set", place.path / "host0", "none", "--user", NOBODY)
+
+
+# ---- a shell ----
+
+
+def test_a_shell_names_the_programs_that_it_cannot_ask_and_asks_the_others(place: Survivor, file: Path) -> None:
+    with program(HOLD, file, "r") as deaf:
+        refused = command("sleep", file, "--sleep-timeout", "0.2s", check=False)
+        assert refused.returncode == 1
+        assert f"PID {deaf.pid}" in refused.stderr
+    polite = "import gpufs, sys\ngpufs.when_asked()\n" + HOLD.replace("sys.stdin.read()", "sys.stdin.readline()")
+    polite += "\nprint(array.tobytes() == open(sys.argv[1], 'rb').read(), flush=True)\n"
+    with program(polite, file, "r+") as listener:
+        wait_until(
+            lambda: command("sleep", file, "--sleep-timeout", "2s", check=False).returncode == 0,
+            PATIENCE,
+            "the program to listen",
+        )
+        is_used(place, 0, 1)
+        assert parked(file)
+        assert json.loads((place.path / ".gpufs/leases").read_text())["leases"][0]["asleep"]
+        assert "asleep" in command("leases", place.path).stdout
+        assert "host0" in command("ls", file).stdout
+        command("wake", file)
+        wait_until(
+            lambda: not json.loads((place.path / ".gpufs/leases").read_text())["leases"][0]["asleep"],
+            PATIENCE,
+            "the program to wake",
+        )
+        assert listener.stdin is not None
+        assert listener.stdout is not None
+        listener.stdin.write("\n")
+        listener.stdin.flush()
+        assert listener.stdout.readline() == "True\n"
+
+
+def test_only_the_owner_may_move_a_file(file: Path) -> None:
+    assert as_nobody(lambda: errno_of(_daemons.park, os.fspath(file), 0.0)) == EPERM
+    assert as_nobody(lambda: errno_of(_daemons.bring_back, os.fspath(file))) == EPERM
+    assert not parked(file)
+
+
+# ---- eviction ----
+
+
+@pytest.fixture
+def evicting(mount: Mounter, driver: str) -> Iterator[GpufsMount]:
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    with mount("--evict", "--host-memory", str(2 * DEVICE), memory=DEVICE) as made:
+        yield made
+
+
+def test_a_full_device_parks_what_was_used_the_longest_time_ago(evicting: GpufsMount) -> None:
+    files = [evicting.device / f"model{number}" for number in range(6)]
+    for number, path in enumerate(files):
+        path.write_bytes(noise(SIZE + number))
+    assert [parked(path) for path in files] == [True, True, True, False, False, False]
+    assert os.statvfs(evicting.device).f_bavail * 4096 > 2 * SIZE
+    array = gpufs.attach(files[0], "r+")  # brings it back
+    assert [parked(path) for path in files].count(False) == 3
+    assert not parked(files[0])
+    assert array.tobytes() == noise(SIZE)
+    for number, path in enumerate(files):
+        assert path.read_bytes() == noise(SIZE + number)
+    array.close()
+    gc.collect()
+
+
+def test_files_in_use_and_pinned_ones_stay_and_the_rest_is_a_full_device(evicting: GpufsMount) -> None:
+    used_one, pinned, opened, new = (evicting.device / name for name in ("used", "pinned", "opened", "new"))
+    for path in (used_one, pinned, opened):
+        path.write_bytes(noise(SIZE))
+    command("pin", pinned)
+    array = gpufs.attach(used_one, "r")
+    with open(opened, "rb"):
+        assert errno_of(lambda: new.write_bytes(noise(SIZE))) == ENOSPC
+        assert not any(map(parked, (used_one, pinned, opened)))
+    new.write_bytes(noise(SIZE))
+    assert parked(opened)
+    assert not parked(pinned)
+    assert not parked(used_one)
+    command("unpin", pinned)
+    with pytest.raises(OSError) as missing:
+        os.getxattr(pinned, "user.gpufs-pinned")
+    assert missing.value.errno == ENODATA
+    array.close()
+    gc.collect()
+
+
+def test_models_in_turn_on_a_device_that_is_too_small_for_them(evicting: GpufsMount) -> None:
+    files = [evicting.device / f"model{number}" for number in range(3)]
+    for number, path in enumerate(files):
+        path.write_bytes(noise(2 * SIZE + number))
+    for turn in range(9):
+        number = turn % 3
+        array: Any = gpufs.attach(files[number], "r")
+        assert array.tobytes() == noise(2 * SIZE + number)
+        array.close()
+        del array
+        gc.collect()
