@@ -8,9 +8,10 @@
 #   make test-gpu, make bench-gpu    the same on a machine with a GPU
 #   make wheel     dist/gpufs-*.whl, for any environment of Python
 #   make deb       dist/gpufs_*.deb, for Debian and Ubuntu
+#   make release   build/release/: all files of a release, checked and tried, and the commands that publish them
 #   make install-helpers             for all users: gpufs, mount.gpufs, completions, manual pages, systemd unit (PREFIX, DESTDIR)
 .DEFAULT_GOAL := build
-.PHONY: setup build demo test check bench lint format clean docs test-gpu bench-gpu wheel deb install-helpers uninstall-helpers
+.PHONY: setup build demo test check bench lint format clean docs test-gpu bench-gpu wheel deb release install-helpers uninstall-helpers
 
 setup:
 	@scripts/setup
@@ -54,6 +55,9 @@ wheel: build
 
 deb: wheel
 	@scripts/deb
+
+release: build
+	@scripts/release
 
 install-helpers: wheel
 	@scripts/install-helpers

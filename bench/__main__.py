@@ -212,7 +212,7 @@ def main() -> None:
         plot.draw(document, picture)
         print(f"drawn in {picture}")
     except ImportError:
-        print("bench: matplotlib is not installed: no picture (pip install 'gpufs[bench]')", file=sys.stderr)
+        print("bench: matplotlib is not installed: no picture (pip install matplotlib)", file=sys.stderr)
 
 
 if __name__ == "__main__":

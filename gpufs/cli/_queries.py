@@ -9,12 +9,16 @@ from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli import _answers, _mounts
-from gpufs.cli._output import MOST_NAMES, Failure, age_text, bytes_text, table_lines, user_name
+from gpufs.cli._output import MOST_NAMES, Failure, age_text, bytes_text, clock_text, table_lines, user_name
 from gpufs.client._daemons import control_file
 from gpufs.exceptions import DEAD
 
 # errno of reading the status file: state of the mount
 _STATES: Final = {**dict.fromkeys(DEAD, "dead"), ETIMEDOUT: "no answer"}
+_REMEDIES: Final = {
+    "dead": "gpufs umount {0} removes the mount, and gpufs mount {0} makes a new one",
+    "no answer": "gpufs umount --force {0} ends it, with its files",
+}
 
 
 # ---- status ----
@@ -72,10 +76,30 @@ def _unknown(entry: mounting.MountEntry, failure: OSError) -> dict[str, Any]:
     if _mounts.is_private(entry, failure):
         state, text = "private", _mounts.private_text(entry)
         if not pids and os.geteuid() == 0:  # which sees all processes
-            state, text = "dead", f"{text}: its process has died"
+            state, text = "dead", f"{text}: its daemon has died"
     elif (paused := _mounts.pause_text(entry)) is not None:
-        text = paused
+        return {**_basics(entry, state, paused), "pid": pid}
+    elif state == "dead":
+        text = "its daemon has died"
+    if state in _REMEDIES:
+        text = f"{text}: {_REMEDIES[state].format(entry.mountpoint)}"
     return {**_basics(entry, state, text), "pid": pid}
+
+
+def remains(path: str, timeout: float) -> str | None:
+    """Return what has become of a mount that is no longer at a path, and what to do. None if there was none lately."""
+    from gpufs import statistics  # mounts that are there do without
+
+    mountpoint = os.path.realpath(path)
+    for status in detached():
+        if status["mountpoint"] == mountpoint:
+            return f"detached, {status['error']}"
+    questions = [functools.partial(statistics.read_left_behind, mountpoint, os.getuid())]
+    (left,) = _answers.ask(questions, str, timeout)
+    if isinstance(left, OSError):
+        return None
+    died = clock_text(left["dead_since"])
+    return f"its daemon died at {died}, and its files with it: gpufs mount {path} makes a new one"
 
 
 def silent_statuses(reported: Sequence[dict[str, Any]], *, named: bool) -> list[tuple[str, object]]:

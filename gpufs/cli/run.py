@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -77,11 +79,26 @@ def command(mode: str, report: bool, words: tuple[str, ...]) -> None:
     environment = {**os.environ, IN_PLACE_VARIABLE: mode, **({REPORT_VARIABLE: "1"} if report else {})}
     python = _python_of(program)
     if python is not None and not _has_gpufs(python, environment):
-        raise Failure(f"{python}, which runs {words[0]}, has no gpufs: install it there, {python} -m pip install gpufs")
+        raise Failure(
+            f"{python}, which runs {words[0]}, has no gpufs. Install it there, or in a virtual environment of it: "
+            f"{shlex.quote(python)} -m pip install {shlex.quote(_origin())}"
+        )
     try:
         os.execve(program, list(words), environment)
     except OSError as error:
         raise Failure(f"{program}: {error.strerror}", 126) from None
+
+
+def _origin() -> str:
+    """Return what pip installs gpufs from: a wheel, a checkout or a URL, as pip has noted it for this gpufs."""
+    from importlib import metadata  # takes longer to load than all else of this command
+    from urllib.parse import unquote, urlsplit
+
+    record = json.loads(metadata.distribution("gpufs").read_text("direct_url.json") or "{}")
+    url = record.get("url", "gpufs")  # without a note it came from an index
+    if url.startswith("file:"):
+        return unquote(urlsplit(url).path)
+    return f"{record['vcs_info']['vcs']}+{url}" if "vcs_info" in record else url
 
 
 def _python_of(program: str) -> str | None:

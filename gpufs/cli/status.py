@@ -30,7 +30,12 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
     """
     if check and as_json:
         raise Failure("--check prints one line: --json does not go with it", 2)
-    entries = _mounts.chosen([] if mountpoint is None else [mountpoint])
+    try:
+        entries = _mounts.chosen([] if mountpoint is None else [mountpoint])
+    except Failure:
+        if mountpoint is None or (remains := _queries.remains(mountpoint, timeout)) is None:
+            raise
+        raise Failure(f"{mountpoint}: {remains}") from None
     statuses = _queries.statuses(entries, lambda status: (_row(status), _details(status)), timeout)
     if check:
         print(_verdict(statuses))
@@ -46,7 +51,7 @@ def command(mountpoint: str | None, as_json: bool, check: bool, timeout: float) 
         else:
             print("no gpufs is mounted")
         for status in statuses:
-            if status["state"] == "error":
+            if status["state"] not in ("ok", "private"):
                 complain(f"{status['mountpoint']}: {status['error']}")
         return
     (status,) = statuses

@@ -70,7 +70,7 @@ class Reading:
 def command(mountpoints: tuple[str, ...], once: bool, interval: float, timeout: float) -> None:
     """Show what happens on the mounts: devices, copies in progress, busy files and leases, with rates.
 
-    Of all mounts that you may see, or of the given MOUNTPOINTs. The key q ends it. Rates are averages over the last
+    Of all mounts that you may see, or of the given MOUNTPOINTs. The key q quits. Rates are averages over the last
     interval. Users other than root and the one who mounted see their own copies, files and leases.
     """
     if not once and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
@@ -108,6 +108,7 @@ def _watch(window: curses.window, mountpoints: Sequence[str], timeout: float, in
         now = _read(mountpoints, timeout)
         due = time.monotonic() + interval
         lines = _picture(now, before)
+        lines[0] += "   q quits"
         before = now
         _show(window, lines)
         while (left := due - time.monotonic()) > 0:

@@ -35,10 +35,10 @@ def copy(
 ) -> CopyResult:
     """Copy a file into device memory, out of it, or between devices; one of the two must be on a gpufs mount.
 
-    The other may be a URL: ``s3://BUCKET/KEY``, ``gs://`` and ``az://`` (`pip install 'gpufs[cloud]'`), ``http://`` and
-    ``https://`` (to load only), and ``hf://ORG/MODEL/FILE`` (to load only; `pip install 'gpufs[cloud,hub]'`). A file
-    that is loaded gets its name when it is complete. Or it may be a file of another machine with gpufs, ``HOST:PATH``,
-    which is copied over ssh.
+    The other may be a URL: ``s3://BUCKET/KEY``, ``gs://`` and ``az://``, ``http://`` and ``https://`` (to load only),
+    and ``hf://ORG/MODEL/FILE`` (to load only). URLs need obstore, those of the Hub also huggingface_hub. A file that is
+    loaded gets its name when it is complete. Or it may be a file of another machine with gpufs, ``HOST:PATH``, which is
+    copied over ssh.
 
     Several files at once: :func:`copy_files`, or this function from several threads.
 

@@ -70,7 +70,7 @@ class Outlet:
         if size < nixl.LEAST_BYTES:
             return
         if not (nixl.is_installed() and self._peer_has_nixl):
-            self._choose_pipe("NIXL is not installed on both machines (pip install 'gpufs[nodes]')")
+            self._choose_pipe("NIXL is not installed on both machines (pip install nixl)")
             return
         try:
             slots = Nixl()

@@ -6,6 +6,8 @@ import errno
 import os
 import random
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -128,6 +130,12 @@ def _reason(text: str) -> str:
     cause = next((one or other for one, other in reversed(causes)), "")
     line = " ".join(f"{reason} {f'({cause})' if cause else ''}".split()).rstrip(": ")
     return f"the store does not answer as expected: {line[:300]}"
+
+
+def missing_package(url: Url, package: str) -> StoreError:
+    """Return the error for a URL whose package this Python does not have."""
+    text = f"{url.scheme}:// needs {package}: {shlex.quote(sys.executable)} -m pip install {package}"
+    return StoreError(errno.ENOPKG, text, url.shown)
 
 
 def retried(work: Callable[[], _Result]) -> _Result:

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.stores.checksums import Checksum
-from gpufs.stores.errors import TRIES, StoreError, failure
+from gpufs.stores.errors import TRIES, StoreError, failure, missing_package
 from gpufs.stores.urls import Url
 from gpufs.stores.web import WholeFile, authorization
 
@@ -111,9 +111,7 @@ def translated(url: Url) -> Iterator[None]:
     try:
         from obstore.exceptions import BaseError
     except ModuleNotFoundError:
-        raise StoreError(
-            errno.ENOPKG, f"{url.scheme}:// needs obstore: pip install 'gpufs[cloud]'", url.shown
-        ) from None
+        raise missing_package(url, "obstore") from None
     try:
         yield
     except (BaseError, FileNotFoundError, ValueError) as error:

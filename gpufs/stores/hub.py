@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpufs.stores.checksums import Checksum
-from gpufs.stores.errors import StoreError, retried
+from gpufs.stores.errors import StoreError, missing_package, retried
 from gpufs.stores.files import StoreFile, nanoseconds, open_store
 from gpufs.stores.urls import Url
 from gpufs.stores.web import WholeFile
@@ -28,7 +28,7 @@ def list_files(url: Url) -> list[StoreFile]:
         import huggingface_hub as hub
         from huggingface_hub import constants, errors
     except ModuleNotFoundError:
-        raise StoreError(errno.ENOPKG, "hf:// needs huggingface_hub: pip install 'gpufs[hub]'", url.shown) from None
+        raise missing_package(url, "huggingface_hub") from None
 
     def ask() -> Any:
         try:

@@ -13,11 +13,12 @@ from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, children_of, wait_until
 
 
-def _read_until(master: int, wanted: bytes) -> None:
+def _read_until(master: int, wanted: bytes) -> bytes:
     said = b""
     while wanted not in said:
         assert select.select([master], [], [], PATIENCE)[0], said
         said += os.read(master, 1 << 16)
+    return said
 
 
 @pytest.mark.parametrize(("sent", "code"), [("q", 0), ("SIGTERM", 128 + signal.SIGTERM)])
@@ -38,7 +39,7 @@ def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, s
         assert termios.tcgetattr(terminal) != before
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
         process.send_signal(signal.SIGWINCH)
-        _read_until(master, b"HEALTH")
+        assert b"quits" in _read_until(master, b"HEALTH")
         if sent == "q":
             os.write(master, b"q")
         else:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,34 @@ def test_a_dead_mount_is_listed_and_can_be_unmounted(mountpoint: Path) -> None:
     assert not mounted_at(str(mountpoint))
     mount_it(mountpoint)
     gpufs("umount", mountpoint)
+
+
+@pytest.mark.parametrize("fate", ["unmounted", "dead", "hanging", "detached"])
+def test_status_names_the_command_that_helps(mountpoint: Path, monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
+    """Whatever has become of a mount: the command works as it is printed."""
+    monkeypatch.setenv("GPUFS_DRIVER", "host")
+    monkeypatch.setenv("GPUFS_MEMORY", "64M")
+    options = [] if fate in ("hanging", "detached") else ["--no-survive"]
+    pid = mount_it(mountpoint, *options, *(["--no-auto-unmount"] if fate == "dead" else []))
+    with ExitStack() as held:
+        if fate == "detached":
+            held.enter_context(open(mountpoint / "gpu0/x", "w"))
+            run("umount", "-l", mountpoint)
+        elif fate == "hanging":
+            stop_process(pid)
+        else:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: has_ended(pid), 10, "the end of the killed process")
+            wait_until(lambda: bool(mounted_at(str(mountpoint))) == (fate == "dead"), 10, "the guard")
+        done = gpufs("status", "--check", mountpoint, "--status-timeout", "500ms", check=False)
+        assert done.returncode == 1
+        shown = re.search(rf"gpufs (umount --force|umount|mount) {re.escape(str(mountpoint))}", done.stderr)
+        assert shown is not None, done.stderr
+        gpufs(*shown[0].split()[1:])
+        assert bool(mounted_at(str(mountpoint))) == (fate == "unmounted")
+        if fate == "unmounted":
+            gpufs("umount", mountpoint)
+        wait_until(lambda: has_ended(pid), 10, "the end of the daemon")
 
 
 def test_a_hanging_mount_does_not_block_commands(mountpoint: Path) -> None:

@@ -629,18 +629,19 @@ def test_neither_side_on_a_mount(host: Path, web: WebServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "url", "extra"),
+    ("package", "url"),
     [
-        ("obstore", "s3://bucket/key", "cloud"),
-        ("obstore", "http://localhost/key", "cloud"),
-        ("huggingface_hub", "hf://org/model/file", "hub"),
+        ("obstore", "s3://bucket/key"),
+        ("obstore", "http://localhost/key"),
+        ("huggingface_hub", "hf://org/model/file"),
     ],
 )
-def test_a_package_that_is_missing_is_named(root: Path, package: str, url: str, extra: str) -> None:
+def test_a_package_that_is_missing_is_named(root: Path, package: str, url: str) -> None:
     script = f"import sys; sys.modules['{package}'] = None; from gpufs.cli import main; sys.exit(main())"
     done = run(sys.executable, "-c", script, "cp", url, root, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"gpufs cp: {url}: {url.partition(':')[0]}:// needs {package}: pip install 'gpufs[{extra}]'\n"
+    assert done.stderr.startswith(f"gpufs cp: {url}: ")
+    assert done.stderr.endswith(f" {sys.executable} -m pip install {package}\n")  # the line, as it may be copied
 
 
 def test_names_that_look_like_urls(root: Path, host: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -362,7 +363,9 @@ def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
     python = tmp_path / "python3"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    assert str(python) in fails(1, "run", python, "-c", "pass")
+    message = fails(1, "run", python, "-c", "pass")
+    assert str(python) in message
+    assert Path(shlex.split(message)[-1]).exists()  # what its command installs gpufs from
     script = tmp_path / "script"
     script.write_text(f"#!{python}\n")
     script.chmod(0o755)

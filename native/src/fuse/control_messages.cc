@@ -180,7 +180,11 @@ KernelReferences references_in(std::uint32_t opcode, std::span<const std::byte> 
   if (read_struct(reply, 0, &answered) && layout.open_at != 0 && read_struct(reply, layout.open_at, &open)) {
     found.release.resize(kBodyOffset + sizeof(fuse_release_in));
     const auto length = static_cast<std::uint32_t>(found.release.size());
-    write_struct(found.release, 0, fuse_in_header{length, layout.closed_by, answered.unique, 0, 0, 0, 0, 0, 0});
+    fuse_in_header header{};  // kernels differ in its last fields
+    header.len = length;
+    header.opcode = layout.closed_by;
+    header.unique = answered.unique;
+    write_struct(found.release, 0, header);
     write_struct(found.release, kBodyOffset, fuse_release_in{open.fh, 0, 0, 0});
   }
   for_each_entry(layout, reply, [&](std::size_t at, std::string_view name) {
