@@ -27,8 +27,8 @@ _BLOCK = 512  # unit of st_blocks
 def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: float) -> None:
     """List files on mounts: device, size, memory held, leases, last use and owner.
 
-    List the given PATHs, or every device directory if none is given. HELD is what `du` counts: less
-    than the size if the file has holes, more while memory is preallocated; "in host0" is asleep. A directory shows the sums of all files
+    List the given PATHs, or every device directory if none is given. HELD is what `du` counts: less than the size if
+    the file has holes, more while memory is preallocated; "in host0" is asleep. A directory shows the sums of all files
     below it. LAST USE is the later of the last read and the last write that the kernel has noted; with relatime it
     notes about one read a day. LEASES are those that you may see (`gpufs leases`).
     """

@@ -116,6 +116,9 @@ api::Code attribute_of(const FakeGpuSetup& setup, int attribute, int* value) {
     case kCuAttributeExportDescriptor:
       *value = setup.export_descriptors ? 1 : 0;
       return api::kSuccess;
+    case kCuAttributeHostVirtualMemory:
+      *value = setup.virtual_memory && setup.export_descriptors ? 1 : 0;
+      return api::kSuccess;
     case kCuAttributeSameHostAddresses:
     case kCuAttributeReadOnlyHostRegister:
       *value = 1;

@@ -171,6 +171,7 @@ constexpr std::uint64_t kLargePage = std::uint64_t{2} << 20;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kInline = 24576;  // the largest copy that travels in a queue of the hardware itself
 constexpr int kMaximumDevices = 8;
+constexpr int kHostNode = kMaximumDevices;  // where host memory lies that devices map
 constexpr int kMaximumCopyQueues = 32;
 constexpr int kHarmless = 5;  // so many blocked streams leave the hardware a queue for work of others
 
@@ -329,7 +330,7 @@ class Machine {
   }
   // The number that a device has where none is hidden.
   [[nodiscard]] int physical(int device) const {
-    return visible_.empty() ? device : visible_.at(static_cast<std::size_t>(device));
+    return visible_.empty() || device == kHostNode ? device : visible_.at(static_cast<std::size_t>(device));
   }
   api::Code total_memory(std::size_t* bytes) const {
     *bytes = setup.memory_bytes;
@@ -484,11 +485,12 @@ class Machine {
   }
   template <typename VendorsHandle>
   api::Code create(VendorsHandle* handle, std::size_t bytes, const api::AllocationProperties& properties) {
-    const int device = properties.location.id;
-    if (bytes == 0 || bytes % vendor_.granularity != 0 || device < 0 || device >= setup.devices) {
+    const bool on_host = properties.location.type == api::kLocationHostNode;
+    const int device = on_host ? kHostNode : properties.location.id;
+    if (bytes == 0 || bytes % vendor_.granularity != 0 || device < 0 || (device >= setup.devices && !on_host)) {
       return api::kInvalidValue;
     }
-    if (used(device) + bytes > setup.memory_bytes) return api::kOutOfMemory;
+    if (!on_host && used(device) + bytes > setup.memory_bytes) return api::kOutOfMemory;
     const int fd = ::memfd_create((kMemoryName + std::to_string(physical(device))).c_str(), MFD_CLOEXEC);
     if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return api::kOutOfMemory;
     // Fresh memory is not zero, in every large page.
@@ -536,6 +538,7 @@ class Machine {
     int device = 0;
     const int owner = std::atoi(name.data() + prefix.size());
     while (device < setup.devices && physical(device) != owner) ++device;
+    if (owner == kHostNode) device = kHostNode;
     physical_[next_handle_++] = Physical{own, device, static_cast<std::uint64_t>(bytes), false, 0, true};
     return api::kSuccess;
   }
@@ -580,7 +583,10 @@ class Machine {
       return api::kInvalidValue;
     for (auto mapping = mappings_.find(address); mapping != mappings_.end() && mapping->first < address + bytes;
          ++mapping) {
-      for (std::size_t i = 0; i < count; ++i) mapping->second.access[access[i].location.id] = access[i].flags;
+      for (std::size_t i = 0; i < count; ++i) {
+        const bool is_host = access[i].location.type == api::kLocationHostNode;
+        mapping->second.access[is_host ? kHostNode : access[i].location.id] = access[i].flags;
+      }
     }
     return api::kSuccess;
   }
@@ -963,7 +969,7 @@ class Machine {
   const Vendor vendor_;
   std::vector<int> visible_;  // physical numbers; empty: all
   std::array<std::atomic<api::Code>, kMaximumDevices> poison_{};
-  std::array<std::uint64_t, kMaximumDevices> used_{};
+  std::array<std::uint64_t, kHostNode + 1> used_{};
   std::map<Handle, Physical> physical_;
   Handle next_handle_ = 1;
   ByAddress<std::uint64_t> reservations_;
