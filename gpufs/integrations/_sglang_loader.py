@@ -64,7 +64,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if not self._settings.share or pieces is None:
             return load_own()  # type: ignore[no-any-return]
         if pieces.uses_memory_saver():
-            raise ValueError(SLEEP_REFUSED.format(option="--enable-memory-saver"))
+            raise ValueError(SLEEP_REFUSED.format(option="--enable-memory-saver", remedy="start "))
         phases = Phases()
         checkpoint, shared = self._find_shared(model_config, device_config)
         phases.end("find the file")

@@ -25,7 +25,7 @@ from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, move_
 from gpufs.units import bytes_text
 
 SLEEP_REFUSED = (
-    "{option} frees the weights of one engine, and with --load-format gpufs they belong to all engines. Start "
+    "{option} frees the weights of one engine, and with --load-format gpufs they belong to all engines: {remedy}"
     "without {option}, or with --model-loader-extra-config '{{\"share\": false}}', which gives this engine "
     "weights of its own"
 )

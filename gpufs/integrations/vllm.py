@@ -8,6 +8,8 @@ mount. That works with every quantization and any number of GPUs.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 
 def register() -> None:
     """Add the load format; vLLM calls this in each of its processes."""
@@ -16,3 +18,14 @@ def register() -> None:
     from gpufs.integrations._vllm_loader import GpufsModelLoader
 
     register_model_loader("gpufs")(GpufsModelLoader)
+    _register_sleep()
+
+
+def _register_sleep() -> None:
+    """Add the backend for sleep mode, which vLLM has from 0.32 on."""
+    try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+    except ImportError:
+        return
+    with suppress(ValueError):  # it is registered already
+        SleepModeBackendFactory.register_backend("gpufs", "gpufs.integrations._vllm_sleep", "GpufsSleepBackend")

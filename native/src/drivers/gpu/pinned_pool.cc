@@ -3,9 +3,15 @@
 #include "base/log.h"
 
 namespace gpufs::gpu {
+namespace {
+
+constexpr std::chrono::seconds kQuiet{2};
+
+}  // namespace
 
 std::optional<PhysicalHandle> PinnedPool::take(bool wants_zeros, bool* zeroed) {
   const std::lock_guard lock(mutex_);
+  quiet_from_ = Worker::Clock::now() + kQuiet;
   *zeroed = wants_zeros ? !ready_.empty() : used_.empty();
   std::vector<PhysicalHandle>& from = *zeroed ? ready_ : used_;
   if (from.empty()) return std::nullopt;
@@ -18,6 +24,7 @@ void PinnedPool::give(PhysicalHandle handle) {
   {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
+      quiet_from_ = Worker::Clock::now() + kQuiet;
       used_.push_back(handle);
       worker_.wake();
       return;
@@ -59,6 +66,7 @@ Worker::Clock::time_point PinnedPool::work() {
   bool makes = false;
   {
     const std::lock_guard lock(mutex_);
+    if (Worker::Clock::now() < quiet_from_) return quiet_from_;
     if (!used_.empty()) {
       used = used_.back();
       used_.pop_back();
