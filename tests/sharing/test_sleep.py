@@ -243,14 +243,14 @@ def test_each_call_on_a_file_that_sleeps_does_what_it_does_on_others(place: Surv
         assert os.lseek(fd, 0, os.SEEK_HOLE) == SIZE
         assert os.lseek(fd, 10, os.SEEK_DATA) == 10
         assert parked(file)
-        fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 4 * MIB, 8 * MIB)
-        content[4 * MIB : 12 * MIB] = bytes(8 * MIB)
+        fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 4 * MIB, 2 * MIB)
+        content[4 * MIB : 6 * MIB] = bytes(2 * MIB)
         assert os.pread(fd, SIZE, 0) == content
         sleeps()
         assert os.lseek(fd, 0, os.SEEK_HOLE) == 4 * MIB
-        os.ftruncate(fd, 20 * MIB)
-        os.ftruncate(fd, 30 * MIB)
-        content[20 * MIB :] = bytes(10 * MIB)
+        os.ftruncate(fd, 8 * MIB)
+        os.ftruncate(fd, 9 * MIB)
+        content[8 * MIB :] = bytes(MIB)
         assert os.pread(fd, SIZE, 0) == content
         sleeps()
         assert os.pread(fd, SIZE, 0) == content

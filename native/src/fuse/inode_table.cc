@@ -56,6 +56,8 @@ constexpr std::uint64_t kBrieflyFreedBytes = std::uint64_t{64} << 10;
 
 // How long parking waits for memory of the host tier that is being freed.
 constexpr std::chrono::seconds kFreeTimeout{3};
+// How long a full device waits for files that came back a moment ago, and may not go yet.
+constexpr std::chrono::seconds kStayTimeout{10};
 // An extended attribute: the file stays on its device, whoever needs space.
 constexpr const char* kPinned = "user.gpufs-pinned";
 
@@ -298,12 +300,11 @@ InodeTable::~InodeTable() {
 }
 
 std::vector<std::shared_ptr<Inode>> InodeTable::idle_files(std::int32_t device) const {
-  const auto now = std::chrono::steady_clock::now();
   std::vector<std::pair<std::chrono::steady_clock::time_point, std::shared_ptr<Inode>>> idle;
   for (std::shared_ptr<Inode>& inode : all()) {
     if (inode->device_ != device || !inode->buffer_ || inode->replaced_) continue;
     const Buffer& buffer = *inode->buffer_;
-    if (buffer.bytes_held() < buffer.device()->info().granule || buffer.stays_until() > now) continue;
+    if (buffer.bytes_held() < buffer.device()->info().granule || buffer.is_leased()) continue;
     {
       const Inode::Reader reader(*inode);
       const bool is_pinned = reader->extended && reader->extended->find(kPinned) != nullptr;
@@ -318,13 +319,21 @@ std::vector<std::shared_ptr<Inode>> InodeTable::idle_files(std::int32_t device) 
 }
 
 bool InodeTable::evict(std::int32_t device) {
-  for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
-    const Result<bool> parked = park(*inode);  // one that a program has attached is EBUSY
-    if (!parked.ok() || !parked.value()) continue;
-    log_info("inode ", inode->ino(), " was parked: ", directory_of(device), " is full");
-    return true;
+  const auto deadline = std::chrono::steady_clock::now() + kStayTimeout;
+  for (;;) {
+    auto soonest = deadline;
+    for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
+      const auto until = inode->buffer_->stays_until();
+      soonest = std::min(soonest, until);
+      if (until > std::chrono::steady_clock::now()) continue;
+      const Result<bool> parked = park(*inode);  // EBUSY: a program has attached it meanwhile
+      if (!parked.ok() || !parked.value()) continue;
+      log_info("inode ", inode->ino(), " was parked: ", directory_of(device), " is full");
+      return true;
+    }
+    if (soonest >= deadline || std::chrono::steady_clock::now() >= soonest) return false;
+    std::this_thread::sleep_until(soonest);  // those that came back a moment ago may go then
   }
-  return false;
 }
 
 std::uint64_t InodeTable::evictable(std::int32_t device) {
@@ -332,7 +341,7 @@ std::uint64_t InodeTable::evictable(std::int32_t device) {
   const Result<MemoryInfo> host = host_tier()->memory();
   std::uint64_t bytes = 0;
   for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
-    if (!inode->buffer_->is_leased()) bytes += inode->buffer_->bytes_held();
+    bytes += inode->buffer_->bytes_held();
   }
   return host.ok() ? std::min(bytes, host.value().free_bytes) : 0;
 }

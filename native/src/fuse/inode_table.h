@@ -192,7 +192,7 @@ class InodeTable {
   void watch_contents(const std::shared_ptr<Inode>& inode);
   // Frees what the host tier held of a file that is back, on the executor.
   void free_parked(std::shared_ptr<Buffer> parked);
-  // Files on a device that could be parked, the one first that was used the longest time ago. Programs may have leases.
+  // Files on a device that nobody uses, the one first that was used the longest time ago.
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> idle_files(std::int32_t device) const;
   bool evict(std::int32_t device);
   // The parts of an inode's record, and what becomes of them.
