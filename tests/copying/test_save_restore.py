@@ -25,6 +25,8 @@ from support.mounting import GPUFS, GpufsMount
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
 from support.watchdog import mounted_at
 
+from gpufs.cli import run_command_line as run_here
+
 pytestmark = [
     pytest.mark.driver,
     pytest.mark.skipif(os.geteuid() != 0, reason="sets owners, and acts as another user"),
@@ -495,22 +497,26 @@ EDITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def test_no_line_of_a_manifest_leads_out_of_the_destination(saved: tuple[Path, Path], root: Path) -> None:
+def test_no_line_of_a_manifest_leads_out_of_the_destination(
+    saved: tuple[Path, Path], root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     _, save = saved
+    restore = ["restore", os.fspath(save), os.fspath(root / "end")]
     lines = manifest(save)[:-1]
     place = next(place for place, line in enumerate(lines) if line.get("path") == "a")
     outside = (*root.iterdir(), *save.parent.iterdir())
     for name, edit in EDITS.items():
         write_manifest(save, [*lines[:place], edit(lines[place]), *lines[place + 1 :]])
-        done = gpufs("restore", save, root / "end", check=False)
-        assert done.returncode == 1, name
-        assert len(done.stderr.splitlines()) == 1, done
-        assert "internal error" not in done.stderr, done
+        assert run_here(restore) == 1, name
+        text = capfd.readouterr().err
+        assert len(text.splitlines()) == 1, text
+        assert "internal error" not in text
         assert (*root.iterdir(), *save.parent.iterdir()) == outside, name
     assert not os.path.lexists("/tmp/gpufs-outside")
     for path in ("..", "d\0x", "%2e%2e"):
         write_manifest(save, [{**lines[0], "limits": [{"path": path, "limit_bytes": 1}]}, *lines[1:]])
-        assert "manifest" in fails(1, "restore", save, root / "end")
+        assert run_here(restore) == 1
+        assert "manifest" in capfd.readouterr().err
     for data in (
         b"",
         b"\0" * 1000,
@@ -519,7 +525,8 @@ def test_no_line_of_a_manifest_leads_out_of_the_destination(saved: tuple[Path, P
         b'{"type":"gpufs-save","version":9,"source":"","saved":""}\n',
     ):
         (save / "manifest.jsonl").write_bytes(data)
-        assert "manifest" in fails(1, "restore", save, root / "end")
+        assert run_here(restore) == 1
+        assert "manifest" in capfd.readouterr().err
 
 
 def test_links_in_a_save_or_a_destination_are_not_followed(saved: tuple[Path, Path], root: Path, host: Path) -> None:

@@ -24,6 +24,7 @@ from support.processes import run
 
 import gpufs.torch as in_place
 from gpufs import register
+from gpufs.cli import run_command_line as run_here
 from gpufs.torch import FormatError
 
 
@@ -130,18 +131,23 @@ OTHER_FORMATS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_a_file_of_another_format_is_named(root: Path, name: str) -> None:
+def test_a_file_of_another_format_is_named(root: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     remedy, write = OTHER_FORMATS[name]
     for path in (root / "file", root / "file.safetensors"):
         write(path)
         with pytest.raises(FormatError, match=f"{name}.*{remedy}"):
             in_place.load_file(path)
-    assert re.search(f"{name}.*{remedy}", fails(1, "inspect", root / "file.safetensors"))
-    if "tensors" in inspected(root / "file"):  # test_other_formats.py looks at these
+    assert run_here(["inspect", str(root / "file.safetensors")]) == 1
+    assert re.search(f"{name}.*{remedy}", capfd.readouterr().err)
+    assert run_here(["inspect", "--json", str(root / "file")]) == 0
+    found = json.loads(capfd.readouterr().out)
+    if "tensors" in found:  # test_other_formats.py looks at these
         return
-    assert re.search(f"{name}.*{remedy}", gpufs("inspect", root / "file").stdout)
-    assert name in inspected(root / "file")["format"]
-    assert remedy in gpufs("inspect", "--stats", root / "file", check=False).stderr
+    assert name in found["format"]
+    assert run_here(["inspect", str(root / "file")]) == 0
+    assert re.search(f"{name}.*{remedy}", capfd.readouterr().out)
+    run_here(["inspect", "--stats", str(root / "file")])
+    assert remedy in capfd.readouterr().err
 
 
 # Files without a header
