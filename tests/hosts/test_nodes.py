@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs, refused, user_gpufs
+from support.cli import fails_here, gpufs, refused, user_gpufs
 from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, left, make_model, noise
 from support.hosts import THROTTLE, script, throttled_shell
 from support.mounting import GPUFS, REPOSITORY, Mounter, Session
@@ -923,7 +923,7 @@ def test_names_that_are_not_hosts(root: Path) -> None:
         ("`x`@h:/x", "is not a host"),
         ("u@h\x07:/x", "is not a host"),
     ]:
-        assert text in fails(2, "cp", "--", name, root)
+        assert text in fails_here(2, "cp", "--", name, root)
     gpufs("cp", "./a:b", "copy", cwd=root)  # a name of this machine
     gpufs("cp", root / "a:b", root / "c:d")
     assert left(root) == ["a:b", "c:d", "copy"]
@@ -1005,7 +1005,7 @@ for sends in (True, False):
     ],
 )
 def test_what_cannot_be_combined(words: tuple[str, ...], text: str) -> None:
-    assert text in fails(2, "cp", *words)
+    assert text in fails_here(2, "cp", *words)
 
 
 def test_names_there_that_are_wrong(root: Path, host: Path, remote: tuple[str, ...]) -> None:
