@@ -52,6 +52,12 @@ def _programs(directory: str, beginning: str) -> list[str]:
     "c: changes stay private to the program.",
 )
 @click.option("--report", is_flag=True, help="Print what is in place and what was copied, when a model is loaded.")
+@click.option(
+    "--caches",
+    metavar="DIR",
+    type=click.Path(file_okay=False),
+    help="Keep what torch, Triton, vLLM, SGLang and others compile below DIR, so that later starts load it.",
+)
 @click.argument(
     "words",
     metavar="PROGRAM [ARGUMENT]...",
@@ -60,7 +66,7 @@ def _programs(directory: str, beginning: str) -> list[str]:
     type=click.UNPROCESSED,
     shell_complete=_complete_words,
 )
-def command(mode: str, report: bool, words: tuple[str, ...]) -> None:
+def command(mode: str, report: bool, caches: str | None, words: tuple[str, ...]) -> None:
     """Run PROGRAM so that it uses safetensors files of a mount in place, without a copy.
 
     For Python programs that load weights with safetensors, or with a library that is built on it: transformers,
@@ -70,6 +76,7 @@ def command(mode: str, report: bool, words: tuple[str, ...]) -> None:
     \b
       gpufs run python generate.py --model /mnt/gpufs/gpu0/Qwen3-8B
       gpufs run --mode c torchrun train.py
+      gpufs run --caches /var/cache/gpufs-jit vllm serve /mnt/gpufs/gpu0/Qwen3-8B
 
     The same by a variable, for services and containers: GPUFS_IN_PLACE=r.
     """
@@ -83,6 +90,13 @@ def command(mode: str, report: bool, words: tuple[str, ...]) -> None:
             f"{python}, which runs {words[0]}, has no gpufs. Install it there, or in a virtual environment of it: "
             f"{shlex.quote(python)} -m pip install {shlex.quote(_origin())}"
         )
+    if caches is not None:
+        if not caches:
+            raise click.BadParameter("an empty name", param_hint="--caches")
+        from gpufs.cli._caches import variables  # imported late: other programs start without it
+
+        # A shell script's programs find their Python as this command does.
+        environment |= variables(caches, python or shutil.which("python3"), environment)
     try:
         os.execve(program, list(words), environment)
     except OSError as error:

@@ -189,7 +189,7 @@ def summarize(dtype: str, block: Block, start: int = 0) -> Summary:
             inf = finite.size - values.size - nan
     if not values.size:
         return Summary(nan=nan, inf=inf, first_nan=first_nan)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         total = float(values.sum(dtype=np.float64))
     number = float if values.dtype.kind == "f" else int
     return Summary(number(values.min()), number(values.max()), total, values.size, nan, inf, first_nan)

@@ -30,10 +30,10 @@ KERNELS = {
 
 
 KNOBS = {
-    "one of each": "--reader-threads 1 --worker-threads 1",
+    "one of each, no slabs": "--reader-threads 1 --worker-threads 1 --slab-file-bytes 0",
     "small and nothing kept": "--max-write 4K --attribute-timeout 0 --entry-timeout 0",
-    "large and kept for long": "--max-write 16M --attribute-timeout 1h --entry-timeout 1h --slab-file-bytes 1M",
-    "many readers, no slabs": "--reader-threads 16 --slab-file-bytes 0",
+    "large and kept for long": "--max-write 16M --attribute-timeout 1h --entry-timeout 1h --slab-file-bytes 1M"
+    " --reader-threads 16",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cli import gpufs
+from support.cli import gpufs, gpufs_here
 from support.data import MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import run
@@ -46,7 +46,7 @@ def tree(host: Path) -> Path:
 
 
 def refused(needed: str, free_on: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    done = gpufs("cp", *words, check=False)
+    done = gpufs_here("cp", *words, check=False)
     assert done.returncode == 1
     assert f"needs {needed}, " in done.stderr
     assert f" free on {free_on}" in done.stderr
@@ -76,7 +76,7 @@ def test_more_than_the_device_has_is_refused_at_once(
 
 
 def test_partial_copies_what_fits(small: GpufsMount, tree: Path) -> None:
-    done = gpufs("cp", "-r", "-j1", "--partial", "--json", tree, small.device, check=False)
+    done = gpufs_here("cp", "-r", "-j1", "--partial", "--json", tree, small.device, check=False)
     assert done.returncode == 1
     assert json.loads(done.stdout)["files"] == 1
     assert_same((small.device / "tree" / "one").read_bytes(), noise(20 * MIB))
@@ -91,8 +91,8 @@ def test_files_that_are_overwritten_make_space(small: GpufsMount, host: Path) ->
     (host / "tree").mkdir()
     (host / "tree" / "file").write_bytes(noise(24 * MIB))
     for _ in range(3):
-        gpufs("cp", "-r", host / "tree", small.device)
-    gpufs("cp", "-r", "-n", host / "tree", small.device)  # copies nothing
+        gpufs_here("cp", "-r", host / "tree", small.device)
+    gpufs_here("cp", "-r", "-n", host / "tree", small.device)  # copies nothing
     assert_same((small.device / "tree" / "file").read_bytes(), noise(24 * MIB))
 
 
@@ -104,7 +104,7 @@ def test_a_disk_that_is_too_small(root: Path, small_disk: Path) -> None:
     (root / "two").write_bytes(noise(20 * MIB))
     refused("20.0 MiB", str(small_disk), root / "two", small_disk)
     assert os.listdir(small_disk) == []
-    gpufs("cp", root / "one", small_disk)
+    gpufs_here("cp", root / "one", small_disk)
 
 
 def test_the_root_of_a_mount_says_where_files_go(shared_mount: GpufsMount, host: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import gpufs
+from support.cli import gpufs, gpufs_here
 from support.copying import wait_for_no_copies
 from support.data import MIB, assert_same, noise
 from support.hanging import HangingMount
@@ -64,7 +64,7 @@ def fails(code: int, *words: object) -> str:
 
 def test_every_gpu_gets_the_file_and_it_is_read_once(three: GpufsMount, model: Path) -> None:
     before = read_from_host(three)
-    found: dict[str, Any] = json.loads(gpufs("cp", "--json", model, *to_all(three)).stdout)
+    found: dict[str, Any] = json.loads(gpufs_here("cp", "--json", model, *to_all(three)).stdout)
     assert read_from_host(three) - before == SIZE
     assert found["methods"] == {"transfer": 1, "kernel": 2}
     assert found["bytes"] == 3 * SIZE
@@ -77,7 +77,7 @@ def test_several_files_and_the_options_of_one_destination(three: GpufsMount, mod
     small.write_bytes(b"small")
     os.utime(model, ns=(10**18, 10**18))
     words = ["--verify", "-p", "--json", "--progress"]
-    found = json.loads(gpufs("cp", *words, model, small, *to_all(three)).stdout)
+    found = json.loads(gpufs_here("cp", *words, model, small, *to_all(three)).stdout)
     assert found["files"] == 6
     assert len({copy["sha256"] for copy in found["copies"]}) == 2
     for device in devices(three):
@@ -90,20 +90,20 @@ def test_existing_files_are_skipped_or_overwritten(three: GpufsMount, model: Pat
     first, second, third = devices(three)
     (first / "model").write_bytes(b"old")
     (third / "model").write_bytes(noise(12 * MIB, 7))
-    found = json.loads(gpufs("cp", "-n", "--json", model, *to_all(three)).stdout)
+    found = json.loads(gpufs_here("cp", "-n", "--json", model, *to_all(three)).stdout)
     assert (found["files"], found["skipped"]) == (1, 2)
     assert (first / "model").read_bytes() == b"old"
     assert_same((second / "model").read_bytes(), noise(SIZE))
-    gpufs("cp", model, *to_all(three))
+    gpufs_here("cp", model, *to_all(three))
     for device in devices(three):
         assert_same((device / "model").read_bytes(), noise(SIZE))
 
 
 def test_a_file_of_one_gpu_goes_to_the_others(three: GpufsMount, model: Path) -> None:
     first, *others = devices(three)
-    gpufs("cp", model, first)
+    gpufs_here("cp", model, first)
     before = read_from_host(three)
-    gpufs("cp", first / "model", *to_all(three)[1:])
+    gpufs_here("cp", first / "model", *to_all(three)[1:])
     assert read_from_host(three) == before
     for device in others:
         assert_same((device / "model").read_bytes(), noise(SIZE))
@@ -141,7 +141,7 @@ def test_directories_go_to_each(three: GpufsMount, model: Path, host: Path) -> N
     model.rename(tree / "sub/model")
     (tree / "link").symlink_to("sub/model")
     before = read_from_host(three)
-    gpufs("cp", "-r", tree, *to_all(three))
+    gpufs_here("cp", "-r", tree, *to_all(three))
     assert read_from_host(three) - before == SIZE
     for device in devices(three):
         assert_same((device / "tree/sub/model").read_bytes(), noise(SIZE))
@@ -166,9 +166,9 @@ def test_without_the_option_the_last_name_alone_is_the_destination(three: GpufsM
 
 
 def test_one_directory_may_be_named_before_the_files(three: GpufsMount, model: Path) -> None:
-    gpufs("cp", "-t", three.device, model, model.parent / "model")
+    gpufs_here("cp", "-t", three.device, model, model.parent / "model")
     assert_same((three.device / "model").read_bytes(), noise(SIZE))
-    gpufs("cp", "-r", "-t", three.device, model.parent)
+    gpufs_here("cp", "-r", "-t", three.device, model.parent)
     assert_same((three.device / model.parent.name / "model").read_bytes(), noise(SIZE))
 
 

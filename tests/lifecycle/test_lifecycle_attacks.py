@@ -123,9 +123,9 @@ def test_a_killed_daemon_ends_all_its_clients(mount: Mounter, reference: Path) -
     running_now = [running(name, mounted, reference) for name in PROGRAMS]
     processes = [one.__enter__() for one in running_now]
     try:
-        time.sleep(1)
+        time.sleep(0.5)
         mounted.signal(signal.SIGSTOP)
-        time.sleep(0.3)
+        time.sleep(0.1)
         mounted.signal(signal.SIGKILL)
         assert mounted.daemon.wait(PATIENCE) == -signal.SIGKILL
         wait_until(lambda: not mounted.mounted(), 30, "the guard to take the mount away")

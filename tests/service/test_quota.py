@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_gpu, linux
-from support.cli import fails, gpufs, user_gpufs
+from support.cli import fails_here, gpufs, gpufs_here, user_gpufs
 from support.data import KIB, MIB, assert_same, noise
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, OTHER, as_nobody, as_other, errno_of, plain_user, run, wait_until
@@ -35,7 +35,7 @@ LIMIT = 16 * MIB
 
 def quotas(mount: GpufsMount) -> dict[tuple[str, int | None], tuple[int, int | None]]:
     """What `gpufs quota list` shows: used and allowed bytes by path within the mount and user."""
-    found = json.loads(gpufs("quota", "list", "--json", mount.path).stdout)
+    found = json.loads(gpufs_here("quota", "list", "--json", mount.path).stdout)
     return {
         (os.path.relpath(one["path"], mount.path), one["uid"]): (one["used_bytes"], one["limit_bytes"]) for one in found
     }
@@ -148,21 +148,21 @@ def test_fallocate_beyond_the_limit_takes_nothing(mount: Mounter) -> None:
 
 def test_limits_of_single_users(limited: GpufsMount) -> None:
     gpu, root = limited.device, limited.path
-    gpufs("quota", "set", root, "--user", NOBODY, "4M")
-    gpufs("quota", "set", gpu, "-u", "nobody", "6M")
+    gpufs_here("quota", "set", root, "--user", NOBODY, "4M")
+    gpufs_here("quota", "set", gpu, "-u", "nobody", "6M")
     assert {key: limit for key, (_, limit) in quotas(limited).items()} == {
         ("gpu0", NOBODY): 6 * MIB,
         ("gpu1", NOBODY): 4 * MIB,
     }
     assert as_nobody(lambda: errno_of((gpu / "a").write_bytes, bytes(7 * MIB))) == EDQUOT
     assert held(gpu / "a") == 6 * MIB
-    gpufs("quota", "set", gpu, "--user", NOBODY, "none")
+    gpufs_here("quota", "set", gpu, "--user", NOBODY, "none")
     as_nobody(lambda: (gpu / "b").write_bytes(bytes(20 * MIB)))
-    gpufs("quota", "remove", gpu, "--user", NOBODY)
+    gpufs_here("quota", "remove", gpu, "--user", NOBODY)
     assert quotas(limited)["gpu0", NOBODY] == (26 * MIB, LIMIT)
     as_nobody((gpu / "b").unlink)
     as_nobody(lambda: (gpu / "b").write_bytes(bytes(10 * MIB)))
-    gpufs("quota", "set", root, "--user", 0, "1M")
+    gpufs_here("quota", "set", root, "--user", 0, "1M")
     assert errno_of((gpu / "roots").write_bytes, bytes(3 * MIB)) == EDQUOT
 
 
@@ -174,14 +174,14 @@ def test_limits_that_a_mount_begins_with(open_directory: Path) -> None:
         mount.device.chmod(0o777)
 
         def limit(user: int) -> int | None:
-            lines = json.loads(gpufs("quota", "list", "--json", mount.path).stdout)
+            lines = json.loads(gpufs_here("quota", "list", "--json", mount.path).stdout)
             return next((line["limit_bytes"] for line in lines if line["uid"] == user), None)
 
         paths = [mount.device / name for name in ("a", "b")]
         assert limit(NOBODY) == 4 * MIB
         assert as_nobody(lambda: errno_of(paths[0].write_bytes, bytes(5 * MIB))) == EDQUOT
         as_other(lambda: paths[1].write_bytes(bytes(20 * MIB)))
-        gpufs("quota", "set", mount.path, "--user", NOBODY, "6M")
+        gpufs_here("quota", "set", mount.path, "--user", NOBODY, "6M")
         mount.kill()
         assert limit(NOBODY) == 6 * MIB
         assert as_nobody(lambda: errno_of(paths[0].write_bytes, bytes(7 * MIB))) == EDQUOT
@@ -239,7 +239,7 @@ def test_a_directory_with_a_limit(limited: GpufsMount) -> None:
     (folder / "deep" / "er").mkdir(parents=True)
     (folder / "deep" / "before").write_bytes(bytes(4 * MIB))
     (gpu / "outside").write_bytes(bytes(4 * MIB))
-    gpufs("quota", "set", folder, "10M")
+    gpufs_here("quota", "set", folder, "10M")
     assert quotas(limited)["gpu0/alice", None] == (4 * MIB, 10 * MIB)
     (folder / "deep" / "er" / "after").write_bytes(bytes(4 * MIB))
     assert errno_of((folder / "last").write_bytes, bytes(4 * MIB)) == EDQUOT
@@ -265,9 +265,9 @@ def test_a_directory_with_a_limit(limited: GpufsMount) -> None:
     assert quotas(limited)["gpu0/alice", None] == (8 * MIB, 10 * MIB)
     # the directory itself keeps its limit under another name, and its limit can be changed
     os.rename(folder, gpu / "bob")
-    gpufs("quota", "set", gpu / "bob", "12M")
+    gpufs_here("quota", "set", gpu / "bob", "12M")
     assert quotas(limited)["gpu0/bob", None] == (8 * MIB, 12 * MIB)
-    gpufs("quota", "remove", gpu / "bob")
+    gpufs_here("quota", "remove", gpu / "bob")
     assert ("gpu0/bob", None) not in quotas(limited)
     (gpu / "bob" / "large").write_bytes(bytes(16 * MIB))
     os.rename(gpu / "bob" / "large", gpu / "large")
@@ -276,25 +276,25 @@ def test_a_directory_with_a_limit(limited: GpufsMount) -> None:
 def test_limits_of_directories_end_with_them_and_do_not_nest(limited: GpufsMount) -> None:
     gpu = limited.device
     (gpu / "a" / "b" / "c").mkdir(parents=True)
-    gpufs("quota", "set", gpu / "a" / "b", "4M")
+    gpufs_here("quota", "set", gpu / "a" / "b", "4M")
     for directory in (gpu, gpu / "a", gpu / "a" / "b" / "c"):
-        assert "nested" in fails(1, "quota", "set", directory, "4M")
+        assert "nested" in fails_here(1, "quota", "set", directory, "4M")
     (gpu / "other").mkdir()
-    gpufs("quota", "set", gpu / "other", "4M")
+    gpufs_here("quota", "set", gpu / "other", "4M")
     assert errno_of(os.rename, gpu / "a", gpu / "other" / "a") == EXDEV
     shutil.rmtree(gpu / "a")
     (gpu / "other").rmdir()
     assert quotas(limited) == {}
-    gpufs("quota", "set", gpu, "2M")
+    gpufs_here("quota", "set", gpu, "2M")
     assert errno_of((gpu / "file").write_bytes, bytes(3 * MIB)) == EDQUOT
 
 
 def test_a_copy_into_a_limited_directory_is_refused_with_figures(limited: GpufsMount, host: Path) -> None:
     folder = limited.device / "small"
     folder.mkdir()
-    gpufs("quota", "set", folder, "3M")
+    gpufs_here("quota", "set", folder, "3M")
     (host / "file").write_bytes(noise(4 * MIB))
-    done = gpufs("cp", host / "file", folder / "file", check=False)
+    done = gpufs_here("cp", host / "file", folder / "file", check=False)
     assert (done.returncode, "4.0 MiB" in done.stderr, "3.0 MiB" in done.stderr) == (1, True, True), done
     assert list(folder.iterdir()) == []
     assert quotas(limited)["gpu0/small", None] == (0, 3 * MIB)
@@ -325,7 +325,7 @@ def test_only_root_and_the_owner_set_limits(limited: GpufsMount, tmp_path: Path)
     for words in ((str(folder), "1G"), (str(limited.path), "1G", "--user", str(NOBODY))):
         done = run(*command, "quota", "set", *words, check=False, **as_user)
         assert (done.returncode, "only root" in done.stderr) == (1, True), done
-    gpufs("quota", "set", folder, "4M")
+    gpufs_here("quota", "set", folder, "4M")
     (limited.device / "roots").write_bytes(bytes(4 * MIB))
     as_other(lambda: (limited.device / "others").write_bytes(bytes(4 * MIB)))
     as_nobody(lambda: (folder / "file").write_bytes(bytes(2 * MIB)))
@@ -367,7 +367,7 @@ def test_wrong_arguments(shared_mount: GpufsMount, words: list[str], code: int) 
     file, deep = shared_mount.device / "file", shared_mount.device / "deep"
     file.touch()
     deep.mkdir()
-    done = gpufs("quota", "set", shared_mount.path / words[0], *words[1:], check=False)
+    done = gpufs_here("quota", "set", shared_mount.path / words[0], *words[1:], check=False)
     file.unlink()
     deep.rmdir()
     assert done.returncode == code, done
@@ -377,9 +377,9 @@ def test_wrong_arguments(shared_mount: GpufsMount, words: list[str], code: int) 
 def test_df_and_status_show_limits(limited: GpufsMount) -> None:
     folder = limited.device / "folder"
     folder.mkdir()
-    gpufs("quota", "set", folder, "4M")
+    gpufs_here("quota", "set", folder, "4M")
     as_nobody(lambda: (limited.device / "file").write_bytes(bytes(2 * MIB)))
-    (here, there) = json.loads(gpufs("df", "--json", limited.path).stdout)
+    (here, there) = json.loads(gpufs_here("df", "--json", limited.path).stdout)
     assert {(one["uid"], one["used_bytes"], one["limit_bytes"]) for one in here["quotas"]} == {
         (NOBODY, 2 * MIB, LIMIT),
         (None, 0, 4 * MIB),
@@ -461,10 +461,10 @@ class Books:
 
     def limit(self, folder: str, limit: str | None) -> None:
         if limit is None:
-            gpufs("quota", "remove", self.gpu / folder)
+            gpufs_here("quota", "remove", self.gpu / folder)
             self.limited.discard(folder)
         else:
-            gpufs("quota", "set", self.gpu / folder, limit)
+            gpufs_here("quota", "set", self.gpu / folder, limit)
             self.limited.add(folder)
 
     def expected(self) -> dict[tuple[str, int | None], int]:

@@ -220,7 +220,7 @@ def test_the_end_of_many_leases(own: Make) -> None:
         fd = os.open(mounted.device / "nobodys/empty", os.O_RDWR | os.O_CREAT)
         clients = [connected(mounted) for _ in range(2)]
         for client in clients:
-            for number in range(1, 2000):
+            for number in range(1, 800):
                 client.ask(protocol.Attach(number, "r+"), [fd])
         ready()
         for client in clients:

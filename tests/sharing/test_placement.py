@@ -254,8 +254,8 @@ while True:
 
 
 def test_a_daemon_that_dies_while_it_moves_a_file_loses_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    kills = 50 if request.config.getoption("--slow") else 5
-    content = noise(100 * MIB + 123)
+    kills = 50 if request.config.getoption("--slow") else 3
+    content = noise(60 * MIB + 123)
     chooser = random.Random(7)
     with mounted(tmp_path / "mount") as mount:
         file = mount.device / "file"

@@ -167,7 +167,7 @@ def test_a_failure_keeps_the_old_file(root: Path, web: WebServer, fault: str) ->
     assert left(root) == ["file"]
 
 
-@pytest.mark.parametrize("size", [0, 3, 3 * PART + 5])
+@pytest.mark.parametrize("size", [0, pytest.param(3, marks=pytest.mark.slow), 3 * PART + 5])
 @pytest.mark.parametrize(
     "oddity",
     [

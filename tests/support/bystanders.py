@@ -37,7 +37,7 @@ SLACK = 0.05  # and so many seconds more: the attack needs the CPU, too
 # A program that has nothing to do with the mount. If it takes longer as well, others keep the processors busy.
 ELSEWHERE = "a program elsewhere"
 ATTEMPTS = 3  # other programs may make the machine slower; what an attack makes slower is so each time
-ROUNDS, COPIES = 7, 3  # `gpufs cp` starts a process, so it is slow and even
+ROUNDS, COPIES = 5, 2  # `gpufs cp` starts a process, so it is slow and even
 BUDGET = 10.0  # seconds for the rounds of one user; the first ones are always measured
 CONTENT = noise(300 * KIB)  # memory of its own
 

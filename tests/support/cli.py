@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from gpufs.cli import run_command_line
 from support.mounting import GPUFS, REPOSITORY
 from support.processes import NOBODY, PATIENCE, run
 from support.watchdog import mounted_at, rescue
@@ -31,6 +34,21 @@ def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
     assert (done.returncode, done.stdout, len(lines)) == (code, "", 1), done
     assert lines[0].startswith("gpufs: ")
     return lines[0].removeprefix("gpufs: ")
+
+
+def gpufs_here(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """As gpufs(), in this process, which has loaded the modules: starting a program takes most of a command's time."""
+    words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in arguments]
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        code = run_command_line(words)
+    assert not (check and code), (words, output.getvalue(), errors.getvalue())
+    return subprocess.CompletedProcess(words, code, output.getvalue(), errors.getvalue())
+
+
+def fails_here(code: int, *arguments: object) -> str:
+    """As fails(), in this process."""
+    return one_line(gpufs_here(*arguments, check=False), code)
 
 
 def fails(code: int, *arguments: object, **options: object) -> str:

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from support.cli import fails, gpufs
+from support.cli import fails_here, gpufs_here
 from support.data import MIB
 from support.mounting import GPUFS
 from support.processes import run
@@ -39,11 +39,11 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor], shard
 
 
 def inspected(*words: str | Path) -> Any:
-    return json.loads(gpufs("inspect", "--json", *words).stdout)
+    return json.loads(gpufs_here("inspect", "--json", *words).stdout)
 
 
 def compared(code: int, *words: str | Path) -> dict[str, dict[str, Any]]:
-    done = gpufs("diff", "--json", *words, check=False)
+    done = gpufs_here("diff", "--json", *words, check=False)
     assert (done.returncode, done.stderr) == (code, "")
     return {one.pop("name"): one for one in json.loads(done.stdout)["tensors"]}
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_one_thing_however_it_is_cut(root: Path, host: Path) -> 
         "layer.3": "elements",
         "more": "missing",
     }
-    assert "layer.6" in gpufs("inspect", one, host / "whole.safetensors").stdout
+    assert "layer.6" in gpufs_here("inspect", one, host / "whole.safetensors").stdout
     assert [found["path"] for found in inspected(one, other)] == [str(one), str(other)]
 
 
@@ -76,13 +76,13 @@ def test_checkpoints_that_are_not_whole(root: Path, host: Path) -> None:
     tensors = {"a": torch.ones(1), "b": torch.ones(2)}
     lost = write_checkpoint(root / "lost", tensors, 2)
     (lost / "model-1.safetensors").unlink()
-    assert "model-1.safetensors" in fails(1, "inspect", lost)
+    assert "model-1.safetensors" in fails_here(1, "inspect", lost)
     wrong = write_checkpoint(root / "wrong", tensors, 2)
     safetensors.torch.save_file({"c": torch.ones(2)}, wrong / "model-1.safetensors")
-    assert "'b'" in fails(1, "inspect", wrong)
+    assert "'b'" in fails_here(1, "inspect", wrong)
     os.mkfifo(host / "model.safetensors.index.json")
-    assert fails(1, "inspect", host)
-    assert fails(2, "diff", wrong, host)
+    assert fails_here(1, "inspect", host)
+    assert fails_here(2, "diff", wrong, host)
 
 
 @pytest.mark.parametrize("target", ["nowhere", "/etc/passwd"])
@@ -92,14 +92,14 @@ def test_a_link_without_its_file(root: Path, target: str) -> None:
         with pytest.raises(OSError, match=rf"symbolic link to {target}.* cp -rL") as caught:
             load(path)
         assert caught.value.filename == str(root / "model.safetensors")
-    assert target == "/etc/passwd" or target in fails(1, "inspect", root)
+    assert target == "/etc/passwd" or target in fails_here(1, "inspect", root)
 
 
 def test_a_directory_without_the_usual_names(root: Path) -> None:
     (root / "adapter.safetensors").touch()
     with pytest.raises(FileNotFoundError, match=r"adapter\.safetensors"):
         in_place.load_file(root)
-    assert "adapter.safetensors" in fails(1, "inspect", root)
+    assert "adapter.safetensors" in fails_here(1, "inspect", root)
 
 
 # Files of other formats
@@ -136,12 +136,13 @@ def test_a_file_of_another_format_is_named(root: Path, name: str) -> None:
         write(path)
         with pytest.raises(FormatError, match=f"{name}.*{remedy}"):
             in_place.load_file(path)
-    assert re.search(f"{name}.*{remedy}", fails(1, "inspect", root / "file.safetensors"))
-    if "tensors" in inspected(root / "file"):  # test_other_formats.py looks at these
+    assert re.search(f"{name}.*{remedy}", fails_here(1, "inspect", root / "file.safetensors"))
+    found = inspected(root / "file")
+    if "tensors" in found:  # test_other_formats.py looks at these
         return
-    assert re.search(f"{name}.*{remedy}", gpufs("inspect", root / "file").stdout)
-    assert name in inspected(root / "file")["format"]
-    assert remedy in gpufs("inspect", "--stats", root / "file", check=False).stderr
+    assert name in found["format"]
+    assert re.search(f"{name}.*{remedy}", gpufs_here("inspect", root / "file").stdout)
+    assert remedy in gpufs_here("inspect", "--stats", root / "file", check=False).stderr
 
 
 # Files without a header
@@ -156,7 +157,7 @@ def test_registered_arrays_have_a_type(root: Path) -> None:
         array[3, 4], array[5, 6] = numpy.nan, -2
         half = torch.from_numpy(array).view(torch.bfloat16)
         with register(array, root / "live"), register(half, root / "half"):
-            assert "float32 1024x1024" in gpufs("inspect", root / "live").stdout
+            assert "float32 1024x1024" in gpufs_here("inspect", root / "live").stdout
             (found,) = inspected("--stats", root / "live")["tensors"]
             assert (found["dtype"], found["shape"]) == ("float32", [1024, 1024])
             assert (found["stats"]["nan"], found["stats"]["min"], found["stats"]["max"]) == (1, -2, 0)
@@ -176,10 +177,10 @@ def test_types_that_a_user_gives(root: Path) -> None:
     assert (found["shape"], found["stats"]["max"]) == ([3, 4], 11)
     assert inspected("--dtype", "bfloat16", root / "raw")["tensors"][0]["shape"] == [24]
     assert compared(0, "--dtype", "int32", root / "raw", root / "raw") == {}
-    assert "48" in fails(1, "inspect", "--dtype", "int32", "--shape", "5", root / "raw")
+    assert "48" in fails_here(1, "inspect", "--dtype", "int32", "--shape", "5", root / "raw")
     for words in (["--dtype", "nothing"], ["--shape", "3x4"], ["--dtype", "int8", "--shape", "3;4"], ["--dtype", "O"]):
-        assert fails(2, "inspect", *words, root / "raw")
-    assert "--dtype" in gpufs("inspect", "--stats", root / "raw", check=False).stderr
+        assert fails_here(2, "inspect", *words, root / "raw")
+    assert "--dtype" in gpufs_here("inspect", "--stats", root / "raw", check=False).stderr
     os.setxattr(root / "raw", "user.tensor", b"float32 5x5")  # which does not fit
     assert inspected(root / "raw")["format"] is None
 

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from support.cli import fails, gpufs
+from support.cli import fails_here, gpufs_here
 from support.data import MIB, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount
 from support.processes import run
@@ -29,12 +29,12 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, tor
 
 
 def inspected(path: Path, *options: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gpufs("inspect", "--json", *options, path).stdout)
+    found: dict[str, Any] = json.loads(gpufs_here("inspect", "--json", *options, path).stdout)
     return found
 
 
 def compared(code: int, *words: str | Path) -> dict[str, Any]:
-    done = gpufs("diff", "--json", *words, check=False)
+    done = gpufs_here("diff", "--json", *words, check=False)
     assert (done.returncode, done.stderr) == (code, "")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -93,7 +93,7 @@ def test_the_first_nan_has_its_index(root: Path) -> None:
         "large": (2, [2, 5]),
         "small": (1, [1]),
     }
-    lines = gpufs("inspect", "--nan", root / "file.safetensors").stdout.splitlines()
+    lines = gpufs_here("inspect", "--nan", root / "file.safetensors").stdout.splitlines()
     assert [line.split(maxsplit=1)[0] for line in lines[2:]] == ["large", "small"]
     columns = numpy.zeros((3, 4), numpy.float32, "F")
     columns[1, 2] = numpy.nan
@@ -104,7 +104,7 @@ def test_the_first_nan_has_its_index(root: Path) -> None:
         assert one["stats"]["first_nan"] == index
     numpy.save(root / "good.npy", numpy.zeros(3))
     assert not inspected(root / "good.npy", "--nan")["tensors"]
-    assert len(gpufs("inspect", "--nan", root / "good.npy").stdout.splitlines()) == 1
+    assert len(gpufs_here("inspect", "--nan", root / "good.npy").stdout.splitlines()) == 1
 
 
 def test_formats_are_compared_by_names_and_types(root: Path) -> None:
@@ -116,7 +116,7 @@ def test_formats_are_compared_by_names_and_types(root: Path) -> None:
     with package.register(model, root / "live"):
         for pair in itertools.permutations(["a.safetensors", "b.pt", "live"], 2):
             assert compared(0, *(root / name for name in pair))["counts"]["equal"] == 8
-        assert gpufs("diff", root / "live", root / "b.pt").stdout == ""
+        assert gpufs_here("diff", root / "live", root / "b.pt").stdout == ""
         with torch.no_grad():
             model[3].weight[2, 1] += 1
         (found,) = compared(1, root / "live", root / "a.safetensors")["tensors"]
@@ -124,7 +124,7 @@ def test_formats_are_compared_by_names_and_types(root: Path) -> None:
     found = compared(1, root / "a.safetensors", root / "c.npz")
     assert (found["counts"], {one["in"] for one in found["tensors"]}) == ({"a": 8, "b": 6, "equal": 6}, {"A"})
     numpy.save(root / "array.npy", state["0.bias"].numpy())
-    assert fails(2, "diff", root / "array.npy", root / "a.safetensors")
+    assert fails_here(2, "diff", root / "array.npy", root / "a.safetensors")
 
 
 def test_a_registered_module_is_one_table(root: Path) -> None:
@@ -137,12 +137,12 @@ def test_a_registered_module_is_one_table(root: Path) -> None:
         assert (found["format"], found["registered"], len(found["tensors"])) == ("registered", True, 60)
         named = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         assert {one["name"]: one["shape"] for one in found["tensors"]} == named
-        lines = gpufs("inspect", root / "live").stdout.splitlines()
+        lines = gpufs_here("inspect", root / "live").stdout.splitlines()
         numbers = [int(line.partition(".")[0]) for line in lines[2:]]
         assert numbers == sorted(numbers)
         (one,) = inspected(root / "live", "--nan")["tensors"]
         assert (one["name"], one["stats"]["first_nan"]) == ("10.bias", [1])
-    assert "model.safetensors" in fails(1, "inspect", root / "live")
+    assert "model.safetensors" in fails_here(1, "inspect", root / "live")
 
 
 def test_numpy_arrays(root: Path) -> None:
@@ -154,7 +154,7 @@ def test_numpy_arrays(root: Path) -> None:
     numpy.save(root / "records.npy", numpy.zeros(4, [("a", "<i4"), ("b", "<f8")]))
     (found,) = inspected(root / "records.npy", "--stats")["tensors"]
     assert (found["bytes"], found["stats"]) == (48, None)
-    done = gpufs("diff", root / "records.npy", root / "records.npy")
+    done = gpufs_here("diff", root / "records.npy", root / "records.npy")
     assert done.stdout == ""
 
 
@@ -163,16 +163,16 @@ def test_the_checksum_is_that_of_sha256sum(root: Path, host: Path, size: int) ->
     for place in (root, host):
         path = place / ("file" if size else "new\nli\\ne")
         path.write_bytes(noise(size))
-        assert gpufs("inspect", "--checksum", path).stdout == run("sha256sum", path).stdout
+        assert gpufs_here("inspect", "--checksum", path).stdout == run("sha256sum", path).stdout
 
 
 def test_other_files_are_shown_with_their_size_and_first_bytes(root: Path) -> None:
     (root / "file").write_bytes(b"some words\n")
-    printed = gpufs("inspect", root / "file").stdout
+    printed = gpufs_here("inspect", root / "file").stdout
     assert "11 B" in printed
     assert "some words" in printed
     assert inspected(root / "file")["format"] is None
-    assert "cmp" in fails(2, "diff", root / "file", root / "file")
+    assert "cmp" in fails_here(2, "diff", root / "file", root / "file")
 
 
 @pytest.mark.parametrize(
@@ -190,16 +190,16 @@ def test_damaged_headers_are_reported_with_their_figures(root: Path, name: str, 
     if name == "gap.safetensors":
         content = len(content).to_bytes(8, "little") + content
     (root / name).write_bytes(content)
-    text = fails(1, "inspect", root / name)
+    text = fails_here(1, "inspect", root / name)
     assert name in text
     assert re.search(r"\d", text.replace(str(root / name), ""))
-    assert fails(2, "diff", root / name, root / name)
+    assert fails_here(2, "diff", root / name, root / name)
 
 
 def test_a_header_that_would_fill_the_memory(root: Path) -> None:
     header = b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"
     (root / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert "MiB of memory" in fails(1, "inspect", root / "model.safetensors")
+    assert "MiB of memory" in fails_here(1, "inspect", root / "model.safetensors")
 
 
 def test_differences_of_tensors(root: Path, host: Path) -> None:
@@ -215,10 +215,10 @@ def test_differences_of_tensors(root: Path, host: Path) -> None:
     assert set(found) == {"other", "kind", "gone", "new"}
     assert (found["other"]["differing"], found["other"]["first"], found["other"]["max_abs_difference"]) == (2, 3, 2.0)
     assert found["gone"] == {"difference": "missing", "in": "A"}
-    lines = gpufs("diff", root / "a", host / "b", check=False).stdout.splitlines()
+    lines = gpufs_here("diff", root / "a", host / "b", check=False).stdout.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["gone", "kind", "other", "new"]
     assert lines[0] == "tensors: 4 in A, 4 in B: 1 equal, 2 different, 1 only in A, 1 only in B"
-    listed = gpufs("diff", "-v", root / "a", host / "b", check=False).stdout.splitlines()
+    listed = gpufs_here("diff", "-v", root / "a", host / "b", check=False).stdout.splitlines()
     assert {line.split()[0] for line in listed[2:]} == {"same", *found}
     assert found["new"] == {"difference": "missing", "in": "B"}
     assert (found["kind"]["a"]["dtype"], found["kind"]["b"]["dtype"]) == ("F32", "F16")
@@ -266,8 +266,8 @@ def test_equal_tensors_in_another_order_are_equal(root: Path) -> None:
 def test_what_cannot_be_read(root: Path) -> None:
     os.mkfifo(root / "fifo")
     for name in ("missing", "fifo", "."):
-        assert fails(1, "inspect", root / name)
-        assert fails(2, "diff", root / name, root / name)
+        assert fails_here(1, "inspect", root / name)
+        assert fails_here(2, "diff", root / name, root / name)
 
 
 def test_an_output_that_fails_is_no_difference(root: Path) -> None:

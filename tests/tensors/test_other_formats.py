@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.cli import gpufs as gpufs_command
+from support.cli import gpufs_here as gpufs_command
 
 import gpufs.torch
 from gpufs.torch import FormatError
