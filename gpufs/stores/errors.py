@@ -68,7 +68,7 @@ def failure(error: Exception, url: Url) -> StoreError:
     if (found := _CERTIFICATE.search(text)) is not None:
         return certificate_failure(found[1], url)
     if "No CA certificates were loaded" in text:
-        missing = "there are no certificates of authorities here: install ca-certificates, or SSL_CERT_FILE names them"
+        missing = "no certificates of authorities are installed: install ca-certificates, or set SSL_CERT_FILE"
         return StoreError(errno.EPROTO, missing, url.shown)
     if (found := _ODD_KEY.search(text)) is not None:
         odd = f"the key {found[1]} has an empty part, one that is . or .., or a control character"
