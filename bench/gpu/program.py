@@ -10,6 +10,7 @@ import argparse  # noqa: E402 - the clock runs from the start
 import hashlib  # noqa: E402
 import json  # noqa: E402
 import statistics  # noqa: E402
+import sys  # noqa: E402
 from collections import Counter  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -85,9 +86,17 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--make", type=int, default=0)
     parser.add_argument("--tokens", default="512")
+    parser.add_argument(
+        "--hold", action="store_true", help="load, print the free memory, and wait for the end of input"
+    )
     args = parser.parse_args()
     if args.make:
         return make(args.model, args.make)
+    if args.hold:
+        model = load(args.model)
+        print(torch.cuda.mem_get_info()[0], flush=True)
+        sys.stdin.read()
+        return None
     free, _ = torch.cuda.mem_get_info()
     torch.zeros(1, device="cuda")
     begun = time.perf_counter()

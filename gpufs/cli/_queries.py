@@ -87,7 +87,7 @@ def _unknown(entry: mounting.MountEntry, failure: OSError) -> dict[str, Any]:
 
 
 def remains(path: str, timeout: float) -> str | None:
-    """Return what has become of a mount that is no longer at a path, and what to do. None if there was none lately."""
+    """Return why a mount is not at a path any more, and the remedy. None if there was none in the last hour."""
     from gpufs import statistics  # mounts that are there do without
 
     mountpoint = os.path.realpath(path)

@@ -67,6 +67,9 @@ def failure(error: Exception, url: Url) -> StoreError:
     status = int(found[1]) if found else 0
     if (found := _CERTIFICATE.search(text)) is not None:
         return certificate_failure(found[1], url)
+    if "No CA certificates were loaded" in text:
+        missing = "no certificates of authorities are installed: install ca-certificates, or set SSL_CERT_FILE"
+        return StoreError(errno.EPROTO, missing, url.shown)
     if (found := _ODD_KEY.search(text)) is not None:
         odd = f"the key {found[1]} has an empty part, one that is . or .., or a control character"
         what = "with it a directory cannot be listed: name the other files, or a directory below"

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -78,6 +79,24 @@ def test_variables_that_are_named_exist(page: Path) -> None:
     }
     if page.name not in ("protocol.md", "offline.md"):
         assert set(re.findall(r"\bGPUFS_[A-Z_]+\b", page.read_text())) <= known
+
+
+def test_the_address_of_the_project_is_that_of_the_package() -> None:
+    """`scripts/release --address` changes it everywhere, and the wheel that README names is of this version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    address, version = project["urls"]["Source"], gpufs.__version__
+    assert f"git clone {address}\n" in text
+    assert re.findall(r"https\S*/releases/download/\S*", text) == re.findall(
+        rf"{re.escape(address)}/releases/download/v{version}/gpufs-{version}-cp311-abi3-\S*\.whl", text
+    )
+
+
+def test_pages_name_no_package_index_for_gpufs() -> None:
+    """Until gpufs is published nothing on an index has its name, and anybody could take it."""
+    for file in (*PAGES, *sorted((ROOT / "gpufs").rglob("*.py"))):
+        assert not re.search(r"pip install ['\"]?gpufs(?!-)\b", file.read_text()), file
 
 
 def test_every_command_is_in_the_table() -> None:

@@ -161,8 +161,8 @@ def test_attach_and_load(mounted: GpufsMount, tmp_path: Path) -> None:
         shell(command.replace("~", str(tmp_path)))
     assert load_file(device / "Qwen3-8B/model.safetensors")["weight"].sum() == 9
     load = block("howto/load-into-torch.md", "weights = gpufs.torch.load_file(")
-    models = [text for text in blocks("howto/load-into-torch.md") if "model = Model(config)" in text]
-    attach, train = [text.replace("Model(config)", "nn.Linear(3, 3)") for text in models]
+    models = (block("howto/share-weights.md", "attach_module("), block("howto/load-into-torch.md", "Model(config)"))
+    attach, train = (text.replace("Model(config)", "nn.Linear(3, 3)") for text in models)
     aligned = block("howto/load-into-torch.md", "aligned.safetensors")
     program = f"{load}\n{aligned}\nassert weights['bias'].sum() == 3\nimport torch\nfrom torch import nn\n{attach}\n"
     program += f"assert model.weight.sum() == 9\nbatch = torch.ones(1, 3)\n{train}"

@@ -622,6 +622,15 @@ def test_a_server_that_does_not_exist(root: Path) -> None:
     assert "onnection refused" in text
 
 
+def test_a_machine_without_certificates(root: Path) -> None:
+    """As an image without ca-certificates."""
+    places = dict.fromkeys(("SSL_CERT_FILE", "SSL_CERT_DIR"), "/nowhere")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | places
+    environment |= {"AWS_SKIP_SIGNATURE": "true", "AWS_REGION": "us-east-1"}
+    assert "ca-certificates" in refused("s3://bucket/file", root, env=environment)
+    assert left(root) == []
+
+
 def test_neither_side_on_a_mount(host: Path, web: WebServer) -> None:
     web.files["/file"] = b"content"
     assert "neither of them is on a gpufs mount" in refused(f"{web.url}/file", host)
