@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 pytest.importorskip("grpc")
 
 from support.cli import fails, gpufs, user_gpufs
-from support.csi import BLOCK, MOUNT, WRITER, Kubelet, Refused, at_once, field, fields, pod_words
+from support.csi import (
+    BIDIRECTIONAL,
+    BLOCK,
+    HOST_TO_CONTAINER,
+    MOUNT,
+    WRITER,
+    ApiServer,
+    Kubelet,
+    Refused,
+    at_once,
+    field,
+    fields,
+    pod_words,
+)
 from support.data import KIB, MIB, assert_same, noise
+from support.mounting import GPUFS, REPOSITORY
 from support.processes import NOBODY, run, wait_until
 from support.stores import Model, WebServer, web_server
 from support.surviving import Survivor, mounted
@@ -292,6 +309,11 @@ def test_a_full_device(node: Node) -> None:
     assert "MiB" in refused("RESOURCE_EXHAUSTED", partial(node.kubelet.publish, "v1", "hf://org/large"))
     assert node.used() == 0
     node.kubelet.unpublish("v1")
+    gpufs("quota", "set", node.mount.device / "csi", "2M")
+    refused("RESOURCE_EXHAUSTED", partial(node.kubelet.publish, "v1"))
+    gpufs("quota", "remove", node.mount.device / "csi")
+    assert node.used() == 0
+    node.kubelet.unpublish("v1")
 
 
 def test_a_slow_source(node: Node) -> None:
@@ -336,7 +358,7 @@ def test_a_mount_that_is_replaced(node: Node) -> None:
     kubelet.unpublish("v1")
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_kills(node: Node, kills: int) -> None:
     """Plug-in and daemon are killed at any moment, while pods come and go: no volume is lost, and none is left."""
     kubelet, hub, chooser = node.kubelet, node.hub, random.Random(kills)
@@ -382,6 +404,111 @@ def test_kills(node: Node, kills: int) -> None:
     for pod in pods:
         kubelet.until(partial(kubelet.unpublish, pod))
     wait_until(node.is_clean, 70, "the end of all volumes")
+
+
+def test_labels_of_the_node(node: Node, tmp_path: Path) -> None:
+    """The node has a label for each model while it is there; those of others stay. By a stand-in for the API."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    (tmp_path / "account").mkdir()
+    environment = {"HF_ENDPOINT": node.hub.url, "HF_HOME": str(tmp_path)}
+    options = ("--label-node", "--account-dir", str(tmp_path / "account"))
+    other = {"kubernetes.io/hostname": "node-1"}
+    node.hub.models["org/" + "x" * 80] = Model({"a": b"a"})
+    with (
+        ApiServer(tmp_path / "account") as api,
+        Kubelet(tmp_path, node.mount.path, environment | api.environment, *options) as kubelet,
+    ):
+        wait_until(lambda: api.labels == other, 20, "the end of a label that is not true")
+        kubelet.publish("v1")
+        kubelet.publish("v2", "hf://org/" + "x" * 80)
+        wait_until(lambda: api.labels.get("models.gpufs.dev/org--model") == "gpu0", 20, "the label")
+        wait_until(lambda: len(api.labels) == 3, 20, "the other label")
+        assert all(len(name.partition("/")[2]) <= 63 for name in api.labels)
+        kubelet.unpublish("v1")
+        kubelet.unpublish("v2")
+        wait_until(lambda: api.labels == other, 20, "the end of the labels")
+        assert api.patches <= 5  # not in each round
+        assert b"account-token" not in kubelet.log.read_bytes()
+
+
+def test_pods_that_restart(node: Node, tmp_path: Path) -> None:
+    """Mount, plug-in and program are in mount and PID namespaces of their own, as the chart's pods.
+
+    The end of the plug-in's pod and the death of the daemon change nothing for the program. With the mount's pod the
+    models go; then the program finds them again under the same name, and what it has attached was there all the time.
+    """
+    shared = tmp_path / "node"
+    (shared / "mnt/node").mkdir(parents=True)
+    run("mount", "--bind", shared, shared)
+    run("mount", "--make-shared", shared)
+    chart = yaml.safe_load_all((REPOSITORY / "deploy/gpufs.yaml").read_text())
+    (pod,) = [one["spec"]["template"]["spec"] for one in chart if one["metadata"]["name"] == "gpufs-mount"]
+    path = shared / "mnt/node"
+    words = [*BIDIRECTIONAL, *pod["containers"][0]["command"][:-1], str(path), "--driver", "host", "--devices", "1"]
+    words += ["--memory", "32M", "--log-file", str(tmp_path / "log")]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/gpufs").write_text(f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
+    (tmp_path / "bin/gpufs").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    program = """
+import gpufs, hashlib, sys
+path = sys.argv[1] + "/weights.safetensors"
+with gpufs.attach(path) as array:
+    for line in sys.stdin:
+        with open(path, "rb") as file:
+            print(hashlib.sha256(array.memoryview()).hexdigest(), hashlib.sha256(file.read()).hexdigest(), flush=True)
+"""
+
+    def mount_pod() -> subprocess.Popen[bytes]:
+        started = subprocess.Popen(words, env=environment)
+        wait_until(lambda: os.path.isdir(path / "gpu0"), 30, "the mount's pod")
+        return started
+
+    def is_bound(device: set[str]) -> bool:
+        now = {entry.device for entry in listed() if entry.mountpoint == str(volume)}
+        return bool(now - device)
+
+    with ExitStack() as ends:
+        ends.callback(lambda: [run("umount", "-l", place, check=False) for place in (path, shared)])
+        mounting = mount_pod()
+        ends.callback(lambda: mounting.wait())
+        ends.callback(lambda: mounting.kill())
+        hub = {"HF_ENDPOINT": node.hub.url, "HF_HOME": str(tmp_path)}
+        kubelet = ends.enter_context(Kubelet(shared, path, hub, launcher=BIDIRECTIONAL))
+        volume = kubelet.publish("v1")
+        before = {entry.device for entry in listed() if entry.mountpoint == str(volume)}
+        words_of_program = [*HOST_TO_CONTAINER, sys.executable, "-c", program, str(volume)]
+        using = ends.enter_context(
+            subprocess.Popen(words_of_program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        ends.callback(using.kill)
+
+        def ask() -> list[str]:
+            assert using.stdin is not None
+            assert using.stdout is not None
+            using.stdin.write("\n")
+            using.stdin.flush()
+            return using.stdout.readline().split()
+
+        expected = [hashlib.sha256(WEIGHTS).hexdigest()] * 2
+        assert ask() == expected
+        kubelet.end(signal.SIGKILL)  # the pod, with all its processes
+        assert ask() == expected
+        kubelet.start()
+        daemons = run("pgrep", "-f", f"gpufs[.]daemon .*{path}").stdout.split()
+        os.kill(int(daemons[0]), signal.SIGKILL)
+        assert ask() == expected
+        assert kubelet.publish("v1") == volume
+        mounting.kill()
+        mounting.wait()
+        mounting = mount_pod()
+        wait_until(lambda: is_bound(before), 30, "the volume on the new mount")
+        assert ask() == expected
+        using.kill()
+        kubelet.unpublish("v1")
+        assert kubelet.bound() == []
+        assert not any((path / "gpu0/csi").iterdir())
 
 
 def test_the_command(tmp_path: Path, node: Node) -> None:

@@ -45,6 +45,14 @@ _DRIVER = "gpufs.dev"
     help="Where volumes are recorded; by default DIR/plugins/NAME/state of the kubelet.",
 )
 @click.option("--label-node", is_flag=True, help="Label the node with the models that its mount has.")
+@click.option(
+    "--account-dir",
+    default="/var/run/secrets/kubernetes.io/serviceaccount",
+    show_default=True,
+    metavar="DIR",
+    shell_complete=complete_directories,
+    help="The service account that may label it.",
+)
 def command(
     endpoint: str,
     mountpoint: str,
@@ -53,6 +61,7 @@ def command(
     kubelet_dir: str,
     state_dir: str | None,
     label_node: bool,
+    account_dir: str,
 ) -> None:
     """Serve volumes of Kubernetes: models on this node's mount, read-only in pods.
 
@@ -92,7 +101,7 @@ def command(
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
         if not host:
             raise Failure("--label-node needs the Kubernetes API: KUBERNETES_SERVICE_HOST is not set")
-        labels = NodeLabels(node, f"https://{f'[{host}]' if ':' in host else host}:{port or 443}")
+        labels = NodeLabels(node, f"https://{f'[{host}]' if ':' in host else host}:{port or 443}", account_dir)
     state = state_dir or os.path.join(kubelet_dir, "plugins", driver_name, "state")
     options = Options(path, mountpoint, node, driver_name, kubelet_dir, state, labels)
     try:

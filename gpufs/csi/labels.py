@@ -20,7 +20,6 @@ from urllib.parse import quote
 from gpufs.csi.volumes import readable
 
 _PREFIX: Final = "models.gpufs.dev/"
-_ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 _MOST: Final = 63  # characters of a label's name, and of its value
 _SECONDS: Final = 10.0
 _AGAIN_SECONDS: Final = 300.0  # another program may have removed labels
@@ -42,7 +41,7 @@ class NodeLabels:
     service account. Both are read again at each request, as the kubelet renews the token.
     """
 
-    def __init__(self, node: str, server: str, account: str = _ACCOUNT) -> None:
+    def __init__(self, node: str, server: str, account: str) -> None:
         self._path = f"/api/v1/nodes/{quote(node, safe='')}"
         self._server = re.sub(r"^https://", "", server)
         self._account = account

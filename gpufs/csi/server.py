@@ -40,6 +40,7 @@ _WAIT_WITHOUT_DEADLINE: Final = 100.0
 _ROUND_SECONDS: Final = 3.0
 _SWEEP_ROUNDS: Final = 20
 _REPAIR_SECONDS: Final = 0.5
+_ROUND_WAIT: Final = 5.0  # of a call for a repair
 _MOST_PAUSE: Final = 120.0
 _GRACE: Final = 5.0
 _UNREADABLE: Final = object()  # gRPC answers None itself, and logs a traceback
@@ -77,8 +78,8 @@ class Plugin:
         self._state = State(options.state)
         self._targets = Targets(options.kubelet, os.path.join(self._state.directory, "staging"))
         self._models = Models(options.mountpoint, self._state.models)
-        self._lock = threading.Lock()  # guards the two below
-        self._busy: set[str] = set()  # volumes, by their ids
+        self._lock = threading.Condition()  # guards the two below
+        self._busy: dict[str, bool] = {}  # volumes, by their ids, and whether the plug-in's own round has them
         # Of volumes that are published, for a model that must be fetched again. They are in no file.
         self._secrets: dict[str, dict[str, str]] = {}
 
@@ -132,16 +133,20 @@ class Plugin:
         return CLASSES["NodeUnpublishVolumeResponse"]()
 
     @contextmanager
-    def _only_call_for(self, volume_id: str) -> Iterator[None]:
+    def _only_call_for(self, volume_id: str, *, is_round: bool = False) -> Iterator[None]:
+        """Keep other calls from a volume. CallError ABORTED if there is one; the plug-in's own round is waited for."""
         with self._lock:
+            if not is_round:
+                self._lock.wait_for(lambda: not self._busy.get(volume_id, False), _ROUND_WAIT)
             if volume_id in self._busy:
                 raise CallError("ABORTED", "another call for this volume is in progress")
-            self._busy.add(volume_id)
+            self._busy[volume_id] = is_round
         try:
             yield
         finally:
             with self._lock:
-                self._busy.remove(volume_id)
+                del self._busy[volume_id]
+                self._lock.notify_all()
 
     def _publish(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
         known = self._state.volume(volume.id)
@@ -162,6 +167,7 @@ class Plugin:
             if not self._targets.has_parent(volume.target):
                 text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
                 raise CallError("FAILED_PRECONDITION", text)
+            self._targets.unbind(volume.target)  # which refuses, before anything is fetched, what is not of gpufs
             self._state.add(volume)
         try:
             if not self._is_bound(volume):
@@ -216,7 +222,7 @@ class Plugin:
                 if before is not None and time.monotonic() < before.until:
                     continue
                 try:
-                    with self._only_call_for(volume.id):
+                    with self._only_call_for(volume.id, is_round=True):
                         self._repair(volume)
                     failed.pop(volume.id, None)
                 except (OSError, CallError) as error:

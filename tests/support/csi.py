@@ -6,12 +6,14 @@ plug-in's own messages cannot be wrong in the same way on both sides.
 
 from __future__ import annotations
 
+import http.server
+import json
 import os
 import signal
+import ssl
 import subprocess
-import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import grpc
 
 from gpufs.mounting import listed
 from support.mounting import GPUFS
-from support.processes import PATIENCE, wait_until
+from support.processes import PATIENCE, run, wait_until
 
 MOUNT = b"\x12\x00"  # in a VolumeCapability: access by a file system
 BLOCK = b"\x0a\x00"
@@ -57,13 +59,21 @@ class Refused(Exception):
 class Kubelet:
     """One node: its kubelet's directory, its plug-in and the calls to it. A context manager, which leaves nothing."""
 
-    def __init__(self, folder: Path, mountpoint: Path, environment: Mapping[str, str], *options: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mountpoint: Path,
+        environment: Mapping[str, str],
+        *options: str,
+        launcher: Sequence[str] = (),
+    ) -> None:
+        """``launcher``: a program with its options, which runs the plug-in."""
         self.directory = folder / "kubelet"
         (self.directory / "pods").mkdir(parents=True)
         self.state = self.directory / "plugins/gpufs.dev/state"
         self.log = folder / "csi.log"
         self.socket = folder / "csi.sock"
-        self._command = [*GPUFS, "csi", "--endpoint", f"unix://{self.socket}", "--mount", str(mountpoint)]
+        self._command = [*launcher, *GPUFS, "csi", "--endpoint", f"unix://{self.socket}", "--mount", str(mountpoint)]
         self._command += ["--kubelet-dir", str(self.directory), "--node", "node-1", *options]
         self._environment = {**os.environ, **environment}
         self.process: subprocess.Popen[bytes] | None = None
@@ -200,4 +210,69 @@ def at_once(*actions: Any) -> list[Any]:
     return results
 
 
-PYTHON = sys.executable
+class _Api(http.server.BaseHTTPRequestHandler):
+    """What NodeLabels needs of the Kubernetes API: a node, whose labels a merge patch changes."""
+
+    server: ApiServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_PATCH(self) -> None:
+        assert self.headers["Content-Type"] == "application/merge-patch+json"
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _answer(self, patch: Any) -> None:
+        allowed = self.headers.get("Authorization") == "Bearer account-token"
+        known = self.path == "/api/v1/nodes/node-1"
+        if allowed and known and patch is not None:
+            self.server.patches += 1
+            for name, value in patch["metadata"]["labels"].items():
+                if value is None:
+                    self.server.labels.pop(name, None)
+                else:
+                    self.server.labels[name] = value
+        content = json.dumps({"metadata": {"name": "node-1", "labels": self.server.labels}}).encode()
+        self.send_response(200 if allowed and known else 403)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+class ApiServer(http.server.ThreadingHTTPServer):
+    """A stand-in for the Kubernetes API, with one node and its labels. It is not Kubernetes, and checks no label."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        """``folder`` gets the service account's token and certificate."""
+        super().__init__(("127.0.0.1", 0), _Api)
+        self.labels = {"kubernetes.io/hostname": "node-1", "models.gpufs.dev/gone": "gpu0"}
+        self.patches = 0
+        words = "req -x509 -newkey rsa:2048 -nodes -keyout key -out ca.crt -days 9 -subj /CN=localhost".split()
+        run("openssl", *words, "-addext", "subjectAltName=DNS:localhost", cwd=folder)
+        (folder / "token").write_text("account-token\n")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "ca.crt", folder / "key")
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+        self.environment = {"KUBERNETES_SERVICE_HOST": "localhost", "KUBERNETES_SERVICE_PORT": str(self.server_port)}
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
+
+    def __enter__(self) -> ApiServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+# A namespace in which a mount below a shared directory is seen outside, and the other way round: what mountPropagation
+# Bidirectional gives to a pod. All its processes end with it.
+BIDIRECTIONAL = "unshare --mount --propagation unchanged --pid --fork --mount-proc --kill-child".split()
+# The same with HostToContainer.
+HOST_TO_CONTAINER = "unshare --mount --propagation slave --pid --fork --mount-proc --kill-child".split()
