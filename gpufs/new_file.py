@@ -12,7 +12,7 @@ from typing import Final, Self
 
 from gpufs.syscalls import path_of
 
-_PREFIX: Final = ".gpufs-part-"
+PREFIX: Final = ".gpufs-part-"
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 
 
@@ -62,7 +62,7 @@ class NewFile:
         It has no name where the file system allows that (O_TMPFILE; FUSE since Linux 6.2), so a process that dies
         leaves nothing.
         """
-        temporary, access = f"{_PREFIX}{secrets.token_hex(8)}", os.O_RDWR | os.O_CLOEXEC
+        temporary, access = f"{PREFIX}{secrets.token_hex(8)}", os.O_RDWR | os.O_CLOEXEC
         is_named = False
         try:
             fd = os.open(".", access | os.O_TMPFILE, mode, dir_fd=directory)
@@ -146,7 +146,7 @@ class NewFile:
 def remove_leftovers(directory: int) -> None:
     """Remove the temporary names that processes have left in a directory when they died."""
     for name in os.listdir(directory):
-        if not name.startswith(_PREFIX):
+        if not name.startswith(PREFIX):
             continue
         try:
             file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)

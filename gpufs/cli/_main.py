@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "quota": "Limit the memory of users and directories.",
     "stats": "Show what the mounts have moved.",
     "metrics": "Print metrics for Prometheus.",
+    "csi": "Serve volumes of Kubernetes.",
     "trace": "Record what a mount does, for Perfetto.",
     "doctor": "Say what this machine lacks.",
     "mount-helper": "",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gpufs.client._connection import Connection  # which the copy of a small file does not need
 
 _SOCKET_FILE: Final = ".gpufs/socket"
+# In a volume of `gpufs csi`: the directory of the socket, beside the bound control file.
+_VOLUME_RUN: Final = "run"
 _PATH_MAX: Final = 4096
 MOST_BYTES: Final = 4 << 20  # of a control file; ten times what a mount of many devices reports
 _SILENT_SECONDS: Final = 60.0
@@ -65,18 +67,30 @@ def connect(st_dev: int, mounts: list[MountEntry], *, trusting: bool = False) ->
 
 
 def _find_socket(st_dev: int, mounts: list[MountEntry]) -> str:
-    """The path of the socket that a mount names. OSError ENOENT if its root is not visible at any of these places."""
+    """The path of the socket that a mount names. OSError ENOENT if none of these places shows the mount's root.
+
+    Instead of the root, the file that names the socket may be bound to any place, as in a volume of `gpufs csi`.
+    """
+    closed: OSError | None = None
     for entry in mounts:
-        if entry.root == "/":
-            path = repeat_if_it_dies(functools.partial(_socket_path, entry, st_dev))
-            if path is not None:
-                return path
-    raise OSError(errno.ENOENT, "the root of the mount is not visible here")
+        bound = entry.root == f"/{_SOCKET_FILE}"
+        if not bound and entry.root != "/":
+            continue
+        file = entry.mountpoint if bound else os.path.join(entry.mountpoint, _SOCKET_FILE)
+        try:
+            path = repeat_if_it_dies(functools.partial(_socket_path, file, st_dev))
+        except PermissionError as failure:  # a directory above it is closed to this user: another place may not be
+            closed = failure
+            continue
+        if path is not None:
+            beside = os.path.join(os.path.dirname(file), _VOLUME_RUN, os.path.basename(path))
+            return beside if bound and os.path.lexists(beside) else path
+    raise closed or OSError(errno.ENOENT, "the root of the mount is not visible here")
 
 
-def _socket_path(entry: MountEntry, st_dev: int) -> str | None:
-    """The path that the mount names, None if something else is mounted over it."""
-    fd = os.open(os.path.join(entry.mountpoint, _SOCKET_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _socket_path(file: str, st_dev: int) -> str | None:
+    """The path that the mount's control file names, None if something else is mounted over it."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if os.fstat(fd).st_dev != st_dev:
             return None

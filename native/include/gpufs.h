@@ -142,7 +142,7 @@ typedef struct {
   uint64_t held_bytes; /* device memory really taken */
   uint64_t room_bytes; /* that limits still allow; UINT64_MAX: there are none */
   int32_t device;
-  uint64_t placement; /* where in its memory the first byte lies, see gpufs_lease_open */
+  uint64_t placement;    /* where in its memory the first byte lies, see gpufs_lease_open */
   uint64_t parked_bytes; /* memory of the host tier that holds its contents; 0: they are on the device */
 } gpufs_buffer_info;
 

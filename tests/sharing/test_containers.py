@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from support.attaching import leases
 from support.cli import user_gpufs
 from support.copying import socket_path
@@ -93,16 +93,18 @@ with gpufs.attach("/data/gpu0/weights", "r+") as array:
 
 def test_the_command_of_the_daemon_set(mountpoint: Path, tmp_path: Path) -> None:
     """As the first process of a container: the mount survives its daemon, and ends with SIGTERM."""
-    page = (REPOSITORY / "docs/containers.md").read_text()
-    found = re.search(r"^ +- \|\n(.*?)^ +- /mnt/gpufs/node$", page, re.MULTILINE | re.DOTALL)
-    assert found
-    script = found[1].replace("cuda", "host --memory 64M").replace("/run/gpufs/log", str(tmp_path / "log"))
+    manifests = yaml.safe_load_all((REPOSITORY / "deploy/gpufs.yaml").read_text())
+    pods = [one["spec"]["template"]["spec"] for one in manifests if one["metadata"]["name"] == "gpufs-mount"]
+    (container,) = pods[0]["containers"]
+    shell_words, path = container["command"][:-1], container["command"][-1]
+    assert path == "/mnt/gpufs/node"
+    options = [word.replace("cuda", "host").replace("/run/gpufs", str(tmp_path)) for word in container["args"]]
     program = tmp_path / "gpufs"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
     program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script, str(mountpoint)]
-    with subprocess.Popen(words, env=environment) as container:
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *shell_words, str(mountpoint), *options]
+    with subprocess.Popen([*words, "--memory", "64M"], env=environment) as container:
         try:
             children = Path(f"/proc/{container.pid}/task/{container.pid}/children")
             wait_until(lambda: children.read_text(), PATIENCE, "the container")

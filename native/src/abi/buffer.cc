@@ -32,7 +32,7 @@ gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_hand
 
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info) {
   return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
-    *info = {found.size(), found.bytes_held(), found.charge().available(), found.device()->info().index,
+    *info = {found.size(),      found.bytes_held(),  found.charge().available(), found.device()->info().index,
              found.placement(), found.bytes_parked()};
     return {};
   });

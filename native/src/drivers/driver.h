@@ -418,7 +418,8 @@ Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const Drive
 
 // Opens one device, to map what other programs have exported: no other device is touched, and memory is not limited.
 // Devices are found by their PCI address, since their numbers differ between programs (CUDA_VISIBLE_DEVICES). The host
-// driver has no addresses: pass "". kHostTierAddress is a GPU driver's host tier, without memory of its own. ENODEV, with a message for users, if this process does not see the device.
+// driver has no addresses: pass "". kHostTierAddress is a GPU driver's host tier, without memory of its own. ENODEV,
+// with a message for users, if this process does not see the device.
 Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address);
 
 }  // namespace gpufs

@@ -107,8 +107,8 @@ void InodeTable::watch_contents(const std::shared_ptr<Inode>& inode) {
 
 void InodeTable::free_parked(std::shared_ptr<Buffer> parked) {
   if (parked->bytes_held() <= kBrieflyFreedBytes) return;
-  const auto expected = std::make_shared<Releases::Expected>(
-      parked->device()->releases(), [held = parked->bytes_held()] { return held; });
+  const auto expected = std::make_shared<Releases::Expected>(parked->device()->releases(),
+                                                             [held = parked->bytes_held()] { return held; });
   expected->confirm();
   const std::int32_t device = parked->device()->info().index;
   executor_.submit({Executor::Lane::Kind::kRelease, device, 0}, nullptr, 0,

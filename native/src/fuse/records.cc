@@ -26,7 +26,7 @@ struct StoredContents {
   Extent slot;
   std::uint64_t placement = 0;
   Shift shift;
-  std::uint64_t parked = 0;  // 1: all of this is said of the host tier's memory
+  std::uint64_t parked = 0;         // 1: all of this is said of the host tier's memory
   std::uint64_t own_placement = 0;  // its extents are behind it
 };
 
@@ -148,7 +148,7 @@ void Records::put_extended(std::uint64_t ino, std::span<const std::byte> attribu
 }
 
 void Records::put_contents(std::uint64_t ino, const KeptContents& contents) {
-  const StoredContents stored{contents.memory, contents.slot,           contents.placement, contents.shift,
+  const StoredContents stored{contents.memory,           contents.slot,         contents.placement, contents.shift,
                               contents.parked ? 1U : 0U, contents.own_placement};
   put({journal::kContents, ino}, image(stored), std::as_bytes(std::span(contents.extents)));
 }

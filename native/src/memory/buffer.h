@@ -48,8 +48,8 @@ struct KeptContents {
   Extents extents;           // of others: whole granules
   std::uint64_t placement = 0;
   Shift shift;
-  // Whether all of this is said of the host tier's memory, to which the contents are parked; and the placement that they
-  // have on their device when they are back.
+  // Whether all of this is said of the host tier's memory, to which the contents are parked; and the placement that
+  // they have on their device when they are back.
   bool parked = false;
   std::uint64_t own_placement = 0;
 };

@@ -305,10 +305,10 @@ class ExtentBuffer : public Buffer {
   // The contents, while they are parked; the snapshot is then empty, or what unpark() fills. As snapshot_, only the
   // holder of mutation_mutex_ replaces it.
   std::shared_ptr<ExtentBuffer> parked_;
-  std::list<Claim> claims_;                 // that live
+  std::list<Claim> claims_;  // that live
   // Atomics: read without a lock.
-  std::atomic<std::uint64_t> size_{0};  // written under state_mutex_
-  std::atomic<std::uint64_t> held_{0};  // written under mutation_mutex_
+  std::atomic<std::uint64_t> size_{0};          // written under state_mutex_
+  std::atomic<std::uint64_t> held_{0};          // written under mutation_mutex_
   std::atomic<std::uint64_t> parked_bytes_{0};  // the same
   std::atomic<TimePoint::rep> used_{TimePoint::clock::now().time_since_epoch().count()};
   std::atomic<TimePoint::rep> stays_{0};

@@ -633,7 +633,8 @@ KeptContents ExtentBuffer::kept() const {
 
 Status ExtentBuffer::check_kept(const KeptContents& contents) const {
   bool possible = contents.size <= kMaximumBytes && contents.placement < kPlacementEnd &&
-                  contents.own_placement < kPlacementEnd && contents.shift.to < kPlacementEnd && (contents.slot.bytes == 0 || contents.placement == 0);
+                  contents.own_placement < kPlacementEnd && contents.shift.to < kPlacementEnd &&
+                  (contents.slot.bytes == 0 || contents.placement == 0);
   std::uint64_t last = 0;
   for (const auto& [offset, bytes] : contents.extents) {
     possible = possible && offset >= last && offset < 2 * kMaximumBytes && bytes - 1 < 2 * kMaximumBytes &&

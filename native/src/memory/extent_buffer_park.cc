@@ -5,8 +5,8 @@
 // Both ways the old copy is whole until the record of the new one is written, so a process that dies in between loses
 // nothing: the next one finds one of them.
 //
-// Takes: memory of the host tier, which the owner's account there pays for; while the contents move, memory of both. The
-// copy runs at the speed of the bus with mutation_mutex_ held: readers go on, writers wait.
+// Takes: memory of the host tier, which the owner's account there pays for; while the contents move, memory of both.
+// The copy runs at the speed of the bus with mutation_mutex_ held: readers go on, writers wait.
 
 #include <cerrno>
 #include <chrono>

@@ -191,16 +191,16 @@ Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
   info_.total_bytes = round_down(bytes, info_.granule);
   info_.files_reach_memory = false;
   info_.host_tier = true;
-  pinned_ = std::make_unique<PinnedPool>(PinnedPool::Source{
-      .create =
-          [this](PhysicalHandle* handle) {
-            const Current current(*this);
-            if (!current.status().ok()) return current.status();
-            return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
-          },
-      .zero = [this](PhysicalHandle handle) { return zero_piece(handle); },
-      .release = [this](PhysicalHandle handle) { release({handle}); },
-      .wanted = [this] { return taken_.available(); }});
+  pinned_ = std::make_unique<PinnedPool>(
+      PinnedPool::Source{.create =
+                             [this](PhysicalHandle* handle) {
+                               const Current current(*this);
+                               if (!current.status().ok()) return current.status();
+                               return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
+                             },
+                         .zero = [this](PhysicalHandle handle) { return zero_piece(handle); },
+                         .release = [this](PhysicalHandle handle) { release({handle}); },
+                         .wanted = [this] { return taken_.available(); }});
   return {};
 }
 
@@ -423,8 +423,7 @@ Status GpuDevice::allow_own(DeviceAddress address, std::uint64_t bytes, bool wri
   std::vector<api::Access> own{{{api::kLocationDevice, ordinal_}, api::kAccessReadWrite}};
   if (info_.host_tier) own.push_back({allocation_.location, api::kAccessReadWrite});
   for (api::Access& each : own) each.flags = writable ? api::kAccessReadWrite : api::kAccessRead;
-  return full_if_out_of_memory(
-      call_for_others(functions().memory_set_access, address, bytes, own.data(), own.size()));
+  return full_if_out_of_memory(call_for_others(functions().memory_set_access, address, bytes, own.data(), own.size()));
 }
 
 void GpuDevice::unmap_when_idle(std::shared_ptr<AddressRange> range) {

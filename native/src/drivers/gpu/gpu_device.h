@@ -95,8 +95,8 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   // How large pieces of physical memory are at most.
   [[nodiscard]] std::uint64_t largest_piece() const;
-  // Memory within the cap: ENOSPC if it or the device is full. *zeroed: whether the caller wants zeros, and then whether
-  // it has got them; else the contents are undefined. The device must be current.
+  // Memory within the cap: ENOSPC if it or the device is full. *zeroed: whether the caller wants zeros, and then
+  // whether it has got them; else the contents are undefined. The device must be current.
   Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, bool* zeroed, Wait wait);
   // The physical memory of a descriptor that the last process has kept, within the cap.
   Status adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle);
@@ -158,9 +158,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   void close();
 
   // "gpu 0".
-  [[nodiscard]] std::string name() const {
-    return info_.host_tier ? info_.name : "gpu " + std::to_string(info_.index);
-  }
+  [[nodiscard]] std::string name() const { return info_.host_tier ? info_.name : "gpu " + std::to_string(info_.index); }
   // Reads what is known of a device before it is current.
   Status describe(int index);
   // Whether the device has what the attribute stands for. A driver that does not know the attribute does not have it.

@@ -25,10 +25,10 @@ class PinnedPool {
   static constexpr std::uint64_t kPieceBytes = std::uint64_t{64} << 20;
 
   struct Source {
-    std::function<Status(PhysicalHandle*)> create;   // a piece of kPieceBytes
-    std::function<Status(PhysicalHandle)> zero;      // fills a piece with zeros
+    std::function<Status(PhysicalHandle*)> create;  // a piece of kPieceBytes
+    std::function<Status(PhysicalHandle)> zero;     // fills a piece with zeros
     std::function<void(PhysicalHandle)> release;
-    std::function<std::uint64_t()> wanted;           // the bytes that may lie in the pool now
+    std::function<std::uint64_t()> wanted;  // the bytes that may lie in the pool now
   };
 
   explicit PinnedPool(Source source) : source_(std::move(source)) {}
@@ -54,7 +54,7 @@ class PinnedPool {
   const Source source_;
   std::mutex mutex_;  // guards all below; a leaf
   std::vector<PhysicalHandle> ready_;
-  std::vector<PhysicalHandle> used_;  // with what their last user left
+  std::vector<PhysicalHandle> used_;      // with what their last user left
   Worker::Clock::time_point quiet_from_;  // when it is quiet again
   bool closed_ = false;
 

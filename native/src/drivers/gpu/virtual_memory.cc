@@ -400,7 +400,8 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
   SynchronousWork work(*device_);
   if (!work.status().ok()) return work.status();
   for (const Extent& run : live_runs(piece)) {
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, run.bytes, Wait::kAllowed, false);
+    Result<std::shared_ptr<PhysicalMemory>> physical =
+        PhysicalMemory::create(device_, run.bytes, Wait::kAllowed, false);
     if (!physical.ok()) return physical.status();
     const std::uint64_t within = run.offset - piece.first;
     Status status = range->show(within, physical.value());

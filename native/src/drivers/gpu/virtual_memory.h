@@ -62,8 +62,8 @@ class PhysicalMemory {
   const std::shared_ptr<GpuDevice> device_;
   const std::uint64_t bytes_;
   const PhysicalHandle handle_;
-  const bool own_;         // counted as taken from the device
-  bool exported_;          // other processes may have mapped it
+  const bool own_;  // counted as taken from the device
+  bool exported_;   // other processes may have mapped it
   bool zeroed_ = false;
   UniqueFd descriptor_;    // of a piece that is kept, or that is large and was exported
   std::uint64_t key_ = 0;  // under which the keeper has a copy of it; 0: not kept

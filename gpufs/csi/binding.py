@@ -1,0 +1,198 @@
+"""Binds directories of the mount into the directories of pods, read-only, and removes them.
+
+The kubelet names the place of a volume. It is used only below the kubelet's own directory, and no symbolic link is
+followed there: a pod may write to some directories in it.
+
+A volume is a bind of the model's directory. Two things in it let programs attach: ``.gpufs/socket`` is the mount's
+control file of this name, and ``.gpufs/run`` the directory of the daemon's socket. Both are binds, too, so that they
+change with the daemon.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from gpufs import mounting, syscalls
+from gpufs.csi.errors import CallError
+from gpufs.mounting import MountEntry
+from gpufs.syscalls import path_of
+
+CONTROL: Final = ".gpufs"  # in the directory of a model
+SOCKET: Final = f"{CONTROL}/socket"
+RUN: Final = f"{CONTROL}/run"
+SOURCE: Final = f"{CONTROL}/source"  # what the model is, for the plug-in
+KEEP: Final = f"{CONTROL}/keep"  # it exists if the model stays without volumes
+
+_MS_RDONLY: Final = 1
+_MS_NOSUID: Final = 2
+_MS_NODEV: Final = 4
+_MS_REMOUNT: Final = 32
+_MS_BIND: Final = 4096
+_MNT_DETACH: Final = 2
+_UMOUNT_NOFOLLOW: Final = 8
+_RESOLVE_NO_MAGICLINKS: Final = 0x02
+_RESOLVE_NO_SYMLINKS: Final = 0x04
+_RESOLVE_BENEATH: Final = 0x08
+_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_STACKED: Final = 64
+_NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # of the directory that has a target
+
+
+class Targets:
+    """The places of volumes below the kubelet's directory.
+
+    ``staging``: a directory of the plug-in, in which each bind becomes read-only before a pod can see it.
+    """
+
+    def __init__(self, kubelet: str, staging: str) -> None:
+        self._named = os.path.normpath(kubelet)
+        self._kubelet = os.path.realpath(kubelet)
+        self._staging = staging
+        os.makedirs(staging, mode=0o700, exist_ok=True)
+        for name in os.listdir(staging):  # of a plug-in that was killed
+            self._remove_staged(os.path.join(staging, name))
+
+    def path_of(self, target: str) -> str:
+        """Return the path as the kernel lists it. CallError INVALID_ARGUMENT outside of the kubelet's directory."""
+        for prefix in {self._named, self._kubelet}:
+            if target.startswith(f"{prefix}/"):
+                below = target.removeprefix(f"{prefix}/")
+                parts = below.split("/")
+                if len(parts) >= 2 and not {"", ".", ".."}.intersection(parts):
+                    return f"{self._kubelet}/{below}"
+        text = f"target_path {target!r} is not a path of a volume below {self._named}"
+        raise CallError("INVALID_ARGUMENT", text[:1000])
+
+    @contextmanager
+    def _parent(self, target: str) -> Iterator[tuple[int, str]]:
+        """Open the directory of a target, without a symbolic link on the way; also yields the target's name in it.
+
+        OSError: ENOENT if it is not there, ELOOP for a link.
+        """
+        folder, name = os.path.split(self.path_of(target))
+        below = os.path.relpath(folder, self._kubelet)
+        resolve = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
+        kubelet = os.open(self._kubelet, _DIRECTORY)
+        try:
+            fd = syscalls.openat2(kubelet, os.fsencode(below), _DIRECTORY, 0, resolve)
+        finally:
+            os.close(kubelet)
+        try:
+            yield fd, name
+        finally:
+            os.close(fd)
+
+    def has_parent(self, target: str) -> bool:
+        """Return whether the kubelet still has the directory of a target, which it removes with the pod."""
+        try:
+            with self._parent(target):
+                return True
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                return False
+            raise
+
+    def bind(self, target: str, mount: MountEntry, path: str, sockets: str) -> None:
+        """Show a directory of the mount at a target, in place of what gpufs has shown there.
+
+        ``path``: below the mount. ``sockets``: the directory of its daemon's socket. OSError or CallError if that
+        fails; then nothing is bound.
+        """
+        self.unbind(target)
+        try:
+            with self._parent(target) as (parent, name):
+                os.mkdir(name, 0o750, dir_fd=parent)
+                place = f"{path_of(parent)}/{name}"
+                self._bind(os.path.join(mount.mountpoint, path), parent, name)
+                for source, below in ((os.path.join(mount.mountpoint, SOCKET), SOCKET), (sockets, RUN)):
+                    folder = os.open(os.path.join(place, CONTROL), _DIRECTORY | os.O_NOFOLLOW)
+                    try:
+                        self._bind(source, folder, os.path.basename(below))
+                    finally:
+                        os.close(folder)
+        except BaseException:
+            with suppress(OSError, CallError):
+                self.unbind(target)
+            raise
+
+    def _bind(self, source: str, directory: int, name: str) -> None:
+        """Bind a directory or file over a name in an open directory. It is read-only from the first moment.
+
+        A bind has the flags of what it is made of, so it is made of one that is read-only already.
+        """
+        staged = self._staged(source)
+        try:
+            syscalls.mount(os.fsencode(source), os.fsencode(staged), b"", _MS_BIND, b"")
+            flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV
+            syscalls.mount(b"", os.fsencode(staged), b"", flags, b"")
+            flag = os.O_DIRECTORY if os.path.isdir(source) else 0
+            over = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flag, dir_fd=directory)
+            try:
+                syscalls.mount(os.fsencode(staged), os.fsencode(path_of(over)), b"", _MS_BIND, b"")
+            finally:
+                os.close(over)
+        finally:
+            self._remove_staged(staged)
+
+    def _staged(self, source: str) -> str:
+        if os.path.isdir(source):
+            return tempfile.mkdtemp(dir=self._staging)
+        fd, path = tempfile.mkstemp(dir=self._staging)
+        os.close(fd)
+        return path
+
+    def _remove_staged(self, staged: str) -> None:
+        with suppress(OSError):
+            syscalls.umount2(os.fsencode(staged), _MNT_DETACH | _UMOUNT_NOFOLLOW)
+        with suppress(OSError):
+            (os.rmdir if os.path.isdir(staged) else os.unlink)(staged)
+
+    def unbind(self, target: str) -> None:
+        """Remove what is bound at a target, and its directory. Does nothing if it is not there.
+
+        CallError FAILED_PRECONDITION if something else is mounted there, OSError if there are files.
+        """
+        place = self.path_of(target)
+        try:
+            with self._parent(target) as (parent, name):
+                for _ in range(_MOST_STACKED):
+                    over = [entry for entry in mounting.listed() if entry.mountpoint == place]
+                    if not over:
+                        break
+                    if over[-1].fstype != mounting.FILESYSTEM_TYPE:
+                        text = f"{target}: a {over[-1].fstype} file system is mounted there, which is not of gpufs"
+                        raise CallError("FAILED_PRECONDITION", text)
+                    # What is bound inside of it goes with it.
+                    flags = _MNT_DETACH | _UMOUNT_NOFOLLOW
+                    syscalls.umount2(os.fsencode(f"{path_of(parent)}/{name}"), flags)
+                with suppress(FileNotFoundError):
+                    os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
+
+
+def is_bound(place: str, mount: MountEntry, path: str, entries: Iterable[MountEntry]) -> bool:
+    """Return whether a target shows a directory of this mount as it should. Asks no file system.
+
+    ``place``: as :meth:`Targets.path_of` returns it. ``entries``: what mounting.listed() has returned.
+    """
+    found: dict[str, list[MountEntry]] = {}
+    for entry in entries:
+        if entry.mountpoint == place or entry.mountpoint.startswith(f"{place}/"):
+            found.setdefault(entry.mountpoint, []).append(entry)
+    here, socket, run = (found.get(one, []) for one in (place, f"{place}/{SOCKET}", f"{place}/{RUN}"))
+    if not len(here) == len(socket) == len(run) == 1:
+        return False
+    if "ro" not in here[0].flags or here[0].root != _root(mount, path) or socket[0].root != _root(mount, SOCKET):
+        return False
+    return here[0].device == socket[0].device == mount.device
+
+
+def _root(mount: MountEntry, path: str) -> str:
+    return f"{mount.root.rstrip('/')}/{path}"

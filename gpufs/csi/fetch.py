@@ -1,0 +1,95 @@
+"""Fetches a model: the process that `gpufs csi` starts for each, so that each has credentials of its own.
+
+It reads its order from standard input, as one line of JSON, and its credentials with it: they are in no file, and not
+among its arguments. It ends when standard input does, because then the plug-in has ended. Standard output gets the
+progress and the result, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+# The credentials of the plug-in's own environment. A volume with secrets gets none of them.
+_OWN: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_", "GOOGLE_", "AZURE_")
+_REPORT_SECONDS: Final = 1.0
+
+
+def _end_with_the_plugin() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def _reporter() -> Callable[[Any], None]:
+    last = 0.0
+
+    def report(progress: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _REPORT_SECONDS:
+            last = time.monotonic()
+            _say(moved=progress.moved, total=progress.total)
+
+    return report
+
+
+def _fetch(order: dict[str, Any]) -> None:
+    import gpufs
+
+    # Not `partial`: what does not fit is refused before the first byte.
+    results = gpufs.copy_tree(
+        order["source"],
+        order["target"],
+        include=order["include"],
+        exclude=[*order["exclude"], ".gpufs"],
+        update=True,
+        progress=_reporter(),
+    )
+    _remove_parts(order["target"])
+    _say(ok=True, bytes=sum(result.bytes for result in results))
+
+
+def _remove_parts(target: str) -> None:
+    """Remove files that processes before this one have begun."""
+    from gpufs.new_file import PREFIX
+
+    for folder, _, names in os.walk(target):
+        for name in names:
+            if name.startswith(PREFIX):
+                os.unlink(os.path.join(folder, name))
+
+
+def _errors_of(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [one for inner in error.exceptions for one in _errors_of(inner)]
+    return [error]
+
+
+def main() -> None:
+    """Fetch, and report."""
+    os.umask(0o022)  # pods of any user read what it fetches; the directory above is closed
+    order = json.loads(sys.stdin.readline())
+    if order["secrets"]:
+        for name in [name for name in os.environ if name.startswith(_OWN)]:
+            del os.environ[name]
+        # What is stored on the node is not the pod's: a token, and files that another one may have loaded.
+        os.environ.update({"HF_TOKEN_PATH": os.devnull, "HF_HUB_CACHE": os.devnull}, **order["secrets"])
+    threading.Thread(target=_end_with_the_plugin, daemon=True).start()
+    try:
+        _fetch(order)
+    except Exception as error:  # noqa: BLE001 - reported to the plug-in
+        first = _errors_of(error)[0]
+        number = first.errno if isinstance(first, OSError) else None
+        _say(ok=False, errno=number, text=str(first).partition("\n")[0] or type(first).__name__)
+
+
+if __name__ == "__main__":
+    main()

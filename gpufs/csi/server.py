@@ -1,0 +1,350 @@
+"""The plug-in: answers the kubelet's calls over gRPC, and repairs what it has answered.
+
+A call about a volume is recorded before anything is done for it. So whatever dies, the next call, or the plug-in's own
+round, finds what there is: it binds again where the node's mount was replaced, and removes what the kubelet forgot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Final, NamedTuple, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from gpufs import __version__, mounting
+from gpufs.csi import binding, volumes
+from gpufs.csi.binding import Targets
+from gpufs.csi.errors import CallError
+from gpufs.csi.labels import NodeLabels
+from gpufs.csi.messages import CLASSES, PACKAGE, SERVICES
+from gpufs.csi.models import Models
+from gpufs.csi.state import State
+from gpufs.csi.volumes import Volume
+
+log = logging.getLogger(__name__)
+
+_THREADS: Final = 64  # calls at a time; each waits for its model, or for the mount
+_MOST_MESSAGE: Final = 2 << 20  # a secret of Kubernetes has 1 MiB at most
+_MARGIN: Final = 2.0  # seconds before the kubelet's time is over in which it still gets an answer
+_WAIT_WITHOUT_DEADLINE: Final = 100.0
+_ROUND_SECONDS: Final = 3.0
+_SWEEP_ROUNDS: Final = 20
+_REPAIR_SECONDS: Final = 0.5
+_ROUND_WAIT: Final = 5.0  # of a call for a repair
+_MOST_PAUSE: Final = 120.0
+_GRACE: Final = 5.0
+_UNREADABLE: Final = object()  # gRPC answers None itself, and logs a traceback
+
+
+class Options(NamedTuple):
+    """How the plug-in runs.
+
+    ``endpoint``: the path of its socket. ``labels``: None if the node gets none.
+    """
+
+    endpoint: str
+    mountpoint: str
+    node: str
+    name: str
+    kubelet: str
+    state: str
+    labels: NodeLabels | None = None
+
+
+class _Failed(NamedTuple):
+    """Why a volume could not be repaired, and when it is tried again."""
+
+    text: str
+    pause: float
+    until: float
+
+
+class Plugin:
+    """The node plug-in. Thread-safe."""
+
+    def __init__(self, options: Options) -> None:
+        """OSError if its directory cannot be used."""
+        self._options = options
+        self._state = State(options.state)
+        self._targets = Targets(options.kubelet, os.path.join(self._state.directory, "staging"))
+        self._models = Models(options.mountpoint, self._state.models)
+        self._lock = threading.Condition()  # guards the two below
+        self._busy: dict[str, bool] = {}  # volumes, by their ids, and whether the plug-in's own round has them
+        # Of volumes that are published, for a model that must be fetched again. They are in no file.
+        self._secrets: dict[str, dict[str, str]] = {}
+
+    def close(self) -> None:
+        """End fetches. Volumes stay as they are."""
+        self._models.close()
+        self._state.close()
+
+    # ---- the kubelet's calls ----
+
+    def get_plugin_info(self, request: Any, context: Any) -> Any:
+        """Name this driver."""
+        return CLASSES["GetPluginInfoResponse"](name=self._options.name, vendor_version=__version__)
+
+    def get_plugin_capabilities(self, request: Any, context: Any) -> Any:
+        """Name none: there is no controller."""
+        return CLASSES["GetPluginCapabilitiesResponse"]()
+
+    def probe(self, request: Any, context: Any) -> Any:
+        """Answer. The mount may be missing: starting the plug-in again would not mount it."""
+        response = CLASSES["ProbeResponse"]()
+        response.ready.value = True
+        return response
+
+    def node_get_capabilities(self, request: Any, context: Any) -> Any:
+        """Name none: a volume is published in one step."""
+        return CLASSES["NodeGetCapabilitiesResponse"]()
+
+    def node_get_info(self, request: Any, context: Any) -> Any:
+        """Name this node."""
+        return CLASSES["NodeGetInfoResponse"](node_id=self._options.node)
+
+    def node_publish_volume(self, request: Any, context: Any) -> Any:
+        """Put the model on the mount, and bind it into the pod. The same call again changes nothing."""
+        volume = volumes.volume_of(request, self._state.key)
+        self._targets.path_of(volume.target)
+        with self._only_call_for(volume.id):
+            self._publish(volume, dict(request.secrets), _wait_within(context, volume.source))
+        return CLASSES["NodePublishVolumeResponse"]()
+
+    def node_unpublish_volume(self, request: Any, context: Any) -> Any:
+        """Remove a volume from its pod. The model goes with its last volume."""
+        volumes.check_names(request.volume_id, request.target_path)
+        self._targets.path_of(request.target_path)
+        with self._only_call_for(request.volume_id):
+            known = self._state.volume(request.volume_id)
+            if known is None or known.target != request.target_path:
+                self._targets.unbind(request.target_path)
+            else:
+                self._remove(known)
+        return CLASSES["NodeUnpublishVolumeResponse"]()
+
+    @contextmanager
+    def _only_call_for(self, volume_id: str, *, is_round: bool = False) -> Iterator[None]:
+        """Keep other calls from a volume. CallError ABORTED if there is one; the plug-in's own round is waited for."""
+        with self._lock:
+            if not is_round:
+                self._lock.wait_for(lambda: not self._busy.get(volume_id, False), _ROUND_WAIT)
+            if volume_id in self._busy:
+                raise CallError("ABORTED", "another call for this volume is in progress")
+            self._busy[volume_id] = is_round
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._busy[volume_id]
+                self._lock.notify_all()
+
+    def _publish(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
+        known = self._state.volume(volume.id)
+        if known is not None:
+            if known.target != volume.target:
+                text = f"the volume is published at another target_path: {known.target}"
+                raise CallError("FAILED_PRECONDITION", text)
+            # Secrets may change while a pod runs. Its volume stays what it is.
+            if known != volume.with_credentials(known.credentials):
+                raise CallError("ALREADY_EXISTS", "the volume is published with other volumeAttributes")
+            if known.credentials != volume.credentials:
+                if not self._is_bound(known):
+                    self._remove(known)
+                    known = None
+                else:
+                    volume = known
+        if known is None:
+            if not self._targets.has_parent(volume.target):
+                text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
+                raise CallError("FAILED_PRECONDITION", text)
+            self._targets.unbind(volume.target)  # which refuses, before anything is fetched, what is not of gpufs
+            self._state.add(volume)
+        try:
+            if not self._is_bound(volume):
+                self._show(volume, secrets, proceed)
+        except BaseException as error:
+            # After these the kubelet does not ask to unpublish it.
+            if known is None and not (isinstance(error, CallError) and error.is_uncertain):
+                with suppress(OSError, CallError):
+                    self._targets.unbind(volume.target)
+                with suppress(OSError):
+                    self._forget(volume)
+            raise
+        with self._lock:
+            self._secrets[volume.id] = dict(secrets)
+
+    def _show(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
+        """Fetch a volume's model and bind it."""
+        self._models.ensure(volume.model, secrets, proceed)
+        self._targets.bind(volume.target, self._models.mount(), volume.model.path, self._models.sockets())
+        if volume.keep:
+            self._models.keep(volume.model)
+        log.info("volume %s shows %s", volume.id, volume.source)
+
+    def _remove(self, volume: Volume) -> None:
+        """Remove a volume. OSError or CallError if it stays."""
+        self._targets.unbind(volume.target)
+        self._forget(volume)
+
+    def _forget(self, volume: Volume) -> None:
+        """Remove what is recorded of a volume that is bound nowhere, and its model if that is not needed any more."""
+        with self._lock:
+            self._secrets.pop(volume.id, None)
+        self._state.remove(volume)
+        self._models.release(volume.model)
+        log.info("volume %s is gone", volume.id)
+
+    def _is_bound(self, volume: Volume) -> bool:
+        place = self._targets.path_of(volume.target)
+        return binding.is_bound(place, self._models.mount(), volume.model.path, mounting.listed())
+
+    # ---- the plug-in's own round ----
+
+    def run(self, stopped: threading.Event) -> None:
+        """Repair volumes until ``stopped``."""
+        rounds = 0
+        failed: dict[str, _Failed] = {}
+        while True:
+            for volume in self._state.volumes():
+                if stopped.is_set():
+                    return
+                before = failed.get(volume.id)
+                if before is not None and time.monotonic() < before.until:
+                    continue
+                try:
+                    with self._only_call_for(volume.id, is_round=True):
+                        self._repair(volume)
+                    failed.pop(volume.id, None)
+                except (OSError, CallError) as error:
+                    if isinstance(error, CallError) and error.code == "ABORTED":
+                        continue  # it is being fetched, or the kubelet is faster
+                    if before is None or before.text != str(error):
+                        log.warning("volume %s cannot be repaired: %s", volume.id, error)
+                    pause = _ROUND_SECONDS if before is None else min(2 * before.pause, _MOST_PAUSE)
+                    failed[volume.id] = _Failed(str(error), pause, time.monotonic() + pause)
+            failed = {volume.id: failed[volume.id] for volume in self._state.volumes() if volume.id in failed}
+            try:
+                if rounds % _SWEEP_ROUNDS == 0:
+                    self._models.sweep()
+                if self._options.labels is not None:
+                    self._options.labels.set(self._models.resident())
+            except OSError as error:
+                log.warning("%s", error)
+            rounds += 1
+            if stopped.wait(_ROUND_SECONDS):
+                return
+
+    def _repair(self, volume: Volume) -> None:
+        if self._state.volume(volume.id) != volume:
+            return  # unpublished since
+        if not self._targets.has_parent(volume.target):
+            log.info("the pod of volume %s is gone", volume.id)
+            self._remove(volume)
+            return
+        with self._lock:
+            secrets = self._secrets.get(volume.id)
+        if self._is_bound(volume):
+            return
+        if volume.credentials and secrets is None and not self._models.is_there(volume.model):
+            return  # the kubelet publishes it again, with the secret
+
+        began = time.monotonic()
+
+        def proceed(progress: str) -> None:
+            if time.monotonic() > began + _REPAIR_SECONDS:  # the fetch goes on; other volumes come next
+                raise CallError("ABORTED", progress)
+
+        self._show(volume, secrets or {}, proceed)
+
+
+def _wait_within(context: Any, source: str) -> Callable[[str], None]:
+    """Return what ends the wait for a model before the kubelet stops waiting, so that the pod's events show why."""
+    remaining = context.time_remaining()
+    deadline = time.monotonic() + (_WAIT_WITHOUT_DEADLINE if remaining is None else max(remaining - _MARGIN, 0.2))
+
+    def proceed(progress: str) -> None:
+        if time.monotonic() > deadline or not context.is_active():
+            raise CallError("ABORTED", f"{source} is being fetched: {progress}")
+
+    return proceed
+
+
+# ---- gRPC ----
+
+
+def _decoded(message: Any, data: bytes) -> Any:
+    """Return a request, _UNREADABLE for bytes that are none."""
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        return _UNREADABLE
+
+
+def _answer(call: Callable[[Any, Any], Any], request: Any, context: Any) -> Any:
+    try:
+        if request is _UNREADABLE:
+            raise CallError("INVALID_ARGUMENT", "the request is not a message of CSI")
+        return call(request, context)
+    except CallError as error:
+        _refuse(context, error)
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        _refuse(context, CallError.of(error, f"{named}{error.strerror or error}"))
+    except Exception:
+        log.exception("a call failed")
+        _refuse(context, CallError("INTERNAL", "a fault of the plug-in, which its log shows"))
+
+
+def _refuse(context: Any, error: CallError) -> NoReturn:
+    log.info("%s: %s", error.code, error)
+    context.abort(grpc.StatusCode[error.code], str(error))
+    raise AssertionError  # abort() does not return
+
+
+def _handlers(plugin: Plugin) -> Iterator[grpc.GenericRpcHandler]:
+    for service, calls in SERVICES.items():
+        methods = {}
+        for call in calls:
+            method = getattr(plugin, re.sub(r"\B([A-Z])", r"_\1", call).lower())
+            methods[call] = grpc.unary_unary_rpc_method_handler(
+                partial(_answer, method),
+                request_deserializer=partial(_decoded, CLASSES[f"{call}Request"]),
+                response_serializer=CLASSES[f"{call}Response"].SerializeToString,
+            )
+        yield grpc.method_handlers_generic_handler(f"{PACKAGE}.{service}", methods)
+
+
+def serve(options: Options, ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT. ``ready``: called when the socket answers. OSError if it cannot start."""
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    plugin = Plugin(options)
+    pool = futures.ThreadPoolExecutor(_THREADS)
+    settings = [("grpc.max_receive_message_length", _MOST_MESSAGE), ("grpc.so_reuseport", 0)]
+    server = grpc.server(pool, options=settings, maximum_concurrent_rpcs=_THREADS)
+    server.add_generic_rpc_handlers(list(_handlers(plugin)))
+    os.umask(0o077)  # of the socket: only root calls
+    try:
+        if server.add_insecure_port(f"unix:{options.endpoint}") == 0:
+            raise OSError(f"{options.endpoint}: the socket cannot be made")
+    except RuntimeError as error:
+        raise OSError(f"{options.endpoint}: the socket cannot be made: {error}") from None
+    server.start()
+    os.umask(0o022)
+    ready()
+    rounds = threading.Thread(target=plugin.run, args=(stopped,), daemon=True)
+    rounds.start()
+    stopped.wait()
+    server.stop(_GRACE).wait()
+    plugin.close()
