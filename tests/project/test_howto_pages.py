@@ -275,3 +275,16 @@ def test_slurm_prolog_and_epilog(open_directory: Path) -> None:
 
 def test_troubleshooting(tmp_path: Path) -> None:
     Shell(tmp_path, tmp_path)(block("howto/troubleshooting.md", "gpufs doctor\ngpufs status\n"))
+
+
+def test_several_models(mount: Any, driver: str, tmp_path: Path) -> None:
+    if driver != "host":
+        pytest.skip("the pages run on host memory")
+    made = mount("--host-memory", "64M", "--memory", "64M", "--evict")
+    folder = made.device / "Qwen3-8B"
+    folder.mkdir()
+    (folder / "weights").write_bytes(os.urandom(5 << 20))
+    shell = Shell(made.path, tmp_path)
+    for command in commands("howto/several-models.md"):
+        if command.split()[1] in ("sleep", "wake", "pin", "unpin"):
+            assert "1 file, " in shell(command)
