@@ -60,7 +60,7 @@ _MODULES = {
     "status": "reports",
 }
 
-# What `gpufs.torch` and the like import.
+# The modules that `gpufs.torch` and the like import.
 _PACKAGES = ("client", "config", "engine", "statistics", "torch")
 
 __all__ = [
