@@ -64,7 +64,7 @@ _MODULES = {
     "when_asked": "client._sleep",
 }
 
-# What `gpufs.torch` and the like import.
+# The modules that `gpufs.torch` and the like import.
 _PACKAGES = ("client", "config", "engine", "statistics", "torch")
 
 __all__ = [

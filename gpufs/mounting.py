@@ -201,7 +201,7 @@ def is_root(path: str) -> bool:
 
 
 def place_of(fd: int, mounts: Sequence[MountEntry]) -> str:
-    """What holds an open file: a directory of the mount, such as gpu0, or the mountpoint of the host's file system.
+    """Return where an open file is: a directory of the mount, such as gpu0, or the mountpoint of a host file system.
 
     "" if that is not known.
     """

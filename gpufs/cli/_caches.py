@@ -68,7 +68,7 @@ def _made(path: str) -> str:
     for place in (Path(path), *Path(path).parents):
         status = place.stat()
         others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        # Of a directory above it, what matters is whether others can exchange its names.
+        # In a directory above it, others must only be unable to exchange names.
         if place != Path(path) and status.st_mode & stat.S_ISVTX:
             others = 0
         if others or status.st_uid not in (0, os.geteuid()):

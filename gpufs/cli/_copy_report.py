@@ -1,4 +1,4 @@
-"""What a command that copies reports: the progress line, failures, JSON; and the signals that interrupt it."""
+"""Prints the report of a command that copies: the progress line, failures, JSON; handles signals that interrupt it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ProgressLine:
 
 
 class CopyReport:
-    """What the copies of one command report to, from any thread.
+    """Collects the reports of one command's copies, from any thread.
 
     ``command``: its name, for messages. ``progress`` None: on a terminal. ``quiet``: errors only.
     """

@@ -23,7 +23,7 @@ from gpufs.copying.save import Save, Saved
 from gpufs.copying.types import CopyOptions, TreeOptions
 from gpufs.exceptions import text_of
 
-# What a plain user's restore cannot keep, and what becomes of it.
+# A plain user's restore cannot keep these; the text says what becomes of them.
 _NOT_KEPT: Final = {
     "owners": "files and directories keep another owner or group than in the save",
     "extended attributes": "files lack extended attributes that only root may set, or the mount refuses",
@@ -49,7 +49,7 @@ class SaveOptions(NamedTuple):
 
 
 class SaveReport(CopyReport):
-    """What a save reports to. The first failure ends it: it is whole, or not there."""
+    """Collects the reports of a save. The first failure ends the save: it is whole, or not there."""
 
     def __init__(self, command: str, options: SaveOptions, *, goes_on: bool) -> None:
         super().__init__(command, json=options.json, verbose=options.verbose, progress=options.progress)

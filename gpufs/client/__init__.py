@@ -1,4 +1,4 @@
-"""What other programs import to copy into and out of a mount.
+"""The package that programs import to copy into and out of a mount.
 
 :func:`copy` moves a file into or out of device memory at the engine's speed: it opens both ends itself, through the
 kernel, and passes them to the mount's daemon. :func:`copy_files` copies many files, :func:`copy_tree` a directory,

@@ -14,7 +14,7 @@ from gpufs.exceptions import failure_of_mount
 
 
 class Module(Protocol):
-    """What a torch.nn.Module has."""
+    """The methods of torch.nn.Module that are used here."""
 
     def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterable[tuple[str, Any]]: ...
     def named_buffers(self, *, remove_duplicate: bool = ...) -> Iterable[tuple[str, Any]]: ...

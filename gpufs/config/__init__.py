@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from gpufs.config.loading import CONFIG_VARIABLE, SYSTEM_FILE, Settings, load, suggestion, unknown_variables
     from gpufs.config.memory import check_host, host_devices, host_memory, is_memory_limited, metadata_memory, numbers
 
-# What is loaded when it is first asked for: commands that only need the table of knobs do without.
+# Names that are loaded on first use: commands that only need the table of knobs do without.
 _OF_LOADING = ("CONFIG_VARIABLE", "SYSTEM_FILE", "Settings", "load", "suggestion", "unknown_variables")
 
 __all__ = [

@@ -11,8 +11,8 @@ from gpufs.config.knobs import GRANULE, ConfigError
 from gpufs.drivers import HOST
 from gpufs.units import bytes_text
 
-# Of the default. Each file delays a daemon that takes over by some 3 us. Half of the most is a plain user's share, and
-# costs a third of a second.
+# The limits of the default. Each file delays a daemon that takes over by some 3 us. Half of the most is a plain user's
+# share, and costs a third of a second.
 _LEAST_METADATA: Final = 16 << 20
 _MOST_METADATA: Final = 512 << 20
 _UNLIMITED: Final = 1 << 62  # or more, in version 1 of cgroups

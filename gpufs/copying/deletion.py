@@ -15,12 +15,12 @@ from gpufs.copying.entries import Entry, is_inside
 from gpufs.copying.types import TreeOptions
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 
-# What a source has: the kinds of its files and directories, by their paths below it.
+# The kinds of a source's files and directories, by their paths below it.
 Names: TypeAlias = Mapping[str, Literal["file", "directory"]]
 
 
 class DeletionReport(Protocol):
-    """What is reported to."""
+    """Receives the report of each removal."""
 
     def deleted(self, path: str) -> None:
         """Take what has been removed."""

@@ -23,7 +23,7 @@ _TRIES: Final = 4  # to open a destination that others create and remove at the 
 
 
 def kind_of(names: Iterable[str]) -> Literal["file", "url", "host"]:
-    """What a copy with these names needs: a store for a URL among them, or another machine for HOST:PATH."""
+    """Return what a copy with these names needs: a store for a URL among them, or another machine for HOST:PATH."""
     special = [name for name in names if ":" in name]
     if any("://" in name for name in special):
         from gpufs.stores.urls import is_url

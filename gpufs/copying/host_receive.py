@@ -211,7 +211,7 @@ class Receiver:
                 rate = self._nixl.measure(self._channel.check)
         except ConnectionEnded as error:  # of NIXL alone
             self._failure = error.strerror or str(error)
-        # What is written in place cannot be passed on.
+        # A file that is written in place cannot be passed on.
         self._channel.send(Measured(rate, plain(self._failure), in_place=self._next_host is None))
 
     def _choose(self, chosen: Chosen) -> None:

@@ -35,7 +35,7 @@ _END_SECONDS: Final = 0.5
 
 
 class Source(NamedTuple):
-    """What is copied from one name: its walk, and its copies, one for each destination."""
+    """A name to copy from: its walk, and its copies, one for each destination."""
 
     walk: Callable[[Fail], Steps]
     copies: Sequence[Entry]

@@ -26,7 +26,7 @@ TREE: Final = "tree"
 VERSION: Final = 1
 # The longest line: what a file may have of extended attributes, and the sums of the largest file.
 _LINE_BYTES: Final = 32 << 20
-# What a path may have, for the system calls that find it.
+# The bytes that a path and each of its names may have, for the system calls that find it.
 PATH_BYTES: Final = 4095
 _NAME_BYTES: Final = 255
 _LARGEST_ID: Final = (1 << 32) - 2
@@ -74,7 +74,7 @@ class Attributes(NamedTuple):
 
 
 class Named(_Line, kw_only=True):
-    """What all names but further ones of a file have. Modes are octal; values of extended attributes are Base64."""
+    """An entry, unless it is a further name of a file. Modes are octal; values of extended attributes are Base64."""
 
     path: Text
     mode: Mode

@@ -1,4 +1,4 @@
-"""What a copy between machines reports, and where it goes: to the user, to a program, or to another machine."""
+"""Passes the reports of a copy between machines on: to the user, to a program, or to another machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROGRESS_SECONDS: Final = 0.1
 
 
 class Sink(Protocol):
-    """What a copy reports to, from any thread."""
+    """Receives the reports of a copy, from any thread."""
 
     def planned(self, size: int) -> None:
         """``size`` bytes are to be copied."""
@@ -29,10 +29,10 @@ class Sink(Protocol):
         """A line for the user."""
 
     def deleted(self, path: str) -> None:
-        """What has been removed, since the source does not have it."""
+        """Report names that have been removed, since the source does not have them."""
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        """What became of a source; None if it was skipped. ``hop``: the machine of a chain."""
+        """Report the result of a source; None if it was skipped. ``hop``: the machine of a chain."""
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         """The machine ``hop`` of a chain has failed, and those after it get nothing more."""

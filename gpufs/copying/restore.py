@@ -104,7 +104,7 @@ class SavedFiles:
         outcome: Outcome
         try:
             with self.opened(record) as file:
-                # What this machine has written is read from disk.
+                # The file that this machine has written is read from disk.
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 self.check(file.fd, record, shown, self._report.reporter(shown), phase="copy")
             seconds = time.monotonic() - began

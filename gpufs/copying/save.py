@@ -64,7 +64,7 @@ _KIND_NAMES: Final[dict[int, Any]] = {mode: name for name, mode in KINDS.items()
 
 
 class Saved(NamedTuple):
-    """What is saved: directories, and their names in the save ("" for the save itself).
+    """The directories to save, and their names in the save ("" for the save itself).
 
     ``mount``: they are the devices of a whole mount. ``limits``: those of directories and users.
     """

@@ -1,4 +1,4 @@
-"""What copies create beside the contents of files: directories, links and special files, and their attributes.
+"""Creates what a copy needs beside the contents of files: directories, links, special files, and their attributes.
 
 As in the sources, nothing is looked up by path below the names given by the user, and symbolic links are not followed.
 """
@@ -136,7 +136,7 @@ def file_is_current(entry: Entry, size: int, modified_ns: int | None) -> bool:
 
 @dataclass(frozen=True)
 class TreeState:
-    """What all copies of one command have in common.
+    """State that all copies of one command share.
 
     Attributes
     ----------

@@ -157,7 +157,7 @@ def _as_copy_error(error: OSError, source: str, destination: str | None) -> Copy
 
 
 class _Report:
-    """What the loop reports to, from any thread."""
+    """Collects the reports of the loop, from any thread."""
 
     def __init__(
         self, source: str, warn: Callable[[str], None], progress: Callable[[CopyProgress], None] | None

@@ -1,4 +1,4 @@
-"""What the caller of a copy uses: its options, progress and result, and the error if it fails."""
+"""Types for the caller of a copy: its options, progress and result, and the error if it fails."""
 
 from __future__ import annotations
 
@@ -211,12 +211,12 @@ class CopyResult(NamedTuple):
     sha256: str | None = None
 
 
-# What became of one copy of several.
+# The result of one copy of several.
 Outcome: TypeAlias = CopyResult | CopyError
 
 
 class TreeReport(Protocol):
-    """What the loop of copies reports to, from any thread."""
+    """Receives the reports of the loop of copies, from any thread."""
 
     def planned(self, size: int) -> None:
         """``size`` more bytes are to be copied."""

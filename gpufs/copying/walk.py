@@ -80,7 +80,7 @@ class Folder:
 
 
 class Step(NamedTuple):
-    """What a walk finds: a directory that it enters, and later leaves, or anything else.
+    """A step of a walk: it enters a directory, leaves it, or finds anything else.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ def walk_files(source: Entry, fail: Fail, *, recursive: bool, dereference: bool,
     ``dereference``: follow links below it. ``hint``: what to do with a directory without ``recursive``.
     """
     status = _status(source, fail)
-    # What is to come of the source, and of each directory that is open.
+    # The entries still to come: of the source, and of each directory that is open.
     found = iter([] if status is None else [(source, status)])
     above: list[tuple[Folder, Iterator[tuple[Entry, os.stat_result]]]] = []
     try:

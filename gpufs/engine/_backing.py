@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BackingInfo:
-    """What the engine knows about a file of the host.
+    """Facts that the engine knows about a file of the host.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class BackingFile(HostFile):
 
     @property
     def info(self) -> BackingInfo:
-        """What is known about the file."""
+        """The facts that the engine knows about the file."""
         info = ffi.new("gpufs_backing_info *")
         check(lib.gpufs_backing_info_get(self._handle, info))
         return BackingInfo(

@@ -31,7 +31,7 @@ _AT_ONCE: Final = 256  # pieces of one call
 
 @dataclass(frozen=True, slots=True)
 class BufferInfo:
-    """What is known about a buffer.
+    """Facts about a buffer.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class Buffer(Handle):
 
     @property
     def info(self) -> BufferInfo:
-        """What is known about the buffer now."""
+        """The facts about the buffer now."""
         info = ffi.new("gpufs_buffer_info *")
         check(lib.gpufs_buffer_info_get(self._handle, info))
         limit = None if info.room_bytes == _NO_LIMIT else info.room_bytes

@@ -106,7 +106,7 @@ class HostFile(Handle):
 
 @dataclass(slots=True)
 class TransferRequest:
-    """What is to be moved, and how."""
+    """The bytes to move, and how to move them."""
 
     direction: Direction
     file: "HostFile"

@@ -10,12 +10,12 @@ from gpufs.formats import FormatError
 # A file of 100,000 tensors takes about half of either in the slowest format, torch.save().
 SECONDS: Final = 10.0
 BYTES: Final = 256 << 20
-# What is kept of a tensor, besides its name.
+# A tensor is kept as this, besides its name.
 TENSOR_BYTES: Final = 1 << 10
 _CHECKED_STEPS: Final = 256
 
 
-# What a number, a text or a container of JSON takes at least, with its place in a container.
+# A number, a text or a container of JSON takes at least this, with its place in a container.
 _ELEMENT_BYTES: Final = 64
 
 

@@ -16,7 +16,7 @@ from gpufs.formats.layout import ARRAY_NAME, TensorPlace
 MAGIC: Final = b"\x93NUMPY"
 # Magic, version, and the largest length field.
 _PREFIX_BYTES: Final = 12
-# What numpy reads at most, unless it may unpickle.
+# numpy reads no longer header, unless it may unpickle.
 _HEADER_BYTES: Final = 10_000
 _SHOWN: Final = 100  # characters of a name, in messages
 

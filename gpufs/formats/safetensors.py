@@ -21,7 +21,7 @@ from gpufs.formats.element_types import IN_SAFETENSORS
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-# What publish() aligns the tensors' bytes to.
+# publish() aligns the tensors' bytes to this.
 DATA_ALIGNMENT = 4096
 # Readers allow no gaps between tensors, so publish() fills those in a pool by tensors with such names.
 PADDING_NAME = "gpufs.padding."

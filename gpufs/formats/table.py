@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from gpufs.formats import FormatError, archives, gguf, npy, safetensors
 from gpufs.formats.layout import Layout, TensorPlace
 
-# What recognize() needs of the beginning of a file.
+# recognize() needs so many bytes of the beginning of a file.
 PREFIX_BYTES: Final = 512
 _ZIP_NAME: Final = 30  # where the name of the first member begins
 _TAR_MAGIC: Final = 257

@@ -27,7 +27,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class CancelSignal(Protocol):
-    """What ends all calls of a channel."""
+    """The failure that ends all calls of a channel."""
 
     cancelled: bool
 

@@ -81,7 +81,7 @@ class FileAttributes(msgspec.Struct):
 
 
 class HostRequest(msgspec.Struct, tag="Request"):
-    """What the other side shall do: send ``sources``, or receive them as ``destination``.
+    """Asks the other side to send ``sources``, or to receive them as ``destination``.
 
     ``forward``: HOST:PATH of the machines that get the files from the other side, each from the one before it.
     What reaches them is not in it: a peer names files, and never a command.
@@ -112,7 +112,7 @@ class HostRequest(msgspec.Struct, tag="Request"):
 
 
 class Plan(msgspec.Struct, tag=True):
-    """What follows: the bytes of all files, and those of them that take space."""
+    """Announces the bytes of all files, and those of them that take space."""
 
     size: Count
     data: Count
@@ -237,7 +237,7 @@ class Abandon(msgspec.Struct, tag=True):
 
 
 class FileResult(msgspec.Struct, tag="Result"):
-    """What became of a file. ``error``: 0, or why it has not been stored. ``path``: of the copy.
+    """The result of one file. ``error``: 0, or why it has not been stored. ``path``: of the copy.
 
     A machine that was asked to send its files to others names the ``source`` in place of the number, and the seconds.
     """
@@ -265,7 +265,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Deleted(msgspec.Struct, tag=True):
-    """What the receiver has removed, since the source does not have it."""
+    """Lists what the receiver has removed, since the source does not have it."""
 
     path: Path
 

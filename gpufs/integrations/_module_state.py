@@ -124,7 +124,7 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             if name not in _TENSORS:
                 yield f"{prefix}.{name}" if prefix else name, value
     for prefix, tensor in named_tensors(module).items():
-        # What JSON can express is in the published file.
+        # Values that JSON can express are in the published file.
         yield from ((f"{prefix}.{name}", value) for name, value in vars(tensor).items() if not is_json(value))
 
 

@@ -116,7 +116,7 @@ class ClientCopies:
         self._channel = channel
         self._served = served
         self._record = record
-        # Whose share of the engine's threads it uses. A process in another PID namespace has no number here.
+        # The share of the engine's threads that the copy uses. A process in another PID namespace has no number here.
         self._share = channel.peer.pid if channel.peer.pid > 0 else _CONNECTION_BIT | channel.number
         self._tasks: dict[int, _CopyTask] = {}
 

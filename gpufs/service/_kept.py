@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 _CONNECTION_KEYS: Final = range(1 << 20, 1 << 31)
 _REGISTRATION_KEYS: Final = range(1 << 31, 1 << 32)
 _KEYS_OF_ONE: Final = MAX_MEMORY_PIECES + 1
-# Of all registrations: so many descriptors, or this part of those that this process may have. A plain user has half of
-# what the others have left. Registrations beyond end with the daemon.
+# All registrations together keep at most so many descriptors, and this part of those that this process may have. A
+# plain user may keep half of what the others have left. Registrations beyond end with the daemon.
 _MOST_DESCRIPTORS: Final = 1 << 14
 _PART_OF_DESCRIPTORS: Final = 8
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies

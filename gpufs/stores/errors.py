@@ -1,4 +1,4 @@
-"""What a store's failure means: an OSError with the remedy, and whether another try may help."""
+"""Turns the failure of a store into an OSError with a remedy, and decides whether another try may help."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NO_CREDENTIALS: Final = re.compile(
     r"http://169\.254\.169\.254|http://metadata\.google|Account must be specified"
     r"|Missing (AccessKeyId|SecretAccessKey)|service account"
 )
-# Of a connection: refused, reset, silent, or ended early. The store of web servers has the name HTTP, too.
+# A connection was refused, reset, silent, or ended early. The store of web servers has the name HTTP, too.
 _CONNECTION: Final = re.compile(r"(?<!Generic )HTTP error: ")
 _REGION: Final = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IncorrectEndpoint")
 _CERTIFICATE: Final = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _RETRIED_STATUS: Final = (408, 429)
-# Of object_store, which parses the keys of a list.
+# object_store, which parses the keys of a list, says this.
 _ODD_KEY: Final = re.compile(r'Encountered object with invalid path: .*?[Pp]ath ("[^"]*")')
 _NOT_IMPLEMENTED: Final = 501
 _FIRST_SECONDS: Final = 0.25

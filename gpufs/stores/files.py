@@ -24,7 +24,7 @@ _CHUNK_BYTES: Final = 1 << 20
 # A connection from which nothing comes for so long is ended, and the range is requested again.
 _SILENT: Final = timedelta(seconds=30)
 _environment: Final = threading.Lock()
-# Of one request. It only ends what trickles for ever.
+# The limit of one request. It only ends what trickles for ever.
 _LONGEST: Final = timedelta(hours=1)
 
 

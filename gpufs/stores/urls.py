@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUCKETS: Final = ("s3", "gs", "az")
 _SCHEMES: Final = (*_BUCKETS, "http", "https", "hf")
-# What the Hub has, by the first part of its URLs, as huggingface_hub has them; models need none.
+# The Hub's kinds of repositories by the first part of their URLs, as huggingface_hub names them; models need none.
 HUB_KINDS: Final = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _PATTERN: Final = re.compile(r"[*?[]")
 

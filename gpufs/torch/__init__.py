@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpufs.torch._report import Amount, FileReport, LoadReport, last_report
     from gpufs.torch._sleep import sleep, wake
 
-# What is loaded when it is first asked for: programs that load files in place need none of it.
+# Names that are loaded on first use: programs that load files in place need none of it.
 _MODULES = {
     "Amount": "_report",
     "FileReport": "_report",

@@ -224,7 +224,7 @@ def _stored(value: archives.StoredTensor, file: _FileInPlace, dtype: torch.dtype
     return tensor.requires_grad_(trainable)
 
 
-# What is not here, load_file() reads or refuses.
+# load_file() reads or refuses the formats that are not here.
 _LOADERS: Final[Mapping[table.Format | None, Callable[[_FileInPlace], Any]]] = {
     table.GGUF: _load_gguf,
     table.NPY: _load_npy,

@@ -37,13 +37,6 @@ def page_id(page: Path) -> str:
     return page.name
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "knobs.md"], ids=page_id)
-def test_lines_of_prose_are_short(page: Path) -> None:
-    """Short lines keep changes readable. Tables and indented blocks may be wider; knobs.md is generated."""
-    lines = page.read_text().splitlines()
-    assert [line for line in lines if len(line) > 124 and not line.startswith(("|", "    "))] == []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
@@ -240,8 +233,6 @@ except OSError as error:
     print(type(error).__module__)
 print({"attach", "torch", "engine"} <= set(dir(gpufs)), [name for name in dir(gpufs) if name.startswith("_")])
 print(gpufs.engine.Engine, gpufs.DeviceArray)
-import sys
-print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, check=True)
     lines = done.stdout.splitlines()
@@ -249,7 +240,6 @@ print("torch" in sys.modules)
         "gpufs",
         "True ['__version__']",
         "<class 'gpufs.engine.Engine'> <class 'gpufs.DeviceArray'>",
-        "False",
     ]
 
 

@@ -130,10 +130,9 @@ import {module}
 print(len(os.listdir("/proc/self/task")))
 print(sorted(path for path in opened() - before if not path.startswith("/proc/")))
 print([line for line in open("/proc/self/maps") if "libcuda" in line or "libamdhip" in line or "cufile" in line])
-print("numpy" in sys.modules, "trio" in sys.modules)
 """
     )
-    assert text.splitlines() == ["1", "[]", "[]", "False False"]
+    assert text.splitlines() == ["1", "[]", "[]"]
 
 
 def test_one_version() -> None:

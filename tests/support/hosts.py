@@ -1,4 +1,4 @@
-"""Scripts that stand for ssh in copies between hosts."""
+"""Scripts that replace ssh in copies between hosts."""
 
 from __future__ import annotations
 

@@ -368,12 +368,12 @@ def test_restart(survivor: Survivor) -> None:
 
 def test_restart_during_a_takeover(survivor: Survivor) -> None:
     """The daemon that has answered dies before it is asked: the next one is."""
-    for round_number in range(6):
+    for round_number in range(3):
         (keeper,) = survivor.keepers()
         os.kill(keeper, signal.SIGUSR1)  # forgets the deaths
         former = survivor.pid
         with subprocess.Popen([*GPUFS, "restart", survivor.path], stderr=subprocess.PIPE, text=True) as child:
-            time.sleep(0.1 + 0.05 * round_number)
+            time.sleep(0.1 + 0.1 * round_number)
             with suppress(ProcessLookupError):
                 os.kill(former, signal.SIGKILL)
             _, errors = child.communicate(timeout=PATIENCE)

@@ -280,23 +280,6 @@ def test_registration_whose_memory_is_lost(mount: Path) -> None:
         assert (mount / "gpu0" / "lost").read_bytes() == (mount / "gpu0" / "registered").read_bytes()
 
 
-def test_registrations_beyond_the_limit(tmp_path: Path) -> None:
-    """The next daemon removes their files; the others stay. Here the limit is one registration."""
-    (tmp_path / "sitecustomize.py").write_text("import gpufs.service._kept as kept\nkept._MOST_DESCRIPTORS = 2\n")
-    with mounted(tmp_path / "mount", environment={"PYTHONPATH": os.fspath(tmp_path)}) as survivor:
-        file = survivor.device / "file"
-        file.write_bytes(bytes(4 * MIB))
-        with attached(file) as program:
-            program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
-            program.run("second = gpufs.register(own, os.path.dirname(sys.argv[1]) + '/second')")
-            assert (survivor.device / "second").read_bytes() == (survivor.device / "registered").read_bytes()
-            survivor.kill()
-            assert sorted(os.listdir(survivor.device)) == ["file", "registered"]
-            assert (survivor.device / "registered").read_bytes() == bytes([7]) * (3 * MIB)
-            program.run("second.close(); registration.close()")
-        assert os.listdir(survivor.device) == ["file"]
-
-
 def test_program_that_registers_and_dies_with_the_daemon(mount: Path) -> None:
     file = mount / "gpu0" / "file"
     file.write_bytes(bytes(4 * MIB))

@@ -58,10 +58,10 @@ def _kill_at_random(tmp_path: Path, rounds: int, seed: int, **environment: str) 
     chance = random.Random(seed)
     with mounted(tmp_path / "mount", "--memory", "3G") as mount:
         with at_work(mount, tmp_path, **environment) as running:
-            time.sleep(1)
+            time.sleep(0.5)
             for number in range(rounds):
                 time.sleep(chance.random() * 0.5)
-                if number % 10 == 9:
+                if number % 5 == 4:
                     gpufs("restart", mount.path)
                 elif number % 2:
                     (keeper,) = mount.keepers()
@@ -77,7 +77,7 @@ def _kill_at_random(tmp_path: Path, rounds: int, seed: int, **environment: str) 
 
 
 def test_programs_notice_nothing(tmp_path: Path) -> None:
-    _kill_at_random(tmp_path, 12, seed=1)
+    _kill_at_random(tmp_path, 6, seed=1)
 
 
 @pytest.mark.slow

@@ -75,13 +75,14 @@ def until_refused(folder: Path, create: Callable[[Path], None]) -> int:
     return made
 
 
+@pytest.mark.parametrize("make", ["host", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True)
 def test_the_journal_takes_no_more_than_its_limit(make: Make) -> None:
     """With attributes of one size after the other, of which a few stay each time; and its memory comes back."""
     mount = make("--metadata", "16M")
     folder = mount.device / "nobodys"
     kept: dict[str, bytes] = {}
     most = 0
-    for exponent in range(9, 20):
+    for exponent in range(9, 20, 2):
         value = bytes([exponent]) * min((1 << exponent) // 2 - 100, 60_000)
         parts = max(1, (1 << exponent) // 2 // 60_000)
 
@@ -109,7 +110,7 @@ def test_the_journal_takes_no_more_than_its_limit(make: Make) -> None:
     mount.kill()
     for name, value in kept.items():
         assert os.getxattr(folder / name, "user.0") == value
-    for exponent in range(9, 20):
+    for exponent in range(9, 20, 2):
         for path in (folder / f"{exponent}").iterdir():
             path.unlink()
     assert journal_bytes(mount) < 10 * MIB
@@ -178,37 +179,46 @@ def test_pieces_of_one_file_are_shared(make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", ["host"], indirect=True)
-def test_registrations_share_descriptors(make: Make, tmp_path: Path) -> None:
-    """Those of one user leave some for root's, which the next daemon has. Here all have 8, and each takes 2."""
-    (tmp_path / "sitecustomize.py").write_text("import gpufs.service._kept as kept\nkept._MOST_DESCRIPTORS = 8\n")
-    mount = make(environment={"PYTHONPATH": os.fspath(tmp_path)})
+def test_registrations_share_descriptors(make: Make) -> None:
+    """Those of one user leave some for root's. The next daemon has what found some, and removes the others' files."""
+    mount = make(launcher=WITH_FEW_DESCRIPTORS)
     end, ends = os.pipe()
+    count = 40
 
-    def hold(folder: Path, count: int) -> None:
+    def hold(folder: Path) -> None:
         os.close(ends)
         memory = os.memfd_create("memory")
         os.ftruncate(memory, 8192)
         array = np.frombuffer(mmap.mmap(memory, 8192), np.uint8)
+        array[:] = 7
         with ExitStack() as held:
             for number in range(count):
-                held.enter_context(gpufs.register(array, folder / f"{number}"))
+                held.enter_context(gpufs.register(array, folder / f"{number:02}"))
             (folder / "ready").touch()
             os.read(end, 1)
 
     holders = []
+    folders = (mount.device / "nobodys", mount.device / "roots")
     try:
-        for folder, count, uid in ((mount.device / "nobodys", 3, NOBODY), (mount.device / "roots", 2, 0)):
+        for folder, uid in zip(folders, (NOBODY, 0), strict=True):
             folder.mkdir(exist_ok=True)
-            work = functools.partial(in_child, functools.partial(hold, folder, count), uid=uid, gid=uid)
+            work = functools.partial(in_child, functools.partial(hold, folder), uid=uid, gid=uid)
             holders.append(threading.Thread(target=work))
             holders[-1].start()
             wait_until((folder / "ready").exists, PATIENCE, "the registrations")
+        former = None
         for _ in range(2):
             mount.kill()
-            assert sorted(os.listdir(mount.device / "nobodys")) == ["0", "1", "ready"]
-            assert sorted(os.listdir(mount.device / "roots")) == ["0", "1", "ready"]
+            kept = [sorted(path for path in folder.iterdir() if path.name != "ready") for folder in folders]
+            for folder, paths in zip(folders, kept, strict=True):
+                assert 1 < len(paths) < count
+                assert paths == [folder / f"{number:02}" for number in range(len(paths))]
+                assert all(path.read_bytes() == bytes([7]) * 8192 for path in paths)
+            assert former in (None, kept)
+            former = kept
     finally:
         os.close(ends)
         for holder in holders:
             holder.join()
         os.close(end)
+    assert [os.listdir(folder) for folder in folders] == [["ready"], ["ready"]]

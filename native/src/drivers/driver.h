@@ -204,7 +204,7 @@ struct ForeignMemory {
   std::uint64_t bytes = 0;
   bool writable = false;
 
-  // Of the physical memory; the largest number if the sizes of its pieces exceed that.
+  // The size of the physical memory; the largest number if the sizes of its pieces exceed that.
   [[nodiscard]] std::uint64_t whole_bytes() const {
     std::uint64_t sum = 0;
     for (const ExportedMemory& piece : pieces) {

@@ -160,7 +160,7 @@ void AttributeOperations::answer_again(const Target& inode, Responder responder)
 }
 
 void AttributeOperations::statfs(const Target& inode, Request& request, Responder responder) {
-  // What a GPU has is known only when the memory that is being released is back.
+  // The free memory of a GPU is known only when the memory that is being released is back.
   const bool waits =
       std::ranges::any_of(table_.devices(), [](const auto& device) { return !device->info().cpu_addressable; });
   const std::uint32_t uid = request.header.uid;

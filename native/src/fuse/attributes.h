@@ -23,7 +23,7 @@ struct Timestamp {
   friend auto operator<=>(const Timestamp&, const Timestamp&) = default;  // NOLINT(modernize-use-nullptr): no pointer
 };
 
-// What a request changes; the rest stays.
+// The attributes that a request changes; the others stay.
 struct AttributeChanges {
   std::optional<std::uint32_t> mode;
   std::optional<std::uint32_t> uid;

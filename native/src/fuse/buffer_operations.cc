@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::uint64_t kAllocateChunk = std::uint64_t{1} << 30;  // an INTERRUPT ends an allocation between two
 
-// What the client gets; the driver's own message goes to the log.
+// The error that the client gets; the driver's own message goes to the log.
 int client_error(const Status& status, const char* what) {
   const int error = status.error();
   const bool ordinary = lacks_memory(error) || error == EFBIG || error == ENXIO || error == EINVAL || error == EPERM ||

@@ -59,7 +59,7 @@ int short_setxattr(Request& request, bool is_long) {
 
 // ---- replies ----
 
-// What a reply hands out: entries and an open handle, by their place in the message.
+// The references that a reply gives the kernel: entries and an open handle, by their place in the message.
 struct ReplyLayout {
   bool entry = false;
   bool directory = false;       // entries, from the beginning of the body on

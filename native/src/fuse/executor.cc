@@ -256,7 +256,7 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
 void Executor::State::park(QueuedJobs::iterator entry, TimePoint time) {
   if (stopping) entry->refusal = EINTR;
   entry->time = entry->refusal == 0 ? time : TimePoint::min();  // cancelled since: it runs with that at once
-  // What was released during the attempt may have come too late for it.
+  // Memory that was released during the attempt may have come too late for it.
   const bool again = entry->refusal == 0 && entry->resumes != resumes && entry->lane.device >= 0;
   QueuedJobs& to = again ? queue : parked;
   to.splice(to.end(), active, entry);

@@ -137,7 +137,7 @@ class Executor {
   };
   using QueuedJobs = std::list<QueuedJob>;
 
-  // What the threads use.
+  // State that the threads use.
   struct State {
     explicit State(const Limits& chosen) : limits(chosen) {}
 

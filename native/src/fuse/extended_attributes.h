@@ -42,7 +42,7 @@ class ExtendedAttributes {
   [[nodiscard]] bool has_trusted() const;
   // A file's capabilities are lost with any change of its contents.
   void drop_capability();
-  // Of memory.
+  // Bytes of memory.
   [[nodiscard]] std::size_t bytes() const;
 
   // How often any has changed.

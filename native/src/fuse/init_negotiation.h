@@ -26,7 +26,7 @@ class InitNegotiation {
   // The reply to the kernel's request. EPROTO when that cannot be understood.
   Result<fuse_init_out> answer(std::span<const std::byte> request);
 
-  // What the last process has agreed on with the kernel.
+  // The features that the last process has agreed on with the kernel.
   void restore(std::uint64_t offered, std::uint64_t granted);
 
   [[nodiscard]] std::uint64_t offered() const { return offered_; }

@@ -75,7 +75,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
     kForgotten,  // by the kernel, and gone from the table
   };
 
-  // What changes; a Reader shows it, and a Writer alone changes it.
+  // The state that changes. A Reader shows it, and only a Writer changes it.
   struct State {
     Presence presence = Presence::kNew;
     // In the journal, as is where the buffer's memory is. The size is the buffer's, as it was when a Writer ended.
@@ -109,7 +109,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   // Whether the CPU can read the buffer's memory in place.
   [[nodiscard]] bool in_host_memory() const { return in_host_memory_ && !replaced_.load(std::memory_order_acquire); }
 
-  // Of the limited directory that it is in; null: none.
+  // The account of the limited directory that the inode is in; null: there is none.
   [[nodiscard]] std::shared_ptr<Account> directory_account() const;
 
   // As they are now; size and blocks of a regular file are the buffer's.
@@ -118,7 +118,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   // The mount's own, which keep their names: all but what is below the directories of devices.
   [[nodiscard]] bool is_fixed() const { return device_ < 0; }
   [[nodiscard]] Timestamp birth() const;
-  // Of a symbolic link.
+  // Where a symbolic link leads.
   [[nodiscard]] std::string_view target() const { return target_; }
   // Access time.
   void was_read(AccessTimes policy);

@@ -95,7 +95,7 @@ class LongRequests {
           const std::optional<Releases::TimePoint> before = releases.expected_until();
           const int error = attempt(cancellation, reply);
           if (lacks_memory(error) && !cancellation.requested() && std::chrono::steady_clock::now() < deadline) {
-            // What is released during the attempt counts.
+            // Memory that is released during the attempt counts.
             if (const auto until = std::max(before, releases.expected_until())) {
               if (!std::exchange(waited, true)) count(counters_.memory_waits);
               return std::min(deadline, *until);

@@ -416,7 +416,7 @@ void Mount::copy_file_range(Request& request, Responder responder) {
   const Result<CopyRequest> read = read_copy_request(request);
   if (!read.ok()) return responder.error(read.error());
   const CopyRequest& copy = read.value();
-  // Of each file one of the two, or none if it is the control plane's.
+  // Each file has one of the two, or none if it is the control plane's.
   const auto buffer_of = [this](std::uint64_t fh) { return table_.file(fh); };
   const auto backing_of = [this](std::uint64_t fh) { return backing_.files().find(fh); };
   const std::shared_ptr<OpenFile> from = buffer_of(copy.in.fh_in);

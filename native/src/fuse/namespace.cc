@@ -18,7 +18,7 @@ namespace gpufs::fuse {
 
 namespace {
 
-// What programs read at once: larger only makes small reads slow.
+// Programs read so much at once: a larger size only makes small reads slow.
 constexpr std::uint32_t kBufferBlock = 1 << 20;
 
 bool is_directory(const Inode& inode) { return S_ISDIR(inode.kind()); }
@@ -45,7 +45,7 @@ Status check_users_directory(const Inode& directory) {
   return directory.is_fixed() ? Status(EPERM, "the directory belongs to the mount") : Status();
 }
 
-// What a name leads to.
+// The inode that a name leads to.
 Result<std::shared_ptr<Inode>> find_entry(const InodeNames& names, std::string_view name) {
   if (Status status = check_name(name); !status.ok()) return status;
   const auto found = names.entries().find(name);

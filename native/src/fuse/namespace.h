@@ -23,7 +23,7 @@
 
 namespace gpufs::fuse {
 
-// What a user wants to create.
+// A name that a user wants to create, and its attributes.
 struct NewInode {
   std::uint32_t mode = 0;  // type and permissions, before the umask
   std::uint32_t umask = 0;
@@ -111,7 +111,7 @@ class Namespace {
   // Adds an inode that a user creates in a directory, without a name. is_unnamed: link() may give it the first one.
   Result<InodePointer> add(Inode& directory, const NewInode& wanted, std::uint32_t links, std::uint64_t references,
                            bool is_unnamed = false);
-  // What create() does, without recording the outcome.
+  // As create(), without recording the outcome.
   Result<InodePointer> make(NamesWriter& writer, Inode& directory, std::optional<std::string_view> name,
                             const NewInode& wanted);
   [[nodiscard]] static bool lacks_name(const Inode& inode);

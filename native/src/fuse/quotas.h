@@ -56,7 +56,7 @@ class Quotas {
 // refer to the share of their owner, and shares live as long as the table.
 class Metadata {
  public:
-  // What the inodes of one user take. Only a Metadata changes it.
+  // The memory that the inodes of one user take. Only a Metadata changes it.
   using Share = Ledger;
 
   explicit Metadata(std::uint64_t limit) : all_(limit), plain_(limit - limit / kReservePart) {}

@@ -60,7 +60,7 @@ class ReadAhead {
     std::uint64_t probe = 0;
     std::uint64_t end = 0;
   };
-  // What the threads are still to read.
+  // Ranges that the threads have not read yet.
   struct Window {
     std::uint64_t ino = 0;
     std::uint64_t next = 0;

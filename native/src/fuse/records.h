@@ -25,7 +25,7 @@
 
 namespace gpufs::fuse {
 
-// What changes often of an inode, as it is in the journal.
+// The part of an inode that changes often, as it is in the journal.
 struct InodeRecord {
   gpufs_attributes attributes{};  // of a file with contents the size is that of the last record
   std::int64_t birth_seconds = 0;
@@ -131,7 +131,7 @@ class Records {
   [[nodiscard]] std::vector<StoredInode> stored_inodes() const;
   // Missing bytes read as zeros, since the journal is this program's own.
   [[nodiscard]] static InodeRecord read_inode(const StoredInode& stored);
-  // Of the size of the record; nullopt: there are none.
+  // The contents have the size that the record says; nullopt: none are kept.
   [[nodiscard]] static std::optional<KeptContents> read_contents(const StoredInode& stored, const InodeRecord& record);
   // Calls visit(id, record) for each name. visit must not record anything.
   void each_name(const std::function<void(std::uint64_t, const NameRecord&)>& visit) const;
@@ -146,7 +146,7 @@ class Records {
 
   const std::shared_ptr<journal::Journal> journal_;
   journal::Numbers name_numbers_;
-  // Of the last process, by request; constant.
+  // Outcomes of the last process, by request; constant.
   std::unordered_map<std::uint64_t, Outcome> before_;
   std::vector<std::uint64_t> old_outcomes_;  // their records
   std::uint64_t first_outcome_ = 0;          // of this process

@@ -25,7 +25,7 @@ constexpr std::uint64_t kSmallestBlock = 128;
 // A segment has the blocks of one size: as many as fit into this, or one larger block. Parts of the file that have no
 // memory read as segments of the smallest blocks, all free.
 constexpr std::uint64_t kUnitBytes = std::uint64_t{256} << 10;
-// Of larger segments none is kept without values.
+// Larger segments are not kept without values.
 constexpr std::uint64_t kLargestSpare = std::uint64_t{1} << 20;
 // Addresses for all that it may ever hold.
 #ifdef __SANITIZE_THREAD__

@@ -32,9 +32,9 @@ namespace gpufs::journal {
 
 class Journal {
  public:
-  // Another one is refused.
+  // A journal of another format is refused.
   static constexpr std::uint32_t kFormat = 4;
-  // Of one value.
+  // The most that one value may have.
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
 
   static Result<std::unique_ptr<Journal>> create();

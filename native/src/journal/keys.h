@@ -7,7 +7,7 @@
 
 namespace gpufs::journal {
 
-// What a value is of. The journal does not interpret them.
+// What a value describes. The journal does not interpret them.
 enum Kind : std::uint32_t {
   kInit = 1,
   // An inode has up to four values, which change apart from each other; the id is its number.

@@ -83,7 +83,7 @@ struct alignas(64) EngineGauges {
   Counter request_pinned_bytes;  // of the mount's own request memory
   Counter locked_bytes;          // host memory that programs or transfers locked
   Counter locked_ranges;
-  // Of the mount.
+  // These belong to the mount.
   Counter inodes;
   Counter open_files;
   Counter removed_files;
@@ -99,7 +99,7 @@ struct alignas(64) EngineGauges {
 struct alignas(64) EngineCounters {
   Counter bounce_waits;  // this and the next are written with the gauges
   Counter bounce_pin_failures;
-  // Of the mount.
+  // These belong to the mount.
   Counter read_ahead_bytes;
   Counter backing_read_bytes;
   Counter backing_written_bytes;

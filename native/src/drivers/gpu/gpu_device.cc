@@ -30,7 +30,7 @@ constexpr std::uint64_t kSmallestGranule = std::uint64_t{2} << 20;
 // all on a thread that must not wait.
 constexpr std::chrono::seconds kReleaseTime{1};
 
-// What the caller of a failed call can act on.
+// The errors that the caller of a failed call can act on.
 int errno_of(api::Code code) {
   switch (code) {
     case api::kOutOfMemory:
