@@ -250,6 +250,7 @@ def test_hostile_requests(node: Node, tmp_path: Path) -> None:
         subprocess.run(["umount", str(target)], check=True)
     refused("INVALID_ARGUMENT", partial(kubelet.call, "Node", "NodePublishVolume", b"\xff" * 100))
     assert not any(outside.iterdir())
+    assert "include" in refused("INVALID_ARGUMENT", partial(publish, "v1", "hf://org/model/config.json"))
     # Files of the source with the names that the volume needs.
     node.hub.models["org/odd"] = Model({"config.json": b"{}", ".gpufs/socket": b"x", ".gpufs/run": b"x"})
     volume = publish("v1", "hf://org/odd")
@@ -445,8 +446,9 @@ def test_pods_that_restart(node: Node, tmp_path: Path) -> None:
     chart = yaml.safe_load_all((REPOSITORY / "deploy/gpufs.yaml").read_text())
     (pod,) = [one["spec"]["template"]["spec"] for one in chart if one["metadata"]["name"] == "gpufs-mount"]
     path = shared / "mnt/node"
-    words = [*BIDIRECTIONAL, *pod["containers"][0]["command"][:-1], str(path), "--driver", "host", "--devices", "1"]
-    words += ["--memory", "32M", "--log-file", str(tmp_path / "log")]
+    (container,) = pod["containers"]
+    options = [word.replace("cuda", "host") for word in container["args"]]
+    words = [*BIDIRECTIONAL, *container["command"][:-1], str(path), *options, "--devices", "1", "--memory", "32M"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/gpufs").write_text(f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
     (tmp_path / "bin/gpufs").chmod(0o755)
@@ -461,7 +463,8 @@ with gpufs.attach(path) as array:
 """
 
     def mount_pod() -> subprocess.Popen[bytes]:
-        started = subprocess.Popen(words, env=environment)
+        with open(tmp_path / "log", "ab") as log:  # what `kubectl logs` shows
+            started = subprocess.Popen(words, env=environment, stderr=log)
         wait_until(lambda: os.path.isdir(path / "gpu0"), 30, "the mount's pod")
         return started
 
@@ -500,6 +503,7 @@ with gpufs.attach(path) as array:
         os.kill(int(daemons[0]), signal.SIGKILL)
         assert ask() == expected
         assert kubelet.publish("v1") == volume
+        assert b"gpufs.daemon" in (tmp_path / "log").read_bytes()
         mounting.kill()
         mounting.wait()
         mounting = mount_pod()
