@@ -197,6 +197,8 @@ def test_what_csi_asks(node: Node) -> None:
     volume = publish("v1")
     refused("ALREADY_EXISTS", partial(publish, "v1", exclude="deep"))
     refused("FAILED_PRECONDITION", partial(publish, "v1", target=node.kubelet.target("v2")))
+    refused("FAILED_PRECONDITION", partial(publish, "v2", target=volume))
+    unpublish("v2", target=volume)  # is not there
     check(volume)
     unpublish("v1")
 
@@ -456,10 +458,11 @@ def test_pods_that_restart(node: Node, tmp_path: Path) -> None:
     program = """
 import gpufs, hashlib, sys
 path = sys.argv[1] + "/weights.safetensors"
-with gpufs.attach(path) as array:
-    for line in sys.stdin:
-        with open(path, "rb") as file:
-            print(hashlib.sha256(array.memoryview()).hexdigest(), hashlib.sha256(file.read()).hexdigest(), flush=True)
+array = gpufs.attach(path)
+for line in sys.stdin:
+    with open(path, "rb") as file:
+        print(hashlib.sha256(array.memoryview()).hexdigest(), hashlib.sha256(file.read()).hexdigest(), flush=True)
+    array = gpufs.attach(path)
 """
 
     def mount_pod() -> subprocess.Popen[bytes]:
@@ -481,7 +484,9 @@ with gpufs.attach(path) as array:
         kubelet = ends.enter_context(Kubelet(shared, path, hub, launcher=BIDIRECTIONAL))
         volume = kubelet.publish("v1")
         before = {entry.device for entry in listed() if entry.mountpoint == str(volume)}
-        words_of_program = [*HOST_TO_CONTAINER, sys.executable, "-c", program, str(volume)]
+        (tmp_path / "inside").mkdir()
+        inside = [sys.executable, "-c", program, str(tmp_path / "inside")]
+        words_of_program = [*HOST_TO_CONTAINER, str(volume), str(tmp_path / "inside"), *inside]
         using = ends.enter_context(
             subprocess.Popen(words_of_program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
@@ -509,6 +514,7 @@ with gpufs.attach(path) as array:
         mounting = mount_pod()
         wait_until(lambda: is_bound(before), 30, "the volume on the new mount")
         assert ask() == expected
+        assert ask() == expected  # which has attached again
         using.kill()
         kubelet.unpublish("v1")
         assert kubelet.bound() == []
