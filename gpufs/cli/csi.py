@@ -90,8 +90,8 @@ def command(
     try:
         from gpufs.csi.labels import NodeLabels
         from gpufs.csi.server import Options, serve
-    except ModuleNotFoundError as error:
-        raise Failure(f"gpufs csi needs {error.name}: pip install 'gpufs[csi]'") from None
+    except ModuleNotFoundError:
+        raise Failure("gpufs csi needs grpcio and protobuf: pip install 'gpufs[csi]'") from None
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

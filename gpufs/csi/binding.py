@@ -33,13 +33,11 @@ _MS_NOSUID: Final = 2
 _MS_NODEV: Final = 4
 _MS_REMOUNT: Final = 32
 _MS_BIND: Final = 4096
-_MNT_DETACH: Final = 2
-_UMOUNT_NOFOLLOW: Final = 8
+_DETACH: Final = 2 | 8  # MNT_DETACH, and UMOUNT_NOFOLLOW
 _RESOLVE_NO_MAGICLINKS: Final = 0x02
 _RESOLVE_NO_SYMLINKS: Final = 0x04
 _RESOLVE_BENEATH: Final = 0x08
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_STACKED: Final = 64
 _NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # of the directory that has a target
 
 
@@ -98,27 +96,38 @@ class Targets:
             raise
 
     def bind(self, target: str, mount: MountEntry, path: str, sockets: str) -> None:
-        """Show a directory of the mount at a target, in place of what gpufs has shown there.
+        """Show a directory of the mount at a target, over what gpufs has shown there before.
 
-        ``path``: below the mount. ``sockets``: the directory of its daemon's socket. OSError or CallError if that
-        fails; then nothing is bound.
+        What was there stays below it until :meth:`unbind`: a running container has a bind of it, and only what is
+        mounted upon it reaches the container. ``path``: below the mount. ``sockets``: the directory of its daemon's
+        socket. OSError or CallError if that fails; then nothing more is bound than before.
         """
-        self.unbind(target)
-        try:
-            with self._parent(target) as (parent, name):
+        with self._parent(target) as (parent, name):
+            place = f"{path_of(parent)}/{name}"
+            if not self._over(target):
+                with suppress(FileNotFoundError):
+                    os.rmdir(name, dir_fd=parent)
                 os.mkdir(name, 0o750, dir_fd=parent)
-                place = f"{path_of(parent)}/{name}"
-                self._bind(os.path.join(mount.mountpoint, path), parent, name)
+            self._bind(os.path.join(mount.mountpoint, path), parent, name)
+            try:
                 for source, below in ((os.path.join(mount.mountpoint, SOCKET), SOCKET), (sockets, RUN)):
                     folder = os.open(os.path.join(place, CONTROL), _DIRECTORY | os.O_NOFOLLOW)
                     try:
                         self._bind(source, folder, os.path.basename(below))
                     finally:
                         os.close(folder)
-        except BaseException:
-            with suppress(OSError, CallError):
-                self.unbind(target)
-            raise
+            except BaseException:
+                syscalls.umount2(os.fsencode(place), _DETACH)
+                raise
+
+    def _over(self, target: str) -> list[MountEntry]:
+        """Return what is mounted at a target. CallError FAILED_PRECONDITION if the uppermost is not of gpufs."""
+        place = self.path_of(target)
+        over = [entry for entry in mounting.listed() if entry.mountpoint == place]
+        if over and over[-1].fstype != mounting.FILESYSTEM_TYPE:
+            text = f"{target}: a {over[-1].fstype} file system is mounted there, which is not of gpufs"
+            raise CallError("FAILED_PRECONDITION", text)
+        return over
 
     def _bind(self, source: str, directory: int, name: str) -> None:
         """Bind a directory or file over a name in an open directory. It is read-only from the first moment.
@@ -148,7 +157,7 @@ class Targets:
 
     def _remove_staged(self, staged: str) -> None:
         with suppress(OSError):
-            syscalls.umount2(os.fsencode(staged), _MNT_DETACH | _UMOUNT_NOFOLLOW)
+            syscalls.umount2(os.fsencode(staged), _DETACH)
         with suppress(OSError):
             (os.rmdir if os.path.isdir(staged) else os.unlink)(staged)
 
@@ -157,19 +166,10 @@ class Targets:
 
         CallError FAILED_PRECONDITION if something else is mounted there, OSError if there are files.
         """
-        place = self.path_of(target)
         try:
             with self._parent(target) as (parent, name):
-                for _ in range(_MOST_STACKED):
-                    over = [entry for entry in mounting.listed() if entry.mountpoint == place]
-                    if not over:
-                        break
-                    if over[-1].fstype != mounting.FILESYSTEM_TYPE:
-                        text = f"{target}: a {over[-1].fstype} file system is mounted there, which is not of gpufs"
-                        raise CallError("FAILED_PRECONDITION", text)
-                    # What is bound inside of it goes with it.
-                    flags = _MNT_DETACH | _UMOUNT_NOFOLLOW
-                    syscalls.umount2(os.fsencode(f"{path_of(parent)}/{name}"), flags)
+                while self._over(target):  # what is bound inside of it goes with it
+                    syscalls.umount2(os.fsencode(f"{path_of(parent)}/{name}"), _DETACH)
                 with suppress(FileNotFoundError):
                     os.rmdir(name, dir_fd=parent)
         except OSError as error:
@@ -182,16 +182,16 @@ def is_bound(place: str, mount: MountEntry, path: str, entries: Iterable[MountEn
 
     ``place``: as :meth:`Targets.path_of` returns it. ``entries``: what mounting.listed() has returned.
     """
-    found: dict[str, list[MountEntry]] = {}
-    for entry in entries:
-        if entry.mountpoint == place or entry.mountpoint.startswith(f"{place}/"):
-            found.setdefault(entry.mountpoint, []).append(entry)
-    here, socket, run = (found.get(one, []) for one in (place, f"{place}/{SOCKET}", f"{place}/{RUN}"))
-    if not len(here) == len(socket) == len(run) == 1:
+    # The last one of a place is the uppermost.
+    found = {
+        one.mountpoint: one for one in entries if one.mountpoint == place or one.mountpoint.startswith(f"{place}/")
+    }
+    here, socket, run = (found.get(one) for one in (place, f"{place}/{SOCKET}", f"{place}/{RUN}"))
+    if here is None or socket is None or run is None or "ro" not in here.flags:
         return False
-    if "ro" not in here[0].flags or here[0].root != _root(mount, path) or socket[0].root != _root(mount, SOCKET):
+    if (here.root, socket.root) != (_root(mount, path), _root(mount, SOCKET)):
         return False
-    return here[0].device == socket[0].device == mount.device
+    return here.device == socket.device == mount.device
 
 
 def _root(mount: MountEntry, path: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 # The credentials of the plug-in's own environment. A volume with secrets gets none of them.
 _OWN: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_", "GOOGLE_", "AZURE_")
+_NO_CREDENTIALS: Final = ("AWS_CA_BUNDLE", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
 _REPORT_SECONDS: Final = 1.0
 
 
@@ -78,8 +79,9 @@ def main() -> None:
     os.umask(0o022)  # pods of any user read what it fetches; the directory above is closed
     order = json.loads(sys.stdin.readline())
     if order["secrets"]:
-        for name in [name for name in os.environ if name.startswith(_OWN)]:
-            del os.environ[name]
+        for name in list(os.environ):
+            if name.startswith(_OWN) and name not in _NO_CREDENTIALS:
+                del os.environ[name]
         # What is stored on the node is not the pod's: a token, and files that another one may have loaded.
         os.environ.update({"HF_TOKEN_PATH": os.devnull, "HF_HUB_CACHE": os.devnull}, **order["secrets"])
     threading.Thread(target=_end_with_the_plugin, daemon=True).start()

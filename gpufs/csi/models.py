@@ -6,6 +6,7 @@ says what is complete, and a mount that has been replaced has nothing.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -268,6 +269,8 @@ class Models:
             log.info("fetched %s: %s in %.1f s", model.source, bytes_text(result["bytes"]), seconds)
             return None
         text = str(result["text"])[:1000]
+        if result["errno"] == errno.EISDIR:
+            text = f"{model.source} is a file: name its directory, and the file in include"
         return CallError.of(OSError(result["errno"], ""), text)
 
 

@@ -126,10 +126,10 @@ class Plugin:
         self._targets.path_of(request.target_path)
         with self._only_call_for(request.volume_id):
             known = self._state.volume(request.volume_id)
-            if known is None or known.target != request.target_path:
-                self._targets.unbind(request.target_path)
-            else:
+            if known is not None and known.target == request.target_path:
                 self._remove(known)
+            elif all(one.target != request.target_path for one in self._state.volumes()):
+                self._targets.unbind(request.target_path)
         return CLASSES["NodeUnpublishVolumeResponse"]()
 
     @contextmanager
@@ -157,13 +157,13 @@ class Plugin:
             # Secrets may change while a pod runs. Its volume stays what it is.
             if known != volume.with_credentials(known.credentials):
                 raise CallError("ALREADY_EXISTS", "the volume is published with other volumeAttributes")
-            if known.credentials != volume.credentials:
-                if not self._is_bound(known):
-                    self._remove(known)
-                    known = None
-                else:
-                    volume = known
-        if known is None:
+            if self._is_bound(known):
+                volume = known
+            elif known != volume:
+                self._state.replace(known, volume)
+                self._models.release(known.model)
+        else:
+            self._check_free(volume)
             if not self._targets.has_parent(volume.target):
                 text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
                 raise CallError("FAILED_PRECONDITION", text)
@@ -182,6 +182,11 @@ class Plugin:
             raise
         with self._lock:
             self._secrets[volume.id] = dict(secrets)
+
+    def _check_free(self, volume: Volume) -> None:
+        """Raise CallError FAILED_PRECONDITION if a new volume cannot be at its target."""
+        if any(one.target == volume.target for one in self._state.volumes()):
+            raise CallError("FAILED_PRECONDITION", f"another volume is at {volume.target}")
 
     def _show(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
         """Fetch a volume's model and bind it."""

@@ -121,6 +121,10 @@ class State:
         """Add a volume. OSError if it cannot be written."""
         self._change(lambda volumes: [*volumes, volume])
 
+    def replace(self, volume: Volume, other: Volume) -> None:
+        """Put another one in the place of a volume. OSError if it cannot be written."""
+        self._change(lambda volumes: [other if one == volume else one for one in volumes])
+
     def remove(self, volume: Volume) -> None:
         """Remove one, if it is there."""
         self._change(lambda volumes: [one for one in volumes if one != volume])

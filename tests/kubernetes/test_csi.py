@@ -197,6 +197,8 @@ def test_what_csi_asks(node: Node) -> None:
     volume = publish("v1")
     refused("ALREADY_EXISTS", partial(publish, "v1", exclude="deep"))
     refused("FAILED_PRECONDITION", partial(publish, "v1", target=node.kubelet.target("v2")))
+    refused("FAILED_PRECONDITION", partial(publish, "v2", target=volume))
+    unpublish("v2", target=volume)  # is not there
     check(volume)
     unpublish("v1")
 
@@ -250,6 +252,7 @@ def test_hostile_requests(node: Node, tmp_path: Path) -> None:
         subprocess.run(["umount", str(target)], check=True)
     refused("INVALID_ARGUMENT", partial(kubelet.call, "Node", "NodePublishVolume", b"\xff" * 100))
     assert not any(outside.iterdir())
+    assert "include" in refused("INVALID_ARGUMENT", partial(publish, "v1", "hf://org/model/config.json"))
     # Files of the source with the names that the volume needs.
     node.hub.models["org/odd"] = Model({"config.json": b"{}", ".gpufs/socket": b"x", ".gpufs/run": b"x"})
     volume = publish("v1", "hf://org/odd")
@@ -445,8 +448,9 @@ def test_pods_that_restart(node: Node, tmp_path: Path) -> None:
     chart = yaml.safe_load_all((REPOSITORY / "deploy/gpufs.yaml").read_text())
     (pod,) = [one["spec"]["template"]["spec"] for one in chart if one["metadata"]["name"] == "gpufs-mount"]
     path = shared / "mnt/node"
-    words = [*BIDIRECTIONAL, *pod["containers"][0]["command"][:-1], str(path), "--driver", "host", "--devices", "1"]
-    words += ["--memory", "32M", "--log-file", str(tmp_path / "log")]
+    (container,) = pod["containers"]
+    options = [word.replace("cuda", "host") for word in container["args"]]
+    words = [*BIDIRECTIONAL, *container["command"][:-1], str(path), *options, "--devices", "1", "--memory", "32M"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/gpufs").write_text(f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
     (tmp_path / "bin/gpufs").chmod(0o755)
@@ -454,14 +458,16 @@ def test_pods_that_restart(node: Node, tmp_path: Path) -> None:
     program = """
 import gpufs, hashlib, sys
 path = sys.argv[1] + "/weights.safetensors"
-with gpufs.attach(path) as array:
-    for line in sys.stdin:
-        with open(path, "rb") as file:
-            print(hashlib.sha256(array.memoryview()).hexdigest(), hashlib.sha256(file.read()).hexdigest(), flush=True)
+array = gpufs.attach(path)
+for line in sys.stdin:
+    with open(path, "rb") as file:
+        print(hashlib.sha256(array.memoryview()).hexdigest(), hashlib.sha256(file.read()).hexdigest(), flush=True)
+    array = gpufs.attach(path)
 """
 
     def mount_pod() -> subprocess.Popen[bytes]:
-        started = subprocess.Popen(words, env=environment)
+        with open(tmp_path / "log", "ab") as log:  # what `kubectl logs` shows
+            started = subprocess.Popen(words, env=environment, stderr=log)
         wait_until(lambda: os.path.isdir(path / "gpu0"), 30, "the mount's pod")
         return started
 
@@ -478,7 +484,9 @@ with gpufs.attach(path) as array:
         kubelet = ends.enter_context(Kubelet(shared, path, hub, launcher=BIDIRECTIONAL))
         volume = kubelet.publish("v1")
         before = {entry.device for entry in listed() if entry.mountpoint == str(volume)}
-        words_of_program = [*HOST_TO_CONTAINER, sys.executable, "-c", program, str(volume)]
+        (tmp_path / "inside").mkdir()
+        inside = [sys.executable, "-c", program, str(tmp_path / "inside")]
+        words_of_program = [*HOST_TO_CONTAINER, str(volume), str(tmp_path / "inside"), *inside]
         using = ends.enter_context(
             subprocess.Popen(words_of_program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
@@ -500,11 +508,13 @@ with gpufs.attach(path) as array:
         os.kill(int(daemons[0]), signal.SIGKILL)
         assert ask() == expected
         assert kubelet.publish("v1") == volume
+        assert b"gpufs.daemon" in (tmp_path / "log").read_bytes()
         mounting.kill()
         mounting.wait()
         mounting = mount_pod()
         wait_until(lambda: is_bound(before), 30, "the volume on the new mount")
         assert ask() == expected
+        assert ask() == expected  # which has attached again
         using.kill()
         kubelet.unpublish("v1")
         assert kubelet.bound() == []

@@ -274,5 +274,9 @@ class ApiServer(http.server.ThreadingHTTPServer):
 # A namespace in which a mount below a shared directory is seen outside, and the other way round: what mountPropagation
 # Bidirectional gives to a pod. All its processes end with it.
 BIDIRECTIONAL = "unshare --mount --propagation unchanged --pid --fork --mount-proc --kill-child".split()
-# The same with HostToContainer.
-HOST_TO_CONTAINER = "unshare --mount --propagation slave --pid --fork --mount-proc --kill-child".split()
+# A container that has a volume with HostToContainer, as container engines mount it. The volume and where it is shown
+# come next, and then the command.
+HOST_TO_CONTAINER = [
+    *"unshare --mount --propagation slave --pid --fork --mount-proc --kill-child bash -euc".split(),
+    'mount --rbind "$0" "$1"; umount -l "$0"; shift; exec "$@"',
+]
