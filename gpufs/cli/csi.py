@@ -1,6 +1,8 @@
 """gpufs csi: the CSI node plug-in for Kubernetes."""
 
 import os
+import shlex
+import sys
 
 import click
 
@@ -91,7 +93,8 @@ def command(
         from gpufs.csi.labels import NodeLabels
         from gpufs.csi.server import Options, serve
     except ModuleNotFoundError:
-        raise Failure("gpufs csi needs grpcio and protobuf: pip install 'gpufs[csi]'") from None
+        python = shlex.quote(sys.executable)
+        raise Failure(f"gpufs csi needs grpcio and protobuf: {python} -m pip install grpcio protobuf") from None
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -77,6 +77,7 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "log_file": "/tmp/a.log",
         "allow_other": "true",
         "trust_readers": "true",
+        "evict": "true",
         "allow_non_empty": "true",
         "auto_unmount": "false",
         "survive": "false",

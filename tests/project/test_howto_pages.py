@@ -205,13 +205,12 @@ def test_prometheus_and_fast(mounted: GpufsMount, tmp_path: Path) -> None:
 
 def test_manifests_of_kubernetes() -> None:
     """They are YAML, and the commands in them have these options."""
-    manifests = [text for text in blocks("containers.md") if "containers:" in text]
-    assert len(manifests) >= 2
+    pages = [yaml.safe_load(text) for text in blocks("containers.md") if "containers:" in text]
+    assert len(pages) >= 2
     words: list[list[str]] = []
-    for text in manifests:
-        document = yaml.safe_load(text)
+    for document in [*pages, *yaml.safe_load_all((DOCS.parent / "deploy/gpufs.yaml").read_text())]:
         words += [words for found in _command_lists(document) for words in _calls(found)]
-    assert any(command[:2] == ["gpufs", "mount"] and "--driver" in command for command in words)
+    assert any(command[:2] == ["gpufs", "mount"] and "--allow-other" in command for command in words)
     for program, command, *options in words:
         assert program == "gpufs"
         assert {word for word in options if word.startswith("-")} <= options_of(command)
