@@ -58,6 +58,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     ),
     "refresh": ({"id": 1, "start": (1 << 63) - 1}, {"id": ID, "start": OFFSET}),
     "detach": ({"id": 1}, {"id": ID}),
+    "sleep": ({"id": 1}, {"id": ID}),
+    "wake": ({"id": 1}, {"id": ID}),
+    "park": ({"id": 1, "wait": 3600}, {"id": ID, "wait": (*SECONDS, 3600.5, math.inf)}),
+    "bring_back": ({"id": 1}, {"id": ID}),
+    "listen": ({"id": 1}, {"id": ID}),
+    "asked": ({"inode": (1 << 64) - 1, "what": "wake"}, {"inode": NUMBER, "what": ("", None, 1)}),
     "revoke": ({"id": 1}, {"id": ID}),
     "register": (
         {

@@ -57,7 +57,7 @@ Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> d
 
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                         std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait) {
-  if (const std::shared_ptr<Buffer> parked = source.parked()) {
+  if (const std::shared_ptr<Buffer> parked = &source != this ? source.parked() : nullptr) {
     return copy_from(*parked, source_offset, offset, bytes, cancelled, wait);
   }
   const std::uint64_t source_size = source.size();

@@ -18,6 +18,7 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "memory/extent_buffer_exclusion.h"
+#include "observe/counters.h"
 
 namespace gpufs {
 namespace {
@@ -99,6 +100,10 @@ Status ExtentBuffer::unpark(Wait wait) {
   Result<Pin> pinned = source->pin_for_read(0, size(), wait);
   Status status = pinned.status();
   std::uint64_t end = 0;
+  observe::ScopedOperationCount taken(source->device()->counters(), observe::Backend::kDeviceCopy,
+                                      observe::Flow::kFromDevice);
+  observe::ScopedOperationCount given(context_->counters(), observe::Backend::kDeviceCopy, observe::Flow::kToDevice);
+  std::uint64_t moved = 0;
   if (status.ok()) {
     for (const Piece& piece : pinned.value().pieces) end = std::max(end, placed(piece.offset, piece.end()).end());
     for (const Piece& piece : pinned.value().pieces) {
@@ -107,6 +112,7 @@ Status ExtentBuffer::unpark(Wait wait) {
       status = ensure_own(range.offset, range.end(), end, {.wait = wait});
       std::uint64_t copied = 0;
       if (status.ok()) status = copy_pieces(range_->base() + range.offset, *source, {piece}, &copied);
+      moved += copied;
     }
   }
   if (!status.ok()) {
@@ -114,6 +120,8 @@ Status ExtentBuffer::unpark(Wait wait) {
     give_up_memory();
     return status;
   }
+  taken.done(moved);
+  given.done(moved);
   forget_parked();
   touch();
   const TimePoint end_time = TimePoint::clock::now();
