@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from gpufs import mounting
+from gpufs.cli._files import files_of
 from gpufs.cli._output import Failure, bytes_text, complain
 
 PINNED: Final = "user.gpufs-pinned"  # an extended attribute: a full device does not park the file
@@ -41,16 +42,6 @@ def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
     if not stat.S_ISDIR(status.st_mode):
         yield path, status
         return
-    for folder, _, names in os.walk(path, onerror=_not_listed):
-        for name in sorted(names):
-            file = os.path.join(folder, name)
-            try:
-                found = os.lstat(file)
-            except OSError:
-                continue  # removed by now
-            if stat.S_ISREG(found.st_mode) and found.st_dev == status.st_dev and found.st_blocks:
-                yield file, found
-
-
-def _not_listed(error: OSError) -> None:
-    complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    for file, found in files_of(os.path.realpath(path), recursive=True):
+        if found.st_blocks:
+            yield file, found

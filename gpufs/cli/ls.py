@@ -3,14 +3,14 @@
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from gpufs import config, mounting
 from gpufs.cli import _mounts, _queries
+from gpufs.cli._files import files_of
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
@@ -53,7 +53,7 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     rows = [
         _row(path, status, by_device[status.st_dev], leases)
         for root in roots
-        for path, status in _files(root, recursive=recursive)
+        for path, status in files_of(root, recursive=recursive)
         if status.st_dev in by_device
     ]
     if as_json:
@@ -90,51 +90,6 @@ def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> li
     return listable
 
 
-def _files(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the regular files at or in a directory, and with ``recursive`` below it, in the order of their names.
-
-    Without ``recursive`` also the directories in it. In a mount's root, only the device directories count.
-    """
-    try:
-        status = os.lstat(root)
-    except OSError as error:
-        _not_listed(error)
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        if stat.S_ISREG(status.st_mode):
-            yield root, status
-        return
-    roots = {entry.mountpoint for entry in mounting.mounts() if entry.root == "/"}
-    device = status.st_dev  # what is mounted below is not listed
-    left = [root]  # a stack: directories may be nested more deeply than functions may
-    while left:
-        folder = left.pop()
-        below = []
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError as error:
-            _not_listed(error)
-            continue
-        for name in names:
-            path = os.path.join(folder, name)
-            with suppress(OSError):  # removed by now
-                status = os.lstat(path)
-                is_directory = stat.S_ISDIR(status.st_mode)
-                if folder in roots:
-                    if is_directory and name.startswith(DEVICE_DIRECTORIES):
-                        below.append(path)
-                    continue
-                if stat.S_ISREG(status.st_mode) or (is_directory and not recursive):
-                    yield path, status
-                if is_directory and recursive and status.st_dev == device:
-                    below.append(path)
-        left += reversed(below)
-
-
-def _not_listed(error: OSError) -> None:
-    complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
-
-
 def _row(
     path: str,
     status: os.stat_result,
@@ -147,7 +102,7 @@ def _row(
     files = {(status.st_dev, status.st_ino): status}
     names = {(status.st_dev, status.st_ino): path}
     if not is_file:
-        below = list(_files(path, recursive=True))
+        below = list(files_of(path, recursive=True))
         files = {(each.st_dev, each.st_ino): each for _, each in below}
         names = {(each.st_dev, each.st_ino): name for name, each in below}
     used = [lease for file in files for lease in leases.get(file, ())]

@@ -139,7 +139,7 @@ _watchers: Final[list[Callable[[Attachment], None]]] = []
 
 
 def attachments(watcher: Callable[[Attachment], None] | None = None) -> list[Attachment]:
-    """What this process has attached. ``watcher``: is told of what it attaches later."""
+    """Return the attachments of this process. ``watcher`` is told of each later one."""
     if watcher is not None and watcher not in _watchers:
         _watchers.append(watcher)
     while True:

@@ -416,16 +416,10 @@ class Mount(Handle):
         """Have a full device park files that nobody uses, from now on. Before :meth:`start`."""
         check(lib.gpufs_mount_evict(self._handle))
 
-    def parked(self) -> dict[int, int]:
-        """Return the files that are parked now: their inodes, and the bytes of the host tier that each takes."""
-        files, count = ffi.new("const gpufs_parked_file **"), ffi.new(_NUMBER)
-        check(lib.gpufs_mount_parked(self._handle, files, count))
-        return {files[0][index].ino: files[0][index].bytes for index in range(count[0])}
-
     def inode_park(self, ino: int) -> bool:
         """Move the contents of a file to the host tier; returns whether they are there. Those of small files stay.
 
-        EngineError EOPNOTSUPP without a host tier, EINVAL for what is no file on a device, EBUSY if a program has a
+        EngineError EOPNOTSUPP without a host tier, EINVAL for anything but a file on a device, EBUSY if a program has a
         lease on it, ENOSPC and EDQUOT if the host tier is full or a limit of the file's owner there is reached.
         """
         parked = ffi.new("int32_t *")

@@ -475,12 +475,6 @@ gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked)
 gpufs_status gpufs_inode_bring_back(gpufs_handle mount, uint64_t ino);
 /* Before the mount is started: a full device parks files that nobody uses. */
 gpufs_status gpufs_mount_evict(gpufs_handle mount);
-typedef struct {
-  uint64_t ino;
-  uint64_t bytes; /* of the host tier */
-} gpufs_parked_file;
-/* The files that are parked now; valid until the calling thread asks again. */
-gpufs_status gpufs_mount_parked(gpufs_handle mount, const gpufs_parked_file** files, uint64_t* count);
 /* Ends that: all calls on the file fail with ESTALE. On return nothing uses the memory any more, and the kernel has
  * dropped what it had cached. ETIMEDOUT: something still uses the memory, and it is unmapped later. EINVAL: the file is
  * not a registered one. Threads as above. */

@@ -296,7 +296,8 @@ def test_a_shell_names_the_programs_that_it_cannot_ask_and_asks_the_others(place
         assert refused.returncode == 1
         assert f"PID {deaf.pid}" in refused.stderr
     polite = "import gpufs, sys\ngpufs.when_asked()\n" + HOLD.replace("sys.stdin.read()", "sys.stdin.readline()")
-    polite += "\nprint(array.tobytes() == open(sys.argv[1], 'rb').read(), flush=True)\n"
+    polite += "\ngpufs.wake()\n"  # waits for the wake in progress
+    polite += "print(array.tobytes() == open(sys.argv[1], 'rb').read(), flush=True)\n"
     with program(polite, file, "r+") as listener:
         wait_until(
             lambda: command("sleep", file, "--sleep-timeout", "2s", check=False).returncode == 0,
@@ -319,6 +320,19 @@ def test_a_shell_names_the_programs_that_it_cannot_ask_and_asks_the_others(place
         listener.stdin.write("\n")
         listener.stdin.flush()
         assert listener.stdout.readline() == "True\n"
+
+
+def test_a_whole_mount_sleeps_and_the_hosts_files_stay(mount: Mounter, driver: str, tmp_path: Path) -> None:
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    (tmp_path / "data").write_bytes(noise(SIZE))
+    with mount("--host-memory", str(DEVICE), "--backing", f"data={tmp_path}", memory=DEVICE) as made:
+        path = made.device / "weights"
+        path.write_bytes(noise(SIZE))
+        command("sleep", made.path)
+        assert parked(path)
+        command("wake", made.path)
+        assert not parked(path)
 
 
 def test_only_the_owner_may_move_a_file(file: Path) -> None:

@@ -364,17 +364,6 @@ gpufs_status gpufs_mount_evict(gpufs_handle mount) {
   });
 }
 
-gpufs_status gpufs_mount_parked(gpufs_handle mount, const gpufs_parked_file** files, uint64_t* count) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    thread_local std::vector<gpufs_parked_file> last;
-    last.clear();
-    for (const fuse::InodeTable::Parked& each : found.table().parked()) last.push_back({each.ino, each.bytes});
-    *files = last.data();
-    *count = last.size();
-    return {};
-  });
-}
-
 gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked) {
   return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
     const Result<bool> moved = found.table().park(inode);

@@ -324,14 +324,16 @@ bool InodeTable::evict(std::int32_t device) {
     auto soonest = deadline;
     for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
       const auto until = inode->buffer_->stays_until();
-      soonest = std::min(soonest, until);
-      if (until > std::chrono::steady_clock::now()) continue;
+      if (until > std::chrono::steady_clock::now()) {
+        soonest = std::min(soonest, until);
+        continue;
+      }
       const Result<bool> parked = park(*inode);  // EBUSY: a program has attached it meanwhile
       if (!parked.ok() || !parked.value()) continue;
       log_info("inode ", inode->ino(), " was parked: ", directory_of(device), " is full");
       return true;
     }
-    if (soonest >= deadline || std::chrono::steady_clock::now() >= soonest) return false;
+    if (soonest >= deadline) return false;
     std::this_thread::sleep_until(soonest);  // those that came back a moment ago may go then
   }
 }
@@ -344,15 +346,6 @@ std::uint64_t InodeTable::evictable(std::int32_t device) {
     bytes += inode->buffer_->bytes_held();
   }
   return host.ok() ? std::min(bytes, host.value().free_bytes) : 0;
-}
-
-std::vector<InodeTable::Parked> InodeTable::parked() const {
-  std::vector<Parked> found;
-  for (const std::shared_ptr<Inode>& inode : all()) {
-    const std::uint64_t bytes = inode->buffer_ ? inode->buffer_->bytes_parked() : 0;
-    if (bytes > 0) found.push_back({inode->ino_, bytes});
-  }
-  return found;
 }
 
 void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {

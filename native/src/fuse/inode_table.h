@@ -160,11 +160,6 @@ class InodeTable {
   void evict_when_full();
   // What a device can get that way.
   [[nodiscard]] std::uint64_t evictable(std::int32_t device);
-  struct Parked {
-    std::uint64_t ino;
-    std::uint64_t bytes;  // of the host tier
-  };
-  [[nodiscard]] std::vector<Parked> parked() const;
 
   struct Counts {
     std::size_t inodes = 0;
