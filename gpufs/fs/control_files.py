@@ -173,7 +173,7 @@ class StatusReport:
             "index": device.index,
             "name": info.directory,
             "description": info.name,
-            "pci_address": info.pci_address,
+            "pci_address": "" if info.host_tier else info.pci_address,  # for tools that look for their GPU
             "uuid": info.uuid or None,
             "total_bytes": info.total_bytes,
             "free_bytes": 0,

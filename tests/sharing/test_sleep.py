@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -333,6 +334,14 @@ def test_a_whole_mount_sleeps_and_the_hosts_files_stay(mount: Mounter, driver: s
         assert parked(path)
         command("wake", made.path)
         assert not parked(path)
+
+
+def test_tools_that_look_for_a_gpu_do_not_find_the_hosts_memory(place: Survivor, driver: str) -> None:
+    """The plug-ins of model servers compare each address with that of their GPU."""
+    *devices, host = place.report()["devices"]
+    found = {bool(re.fullmatch(r"[0-9a-f]+:[0-9a-f]+:[0-9a-f.]+", device["pci_address"])) for device in devices}
+    assert found == {driver != "host"}
+    assert (host["name"], host["pci_address"]) == ("host0", "")
 
 
 def test_only_the_owner_may_move_a_file(file: Path) -> None:
