@@ -1,5 +1,6 @@
 """Prints docs/knobs.md, made from the table of knobs."""
 
+import re
 from collections.abc import Iterator
 
 from gpufs.config import KNOBS
@@ -9,7 +10,8 @@ def _page() -> Iterator[str]:
     yield "# Knobs\n"
     yield "Written by `make docs` from the table in `gpufs/config/knobs.py`; do not edit.\n"
     yield "Every knob is an option of `gpufs mount`, an environment variable, and by its name a key of the"
-    yield "configuration file. A value is looked for in this order, and the first hit wins:\n"
+    yield "configuration file: `memory` is `--memory`, `GPUFS_MEMORY` and `memory = \"4G\"`. In an option the name has"
+    yield "`-` for `_`. A value is looked for in this order, and the first hit wins:\n"
     yield "1. the command line,"
     yield "2. the environment,"
     yield "3. the file that `--config` or `GPUFS_CONFIG` names; without that `~/.config/gpufs/config.toml`"
@@ -17,9 +19,8 @@ def _page() -> Iterator[str]:
     yield "4. the default.\n"
     yield "The user's file counts only where it and that directory belong to the user who runs the command, or to root:"
     yield "with sudo, HOME may be another user's.\n"
-    yield 'The files are TOML with the keys at the top level: `memory = "4G"`. A value that is not allowed is an error'
-    yield "wherever it is set, and the message names the knob, where the value came from and what is allowed. Sizes"
-    yield "are bytes, or take K, M, G and T (powers of 1024); times are seconds, or take ms, s, m and h.\n"
+    yield "The files are TOML with the keys at the top level. A value that is not allowed is an error wherever it is set."
+    yield "Sizes are bytes, or take K, M, G and T (powers of 1024); times are seconds, or take ms, s, m and h.\n"
     yield "A table with the name of a mountpoint is for that mount alone, and goes before the keys at the top:\n"
     yield '    memory = "4G"\n'
     yield '    ["/mnt/gpufs"]'
@@ -29,9 +30,9 @@ def _page() -> Iterator[str]:
             continue
         yield f"## {knob.name}\n"
         yield f"{knob.text}\n"
-        yield f"- `{knob.option}`, `{knob.variable}`"
-        yield f"- default: {knob.describe_default()}"
-        yield f"- allowed: {knob.kind.allowed}\n"
+        # The words "such as ..." are for error messages: the page says above how sizes and times are written.
+        allowed = re.sub(r"^(a size|a time) such as [^,]*, [^,]*? or [^,]*, ", r"\1 ", knob.kind.allowed)
+        yield f"Default: {knob.describe_default()}. Allowed: {allowed}.\n"
 
 
 if __name__ == "__main__":
