@@ -111,7 +111,12 @@ class Attachment:
             try:
                 _daemons.repeat_if_it_dies(functools.partial(self._connection.sleep, self._number))
             except OSError as error:
-                self._map_rest()
+                try:
+                    self._map_rest()
+                except OSError:  # not even that: the device is full by now, or the daemon has gone
+                    self.is_asleep = True
+                    text = f"{text_of(error)}; its memory could not be mapped again: call gpufs.wake()"
+                    raise OSError(error.errno or errno.EIO, text, self.path) from None
                 self._explain()
                 raise failure_of_mount(error, self.path) from None
             self.is_asleep = True
