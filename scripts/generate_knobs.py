@@ -32,7 +32,8 @@ def _page() -> Iterator[str]:
         yield f"{knob.text}\n"
         # The words "such as ..." are for error messages: the page says above how sizes and times are written.
         allowed = re.sub(r"^(a size|a time) such as [^,]*, [^,]*? or [^,]*, ", r"\1 ", knob.kind.allowed)
-        yield f"Default: {knob.describe_default()}. Allowed: {allowed}.\n"
+        words = "" if allowed == "true or false" else f" Allowed: {allowed}."
+        yield f"Default: {knob.describe_default()}.{words}\n"
 
 
 if __name__ == "__main__":
