@@ -64,7 +64,7 @@ class Attachment:
         self.size = answer.size
         self.placement = answer.placement
         self.mapping = mapping
-        self.take_newest: Callable[[], bool] | None = None  # of what follows the file: False if there is no newer one
+        self.take_newest: Callable[[], bool] | None = None  # set by what follows the file; False: none is newer
         self._lock = threading.Lock()  # one refresh, sleep, wake or change of the version at a time
         self._pci_address = answer.pci_address
         self._own(identity, connection, answer.id)
@@ -220,7 +220,7 @@ class Attachment:
             self._map_rest()
             self._explain()
         except OSError as error:
-            text = f"neither the new version could be mapped ({failure}) nor the old one again: attach the file anew"
+            text = f"the new version could not be mapped ({failure}), nor the old one again: attach the file"
             raise OSError(error.errno or errno.EIO, f"{text} ({text_of(error)})", self.path) from None
 
     def _explain(self) -> None:

@@ -275,11 +275,16 @@ def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights)
 
 def refuse_reload(model: torch.nn.Module) -> None:
     """Refuse to load weights into the model: it would write to read-only memory, which ends the process."""
+    model.load_weights = _refuse_weights  # type: ignore[assignment]
 
-    def load_weights(*_: object, **__: object) -> None:
-        raise RuntimeError(RELOAD_REFUSED)
 
-    model.load_weights = load_weights  # type: ignore[assignment]
+def refuses_reload(model: torch.nn.Module) -> bool:
+    """Return whether the model's weights are those of other engines, too."""
+    return vars(model).get("load_weights") is _refuse_weights
+
+
+def _refuse_weights(*_: object, **__: object) -> None:
+    raise RuntimeError(RELOAD_REFUSED)
 
 
 def device_name() -> str:

@@ -323,20 +323,22 @@ def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file:
         pytest.skip("the HIP driver has no host memory for files")
     array = gpufs.attach(file, "r+")
     follower = gpufs.follow(array)
-    gpufs.sleep(array)
+    publish(file, 2)
+    gpufs.sleep(array)  # the old version has no name, so the newest one sleeps
+    assert follower.version == 1
     with pytest.raises(ValueError):
         gpufs.follow(array)
-    publish(file, 2)
+    publish(file, 3)
     assert not follower.update()
     assert gpufs.wake(array) == SIZE
-    assert (number_in(array.tobytes()), follower.version, follower.update()) == (2, 1, False)
+    assert (number_in(array.tobytes()), follower.version, follower.update()) == (3, 2, False)
     wait_until(lambda: not place.report()["devices"][-1]["held_bytes"], PATIENCE, "the end of the parked version")
     gpufs.sleep(array)
     new = file.with_name("new")
-    new.write_bytes(version(3, WORDS[:2]))
+    new.write_bytes(version(4, WORDS[:2]))
     os.rename(new, file)
     gpufs.wake(array)
-    assert (number_in(array.tobytes()), follower.version) == (2, 1)
+    assert (number_in(array.tobytes()), follower.version) == (3, 2)
     with pytest.raises(ValueError):
         follower.update()
     array.close()
