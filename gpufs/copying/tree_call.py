@@ -51,8 +51,8 @@ def copy_tree(
     """Copy a directory with all that is below it, as `gpufs cp -rT`.
 
     Either of the two is on a gpufs mount. The other may be a URL, for example ``hf://ORG/MODEL`` or
-    ``s3://BUCKET/MODEL``. The destination is the copy itself, so a second call makes the same directory again. Files
-    that only the destination has stay.
+    ``s3://BUCKET/MODEL``, or a directory of another machine, ``HOST:PATH``. The destination is the copy itself, so a
+    second call makes the same directory again. Files that only the destination has stay.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def copy_tree(
     symlinks : bool
         Symbolic links are copied as links, instead of the files that they lead to.
     jobs : int
-        How many files are copied at once.
+        How many files are copied at once. Between machines it is one.
     fastpath, fsync, verify, preserve, partial
         As for :func:`copy`.
     progress : callable, optional
@@ -115,9 +115,13 @@ def copy_tree(
     ):
         loop = TreeCopy(copier, selection, stop, report)
         try:
-            loop.run(_finder(loop, source, destination, options, opened), jobs)
+            if kind_of((source, destination)) == "host":
+                _copy_between_hosts(loop, copier, (source, destination), selection, report, stop)
+            else:
+                loop.run(_finder(loop, source, destination, options, opened), jobs)
         except OSError as error:
-            raise _as_copy_error(error, source, destination) from None
+            if not stop.cancelled:
+                raise _as_copy_error(error, source, destination) from None
         if stop.cancelled:
             raise CopyError(errno.ECANCELED, "", source, destination)
         report.tick()
@@ -128,12 +132,9 @@ def _finder(
     loop: TreeCopy, source: str, destination: str, options: CopyOptions, opened: ExitStack
 ) -> Callable[[], None]:
     """Return what finds the files. OSError for names and options that cannot be used."""
-    kind = kind_of((source, destination))
-    if kind == "host":
-        raise OSError(errno.EINVAL, "copy_tree takes no HOST:PATH: gpufs cp -rT does")
     if not source or not destination:
         raise OSError(errno.ENOENT, "an empty name is given where a directory belongs")
-    if kind == "file":
+    if kind_of((source, destination)) == "file":
         named = opened.enter_context(find_targets([source], destination, follow=False, directory=False, exact=True))
         return partial(loop.find_files, [named])
     from gpufs.copying import store_copy
@@ -146,6 +147,29 @@ def _finder(
         raise OSError(errno.EINVAL, "a pattern may name several directories: use include=", urls[0].shown)
     named = opened.enter_context(find_targets([urls[0].name], destination, follow=False, directory=False, exact=True))
     return partial(loop.find_urls, urls, [[entry for _, entry in named]])
+
+
+def _copy_between_hosts(
+    loop: TreeCopy, copier: Copier, names: tuple[str, str], selection: TreeOptions, report: _Report, stop: Cancellation
+) -> None:
+    """Copy from or to another machine by ssh. OSError for what ends the copy."""
+    from gpufs.copying import host_copy
+
+    options = copier.context.options
+    check_options(options, "HOST:PATH")
+    request = host_copy.new_request(options, selection)
+    failures: list[Exception] = []
+    with host_copy.Route(names[:1], names[1:]).connected(stop, report.noticed) as copy:
+
+        def between() -> None:
+            try:
+                copy(copier.context, request, report)
+            except Exception as error:  # noqa: BLE001 - the caller's thread raises it
+                failures.append(error)
+
+        loop.run(partial(loop.put, between), 1)
+        if failures:
+            raise failures[0]
 
 
 def _as_copy_error(error: OSError, source: str, destination: str | None) -> CopyError:
@@ -181,6 +205,25 @@ class _Report:
 
     def skipped(self) -> None:
         """Nothing is to be reported."""
+
+    # ---- the same, of a copy between machines ----
+
+    def moved(self, source: str, count: int) -> None:
+        """``count`` bytes of a source have been copied."""
+        self._totals.report(source, CopyProgress(count, 0, {"pipe": count}))
+
+    def noticed(self, text: str) -> None:
+        """Warn the caller."""
+        self.warned(text)
+
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        """Take what became of a file. None if it was skipped."""
+        if outcome is not None:
+            self.finished(source, [], [outcome])
+
+    def host_lost(self, hop: int, error: CopyError) -> None:
+        """Take the failure of the other machine."""
+        self.outcomes.append(error)
 
     def deleted(self, path: str) -> None:
         """Nothing is deleted here."""

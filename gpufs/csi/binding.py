@@ -4,8 +4,8 @@ The kubelet names the place of a volume. It is used only below the kubelet's own
 followed there: a pod may write to some directories in it.
 
 A volume is a bind of the model's directory. Two things in it let programs attach: ``.gpufs/socket`` is the mount's
-control file of this name, and ``.gpufs/run`` the directory of the daemon's socket. Both are binds, too, so that they
-change with the daemon.
+control file of this name, and ``.gpufs/run`` the directory of the mount's socket, which shows no other mount. Both are
+binds, too, so that they change with the daemon.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Targets:
         """Show a directory of the mount at a target, over what gpufs has shown there before.
 
         What was there stays below it until :meth:`unbind`: a running container has a bind of it, and only what is
-        mounted upon it reaches the container. ``path``: below the mount. ``sockets``: the directory of its daemon's
+        mounted upon it reaches the container. ``path``: below the mount. ``sockets``: the directory of its
         socket. OSError or CallError if that fails; then nothing more is bound than before.
         """
         with self._parent(target) as (parent, name):

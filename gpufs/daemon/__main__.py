@@ -123,7 +123,8 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
         # fusermount3, which mounts for plain users, does not take all flags.
         asked = frozenset(request.flags) if os.geteuid() != 0 else frozenset()
         mountpoint.set_access_times(mount, entry.flags, asked)
-        socket_path = os.path.join(runtime, f"{os.getpid()}-{entry.device.replace(':', '-')}.socket")
+        socket_path = service.socket_path(runtime, entry.device)
+        parts.callback(service.remove_directory, socket_path)
         serving = Serving(
             request,
             answer,

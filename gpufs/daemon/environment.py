@@ -21,7 +21,7 @@ log = logging.getLogger("gpufs.daemon")
 _DESCRIPTORS: Final = 1 << 20
 # On the scale from -1000 (never killed) to 1000 this has everything else that takes memory killed first.
 _OOM_SCORE: Final = -900
-# Bytes of a directory's path: the kernel takes 107 of a socket's, and its name in the directory has up to 32.
+# Bytes of a directory's path: the kernel takes 107 of a socket's, and below the directory it has up to 32.
 _LONGEST: Final = 107 - 32
 _SEND_SECONDS: Final = 5.0  # for a service manager whose queue is full
 

@@ -5,6 +5,6 @@ client may read and write is what the kernel let it open. docs/protocol.md has t
 """
 
 from gpufs.service._kept import Kept, restore
-from gpufs.service._server import Service, serve, sweep
+from gpufs.service._server import Service, remove_directory, serve, socket_path, sweep
 
-__all__ = ["Kept", "Service", "restore", "serve", "sweep"]
+__all__ = ["Kept", "Service", "remove_directory", "restore", "serve", "socket_path", "sweep"]

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import stat
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +26,8 @@ from gpufs.syscalls import trusted
 log = logging.getLogger(__name__)
 
 _BACKLOG = 64
-# The names of sockets, and for how many seconds one may exist before its daemon listens.
-_NAME = re.compile(r"\d+-\d+-\d+\.socket")
+# The names of their directories, and for how many seconds one may exist before its daemon listens.
+_NAME = re.compile(r"\d+-\d+")
 _NEW = 60.0
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -126,12 +125,13 @@ def _reject(sock: socket.socket) -> None:
 
 
 def _listen(path: str, *, allow_other: bool) -> socket.socket:
-    """A listening socket at a path; replaces one that a dead daemon left there."""
-    try:
-        if stat.S_ISSOCK(os.lstat(path).st_mode):
-            os.unlink(path)
-    except FileNotFoundError:
-        pass
+    """A listening socket at a path, whose directory is made; replaces one that a dead daemon left there."""
+    folder = os.path.dirname(path)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    os.chmod(folder, 0o711 if allow_other else 0o700)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         listener.bind(path)
@@ -145,33 +145,46 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
 
 
 def sweep(folder: str) -> None:
-    """Remove the sockets that killed daemons of this user left in a folder, by their names: "PID-MAJOR-MINOR.socket".
+    """Remove the directories of sockets that killed daemons of this user left in a folder, "MAJOR-MINOR".
 
-    If its daemon's counters are not beside it, and it is not new, a connection attempt shows whether anybody listens.
+    If no counters of the mount are beside it, and it is not new, a connection attempt shows whether anybody listens.
     """
     try:
-        names = set(os.listdir(folder))
+        names = os.listdir(folder)
     except OSError:
         return
+    counted = {name.removesuffix(".stats").partition("-")[2] for name in names if name.endswith(".stats")}
     for name in names:
-        path = os.path.join(folder, name)
-        if not _NAME.fullmatch(name) or name.removesuffix(".socket") + ".stats" in names:
+        place = os.path.join(folder, name)
+        path = socket_path(folder, name)
+        if not _NAME.fullmatch(name) or name in counted:
             continue
         try:
-            status = os.lstat(path)
-            if (
-                status.st_uid != os.geteuid()
-                or time.time() - status.st_mtime < _NEW
-                or not stat.S_ISSOCK(status.st_mode)
-            ):
+            status = os.lstat(place)
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _NEW:
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as asking:
                 asking.connect(path)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+            remove_directory(path)
         except OSError:
             pass  # another process was faster
+
+
+def socket_path(folder: str, device: str) -> str:
+    """Return the path of the socket of the mount with this device number ("0:52"), in a directory of the mount's own.
+
+    A volume of a pod shows this directory, and no other mount. It is the same for all daemons of the mount.
+    """
+    return os.path.join(folder, device.replace(":", "-"), "socket")
+
+
+def remove_directory(path: str) -> None:
+    """Remove the directory of a socket, unless the next mount uses it already."""
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(path))
 
 
 async def serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from support.data import MIB, noise
 from support.hanging import HangingMount
-from support.mounting import Mounter
+from support.hosts import script
+from support.mounting import GPUFS, Mounter
 from support.processes import run
 from support.stores import Model, web_server
 
@@ -69,7 +71,7 @@ def test_failures_are_collected_and_the_rest_is_copied(root: Path, tree: Path) -
     assert failed.group_contains(gpufs.NotOnMount)
 
 
-@pytest.mark.parametrize("names", [("", "copy"), ("tree", ""), ("node2:/tree", "copy"), ("ftp://server/tree", "copy")])
+@pytest.mark.parametrize("names", [("", "copy"), ("tree", ""), ("ftp://server/tree", "copy")])
 def test_names_that_cannot_be_used(root: Path, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     with pytest.raises(gpufs.CopyError):
@@ -97,6 +99,40 @@ def test_a_model_of_the_hub(root: Path, tmp_path: Path) -> None:
         done = run(sys.executable, "-c", HUB, root / "copy", env=environment)
     assert contents(root / "copy") == files
     assert int(done.stdout) == errno.EINVAL
+
+
+def test_a_directory_of_another_machine(
+    root: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways, with `ssh` and `gpufs` from PATH."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    script(programs / "ssh", '#!/bin/sh\nwhile [ "$1" != node2 ]; do shift; done\nshift\nexec sh -c "$*"\n')
+    script(programs / "gpufs", f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    seen: list[gpufs.CopyProgress] = []
+    for _ in range(2):
+        results = gpufs.copy_tree(f"node2:{tree}", root / "copy", progress=seen.append)
+        assert contents(root / "copy") == contents(tree)
+        assert {result.source for result in results} == {f"node2:{tree}/{name}" for name in contents(tree)}
+    assert seen[-1].moved == seen[-1].total == sum(result.bytes for result in results) == BIG + MIB + 2
+    assert not gpufs.copy_tree(root / "copy", f"node2:{root}/copy", update=True, exclude=["weights"])
+    (copied,) = gpufs.copy_tree(root / "copy", f"node2:{root}/back", include=["*.json"])
+    assert copied.destination == f"node2:{root}/back/config.json"
+    (tree / "gone").symlink_to("nowhere")
+    with pytest.raises(ExceptionGroup) as failed:
+        gpufs.copy_tree(f"node2:{tree}", root / "second")
+    (error,) = failed.value.exceptions
+    assert isinstance(error, gpufs.CopyError)
+    assert (error.errno, error.filename) == (errno.ENOENT, f"node2:{tree}/gone")
+    assert contents(root / "second") == contents(root / "copy")
+    stop = gpufs.Cancellation()
+    with pytest.raises(gpufs.CopyError) as cancelled:
+        gpufs.copy_tree(f"node2:{tree}", root / "third", progress=lambda _: stop.cancel(), cancel=stop)
+    assert cancelled.value.errno == errno.ECANCELED
+    (programs / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    with pytest.raises(gpufs.CopyError):
+        gpufs.copy_tree(f"node2:{tree}", root / "fourth")
 
 
 @pytest.fixture(scope="module")

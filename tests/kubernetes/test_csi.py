@@ -118,6 +118,7 @@ def test_a_pod_attaches(node: Node, open_directory: Path) -> None:
         (volume / "config.json").write_bytes(b"x")
     with pytest.raises(OSError, match="Read-only"):
         (volume / ".gpufs/run/x").touch()
+    assert os.listdir(volume / ".gpufs/run") == ["socket"]  # and nothing of other mounts
     command, environment = user_gpufs({})
     script = """
 import gpufs, hashlib, os

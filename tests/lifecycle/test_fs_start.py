@@ -75,7 +75,7 @@ def start(mountpoint: str, patch: str) -> tuple[int, list[dict[str, object]], st
         finally:
             process.kill()
         said = file.read()
-    assert not set(Path("/run/gpufs").glob(f"{process.pid}-*")) - before, "its socket is left"
+    assert not set(Path("/run/gpufs").glob(f"{process.pid}-*")) - before, "its counters are left"
     return process.returncode, [json.loads(line) for line in said.splitlines()], complaints
 
 

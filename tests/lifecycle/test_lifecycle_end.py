@@ -11,6 +11,7 @@ from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN
 from pathlib import Path
 
 import pytest
+from support.copying import socket_path
 from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import (
@@ -51,6 +52,26 @@ def test_the_daemon_is_killed_under_a_mapping(mount: Mounter) -> None:
     assert errno_of(os.pread, fd, 1, 0) in LOST
     assert errno_of(os.fsync, fd) in LOST | {0}
     assert errno_of(os.close, fd) in LOST | {0}
+
+
+def test_the_directory_of_the_socket(mount: Mounter) -> None:
+    """It goes with the mount, and what a killed daemon has left with the start of another one."""
+    mounted = mount()
+    folder = Path(socket_path(mounted.path)).parent
+    assert os.listdir(folder) == ["socket"]
+    mounted.unmount()
+    assert not folder.exists()
+    dead = mount("--no-auto-unmount", "--no-survive")
+    folder = Path(socket_path(dead.path)).parent
+    dead.signal(signal.SIGKILL)
+    dead.daemon.wait(PATIENCE)
+    mount()
+    assert os.listdir(folder) == ["socket"]  # another daemon may just be about to take over
+    for counters in folder.parent.glob(f"*-{folder.name}.stats"):
+        counters.unlink()
+    os.utime(folder, (0, 0))
+    mount()
+    assert not folder.exists()
 
 
 # ---- the daemon hangs ----
