@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from gpufs.client._attach import attach
     from gpufs.client._attach_many import attach_many
     from gpufs.client._create import create
+    from gpufs.client._follow import Follower, follow
     from gpufs.client._register import Registration
     from gpufs.client._register_call import register
     from gpufs.client._register_module import ModuleRegistration
+    from gpufs.client._replace import replace
     from gpufs.client._sleep import sleep, wake, when_asked
     from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
@@ -46,6 +48,7 @@ _MODULES = {
     "DeviceDirectory": "owned_mount",
     "DeviceFull": "exceptions",
     "DeviceStatus": "reports",
+    "Follower": "client._follow",
     "ModuleRegistration": "client._register_module",
     "MountStatus": "reports",
     "NotOnMount": "exceptions",
@@ -55,9 +58,11 @@ _MODULES = {
     "attach": "client._attach",
     "attach_many": "client._attach_many",
     "create": "client._create",
+    "follow": "client._follow",
     "mount": "owned_mount",
     "mounts": "reports",
     "register": "client._register_call",
+    "replace": "client._replace",
     "sleep": "client._sleep",
     "status": "reports",
     "wake": "client._sleep",
@@ -77,6 +82,7 @@ __all__ = [
     "DeviceDirectory",
     "DeviceFull",
     "DeviceStatus",
+    "Follower",
     "ModuleRegistration",
     "MountStatus",
     "NotOnMount",
@@ -91,9 +97,11 @@ __all__ = [
     "copy_to_each",
     "copy_tree",
     "create",
+    "follow",
     "mount",
     "mounts",
     "register",
+    "replace",
     "sleep",
     "status",
     "wake",

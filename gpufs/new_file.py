@@ -99,13 +99,15 @@ class NewFile:
             raise
         return cls(directory, fd, temporary, is_named=True)
 
-    def keep_mode_of(self, name: str) -> None:
-        """Take the mode of the file that this one will replace, if there is one."""
+    def keep_owner_and_mode_of(self, name: str) -> None:
+        """Take the owner, where this user may, and the mode of the file that this one will replace, if there is one."""
         try:
             status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:
             return
         if stat.S_ISREG(status.st_mode):
+            with suppress(OSError):  # only root may, and the owner's limit may be reached
+                os.fchown(self.fd, status.st_uid, status.st_gid)
             os.fchmod(self.fd, stat.S_IMODE(status.st_mode) & 0o777)
 
     def complete(self, name: str, *, replace: bool = True) -> None:

@@ -10,7 +10,7 @@ def _page() -> Iterator[str]:
     yield "# Knobs\n"
     yield "Written by `make docs` from the table in `gpufs/config/knobs.py`; do not edit.\n"
     yield "Every knob is an option of `gpufs mount`, an environment variable, and by its name a key of the"
-    yield "configuration file: `memory` is `--memory`, `GPUFS_MEMORY` and `memory = \"4G\"`. In an option the name has"
+    yield 'configuration file: `memory` is `--memory`, `GPUFS_MEMORY` and `memory = "4G"`. In an option the name has'
     yield "`-` for `_`. A value is looked for in this order, and the first hit wins:\n"
     yield "1. the command line,"
     yield "2. the environment,"
@@ -19,7 +19,7 @@ def _page() -> Iterator[str]:
     yield "4. the default.\n"
     yield "The user's file counts only where it and that directory belong to the user who runs the command, or to root:"
     yield "with sudo, HOME may be another user's.\n"
-    yield "The files are TOML with the keys at the top level. A value that is not allowed is an error wherever it is set."
+    yield "The files are TOML with the keys at the top level. A value that is not allowed is an error."
     yield "Sizes are bytes, or take K, M, G and T (powers of 1024); times are seconds, or take ms, s, m and h.\n"
     yield "A table with the name of a mountpoint is for that mount alone, and goes before the keys at the top:\n"
     yield '    memory = "4G"\n'

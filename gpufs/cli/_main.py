@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "top": "Show what happens now.",
     "inspect": "Show the tensors of files.",
     "diff": "Compare two files or checkpoints, tensor by tensor.",
+    "replace": "Give a file's name to a new version of it.",
     "sleep": "Move files of idle programs to the host's memory.",
     "wake": "Bring them back.",
     "pin": "Keep files on a device that parks idle ones.",

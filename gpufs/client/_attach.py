@@ -19,7 +19,7 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection, Memory
 from gpufs.drivers import HOST
 from gpufs.engine import Mapping, SharedPiece
-from gpufs.exceptions import NotOnMount, failure_of_mount
+from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import close_all, path_of
@@ -55,7 +55,6 @@ class Attachment:
     ) -> None:
         """``identity``: st_dev and st_ino of the file."""
         self.path = path
-        self.identity = identity
         self.is_asleep = False
         self.mode = mode
         self.driver = (
@@ -65,12 +64,20 @@ class Attachment:
         self.size = answer.size
         self.placement = answer.placement
         self.mapping = mapping
-        self._connection = connection
-        self._number = answer.id
-        self._lock = threading.Lock()  # one refresh, sleep or wake at a time
-        # Not at the exit: threads that use the memory may still run then, and the process's end releases everything.
-        weakref.finalize(self, _end, os.getpid(), mapping, connection, answer.id).atexit = False
+        self.take_newest: Callable[[], bool] | None = None  # set by what follows the file; False: none is newer
+        self._lock = threading.Lock()  # one refresh, sleep, wake or change of the version at a time
+        self._pci_address = answer.pci_address
+        self._own(identity, connection, answer.id)
         _known.add(self)
+
+    def _own(self, identity: tuple[int, int], connection: Connection, number: int) -> None:
+        """Take over a lease, which ends with this object."""
+        self.identity = identity
+        self._connection = connection
+        self._number = number
+        # Not at the exit: threads that use the memory may still run then, and the process's end releases everything.
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self.mapping, connection, number)
+        self._finalizer.atexit = False
 
     def refresh(self) -> None:
         """Map what the file has grown by. OSError as DeviceArray.refresh()."""
@@ -90,6 +97,8 @@ class Attachment:
 
     def sleep(self) -> bool:
         """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep()."""
+        if not self.is_asleep and self.take_newest is not None:
+            self.take_newest()  # an old version has no name, and cannot sleep
         with self._lock:
             if self.is_asleep:
                 return False
@@ -102,7 +111,12 @@ class Attachment:
             try:
                 _daemons.repeat_if_it_dies(functools.partial(self._connection.sleep, self._number))
             except OSError as error:
-                self._map_rest()
+                try:
+                    self._map_rest()
+                except OSError:  # not even that: the device is full by now, or the daemon has gone
+                    self.is_asleep = True
+                    text = f"{text_of(error)}; its memory could not be mapped again: call gpufs.wake()"
+                    raise OSError(error.errno or errno.EIO, text, self.path) from None
                 self._explain()
                 raise failure_of_mount(error, self.path) from None
             self.is_asleep = True
@@ -110,6 +124,8 @@ class Attachment:
 
     def wake(self) -> bool:
         """Map the memory again. False: it is awake. OSError as gpufs.wake(); it sleeps on then."""
+        if self.is_asleep and self.take_newest is not None and self.take_newest():
+            return True
         with self._lock:
             if not self.is_asleep:
                 return False
@@ -126,6 +142,86 @@ class Attachment:
             self._explain()
             self.is_asleep = False
             return True
+
+    def take_version(self, path: str, check: Callable[[int], None]) -> bool:
+        """Map the file that has a name now at the addresses of this one, and end the lease on this one.
+
+        A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards.
+
+        Parameters
+        ----------
+        path
+            The name.
+        check
+            Called with an open descriptor of the file. What it raises refuses the version.
+
+        Returns
+        -------
+        bool
+            False if it is this file, or there is none.
+        """
+        with self._lock:
+            try:
+                fd, mounts = _open_file(path, self.mode)
+            except FileNotFoundError:
+                return False
+            try:
+                status = os.fstat(fd)
+                if (status.st_dev, status.st_ino) == self.identity:
+                    return False
+                if status.st_dev != self.identity[0]:
+                    raise OSError(errno.EXDEV, "the new version is on another mount", path)
+                check(fd)
+                connection, (answer, pieces) = _lease(fd, mounts, self.mode, self.placement)
+            finally:
+                os.close(fd)
+            try:
+                self._check_version(answer, pieces, path)
+                self.mapping.clear()  # waits for all work on the device; a failure unmaps nothing
+            except BaseException:
+                close_all([piece.fd for piece in pieces])
+                connection.detach(answer.id)
+                raise
+            try:
+                _add(self.mapping, pieces, answer, path)
+            except BaseException as error:
+                self._map_old_version(error)
+                connection.detach(answer.id)
+                raise
+            self._explain()
+            former = self._connection, self._number
+            self._finalizer.detach()
+            self._own((status.st_dev, status.st_ino), connection, answer.id)
+            self.is_asleep = False
+            self.size = answer.size
+            former[0].detach(former[1])
+            return True
+
+    def _check_version(self, answer: protocol.Attached, pieces: list[SharedPiece], path: str) -> None:
+        """OSError if the memory of a new version cannot be mapped at the addresses of this one."""
+        if answer.pci_address != self._pci_address:
+            raise OSError(errno.EXDEV, "the new version is on another device", path)
+        if answer.private and not self.private:
+            text = "this program may not write to the new version, and would get a private copy of it"
+            raise OSError(errno.EACCES, f"{text}: keep the owner and the mode of the old one", path)
+        if answer.placement != self.placement:
+            text = f"the first byte of the new version lies at {answer.placement} of its memory, and has to lie at "
+            raise OSError(errno.EBUSY, f"{text}{self.placement}: another program uses it as it lies", path)
+        if pieces and pieces[-1].offset + pieces[-1].bytes > self.mapping.capacity:
+            raise OSError(errno.EFBIG, "the new version has more memory than there are addresses reserved", path)
+
+    def _map_old_version(self, failure: BaseException) -> None:
+        """Map the memory again that has just been unmapped for a new version. OSError if that fails, too."""
+        if self.is_asleep:
+            self.mapping.clear()
+            return
+        try:
+            self.mapping.clear()
+            self._map_rest()
+            self._explain()
+        except OSError as error:
+            text = f"the new version could not be mapped ({failure}), nor the old one again: attach the file"
+            raise OSError(error.errno or errno.EIO, f"{text} ({text_of(error)})", self.path) from None
 
     def _explain(self) -> None:
         """Say which accesses to the memory are fatal from now on."""
@@ -195,6 +291,17 @@ def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
         return os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC), mounts
     finally:
         os.close(named)
+
+
+def _lease(fd: int, mounts: list[MountEntry], mode: Mode, placement: int | None) -> tuple[Connection, Memory]:
+    """Ask for a lease on an open file, and for its memory. OSError if the daemon refuses."""
+    st_dev = os.fstat(fd).st_dev
+
+    def ask() -> tuple[Connection, Memory]:
+        connection = _daemons.shared_connection(st_dev, mounts)
+        return connection, connection.attach(fd, mode, placement)
+
+    return _daemons.repeat_if_it_dies(ask)
 
 
 @named_in("gpufs")
@@ -272,12 +379,8 @@ def attach(
     except OSError as error:
         raise failure_of_mount(error, name) from None
 
-    def ask() -> tuple[Connection, Memory]:
-        connection = _daemons.shared_connection(status.st_dev, mounts)
-        return connection, connection.attach(fd, mode, placement)
-
     try:
-        connection, (answer, pieces) = _daemons.repeat_if_it_dies(ask)
+        connection, (answer, pieces) = _lease(fd, mounts, mode, placement)
     except OSError as error:
         # With these modes only a copy takes memory.
         if copy is False and mode in _WHY_A_COPY and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -429,7 +429,7 @@ class Receiver:
         new = NewFile.create(entry.directory, mode)
         try:
             if not self._request.preserve:
-                new.keep_mode_of(entry.name)
+                new.keep_owner_and_mode_of(entry.name)
             self._context.check_space(new.fd, file.data, self._cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives

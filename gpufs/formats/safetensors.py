@@ -27,6 +27,8 @@ DATA_ALIGNMENT = 4096
 PADDING_NAME = "gpufs.padding."
 # In the metadata of a file that has freed its tensors, because a model server has published what it made of them.
 RELEASED_KEY = "gpufs.released"
+# In the metadata of what publish() writes: what the format cannot express about the tensors.
+RECORDS_KEY = "gpufs"
 _MAX_NUMBER = 2**64 - 1
 # What may be an integer that JSON and Python read as different values. Names of tensors may match, too.
 _UNUSUAL_INTEGER = re.compile(r"-0|[0-9]{20}")

@@ -19,10 +19,10 @@ from gpufs.integrations._phases import Phases
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import (
     RELOAD_REFUSED,
-    SLEEP_REFUSED,
     LoaderSettings,
     ModelServer,
     NoDirectoryError,
+    check_sleep,
     device_directory,
     get_model,
     is_on_mount,
@@ -63,10 +63,11 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             logger.warning("The engine loads weights of its own: this SGLang shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
             return load_own()  # type: ignore[no-any-return]
-        if pieces.uses_memory_saver():
-            raise ValueError(SLEEP_REFUSED.format(option="--enable-memory-saver", remedy="start "))
+        sleeps = pieces.uses_memory_saver()
         phases = Phases()
         checkpoint, shared = self._find_shared(model_config, device_config)
+        if sleeps:
+            check_sleep("--enable-memory-saver", shared)
         phases.end("find the file")
 
         def load() -> torch.nn.Module:
@@ -84,6 +85,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             moved=pieces.rebind,
             ranks=pieces.ranks(),
             released=checkpoint is not None and bool(checkpoint.released),
+            sleeps=sleeps,
             phases=phases,
         )
         loaded = get_model(server, shared)
@@ -93,6 +95,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if loaded.shared is not None:
             refuse_reload(loaded.model)
             setattr(loaded.model, pieces.REASON_AGAINST_CHANGES, RELOAD_REFUSED)
+            if sleeps:
+                pieces.sleep_with_memory_saver(loaded.model)
         return loaded.model
 
     def _find_shared(

@@ -27,8 +27,24 @@ from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
 from gpufs.integrations._module_state import set_attributes
 from gpufs.integrations._phases import Phases
+from gpufs.integrations._sglang_sleep import sleep_with_memory_saver
 from gpufs.integrations._shared_weights import OpenWeights, fill
 from gpufs.integrations._sharing import device_name
+
+__all__ = [
+    "REASON_AGAINST_CHANGES",
+    "build",
+    "obstacle",
+    "ranks",
+    "reason_against",
+    "reason_to_keep_checkpoint",
+    "rebind",
+    "restored_on_failure",
+    "sleep_with_memory_saver",
+    "uses_memory_saver",
+    "weights_key",
+    "weights_label",
+]
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
 REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
@@ -43,6 +59,7 @@ _WITHOUT = frozenset(
     model_path load_format model_loader_extra_config revision download_dir delete_ckpt_after_loading model_checksum
     custom_weight_loader startup_weight_load_mode engine_info_bootstrap_port checkpoint_engine_wait_weights_before_ready
     nccl_port dist_timeout dist_init_addr gated_launch_port load_balance_method lora_paths
+    enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup
     """.split()
 )
 _WITHOUT_PREFIXES = ("weight_loader_", "weight_cache_", "remote_instance_", "modelexpress_", "watermark_")

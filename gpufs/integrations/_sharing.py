@@ -62,6 +62,13 @@ class LoaderSettings:
             )
 
 
+def check_sleep(option: str, shared: SharedWeights | None) -> None:
+    """Refuse to start an engine whose shared weights have no host memory to sleep in. ValueError."""
+    if shared is not None and not (shared.directory.parent / "host0").is_dir():
+        remedy = "mount with --host-memory SIZE, where they sleep; or start "
+        raise ValueError(SLEEP_REFUSED.format(option=option, remedy=remedy))
+
+
 @dataclass(frozen=True)
 class ModelServer:
     """The steps that each server does in its own way.
@@ -83,6 +90,8 @@ class ModelServer:
         :func:`get_model`, with weights of their own.
     released
         Whether files of the model have freed their tensors. Then ``load`` raises an exception.
+    sleeps
+        Whether the engine may be asked to free its weights for a while. Then none are private copies.
     phases
         Where the time of this load goes.
     """
@@ -96,6 +105,7 @@ class ModelServer:
     moved: Callable[[torch.nn.Module], None]
     ranks: Any
     released: bool = False
+    sleeps: bool = False
     phases: Phases = field(default_factory=Phases)
 
     def all_agree(self, answer: bool) -> bool:
@@ -142,6 +152,11 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
                     return Loaded(model, _publish(server, model, shared))
                 return Loaded(model)
     assert weights is not None
+    if server.sleeps and not server.all_agree(not weights.private):
+        text = "The engine loads weights of its own, which can sleep: this user may not write to %s"
+        server.logger.warning(text, weights.path)
+        del weights
+        return Loaded(server.load())
     mapped = _map(server, weights)
     if mapped is not None:
         preloaded = weights.bytes if was_there and not weights.private else 0
@@ -260,11 +275,16 @@ def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights)
 
 def refuse_reload(model: torch.nn.Module) -> None:
     """Refuse to load weights into the model: it would write to read-only memory, which ends the process."""
+    model.load_weights = _refuse_weights  # type: ignore[assignment]
 
-    def load_weights(*_: object, **__: object) -> None:
-        raise RuntimeError(RELOAD_REFUSED)
 
-    model.load_weights = load_weights  # type: ignore[assignment]
+def refuses_reload(model: torch.nn.Module) -> bool:
+    """Return whether the model's weights are those of other engines, too."""
+    return vars(model).get("load_weights") is _refuse_weights
+
+
+def _refuse_weights(*_: object, **__: object) -> None:
+    raise RuntimeError(RELOAD_REFUSED)
 
 
 def device_name() -> str:

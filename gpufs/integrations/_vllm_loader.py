@@ -22,6 +22,7 @@ from gpufs.integrations._sharing import (
     LoaderSettings,
     ModelServer,
     NoDirectoryError,
+    check_sleep,
     device_directory,
     get_model,
     is_on_mount,
@@ -69,6 +70,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             return load_own()  # type: ignore[no-any-return]
         phases = Phases()
         checkpoint, shared = self._find_shared(vllm_config, model_config)
+        if model_config.enable_sleep_mode:
+            check_sleep("--enable-sleep-mode", shared)
         phases.end("find the file")
 
         def load() -> torch.nn.Module:
@@ -86,6 +89,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             moved=lambda _: None,
             ranks=get_tp_group(),
             released=checkpoint is not None and bool(checkpoint.released),
+            sleeps=bool(model_config.enable_sleep_mode),
             phases=phases,
         )
         loaded = get_model(server, shared)

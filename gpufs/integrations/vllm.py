@@ -19,6 +19,7 @@ def register() -> None:
 
     register_model_loader("gpufs")(GpufsModelLoader)
     _register_sleep()
+    _register_transfer()
 
 
 def _register_sleep() -> None:
@@ -29,3 +30,15 @@ def _register_sleep() -> None:
         return
     with suppress(ValueError):  # it is registered already
         SleepModeBackendFactory.register_backend("gpufs", "gpufs.integrations._vllm_sleep", "GpufsSleepBackend")
+
+
+def _register_transfer() -> None:
+    """Add the backend for weights of a trainer, for which vLLM 0.32 and 0.33 have the hook."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    with suppress(ValueError):  # it is registered already
+        WeightTransferEngineFactory.register_engine(
+            "gpufs", "gpufs.integrations._vllm_transfer", "GpufsWeightTransferEngine"
+        )

@@ -305,7 +305,14 @@ class ClientLeases:
         def sleep() -> None:
             if holder.asleep:
                 return
-            served.mount.inode_hold(holder.ino)
+            try:
+                served.mount.inode_hold(holder.ino)
+            except OSError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                raise OSError(
+                    errno.ENOENT, "the file has no name any more, and only files with one can sleep"
+                ) from None
             holder.asleep = True
             client_lease.close_lease()
             try:
@@ -342,9 +349,9 @@ class ClientLeases:
             text = f"the file has {lease.bytes} bytes now, and had {holder.bytes} when its attachment went to sleep"
             raise OSError(errno.ESTALE, text)
         client_lease.lease = lease
-        self._end_sleep(holder)
         if writable:
-            mount.inode_written(holder.ino)
+            mount.inode_written(holder.ino)  # before the reference ends, which may be the last one
+        self._end_sleep(holder)
 
     async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> None:
         await self._end(message.id, client_lease)

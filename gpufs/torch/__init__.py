@@ -17,6 +17,7 @@ from gpufs.in_place import use_in_place
 from gpufs.torch._file import load_file, safe_open
 
 if TYPE_CHECKING:
+    from gpufs.torch._follow import follow
     from gpufs.torch._load import load
     from gpufs.torch._module import attach_module, load_model
     from gpufs.torch._pool import pool
@@ -31,6 +32,7 @@ _MODULES = {
     "LoadReport": "_report",
     "Published": "_publish",
     "attach_module": "_module",
+    "follow": "_follow",
     "last_report": "_report",
     "load": "_load",
     "load_model": "_module",
@@ -47,6 +49,7 @@ __all__ = [
     "LoadReport",
     "Published",
     "attach_module",
+    "follow",
     "last_report",
     "load",
     "load_file",

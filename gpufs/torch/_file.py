@@ -46,12 +46,8 @@ def stored_elements(dtype: str) -> int:
 class SafetensorsFile:
     """One safetensors file, mapped. Its tensors are the file's memory, and keep the mapping alive."""
 
-    def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
-        self.path = os.fspath(path)
-        try:
-            memory = FileMemory.attach(self.path, mode)
-        except OSError as error:
-            raise link_error(error, self.path) from None
+    def __init__(self, memory: FileMemory) -> None:
+        self.path = memory.counts.path
         self.private = memory.private
         self.device = memory.device
         self.counts = memory.counts
@@ -66,11 +62,21 @@ class SafetensorsFile:
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
         # With r+ a change must reach the file.
-        copies = memory.aligned and mode != "r+"
+        copies = memory.aligned and memory.mode != "r+"
         self._misplaced = misplaced(self._entries, memory.address + self._start) if copies else frozenset()
         # The bytes that several tensors lie in, by their name in the header: such tensors share a storage.
         self._in_several = {self._owner(name) for name, record in self.records.items() if record.same_as is not None}
         self._shared: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def attach(cls, path: str | os.PathLike[str], mode: Mode) -> Self:
+        """Map a file."""
+        name = os.fspath(path)
+        try:
+            memory = FileMemory.attach(name, mode)
+        except OSError as error:
+            raise link_error(error, name) from None
+        return cls(memory)
 
     def _check_records(self) -> None:
         for name, record in self.records.items():
@@ -141,6 +147,12 @@ class SafetensorsFile:
         dtype = self.dtype(name)
         return self._shaped(name, self._bytes_of(self._owner(name), dtype.itemsize).view(dtype))
 
+    def uncounted(self, name: str) -> torch.Tensor:
+        """Return the tensor in place, or a copy, for gpufs itself: the program does not get it."""
+        entry, dtype = self.entry(name), self.dtype(name)
+        data = self._memory.uncounted(self._start + entry.start, entry.end - entry.start)
+        return self._shaped(name, (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype))
+
     def _shaped(self, name: str, typed: torch.Tensor) -> torch.Tensor:
         strides = self.strides(name)
         return typed.view(self.shape(name)) if strides is None else typed.as_strided(self.shape(name), strides)
@@ -190,7 +202,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         listed = find_files(path)
-        files = {name: SafetensorsFile(name, mode) for name in listed.files}
+        files = {name: SafetensorsFile.attach(name, mode) for name in listed.files}
         self.files = list(files.values())
         if listed.places is None:
             self.places = {name: file for file in self.files for name in file.names()}

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from gpufs._naming import named_in
-from gpufs.formats.safetensors import PADDING_NAME, HeaderEntry, build_header
+from gpufs.formats.safetensors import DATA_ALIGNMENT, PADDING_NAME, RECORDS_KEY, HeaderEntry, build_header
+from gpufs.formats.versions import FileLayout
 from gpufs.torch import _pool
 from gpufs.torch._file import TORCH_DTYPES, stored_elements
-from gpufs.torch._record import METADATA_KEY, TensorRecord, format_records, span
+from gpufs.torch._record import TensorRecord, format_records, span
 from gpufs.torch._tensor_file import TensorFile
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
@@ -21,6 +22,7 @@ _MAX_SPREAD = 1.25
 _LARGEST_ALIGNMENT = 4096
 # Kernels load several elements at a time, and are fastest at addresses such as those that torch allocates.
 _ALIGNMENT = 256
+_SPACE_FOR_NOTES = 1024  # bytes by which the metadata of later versions may be longer
 _FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _Source = torch.nn.Module | Mapping[str, torch.Tensor]
@@ -60,6 +62,7 @@ def publish(
     *,
     metadata: Mapping[str, str] | None = None,
     buffers: bool = True,
+    replace: bool = False,
 ) -> Published:
     """Write the tensors of a module or a dict into a safetensors file of a mount.
 
@@ -74,12 +77,16 @@ def publish(
         Of a module, all parameters and buffers, also those that are not persistent. Tensors on other devices are
         copied. Tied tensors are written once.
     path : path
-        The file, on a mount of gpufs. A file that it replaces passes on its mode.
+        The file, on a mount of gpufs. A file that it replaces passes on its mode, and its owner where this user may set
+        that.
     metadata : mapping of str to str, optional
         More entries for the metadata of the file.
     buffers : bool
         Of a module, also the buffers that are not persistent, which are not in its ``state_dict()``.
         :func:`attach_module` then finds them in the file and need not compute them.
+    replace : bool
+        Whether the file is a new version of the one that has the name, if there is one, for programs that
+        :func:`follow` it. It then has the same layout: all tensors have the same names, dtypes, shapes and offsets.
 
     Returns
     -------
@@ -88,6 +95,8 @@ def publish(
 
     Raises
     ------
+    FormatError
+        With ``replace``: the layouts differ; the text has the first difference. Nothing has been written.
     TypeError
         A tensor has no form in the file: its dtype, sparse tensors, those on the meta device, tensors that wrap others.
     DeviceFull
@@ -118,14 +127,17 @@ def publish(
     parts, layouts = _lay_out(tensors)
     for name, layout in layouts.items():
         records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
-    notes = {METADATA_KEY: format_records(records)} if records else {}
+    notes = {RECORDS_KEY: format_records(records)} if records else {}
     notes = {"format": "pt", **(metadata or {}), **notes}
+    old = _layout_of(Path(path)) if replace else None
     pool = _pool.find_pool(parts.values(), Path(path))
-    if pool is not None and _publish_in_place(pool, parts, notes, Path(path)):
+    if pool is not None and _publish_in_place(pool, parts, notes, Path(path), old):
         return Published(Path(path), tuple(tensors), pool.file_bytes, in_place=True)
     entries = _place(parts)
-    header = build_header(entries.items(), notes)
+    header = _header(entries, notes, old, later_versions=replace)
     size = len(header) + max((entry.end for entry in entries.values()), default=0)
+    if old is not None:
+        old.check(_layout_by(header, size), os.fspath(path))
     _synchronize(tensors)
     with TensorFile(Path(path)) as file:
         file.allocate(size)
@@ -140,8 +152,42 @@ def publish(
     return Published(Path(path), tuple(tensors), size, in_place=False)
 
 
+def _layout_of(path: Path) -> FileLayout | None:
+    """Return the layout of the file that has a name; None if there is none."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return FileLayout.of_file(file.fileno(), os.fspath(path))
+    except FileNotFoundError:
+        return None
+
+
+def _layout_by(header: bytes, size: int) -> FileLayout:
+    """Return the layout of a safetensors file with this header."""
+    return FileLayout.read("new.safetensors", size, lambda offset, count: header[offset : offset + count])
+
+
+def _header(
+    entries: Mapping[str, HeaderEntry], notes: Mapping[str, str], old: FileLayout | None, *, later_versions: bool
+) -> bytes:
+    """Return the header: as long as that of the version before, and the first of several with space for more notes."""
+    if old is not None:
+        try:
+            return build_header(entries.items(), notes, size=old.first_tensor)
+        except ValueError:  # it is longer
+            return build_header(entries.items(), notes)
+    header = build_header(entries.items(), notes)
+    if not later_versions:
+        return header
+    used = len(header.rstrip(b" ")) + _SPACE_FOR_NOTES
+    return build_header(entries.items(), notes, size=used + -used % DATA_ALIGNMENT)
+
+
 def _publish_in_place(
-    pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path
+    pool: _pool.PoolMemory,
+    parts: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    path: Path,
+    old: FileLayout | None,
 ) -> bool:
     """Write a header before a pool's tensors and give its file the name. False if they need a file of their own."""
     entries = _entries_in_place(pool, parts)
@@ -150,6 +196,8 @@ def _publish_in_place(
     try:
         header = build_header(entries.items(), metadata, size=pool.header_bytes)
     except ValueError:  # more tensors than the space for the header can describe
+        return False
+    if old is not None and old.difference(_layout_by(header, pool.file_bytes)) is not None:
         return False
     _synchronize(parts)
     assert pool.bytes is not None

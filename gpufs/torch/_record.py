@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpufs.formats import FormatError
-from gpufs.formats.safetensors import parse_json
+from gpufs.formats.safetensors import RECORDS_KEY, parse_json
 
-METADATA_KEY = "gpufs"
 _MAX_DIMENSIONS = 64
 
 
@@ -45,7 +44,7 @@ def format_records(records: Mapping[str, TensorRecord]) -> str:
 
 def parse_records(metadata: Mapping[str, str] | None) -> dict[str, TensorRecord]:
     """Read the notes of a file, checked for form. FormatError if they are damaged."""
-    text = (metadata or {}).get(METADATA_KEY)
+    text = (metadata or {}).get(RECORDS_KEY)
     if text is None:
         return {}
     try:

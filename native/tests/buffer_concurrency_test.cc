@@ -296,6 +296,59 @@ TEST_F(SharedMemoryTest, SmallFilesMoveWhileTheyAreUsed) {
   compacting.join();
 }
 
+// A file without holes that leaves its device and comes back: writers, readers, seekers and copies notice nothing.
+TEST_F(SharedMemoryTest, AFileLeavesAndComesBackWhileItIsUsed) {
+  start(64 * kMiB, 0, 2);
+  constexpr std::uint64_t kPart = kMiB;
+  constexpr std::uint64_t kSize = 4 * kPart;
+  const auto buffer = make();
+  write(*buffer, 0, pattern(kSize, 1));
+  const auto fixed = pattern(kPart, 2);  // of the last part
+  write(*buffer, 3 * kPart, fixed);
+  std::atomic<bool> end{false};
+  std::vector<std::thread> threads;
+  for (std::uint64_t writer = 0; writer < 2; ++writer) {
+    threads.emplace_back([&, writer] {
+      std::mt19937 random(static_cast<unsigned>(writer));
+      for (int round = 0; round < kRounds / 2; ++round) {
+        const std::uint64_t offset = writer * kPart + random() % (kPart - 5000);
+        const auto data = pattern(1 + random() % 5000, static_cast<unsigned>(random()));
+        ASSERT_TRUE(buffer->write(offset, data).ok());
+        ASSERT_TRUE(same_bytes(contents(*buffer, offset, data.size()), data));
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    while (!end) {
+      ASSERT_EQ(buffer->seek_data(kPart).value(), kPart);
+      ASSERT_EQ(buffer->seek_hole(kPart).value(), kSize);
+    }
+  });
+  threads.emplace_back([&] {
+    const auto copy = make();
+    while (!end) {
+      const std::uint64_t bytes = kSize - 1;  // the copy stays in the way of no writer
+      ASSERT_EQ(copy->copy_from(*buffer, 3 * kPart, 0, bytes, nullptr).value(), kPart);
+      ASSERT_TRUE(same_bytes(contents(*copy), fixed));
+    }
+  });
+  threads.emplace_back([&] {
+    int moves = 0;
+    while (!end || moves == 0) {
+      const Result<bool> parked = buffer->park(contexts[1], nullptr);
+      ASSERT_TRUE(parked.ok() || parked.error() == EBUSY) << parked.status().message();
+      if (parked.ok()) ++moves;
+      if (moves % 2 == 0) {
+        ASSERT_TRUE(buffer->bring_back(Wait::kAllowed).ok());
+      }
+    }
+  });
+  threads[0].join();
+  threads[1].join();
+  end = true;
+  for (std::size_t index = 2; index < threads.size(); ++index) threads[index].join();
+}
+
 INSTANTIATE_TEST_SUITE_P(Settings, BufferConcurrencyTest,
                          ::testing::Values(RaceSetting{"slabs", 65536, false, 0}, RaceSetting{"copying", 0, true, 0},
                                            RaceSetting{"pieces", 0, false, 2 * kGranule}),

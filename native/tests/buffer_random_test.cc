@@ -1,6 +1,7 @@
 // Random operations on buffers beside a plain model of the files, on devices that are short of memory and whose driver
 // fails at random, with accounts that have limits: bytes are always right, a failed call changes nothing, calls that
-// release memory never fail, accounts show what their buffers hold, and the device stays in service.
+// release memory never fail, accounts show what their buffers hold, and the device stays in service. Files also go to
+// the host's memory and come back.
 // GPUFS_TEST_SEEDS in the environment sets how many seeds to run (scripts/check: 300), GPUFS_TEST_SEED the first one,
 // as a failure names it.
 
@@ -67,6 +68,7 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
   };
 
   static bool on_host() { return GetParam().vendor < 0; }
+  static bool has_host_tier() { return GetParam().vendor == 0; }
   static const FakeVendor& vendor() { return kVendors.at(static_cast<std::size_t>(GetParam().vendor)); }
 
   std::uint64_t below(std::uint64_t limit) { return random_() % limit; }
@@ -124,6 +126,12 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     return false;
   }
 
+  // Likewise of a call that releases memory, which fails only where the contents have to come back first.
+  bool released(const Status& status, bool parked, const File& file) {
+    if (!parked) EXPECT_OK(status);
+    return allowed(status, file);
+  }
+
   void check(File& file, std::uint64_t offset, std::uint64_t bytes) {
     ASSERT_EQ(file.buffer->size(), file.bytes.size());
     offset = std::min<std::uint64_t>(offset, file.bytes.size());
@@ -160,7 +168,10 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
 
   // The buffers hold what their devices' accounts show.
   void check_accounts() {
-    for (std::size_t index = 0; index < contexts_.size(); ++index) {
+    std::uint64_t parked = 0;
+    for (const File& file : files_) parked += file.buffer->bytes_parked();
+    ASSERT_EQ(contexts_.back()->held_bytes(), parked);
+    for (std::size_t index = 0; index < 2; ++index) {
       const DeviceContext& context = *contexts_[index];
       ASSERT_OK(context.device().health());
       if (context.slabs() != nullptr) continue;
@@ -253,9 +264,21 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     ASSERT_TRUE(testing::same_bytes(found, std::span(file.bytes).first(found.size())));
   }
 
-  static std::uint64_t free_bytes(const File& file) {
-    return kMemory - std::min(kMemory, file.buffer->device()->held_bytes());
+  // To the host's memory and back, or one of the two.
+  void park(File& file) {
+    if (below(4) != 0) {
+      const Result<bool> parked = file.buffer->park(contexts_.back(), nullptr);
+      if (parked.error() != EBUSY && parked.error() != EFBIG) (void)allowed(parked.status(), file);
+      if (parked.ok() && parked.value()) {
+        ASSERT_EQ(file.buffer->bytes_held(), 0U);
+      }
+    }
+    if (below(2) == 0) (void)allowed(file.buffer->bring_back(Wait::kAllowed), file);
+    check(file, 0, kLargest);
   }
+
+  // Without the parts of pieces that a full device could not split.
+  static std::uint64_t free_bytes(const File& file) { return must(file.buffer->device()->memory()).free_bytes; }
 
   File make(std::size_t on) {
     File file;
@@ -270,8 +293,9 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     const std::uint64_t offset = place();
     const std::uint64_t bytes = length(offset);
     const bool keep = below(2) == 0;
+    const bool parked = buffer.bytes_parked() > 0;
     plan_faults();
-    switch (below(18)) {
+    switch (below(20)) {
       case 0:
       case 1:
       case 2: {
@@ -287,15 +311,13 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
         break;
       case 5:
         file.lease.reset();
-        ASSERT_OK(buffer.resize(offset));
-        file.bytes.resize(offset);
+        if (released(buffer.resize(offset), parked, file)) file.bytes.resize(offset);
         break;
       case 6:
       case 7:
       case 8:
         file.lease.reset();
-        ASSERT_OK(buffer.punch(offset, bytes));
-        file.zero(offset, offset + bytes);
+        if (released(buffer.punch(offset, bytes), parked, file)) file.zero(offset, offset + bytes);
         break;
       case 9:
         if (allowed(buffer.allocate(offset, bytes, keep), file) && !keep) file.grow(offset + bytes);
@@ -324,10 +346,14 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
         }
         break;
       case 15:
-        file = make(which % contexts_.size());
+        file = make(which % 2);
         move(file);
         break;
       case 16:
+      case 17:
+        park(file);
+        break;
+      case 18:
         move(file);
         check_holes(file);
         check_gathered(file, offset, bytes);
@@ -346,16 +372,17 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
       plan_ = std::make_shared<testing::FaultPlan>();
       plan_->reserve_copies = GetParam().reserve_copies;
       plan_->span = GetParam().span;
-      return testing::make_faulty_driver(plan_, kMemory, 2);
+      return testing::make_faulty_driver(plan_, kMemory, 3);
     }
     FakeGpuSetup setup;
-    setup.devices = 2;
+    setup.devices = has_host_tier() ? 2 : 3;
     setup.memory_bytes = kMemory;
     setup.address_space_bytes = kAddresses;
     setup.peers = below(2) == 0;
     EXPECT_EQ(vendor().fake().reset(&setup), 0) << "something was left open";
     DriverOptions options;
     options.keep_freed = std::chrono::milliseconds(below(2) * 20);
+    if (has_host_tier()) options.host_memory_bytes = 64 * kMiB;
     return must(vendor().open(options));
   }
 
@@ -370,9 +397,9 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
   void run(unsigned seed) {
     random_.seed(seed);
     const std::shared_ptr<Driver> driver = open();
-    for (std::size_t index = 0; index < 2; ++index) {
+    for (std::size_t index = 0; index < 3; ++index) {
       contexts_.push_back(must(DeviceContext::create(driver, index)));
-      if (below(2) == 0) continue;
+      if (index == 2 || below(2) == 0) continue;
       Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*contexts_[index], 65536);
       if (slabs.ok()) contexts_[index]->set_slabs(slabs.take());
     }
@@ -391,15 +418,18 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
     for (const auto& account : accounts_) EXPECT_EQ(account->used(), 0U);
     for (const auto& context : contexts_) EXPECT_EQ(context->held_bytes(), 0U);
     contexts_.clear();
-    for (const auto& device : driver->devices()) EXPECT_EQ(must(device->memory()).free_bytes, kMemory);
+    for (const auto& device : driver->devices()) {
+      const MemoryInfo memory = must(device->memory());
+      EXPECT_EQ(memory.free_bytes, memory.total_bytes);
+    }
   }
 
   using Fault = testing::Fault;
   std::mt19937_64 random_;
   const std::vector<std::byte> data_ = pattern(kLargest + 4096, 7);
-  std::shared_ptr<testing::FaultPlan> plan_;  // of the host driver
-  std::vector<std::shared_ptr<DeviceContext>> contexts_;
-  std::vector<File> files_;  // file N is on device N % 2
+  std::shared_ptr<testing::FaultPlan> plan_;              // of the host driver
+  std::vector<std::shared_ptr<DeviceContext>> contexts_;  // the last: of the host's memory, or of what stands for it
+  std::vector<File> files_;                               // file N is on device N % 2
   std::vector<std::shared_ptr<Buffer>> sparse_;
   // Two of owners, two of directories.
   const std::array<std::shared_ptr<Account>, 4> accounts_{

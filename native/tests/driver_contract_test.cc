@@ -283,6 +283,19 @@ TEST_P(DriverContract, ImportedMemoryIsTheExporters) {
   ASSERT_EQ(more.size(), 1U);
   EXPECT_EQ(writable->add(more[0]).error(), EFBIG);
   EXPECT_OK(read_only->add(more[0]));
+  // The addresses show other memory, and again what they have shown.
+  ASSERT_OK(writable->clear());
+  EXPECT_EQ(writable->bytes(), 0U);
+  {
+    auto [other, place] = take(*device_, 2 * granule_);
+    write(place->base(), data);
+    const DeviceAddress base = writable->base();
+    for (const auto& piece : must(other->export_memory(0, UINT64_MAX, SIZE_MAX, true))) ASSERT_OK(writable->add(piece));
+    EXPECT_TRUE(testing::same_bytes(read(base, data.size()), data));
+    ASSERT_OK(writable->clear());
+    EXPECT_EQ(writable->base(), base);
+  }
+  for (const auto& piece : pieces) ASSERT_OK(writable->add(piece));
   // The importer keeps what the exporter has released.
   memory.reset();
   range.reset();

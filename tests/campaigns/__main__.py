@@ -8,7 +8,7 @@ from functools import partial
 
 from support.mounting import Session
 
-from campaigns import programs, twins
+from campaigns import programs, twins, versions
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
@@ -20,6 +20,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "twins-killed": twins.killed_twins,
     "twins-killed-cuda": partial(twins.killed_twins, driver="cuda"),
     "attached": programs.killed,
+    "versions": versions.followed,
     "fuzz": programs.attacked,
     "stress-ng": programs.stress_ng,
 }

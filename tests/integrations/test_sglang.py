@@ -196,15 +196,19 @@ def test_copies_in_order(sources: Path, model: Path) -> None:
 
 @pytest.fixture
 def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
+    return make_servers(mount(memory=1024 * MIB), tmp_path)
+
+
+def make_servers(mounted: GpufsMount, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-sglang makes it")
+    path = [python_path(tmp_path, PLUGINS, "sglang", "change_model", "enable_memory_saver")]
     environment = {
-        "PYTHONPATH": python_path(tmp_path, PLUGINS, "sglang", "change_model", "enable_memory_saver"),
+        "PYTHONPATH": os.pathsep.join([*path, str(REPOSITORY / "tests/support/memory_saver")]),
         "SGLANG_PLUGINS": "gpufs",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # the processors of each rank
     }
-    mounted = mount(memory=1024 * MIB)
     model = mounted.device / "Tiny-Qwen3"
     make_model(tmp_path / "model", seed=0, width=1024)
     shutil.copytree(tmp_path / "model", model)
@@ -268,7 +272,7 @@ def test_keeps_weights_apart(servers: Servers[Outcome, GpufsMount]) -> None:
 
 
 def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome, GpufsMount]) -> None:
-    """With a model that has more than weights, nothing is published. Sleep is refused."""
+    """With a model that has more than weights, nothing is published. Sleep needs host memory."""
     expected = servers.start(load_format="auto").tokens
     assert servers.start(plugins="gpufs,change_model").tokens == expected
     assert "model.layers.0.object" in servers.log
@@ -276,8 +280,22 @@ def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome, GpufsMo
     servers.mount.device.joinpath("full").write_bytes(bytes(740 * MIB))
     assert servers.start().tokens == expected  # no memory to publish
     assert not servers.published()
-    with pytest.raises(AssertionError, match="--enable-memory-saver"):
+    with pytest.raises(AssertionError, match="--host-memory"):
         servers.start(plugins="gpufs,enable_memory_saver")
+
+
+def test_weights_sleep_with_the_memory_saver(mount: Mounter, tmp_path: Path) -> None:
+    """Shared weights are parked, and come back. The package that frees memory of CUDA is a stand-in here."""
+    with mount("--host-memory", str(1024 * MIB), memory=1024 * MIB) as mounted:
+        servers = make_servers(mounted, tmp_path)
+        expected = servers.start(load_format="auto").tokens
+        for _ in range(2):  # the one that publishes, and one that maps
+            engine = servers.start(plugins="gpufs,enable_memory_saver", attempts=["sleep"])
+            before, asleep, after, tokens = json.loads(engine.errors[0])
+            (published,) = servers.published()
+            assert (before, after) == (0, 0)
+            assert asleep >= published.stat().st_size
+            assert tokens == engine.tokens == expected
 
 
 def test_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:

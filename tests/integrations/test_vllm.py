@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from support.cli import gpufs
 from support.data import MIB
 from support.model_servers import Servers, make_model, python_path, quantise_model
@@ -212,3 +213,25 @@ def test_vllm_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None
     published[1].unlink()
     assert servers.start(options=options).tokens == expected
     assert servers.published() == published
+
+
+def test_vllm_takes_new_weights_from_a_file(servers: Servers[Outcome, GpufsMount]) -> None:
+    """As from a trainer beside it: whole models, another one after it, and wrong paths, after which it goes on."""
+    make_model(servers.scratch / "other", seed=1)
+    other = servers.scratch / "other"
+    expected = servers.start(load_format="auto").tokens, servers.start(load_format="auto", model=other).tokens
+    assert expected[0] != expected[1]
+    new = servers.mount.device / "new.safetensors"
+    shards = sorted(other.glob("*.safetensors"))
+    weights = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    gpufs_torch.publish(weights, new, replace=True)
+    wrong = [str(shards[0]), str(new.with_name("missing")), "new.safetensors"]
+    options = {"weight_transfer_config": {"backend": "gpufs"}}
+    done = servers.start(updates=[*wrong, str(new), str(servers.model)], extra={"share": False}, options=options)
+    assert done.tokens == expected[0]
+    for text, told in zip(done.updated, ("mount", "missing", "absolute"), strict=False):
+        assert isinstance(text, str)
+        assert told in text
+    assert done.updated[3:] == [expected[1], expected[0]]
+    with pytest.raises(AssertionError, match="share"):
+        servers.start(options=options)

@@ -287,3 +287,30 @@ def test_several_models(mount: Any, driver: str, tmp_path: Path) -> None:
     for command in commands("howto/several-models.md"):
         if command.split()[1] in ("sleep", "wake", "pin", "unpin"):
             assert "1 file, " in shell(command)
+
+
+def test_update_weights_in_place(mounted: GpufsMount, tmp_path: Path) -> None:
+    page = "howto/update-weights-in-place.md"
+    shell = Shell(mounted.path, tmp_path)
+
+    class Policy(nn.Module):
+        def __init__(self, value: float = 0.0) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((1000, 1000), value))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.weight[0, 0] * tokens
+
+    names: dict[str, Any] = {"Policy": Policy, "policy": Policy(1.0), "tokens": torch.ones(())}
+    trainer, engine = block(page, "replace=True, metadata"), block(page, "attach_module")
+    exec(shell.here(trainer), names)
+    exec(shell.here(engine), names)
+    assert names["follower"].metadata["step"] == "1200"
+    names["policy"] = Policy(2.0)
+    exec(shell.here(trainer), names)
+    assert names["model"](names["tokens"]) == 2.0
+    exec(shell.here(block(page, "on_forward=False")), names)
+    shutil.copy(mounted.device / "policy.safetensors", mounted.device / "new.safetensors")
+    (replaced,) = commands(page)
+    shell(replaced)
+    assert names["follower"].update()

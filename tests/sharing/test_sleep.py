@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from errno import EAGAIN, ENODATA, ENOSPC, EOPNOTSUPP, EPERM
+from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from support.surviving import Survivor, mounted
 
 import gpufs
 from gpufs.client import _daemons
+from gpufs.modes import Mode
 
 pytestmark = pytest.mark.driver
 
@@ -124,6 +125,18 @@ def test_two_programs_share_one_parked_copy(place: Survivor, file: Path) -> None
     assert numpy.array_equal(numpy.asarray(array), numpy.asarray(second)) if array.device == "cpu" else True
     array.close()
     second.close()
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_what_loses_its_name_while_it_sleeps_wakes_and_cannot_sleep_again(file: Path, mode: Mode) -> None:
+    array = gpufs.attach(file, mode)
+    gpufs.sleep(array)
+    file.unlink()
+    assert gpufs.wake(array) == SIZE
+    assert array.tobytes() == noise(SIZE)
+    assert errno_of(gpufs.sleep, array) == ENOENT
+    assert array.tobytes() == noise(SIZE)
+    array.close()
 
 
 def test_an_access_while_it_sleeps_ends_the_program_and_says_why(file: Path, driver: str) -> None:

@@ -19,7 +19,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 class Settings(NamedTuple):
-    """options: more settings of the engine. attempts: see `try_to`. stops: a folder, see `support.stops`."""
+    """options: more settings of the engine. attempts: see `main`. stops: a folder, see `support.stops`."""
 
     model: str
     load_format: str = "gpufs"
@@ -30,7 +30,7 @@ class Settings(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """private_bytes: memory of the engine's processes alone.
+    """private_bytes: memory of the engine's processes alone. errors: of each attempt; of "sleep", what was seen.
 
     The fields from external_bytes on are as vllm_engine.py has them, of the first rank; with measure_loads alone.
     """
@@ -79,7 +79,12 @@ def main() -> None:
     parameters = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
     output: Any = engine.generate(input_ids=PROMPT, sampling_params=parameters)
     private = sum(private_bytes(process) for process in schedulers())
-    errors = [try_to(attempt, engine, settings.model) for attempt in settings.attempts]
+    errors = []
+    for attempt in settings.attempts:
+        if attempt == "sleep":
+            errors.append(json.dumps(sleep_and_wake(engine, Path(settings.model), parameters)))
+        else:
+            errors.append(try_to(attempt, engine, settings.model))
     stop(settings.stops, "end")
     measured = json.loads(loads.read_text().partition("\n")[0] or "{}")
     loads.unlink()
@@ -98,6 +103,20 @@ def schedulers() -> list[Path]:
 def private_bytes(process: Path) -> int:
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) << 10
+
+
+def sleep_and_wake(engine: Any, model: Path, parameters: dict[str, Any]) -> list[Any]:
+    """Returns the parked bytes of the published weights before, while and after the engine sleeps, and tokens then."""
+
+    def parked() -> int:
+        return sum(int(os.getxattr(file, "user.gpufs.parked_bytes")) for file in model.parent.glob("sglang/*"))
+
+    found: list[Any] = [parked()]
+    engine.release_memory_occupation()
+    found.append(parked())
+    engine.resume_memory_occupation()
+    output: Any = engine.generate(input_ids=PROMPT, sampling_params=parameters)
+    return [*found, parked(), output["output_ids"]]
 
 
 def try_to(attempt: str, engine: Any, model: str) -> str:

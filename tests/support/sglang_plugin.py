@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pkgutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,10 @@ def change_model() -> None:
 
 
 def enable_memory_saver() -> None:
-    """Loads the model with `--enable-memory-saver`, which without CUDA the server refuses earlier."""
+    """Loads the model with `--enable-memory-saver`, which without CUDA the server refuses earlier.
+
+    In torch_memory_saver.py a stand-in of the package has the memory, which is CUDA's.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def load(original: Callable[..., None], *arguments: Any) -> None:
@@ -36,6 +40,12 @@ def enable_memory_saver() -> None:
             original(*arguments)
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load, HookType.AROUND)
+    adapters = "sglang.srt.utils.torch_memory_saver_adapter"
+
+    def create(_original: Callable[..., Any], **_: Any) -> Any:
+        return pkgutil.resolve_name(f"{adapters}._TorchMemorySaverAdapterReal")()
+
+    HookRegistry.register(f"{adapters}.TorchMemorySaverAdapter.create", create, HookType.AROUND)
 
 
 def measure_loads() -> None:

@@ -21,7 +21,8 @@ PROMPT = [1, 2, 3, 4, 5]
 class Settings(NamedTuple):
     """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings.
 
-    stops: a folder, see `support.stops`. There are "load", "generate" and "end".
+    stops: a folder, see `support.stops`. There are "load", "generate" and "end". updates: files with new weights, each
+    loaded while the engine runs.
     """
 
     model: str
@@ -31,13 +32,15 @@ class Settings(NamedTuple):
     attempts: tuple[str, ...] = ()
     options: dict[str, Any] = {}  # noqa: RUF012  not changed
     stops: str | None = None
+    updates: tuple[str, ...] = ()
 
 
 class Outcome(NamedTuple):
     """private_bytes: memory of this process alone. external_bytes: what the loader says about shared weights.
 
     start_seconds: until the engine is there. load_seconds: of loading the model alone, which takes own_bytes of this
-    process' memory (torch's on a GPU) and device_bytes of the whole device's. log: what the plug-in says.
+    process' memory (torch's on a GPU) and device_bytes of the whole device's. log: what the plug-in says. updated: the
+    tokens after each update, or why it failed.
     """
 
     tokens: list[int]
@@ -49,6 +52,7 @@ class Outcome(NamedTuple):
     own_bytes: int
     device_bytes: int
     log: list[str]
+    updated: list[list[int] | str]
 
 
 def main() -> None:
@@ -76,17 +80,22 @@ def main() -> None:
     )
     start_seconds = time.perf_counter() - start
     stop(settings.stops, "generate")
-    (output,) = llm.generate(
-        [{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=16, detokenize=False), use_tqdm=False
-    )
+
+    def generate() -> list[int]:
+        parameters = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    tokens = generate()
     ctypes.CDLL(None).malloc_trim(0)
     private = private_bytes()
     config = llm.llm_engine.vllm_config
     external = get_model_loader(config.load_config).get_external_weight_memory(config)
     errors = [try_to(attempt, llm) for attempt in settings.attempts]
+    updated = [update(path, llm) or generate() for path in settings.updates]
     stop(settings.stops, "end")
     load = loads[0] if loads else (0.0, 0, 0)  # none where ranks are processes of their own
-    outcome = Outcome(list(output.outputs[0].token_ids), private, external, errors, start_seconds, *load, log)
+    outcome = Outcome(tokens, private, external, errors, start_seconds, *load, log, updated)
     print(json.dumps(outcome._asdict()), file=sys.__stdout__, flush=True)
 
 
@@ -135,6 +144,19 @@ def measure_loads(stops: str | None, log: logging.Handler) -> list[tuple[float, 
 def private_bytes() -> int:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) << 10
+
+
+def update(path: str, llm: Any) -> str:
+    """Loads new weights, as a trainer does; returns the error's text."""
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    try:
+        llm.update_weights({"update_info": {"path": path}})
+    except Exception as error:  # noqa: BLE001  its text is the result
+        return str(error)
+    llm.finish_weight_update()
+    llm.reset_prefix_cache()
+    return ""
 
 
 def try_to(attempt: str, llm: Any) -> str:

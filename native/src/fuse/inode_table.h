@@ -158,7 +158,7 @@ class InodeTable {
   // From now on a full device parks files that nobody uses, the one first that was used the longest time ago. Not those
   // with the extended attribute user.gpufs-pinned.
   void evict_when_full();
-  // What a device can get that way.
+  // What a device can get that way. It looks at all files, so an answer is good for twenty times as long as that took.
   [[nodiscard]] std::uint64_t evictable(std::int32_t device);
 
   struct Counts {
@@ -249,6 +249,12 @@ class InodeTable {
     std::vector<std::shared_ptr<Inode>> inodes;
     bool has_job = false;  // that frees them
   };
+  struct Evictable {
+    std::uint64_t bytes = 0;
+    std::chrono::steady_clock::time_point good_until;
+  };
+  std::mutex evictable_mutex_;                          // guards what is below; the inodes' locks are taken under it
+  std::map<std::int32_t, Evictable> evictable_;         // by device
   std::mutex forgotten_mutex_;                          // guards what is below; nothing is freed under it
   std::map<std::int32_t, ForgottenFiles> to_be_freed_;  // by device
 };

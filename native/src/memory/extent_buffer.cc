@@ -302,14 +302,16 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
 // ---- where data is ----
 
 // Regardless of the gate: the memory itself is not used.
-ExtentBuffer::ReadPin ExtentBuffer::whole() const {
+ExtentBuffer::ReadPin ExtentBuffer::whole(std::shared_ptr<Buffer>* parked) const {
   const std::lock_guard lock(state_mutex_);
+  *parked = parked_;
   return {snapshot_, 0, size_.load(std::memory_order_relaxed)};
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
-  if (const std::shared_ptr<Buffer> held = parked()) return held->seek_data(offset);
-  const ReadPin all = whole();
+  std::shared_ptr<Buffer> held;
+  const ReadPin all = whole(&held);
+  if (held != nullptr) return held->seek_data(offset);
   const std::uint64_t first = all.snapshot->placement;
   const auto extent = first_above(all.snapshot->extents, first + offset);
   if (offset < all.end && extent != all.snapshot->extents.end()) {
@@ -320,8 +322,9 @@ Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
-  if (const std::shared_ptr<Buffer> held = parked()) return held->seek_hole(offset);
-  const ReadPin all = whole();
+  std::shared_ptr<Buffer> held;
+  const ReadPin all = whole(&held);
+  if (held != nullptr) return held->seek_hole(offset);
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
   const std::uint64_t first = all.snapshot->placement;
   const auto extent = first_above(all.snapshot->extents, first + offset);

@@ -173,7 +173,8 @@ class ExtentBuffer : public Buffer {
   };
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, Growth how);
   [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held);
-  [[nodiscard]] ReadPin whole() const;
+  // *parked: the contents in the host's memory, if they are there.
+  ReadPin whole(std::shared_ptr<Buffer>* parked) const;
   // Nothing lies above this position, neither published nor being written.
   [[nodiscard]] std::uint64_t highest_locked() const;
   [[nodiscard]] SnapshotPointer current() const;

@@ -47,9 +47,14 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
   // One call of copy_file_range(2) copies 2 GiB at most, so the rest of the source will likely follow. Where addresses
   // are memory, only what is certain counts.
   const std::uint64_t rest = source.size() - std::min(source.size(), source_offset);
-  if (offset == source_offset) take_placement(source);
+  // What is claimed is not parked from now on. What is parked comes back here: a hole of the source needs no memory,
+  // but may cover data.
   std::shared_ptr<const Claim> claimed =
       claim({offset, context_->info().reserve_copies ? bytes : std::max(bytes, rest)});
+  if (parked() != nullptr) {
+    if (Status status = bring_back(wait); !status.ok()) return status;
+  }
+  if (offset == source_offset) take_placement(source);
   const bool between_devices = &source.device()->device() != &context_->device();
   const std::uint64_t largest = context_->info().cpu_addressable ? kCopyChunk : context_->copy_chunk_bytes();
   std::uint64_t chunk = between_devices ? std::min(kCopyChunk, largest) : largest;

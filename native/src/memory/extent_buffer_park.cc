@@ -52,6 +52,7 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
   if (Status copied = copy->become_copy_of(*this); !copied.ok()) return copied;
   {
     const std::lock_guard lock(state_mutex_);
+    if (!claims_.empty() || this->size() != size) return Status(EBUSY, "the file is being written");
     parked_ = copy;
   }
   parked_bytes_.store(copy->bytes_held(), std::memory_order_release);

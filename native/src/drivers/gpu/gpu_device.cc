@@ -391,8 +391,9 @@ Status GpuDevice::zero_piece(PhysicalHandle piece) {
     status = allow(base, PinnedPool::kPieceBytes);
     const Extent whole{0, PinnedPool::kPieceBytes};
     if (status.ok()) status = zero_spans(base, std::span(&whole, 1));
-    const Status hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);
-    if (status.ok()) status = hidden;
+    Status hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);
+    if (!hidden.ok()) hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);
+    if (!hidden.ok()) return hidden;  // the addresses stay with what they show
   }
   functions().address_free(base, PinnedPool::kPieceBytes);
   return status;

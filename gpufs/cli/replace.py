@@ -1,0 +1,33 @@
+"""gpufs replace: a new version of a file takes its place."""
+
+import os
+
+import click
+
+from gpufs.cli._main import complete_files
+from gpufs.cli._output import Failure, bytes_text
+from gpufs.client._replace import replace
+from gpufs.exceptions import text_of
+from gpufs.formats import FormatError
+
+
+@click.command(name="replace")
+@click.argument("new", metavar="NEW", shell_complete=complete_files)
+@click.argument("file", metavar="FILE", shell_complete=complete_files)
+def command(new: str, file: str) -> None:
+    """Give the name of FILE to NEW, a complete new version of it on the same device, in one step.
+
+    Both must have the same layout: the same size, and for files whose tensors gpufs finds (safetensors, GGUF, npy, npz,
+    torch.save) the same names, types, shapes and offsets. Metadata may differ. NEW gets FILE's mode, and its owner if
+    you may set that.
+
+    Programs that follow FILE (gpufs.torch.follow(), gpufs.follow()) take over NEW at their next safe point, at the same
+    addresses. Others keep the memory of the old version until they end or release it.
+    """
+    try:
+        replace(new, file)
+    except OSError as error:
+        raise Failure(f"{os.fsdecode(error.filename or file)}: {text_of(error)}") from None
+    except FormatError as error:
+        raise Failure(str(error)) from None
+    print(f"replaced: {file}, {bytes_text(os.stat(file).st_size)}")

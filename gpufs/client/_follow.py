@@ -1,0 +1,201 @@
+"""Following a file: attached memory becomes that of the newest version, at the same addresses of this program."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from gpufs._naming import named_in
+from gpufs.client._array import DeviceArray
+from gpufs.client._attach import Attachment
+from gpufs.exceptions import failure_of_mount
+from gpufs.formats import FormatError
+from gpufs.formats.versions import FileLayout
+from gpufs.modes import COPY_ON_WRITE
+
+
+@named_in("gpufs")
+class Follower:
+    """Keeps attached memory at the newest version of its file. `gpufs.follow` and `gpufs.torch.follow` make one.
+
+    The memory stays attached as long as this object, or anything made of the memory, exists.
+
+    Attributes
+    ----------
+    path : str
+        The name that is followed. A symbolic link in it counts as it leads now.
+    version : int
+        How often the memory has become a newer version's: 0 in the beginning.
+    metadata : dict of str to str
+        What the version in use says about itself: the metadata of a safetensors file, such as a training step.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        *,
+        changed: Callable[[], None] | None = None,
+        closed: Callable[[], None] | None = None,
+    ) -> None:
+        """``changed`` is called after each change of the version, ``closed`` once, at the end."""
+        if attachment.mode == COPY_ON_WRITE:
+            raise ValueError(
+                f'{attachment.path}: mode "c" keeps changes of this program, which a new version would drop'
+            )
+        if attachment.is_asleep:
+            raise ValueError(f"{attachment.path} sleeps: gpufs.wake() it, and follow it then")
+        self.path = os.path.abspath(attachment.path)
+        self.version = 0
+        self._attachment: Attachment | None = attachment
+        self._changed = changed
+        self._closed = closed
+        # Of the memory: the name may lead to another version already.
+        try:
+            self._layout = FileLayout.read(
+                self.path,
+                attachment.size,
+                lambda offset, count: attachment.mapping.read(attachment.placement + offset, count) if count else b"",
+            )
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {error}") from None
+        self.metadata = self._layout.metadata
+        # Not a reference: the attachment ends when nothing refers to it.
+        take_newest = weakref.WeakMethod(self._take_newest)
+        attachment.take_newest = lambda: (take := take_newest()) is not None and take()
+
+    def update(self) -> bool:
+        """Take over the newest version, if there is one.
+
+        Call it where no thread of this program uses the memory. It takes one stat(2) if nothing is to be done.
+        Otherwise it leases the new version, checks its layout, waits for all work that this program has queued on the
+        device, maps the new memory in place of the old, and ends the lease on that. All that was made of the memory,
+        also captured graphs, then shows the new version.
+
+        Returns
+        -------
+        bool
+            Whether the memory is another version's now. False also while it sleeps: `gpufs.wake` takes over the newest
+            version. False if the name is gone.
+
+        Raises
+        ------
+        ValueError
+            The new version has another layout, or this object is closed.
+        DeviceFull, QuotaExceeded
+            The memory is a private copy, and there is none for a second one.
+        OSError
+            EACCES, EBUSY, EXDEV, EFBIG: the new version cannot be used as the old one was; the text says why. The
+            memory is the old version's in all these cases, and the next call tries again.
+        """
+        attachment = self._open()
+        if attachment.is_asleep:
+            return False
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise failure_of_mount(error, self.path) from None
+        if (status.st_dev, status.st_ino) == attachment.identity:
+            return False
+        return self._take(attachment)
+
+    def _take(self, attachment: Attachment) -> bool:
+        layout = self._layout
+
+        def check(fd: int) -> None:
+            nonlocal layout
+            layout = FileLayout.of_file(fd, self.path, f"the new version of {self.path}")
+            self._layout.check(layout, self.path)
+
+        try:
+            if not attachment.take_version(self.path, check):
+                return False
+        except OSError as error:
+            raise failure_of_mount(error, self.path) from None
+        self._layout = layout
+        self.metadata = layout.metadata
+        self.version += 1
+        if self._changed is not None:
+            self._changed()
+        return True
+
+    def _take_newest(self) -> bool:
+        """As update(), for memory that goes to sleep or wakes. False if that fails, too: the old version stays."""
+        attachment = self._attachment
+        if attachment is None:
+            return False
+        try:
+            return self._take(attachment)
+        except (OSError, ValueError):  # the next update() says why
+            return False
+
+    def close(self) -> None:
+        """Follow no longer. The memory stays what it is. A second call does nothing."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.take_newest = None
+            if self._closed is not None:
+                self._closed()
+
+    def _open(self) -> Attachment:
+        if self._attachment is None:
+            raise ValueError(f"what followed {self.path} is closed")
+        return self._attachment
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<gpufs.Follower of {self.path}: version {self.version}>"
+
+
+@named_in("gpufs")
+def follow(array: DeviceArray) -> Follower:
+    """Let attached memory become that of newer versions of its file, when this program asks for it.
+
+    A new version is another file that takes the name by rename(2): by `gpufs.replace`, `gpufs.torch.publish` or mv(1).
+    It has the same layout: the same size, and for files whose tensors gpufs finds the same tensors at the same offsets.
+
+    Parameters
+    ----------
+    array
+        What `gpufs.attach` returned, with mode "r" or "r+", or a part of it. All that was made of the file's memory
+        follows it. A private copy becomes a copy of the new version.
+
+    Returns
+    -------
+    Follower
+        Its ``update()`` takes over the newest version.
+
+    Raises
+    ------
+    ValueError
+        The array's mode is "c", it sleeps, or it is a copy of a small file. A header that is damaged.
+
+    See Also
+    --------
+    gpufs.torch.follow : does the same for tensors and modules.
+
+    Examples
+    --------
+    >>> weights = gpufs.attach("/mnt/gpufs/gpu0/weights")  # doctest: +SKIP
+    >>> follower = gpufs.follow(weights)  # doctest: +SKIP
+    >>> while True:  # doctest: +SKIP
+    ...     follower.update()
+    ...     use(weights)
+    """
+    attachment = array.attached
+    if not isinstance(attachment, Attachment):
+        raise ValueError(
+            f"{array.path}: a copy of a small file cannot follow it: only what gpufs.attach() returned can"
+        )
+    return Follower(attachment)

@@ -1,0 +1,514 @@
+"""New versions of a file in place: `gpufs replace`, and programs that follow the file."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import os
+import pickle
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from errno import EINVAL, ENOENT, ENOSPC, EXDEV
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from support.attaching import program
+from support.cli import gpufs as command
+from support.cli import user_gpufs
+from support.data import MIB, directory
+from support.mounting import REPOSITORY, GpufsMount, Mounter
+from support.processes import NOBODY, PATIENCE, errno_of, wait_until
+from support.surviving import Survivor, mounted
+
+import gpufs
+import gpufs.torch
+
+pytestmark = pytest.mark.driver
+
+START = 4096  # of the tensors
+WORDS = (MIB // 2, MIB // 8 + 5, 3)  # of each tensor
+SIZE = START + 4 * sum(WORDS)
+HELD = 4 * MIB  # by each version
+TWO_VERSIONS = 10 * MIB
+
+
+def version(number: int, words: tuple[int, ...] = WORDS, **metadata: str) -> bytes:
+    """A safetensors file with the number in every word of every tensor."""
+    header: dict[str, object] = {"__metadata__": {"step": str(number), **metadata}}
+    end = 0
+    for count in words:
+        header[f"tensor{len(header)}"] = {"dtype": "U32", "shape": [count], "data_offsets": [end, end + 4 * count]}
+        end += 4 * count
+    text = json.dumps(header).encode().ljust(START - 8)
+    return len(text).to_bytes(8, "little") + text + numpy.full(sum(words), number, "<u4").tobytes()
+
+
+def number_in(content: bytes) -> int:
+    """The number of the version. AssertionError if it is a mixture of several."""
+    words = numpy.frombuffer(content[START:], "<u4")
+    assert int(words.min()) == int(words.max())
+    return int(words[0])
+
+
+def publish(path: Path, number: int) -> None:
+    new = path.with_name("new")
+    new.write_bytes(version(number))
+    gpufs.replace(new, path)
+
+
+# Publishes versions argv[3] to argv[4] of argv[1], whose bytes follow those of argv[2].
+PUBLISH = f"""
+import errno, os, sys, time
+sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+from pathlib import Path
+import gpufs
+from sharing.test_follow import version
+path, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+new = path.with_name("new")
+print("ready", flush=True)
+for number in range(first, last):
+    content = version(number)
+    while True:
+        try:
+            new.write_bytes(content)
+            break
+        except OSError as error:  # followers still have the version before the last one
+            assert error.errno == errno.ENOSPC
+            time.sleep(0.002)
+    gpufs.replace(new, path)
+"""
+
+# Follows argv[1]. For each line on standard input: updates, and prints whether that changed anything, and the numbers.
+FOLLOW = """
+import gpufs, numpy, sys
+array = gpufs.attach(sys.argv[1])
+follower = gpufs.follow(array)
+print("ready", flush=True)
+for line in sys.stdin:
+    changed = follower.update()
+    words = numpy.frombuffer(array.tobytes()[4096:], "<u4")
+    print(changed, words.min(), words.max(), follower.metadata["step"], array.private, flush=True)
+"""
+
+
+def answer(follower: subprocess.Popen[str]) -> list[str]:
+    assert follower.stdin is not None
+    assert follower.stdout is not None
+    follower.stdin.write("\n")
+    follower.stdin.flush()
+    return follower.stdout.readline().split()
+
+
+@pytest.fixture(scope="module")
+def place(driver: str) -> Iterator[Survivor]:
+    """A mount that survives its daemon, with memory for two versions."""
+    options = ("--allow-other",) if driver == "hip" else ("--allow-other", "--host-memory", str(TWO_VERSIONS))
+    memory = str(TWO_VERSIONS)
+    with directory("/tmp") as folder, mounted(folder / "mnt", *options, driver=driver, memory=memory) as made:
+        yield made
+
+
+@pytest.fixture
+def file(place: Survivor) -> Iterator[Path]:
+    path = place.device / "weights.safetensors"
+    path.write_bytes(version(1))
+    yield path
+    gc.collect()
+    for each in place.device.iterdir():
+        each.unlink()
+    wait_until(lambda: not place.report()["devices"][0]["held_bytes"], PATIENCE, "the end of all memory")
+
+
+def versions_held(place: Survivor) -> int:
+    return int(place.report()["devices"][0]["held_bytes"]) // HELD
+
+
+# ---- arrays ----
+
+
+def test_attached_memory_becomes_that_of_the_newest_version_at_its_address(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file)
+    part = array[START:]
+    other = gpufs.attach(file, "r+")
+    with gpufs.follow(part) as follower:
+        assert (follower.update(), follower.version, follower.metadata) == (False, 0, {"step": "1"})
+        address = array.address
+        publish(file, 2)
+        assert number_in(array.tobytes()) == 1
+        assert follower.update()
+        assert (follower.version, follower.metadata, array.address) == (1, {"step": "2"}, address)
+        assert (number_in(array.tobytes()), number_in(other.tobytes()), versions_held(place)) == (2, 1, 2)
+        assert not follower.update()
+        other.close()
+        del other
+        for number in range(3, 7):
+            publish(file, number)
+            assert follower.update()
+            assert number_in(array.tobytes()) == number
+        wait_until(lambda: versions_held(place) == 1, PATIENCE, "the end of the old versions")
+        file.unlink()
+        assert not follower.update()
+        assert number_in(array.tobytes()) == 6
+    with pytest.raises(ValueError):
+        follower.update()
+    array.close()
+
+
+def test_no_version_is_torn_and_memory_holds_two(place: Survivor, file: Path) -> None:
+    """The device has memory for two versions. The publisher waits for it."""
+    array = gpufs.attach(file)
+    follower = gpufs.follow(array)
+    with program(PUBLISH, file, 2, 30) as publisher:
+        seen = [1]
+        deadline = time.monotonic() + PATIENCE
+        while seen[-1] < 29 and time.monotonic() < deadline:
+            if follower.update():
+                seen.append(number_in(array.tobytes()))
+                assert seen[-1] == int(follower.metadata["step"]) > seen[-2]
+            time.sleep(0.001)
+        assert publisher.wait(PATIENCE) == 0
+    assert seen[-1] == 29
+    assert len(seen) == follower.version + 1 > 10
+    array.close()
+    follower.close()
+
+
+def test_two_programs_follow_and_a_third_does_not(file: Path) -> None:
+    array = gpufs.attach(file)
+    with program(FOLLOW, file) as first, program(FOLLOW, file) as second:
+        publish(file, 2)
+        assert answer(first)[:4] == ["True", "2", "2", "2"]
+        assert answer(second)[:4] == ["True", "2", "2", "2"]
+        assert number_in(array.tobytes()) == 1
+        array.close()
+        del array
+        gc.collect()
+        publish(file, 3)
+        assert answer(second)[:4] == ["True", "3", "3", "3"]
+        assert answer(first)[:4] == ["True", "3", "3", "3"]
+        assert answer(first)[:4] == ["False", "3", "3", "3"]
+
+
+def test_a_program_that_may_only_read_follows(file: Path, driver: str) -> None:
+    (python, *_), environment = user_gpufs({"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
+    identity = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+    with program(FOLLOW, file, executable=python, env=environment, **identity) as follower:
+        private = str(driver != "host")
+        assert answer(follower) == ["False", "1", "1", "1", private]
+        if driver == "host":
+            publish(file, 2)
+            assert answer(follower) == ["True", "2", "2", "2", private]
+
+
+def test_a_private_copy_needs_memory_for_a_second_one(mount: Mounter, driver: str) -> None:
+    if driver == "host":
+        pytest.skip("programs that may only read share the host's memory")
+    script = FOLLOW.replace("changed = follower.update()", "changed = attempt()")
+    script = script.replace(
+        'print("ready"',
+        "def attempt():\n    try:\n        return follower.update()\n    except OSError as error:\n"
+        '        return error.errno\nprint("ready"',
+    )
+    (python, *_), environment = user_gpufs({"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
+    identity = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+    with mount(memory=16 * MIB, allow_other=True) as made:
+        path = made.device / "weights.safetensors"
+        path.write_bytes(version(1))
+        with program(script, path, executable=python, env=environment, **identity) as follower:
+            publish(path, 2)
+            assert answer(follower) == ["True", "2", "2", "2", "True"]
+            publish(path, 3)
+            filler = made.device / "filler"
+            filler.write_bytes(bytes(5 * MIB))
+            assert answer(follower) == [str(ENOSPC), "2", "2", "2", "True"]
+            filler.unlink()
+            assert answer(follower) == ["True", "3", "3", "3", "True"]
+
+
+def test_another_layout_is_refused_and_the_old_version_stays(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file)
+    follower = gpufs.follow(array)
+    new = file.with_name("new")
+    moved = (WORDS[1], WORDS[0], WORDS[2])
+    for content, told in (
+        (version(2, moved), "tensor1"),
+        (version(2, WORDS[:2]), "tensor3"),
+        (version(2, (*WORDS, 1)), "tensor4"),
+        (version(2)[:-4], "end at"),
+        (version(2).replace(b'"U32"', b'"I32"', 1), "I32"),
+        (version(2, gpufs='{"a": {}}'), "strides"),
+        (b"x" * SIZE, "header"),
+    ):
+        new.write_bytes(content)
+        with pytest.raises(ValueError, match=told):
+            gpufs.replace(new, file)
+        done = command("replace", new, file, check=False)
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+        assert number_in(file.read_bytes()) == 1
+        os.rename(new, file)  # what nobody checks
+        for _ in range(2):
+            with pytest.raises(ValueError, match=told):
+                follower.update()
+            assert (number_in(array.tobytes()), follower.version) == (1, 0)
+        file.unlink()
+        file.write_bytes(version(1))
+        assert follower.update()
+        follower = gpufs.follow(array)
+    publish(file, 2)
+    assert follower.update()
+    assert number_in(array.tobytes()) == 2
+    array.close()
+    follower.close()
+
+
+def test_a_longer_header_moves_the_tensors_and_other_formats_count_too(file: Path) -> None:
+    text = version(2)[8 : 8 + START - 8]
+    longer = text + bytes(8).replace(b"\0", b" ")
+    new = file.with_name("new")
+    new.write_bytes(len(longer).to_bytes(8, "little") + longer + version(2)[START:])
+    with pytest.raises(ValueError, match="header"):
+        gpufs.replace(new, file)
+    new.unlink()
+    array, other = file.with_name("a.npy"), file.with_name("b.npy")
+    with open(array, "wb") as one, open(other, "wb") as two:
+        numpy.save(one, numpy.zeros((10, 20), "f4"))
+        numpy.save(two, numpy.zeros((20, 10), "f4"))
+    with pytest.raises(ValueError, match="20x10"):
+        gpufs.replace(other, array)
+    plain = file.with_name("plain")
+    plain.write_bytes(b"12345")
+    new.write_bytes(b"1234")
+    with pytest.raises(ValueError, match="4"):
+        gpufs.replace(new, plain)
+    new.write_bytes(b"54321")
+    gpufs.replace(new, plain)
+    assert (plain.read_bytes(), new.exists()) == (b"54321", False)
+
+
+def test_a_new_version_keeps_owner_and_mode_and_wrong_files_are_refused(
+    place: Survivor, file: Path, tmp_path: Path, driver: str
+) -> None:
+    new, link = (place.device / name for name in ("new", "link"))
+    file.write_bytes(b"old")
+    file = file.rename(file.with_name("file"))
+    file.chmod(0o640)
+    os.chown(file, NOBODY, NOBODY)
+    link.symlink_to(file.name)
+    new.write_bytes(b"new")
+    command("replace", new, link)
+    assert (link.is_symlink(), file.read_bytes(), new.exists()) == (True, b"new", False)
+    status = file.stat()
+    assert (status.st_mode & 0o7777, status.st_uid, status.st_gid) == (0o640, NOBODY, NOBODY)
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"out")
+    assert errno_of(gpufs.replace, outside, file) == errno_of(gpufs.replace, file, outside) == EXDEV
+    assert errno_of(gpufs.replace, file, file) == errno_of(gpufs.replace, link, file) == EINVAL
+    assert errno_of(gpufs.replace, place.device, file) == EINVAL
+    assert errno_of(gpufs.replace, file, new) == errno_of(gpufs.replace, new, file) == ENOENT
+    if driver != "hip":
+        other = place.path / "host0" / "other"
+        other.write_bytes(b"new")
+        assert errno_of(gpufs.replace, other, file) == EXDEV
+        other.unlink()
+    assert file.read_bytes() == b"new"
+
+
+def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file: Path, driver: str) -> None:
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    array = gpufs.attach(file, "r+")
+    follower = gpufs.follow(array)
+    publish(file, 2)
+    gpufs.sleep(array)  # the old version has no name, so the newest one sleeps
+    assert follower.version == 1
+    with pytest.raises(ValueError):
+        gpufs.follow(array)
+    publish(file, 3)
+    assert not follower.update()
+    assert gpufs.wake(array) == SIZE
+    assert (number_in(array.tobytes()), follower.version, follower.update()) == (3, 2, False)
+    wait_until(lambda: not place.report()["devices"][-1]["held_bytes"], PATIENCE, "the end of the parked version")
+    gpufs.sleep(array)
+    new = file.with_name("new")
+    new.write_bytes(version(4, WORDS[:2]))
+    os.rename(new, file)
+    gpufs.wake(array)
+    assert (number_in(array.tobytes()), follower.version) == (3, 2)
+    with pytest.raises(ValueError):
+        follower.update()
+    array.close()
+    follower.close()
+
+
+def test_a_daemon_that_is_killed_loses_no_version(place: Survivor, file: Path) -> None:
+    array = gpufs.attach(file)
+    follower = gpufs.follow(array)
+    for number in range(2, 4):
+        publish(file, number)
+        place.kill()
+        assert number_in(array.tobytes()) == number - 1
+        assert follower.update()
+        place.kill()
+        assert number_in(array.tobytes()) == number
+    array.close()
+    follower.close()
+
+
+def test_a_publisher_that_is_killed_leaves_a_whole_version(file: Path) -> None:
+    array = gpufs.attach(file)
+    follower = gpufs.follow(array)
+    with program(PUBLISH, file, 2, 10_000) as publisher:
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            follower.update()
+            number_in(array.tobytes())
+        publisher.kill()
+    follower.update()
+    last = number_in(array.tobytes())
+    assert last == number_in(file.read_bytes()) > 1
+    publish(file, last + 1)
+    assert follower.update()
+    assert number_in(array.tobytes()) == last + 1
+    array.close()
+    follower.close()
+
+
+def test_a_version_that_cannot_be_mapped_leaves_the_old_one(
+    place: Survivor, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure comes after the old memory has been unmapped."""
+    array = gpufs.attach(file)
+    follower = gpufs.follow(array)
+    publish(file, 2)
+    add = gpufs.engine.Mapping.add
+
+    def fail(mapping: gpufs.engine.Mapping, pieces: list[gpufs.engine.SharedPiece]) -> None:
+        monkeypatch.setattr(gpufs.engine.Mapping, "add", add)
+        for piece in pieces:
+            os.close(piece.fd)
+        raise OSError(ENOSPC, "no")
+
+    monkeypatch.setattr(gpufs.engine.Mapping, "add", fail)
+    assert errno_of(follower.update) == ENOSPC
+    assert (number_in(array.tobytes()), follower.version) == (1, 0)
+    assert follower.update()
+    assert number_in(array.tobytes()) == 2
+    wait_until(lambda: versions_held(place) == 1, PATIENCE, "the end of the old version")
+    array.close()
+    follower.close()
+
+
+def test_what_cannot_follow(file: Path) -> None:
+    array = gpufs.attach(file, "c")
+    with pytest.raises(ValueError, match="mode"):
+        gpufs.follow(array)
+    array.close()
+    small = file.with_name("small")
+    small.write_bytes(b"small")
+    (array,) = gpufs.attach_many([small])
+    with pytest.raises(ValueError, match="small"):
+        gpufs.follow(array)
+
+
+# ---- torch ----
+
+
+def values_of(tensors: Iterable[torch.Tensor]) -> set[float]:
+    return {value for tensor in tensors for value in tensor.double().flatten().tolist()}
+
+
+class Model(torch.nn.Module):
+    """A module with buffers, which attach_module copies, and a tensor at an odd address, which load_file copies."""
+
+    def __init__(self, number: float = 0.0) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(300, 300)
+        self.odd = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+        self.norm = torch.nn.BatchNorm1d(300)
+        with torch.no_grad():
+            for tensor in self.state_dict().values():
+                tensor.fill_(number)
+
+    def forward(self) -> set[float]:
+        return values_of(self.state_dict().values())
+
+
+@pytest.fixture
+def device(shared_mount: GpufsMount, driver: str, tmp_path: Path) -> Path:
+    if driver != "host":
+        pytest.skip("torch needs a real GPU")
+    folder = shared_mount.device / tmp_path.name
+    folder.mkdir()
+    return folder
+
+
+def test_a_module_follows_at_each_forward(device: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = device / "model.safetensors"
+    gpufs.torch.publish(Model(1), path, replace=True, metadata={"step": "1"})
+    with torch.device("meta"):
+        model = Model()
+    gpufs.torch.attach_module(model, path)
+    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    follower = gpufs.torch.follow(model)
+    twin = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(model))() == {1.0}
+    for number in range(2, 5):
+        step = "x" * 100 * number  # the header keeps its length
+        gpufs.torch.publish(Model(number), path, replace=True, metadata={"step": step})
+        assert model() == {float(number)}
+        assert follower.metadata["step"] == step
+    assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
+    assert twin() == {1.0}
+    with pytest.raises(ValueError):
+        gpufs.torch.publish({"a": torch.ones(3)}, path, replace=True)
+    with pytest.raises(ValueError, match="header"):
+        gpufs.torch.publish(Model(7), path, replace=True, metadata={"step": "x" * 5000})
+    assert os.listdir(device) == ["model.safetensors"]
+    gpufs.torch.publish({"a": torch.ones(3)}, path)
+    with caplog.at_level(logging.WARNING, "gpufs"):
+        assert model() == model() == {4.0}
+    assert len(caplog.records) == 1
+    follower.close()
+    gpufs.torch.publish(Model(5), path)
+    assert model() == {4.0}
+
+
+def test_tensors_of_a_file_follow_together(device: Path) -> None:
+    path = device / "model.safetensors"
+    gpufs.torch.publish(Model(1), path, replace=True)
+    tensors = gpufs.torch.load_file(path)
+    view = tensors["first.weight"][10:20]
+    with gpufs.torch.follow(tensors) as follower, gpufs.torch.follow(view) as second:
+        gpufs.torch.publish(Model(2), path, replace=True)
+        assert follower.update()
+        assert not second.update()
+        assert values_of([view, *tensors.values()]) == {2.0}
+
+
+def test_versions_of_a_pool_are_checked_before_they_take_the_name(device: Path) -> None:
+    path = device / "model.safetensors"
+    gpufs.torch.publish({"a": torch.ones(10), "b": torch.ones(20)}, path, replace=True)
+    with pytest.raises(ValueError, match="'c'"):
+        gpufs.torch.publish({"a": torch.ones(10), "b": torch.ones(20), "c": torch.ones(1)}, path, replace=True)
+    with pytest.raises(ValueError, match="BF16"):
+        gpufs.torch.publish({"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(20)}, path, replace=True)
+    assert set(gpufs.torch.load_file(path)) == {"a", "b"}
+
+
+def test_tensors_that_cannot_follow(device: Path) -> None:
+    for number in range(2):
+        gpufs.torch.publish({"a": torch.ones(2000)}, device / f"{number}.safetensors")
+    first, second = (gpufs.torch.load_file(device / f"{number}.safetensors")["a"] for number in range(2))
+    with pytest.raises(ValueError, match="2 attached files"):
+        gpufs.torch.follow([first, second])
+    with pytest.raises(ValueError, match="none"):
+        gpufs.torch.follow(torch.ones(3))
+    with pytest.raises(ValueError, match="copies"):
+        gpufs.torch.follow([first, first.clone()])
+    with pytest.raises(ValueError, match="shape"):
+        gpufs.torch.follow({"b": first, "a": torch.ones(3)})
