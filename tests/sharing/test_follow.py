@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.attaching import program
 from support.cli import gpufs as command
 from support.cli import user_gpufs
@@ -35,6 +36,8 @@ WORDS = (MIB // 2, MIB // 8 + 5, 3)  # of each tensor
 SIZE = START + 4 * sum(WORDS)
 HELD = 4 * MIB  # by each version
 TWO_VERSIONS = 10 * MIB
+# Memory of an AMD GPU that is one allocation cannot be shared, and its driver has no host memory for files.
+SHARED = {"hip": ("--hip-memory", "virtual")}
 
 
 def version(number: int, words: tuple[int, ...] = WORDS, **metadata: str) -> bytes:
@@ -107,9 +110,12 @@ def answer(follower: subprocess.Popen[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def place(driver: str) -> Iterator[Survivor]:
     """A mount that survives its daemon, with memory for two versions."""
-    options = ("--allow-other",) if driver == "hip" else ("--allow-other", "--host-memory", str(TWO_VERSIONS))
+    options = SHARED.get(driver, ("--host-memory", str(TWO_VERSIONS)))
     memory = str(TWO_VERSIONS)
-    with directory("/tmp") as folder, mounted(folder / "mnt", *options, driver=driver, memory=memory) as made:
+    with (
+        directory("/tmp") as folder,
+        mounted(folder / "mnt", "--allow-other", *options, driver=driver, memory=memory) as made,
+    ):
         yield made
 
 
@@ -216,7 +222,7 @@ def test_a_private_copy_needs_memory_for_a_second_one(mount: Mounter, driver: st
     )
     (python, *_), environment = user_gpufs({"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
     identity = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
-    with mount(memory=16 * MIB, allow_other=True) as made:
+    with mount(*SHARED.get(driver, ()), memory=16 * MIB, allow_other=True) as made:
         path = made.device / "weights.safetensors"
         path.write_bytes(version(1))
         with program(script, path, executable=python, env=environment, **identity) as follower:
@@ -488,6 +494,23 @@ def test_tensors_of_a_file_follow_together(device: Path) -> None:
         assert follower.update()
         assert not second.update()
         assert values_of([view, *tensors.values()]) == {2.0}
+
+
+def test_files_of_other_tools_follow_where_their_tensors_are_aligned(device: Path) -> None:
+    path, new = device / "model.safetensors", device / "new.safetensors"
+    for number in range(1, 4):
+        save_file({"a": torch.full((MIB,), float(number)), "b": torch.full((5,), float(number))}, new)
+        if number == 1:
+            new.rename(path)
+            tensors = gpufs.torch.load_file(path)
+            follower = gpufs.torch.follow(tensors)
+            address = tensors["a"].data_ptr()
+            assert address % 256 == 0
+        else:
+            gpufs.replace(new, path)
+            assert follower.update()
+            assert (values_of(tensors.values()), tensors["a"].data_ptr()) == ({float(number)}, address)
+    follower.close()
 
 
 def test_versions_of_a_pool_are_checked_before_they_take_the_name(device: Path) -> None:
