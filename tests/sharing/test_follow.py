@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from support.attaching import program
 from support.cli import gpufs as command
 from support.cli import user_gpufs
 from support.data import MIB, directory
-from support.mounting import REPOSITORY, GpufsMount, Mounter
+from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, errno_of, wait_until
 from support.surviving import Survivor, mounted
 
@@ -64,13 +65,14 @@ def publish(path: Path, number: int) -> None:
     gpufs.replace(new, path)
 
 
-# Publishes versions argv[3] to argv[4] of argv[1], whose bytes follow those of argv[2].
+# Publishes versions argv[2] to argv[3] of argv[1].
 PUBLISH = f"""
-import errno, os, sys, time
-sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+from __future__ import annotations
+import errno, json, sys, time
 from pathlib import Path
-import gpufs
-from sharing.test_follow import version
+import gpufs, numpy
+START, WORDS = {START}, {WORDS}
+{inspect.getsource(version)}
 path, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 new = path.with_name("new")
 print("ready", flush=True)
