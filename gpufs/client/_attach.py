@@ -97,8 +97,9 @@ class Attachment:
 
     def sleep(self) -> bool:
         """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep()."""
-        if not self.is_asleep and self.take_newest is not None:
-            self.take_newest()  # an old version has no name, and cannot sleep
+        take_newest = self.take_newest
+        if not self.is_asleep and take_newest is not None:
+            take_newest()  # an old version has no name, and cannot sleep
         with self._lock:
             if self.is_asleep:
                 return False
@@ -124,7 +125,8 @@ class Attachment:
 
     def wake(self) -> bool:
         """Map the memory again. False: it is awake. OSError as gpufs.wake(); it sleeps on then."""
-        if self.is_asleep and self.take_newest is not None and self.take_newest():
+        take_newest = self.take_newest
+        if self.is_asleep and take_newest is not None and take_newest():
             return True
         with self._lock:
             if not self.is_asleep:

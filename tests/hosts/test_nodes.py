@@ -212,15 +212,18 @@ def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
 
 
 def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None:
-    """They are replaced when the copy is complete, keep their mode, and are skipped with -n."""
+    """They are replaced when the copy is complete, keep mode and owner, and are skipped with -n."""
     for name in ("a", "b"):
         (host / name).write_bytes(name.encode() * 3)
     (root / "a").write_bytes(b"old")
     (root / "a").chmod(0o600)
+    owner = NOBODY if os.geteuid() == 0 else os.geteuid()
+    os.chown(root / "a", owner, -1)
     done = json.loads(gpufs("cp", *remote, "-n", "--json", host / "a", host / "b", f"node:{root}").stdout)
     assert (done["files"], done["skipped"], (root / "a").read_bytes()) == (1, 1, b"old")
     gpufs("cp", *remote, host / "a", "-t", f"node:{root}")
-    assert ((root / "a").read_bytes(), (root / "a").stat().st_mode & 0o777) == (b"aaa", 0o600)
+    status = (root / "a").stat()
+    assert ((root / "a").read_bytes(), status.st_mode & 0o777, status.st_uid) == (b"aaa", 0o600, owner)
     (host / "other").mkdir()
     (host / "other" / "a").write_bytes(b"another")
     text = refused(*remote, host / "a", host / "other" / "a", f"node:{root}")

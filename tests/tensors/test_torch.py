@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from support.cli import gpufs as gpufs_command
 from support.data import MIB, noise
 from support.mounting import GpufsMount, Mounter
-from support.processes import PATIENCE, Snapshot, errno_of, wait_until
+from support.processes import NOBODY, PATIENCE, Snapshot, errno_of, wait_until
 
 import gpufs.torch
 from gpufs.torch import FormatError
@@ -563,13 +563,15 @@ def test_readers_keep_the_file_that_is_replaced(root: Path) -> None:
     path = root / "model"
     gpufs.torch.publish({"a": torch.full((1000,), 1.0)}, path)
     path.chmod(0o600)
+    owner = NOBODY if os.geteuid() == 0 else os.geteuid()
+    os.chown(path, owner, -1)
     old = gpufs.torch.load_file(path)
     gpufs.torch.publish({"a": torch.full((1000,), 2.0)}, path)
     new = gpufs.torch.load_file(path)
     assert old["a"].sum() == 1000
     assert new["a"].sum() == 2000
     assert os.listdir(root) == ["model"]
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert (path.stat().st_mode & 0o777, path.stat().st_uid) == (0o600, owner)
     gpufs.torch.publish({"a": new["a"] + 1, "b": old["a"]}, path)
     assert gpufs.torch.load_file(path)["a"].sum() == 3000
 
