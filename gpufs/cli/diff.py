@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +19,7 @@ from gpufs.cli._tensors import (
     finite,
     first_element,
     given_type,
+    index_of,
     map_blocks,
     reported,
     split,
@@ -135,11 +137,14 @@ def _kind(place: TensorPlace) -> dict[str, Any]:
 
 
 def _described(place: TensorPlace, difference: Difference) -> dict[str, Any]:
+    assert difference.first is not None
+    elements = 8 * place.bytes // max(place.bits, 1)
+    of_blocks = elements != math.prod(place.shape)  # the format's own, of several elements each
     return {
         "difference": "elements",
-        "elements": 8 * place.bytes // max(place.bits, 1),
+        "elements": elements,
         "differing": difference.elements,
-        "first": difference.first,
+        "first": [difference.first] if of_blocks else index_of(place, difference.first),
     }
 
 

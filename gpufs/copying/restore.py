@@ -238,6 +238,8 @@ class Restore(SavedFiles):
             for path, record in self.records():
                 if self._cancel.cancelled:
                     return
+                if self._is_missing(path):
+                    continue
                 if isinstance(record, File):
                     self._report.planned(record.size)
                     workers.put(partial(self._restore_file, path, record))
@@ -254,6 +256,8 @@ class Restore(SavedFiles):
                 return False
             found += 1
             first = path.partition("/")[0]
+            if self._is_missing(path) and isinstance(record, Directory):
+                continue  # it has no files, unless one comes
             if self._is_root and not self._is_device(first):
                 raise OSError(errno.ENODEV, self._remedy(first), os.path.join(self._destination, first))
             if isinstance(record, HardLink):
@@ -276,10 +280,18 @@ class Restore(SavedFiles):
         return not in_the_way and self._fits(needed)
 
     def _remedy(self, first: str) -> str:
-        if self._manifest.header.mount and not self._part:
+        if self._is_whole_mount():
             place = os.path.join(self._manifest.path, TREE, first)
-            return f"the mount has no such device: restore {place} into a directory of another one"
+            how = "mount with --host-memory, or " if first.startswith("host") else ""
+            return f"the mount has no such device: {how}restore {place} into a directory of another one"
         return f"the root of a mount takes no files: give a directory of a device, as {self._destination}/gpu0"
+
+    def _is_missing(self, path: str) -> bool:
+        """Return whether this is the directory of a device that the mount does not have."""
+        return self._is_whole_mount() and self._is_root and "/" not in path and not self._is_device(path)
+
+    def _is_whole_mount(self) -> bool:
+        return self._manifest.header.mount and not self._part
 
     def _is_device(self, name: str) -> bool:
         try:
@@ -438,7 +450,7 @@ class Restore(SavedFiles):
                 except OSError as error:
                     self._report.failed(self._end(path), None, error)
         for path, record in self.records():
-            if isinstance(record, Directory):
+            if isinstance(record, Directory) and not self._is_missing(path):
                 self._finish_directory(path, record)
         for limit in self._manifest.header.limits if self._manifest.trusted and not self._part else []:
             self._set_limit(name_of_text(limit.path), limit.uid, limit.limit_bytes)
@@ -446,6 +458,8 @@ class Restore(SavedFiles):
     def _set_limit(self, path: str, uid: int | None, size: int) -> None:
         if uid is not None and not self._is_root:
             return  # users have limits on devices alone
+        if path != "." and self._is_missing(path):
+            return
         try:
             directory = _open_below(self._base, "" if path == "." else path)
             try:

@@ -239,6 +239,16 @@ def test_a_mount_is_saved_and_restored_with_its_limits(mountpoint: Path, host: P
         assert os.listdir(mountpoint / "gpu0") == ["other"]
     finally:
         gpufs("umount", mountpoint)
+    # A device that is missing does not matter if it had no files.
+    gpufs(*words, "--host-memory", "4M")
+    (mountpoint / "gpu0" / "a").write_bytes(b"a")
+    gpufs_here("quota", "set", mountpoint / "gpu1", "-u", "nobody", "20M")
+    gpufs("umount", "--save", host / "save", mountpoint)
+    gpufs("mount", mountpoint, "--driver", "host", "--devices", "1", "--memory", "64M", "--restore", host / "save")
+    try:
+        assert (mountpoint / "gpu0" / "a").read_bytes() == b"a"
+    finally:
+        gpufs("umount", mountpoint)
 
 
 def test_names_in_the_way_are_named(saved: tuple[Path, Path], root: Path) -> None:
