@@ -46,7 +46,7 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         return code
     except Failure as error:
         _discard_output()
-        complain(str(error))
+        complain(str(error), error.command)
         return error.code
     except KeyboardInterrupt:
         complain("interrupted")

@@ -69,7 +69,7 @@ def run(names: list[str], directories: list[str], options: CpOptions) -> int:
     try:
         return _run(names, directories, options)
     except Failure as failure:
-        raise Failure(f"{options.command}: {failure}", failure.code) from None
+        raise Failure(str(failure), failure.code, command=options.command) from None
 
 
 def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
@@ -156,7 +156,7 @@ def _check_several(directories: list[str]) -> None:
 
 def _complain(options: CpOptions, text: str) -> None:
     if not options.quiet:
-        complain(f"{options.command}: {text}")
+        complain(text, options.command)
 
 
 class Run(CopyReport):

@@ -14,17 +14,24 @@ MOST_NAMES: Final = 5  # in one message
 
 
 class Failure(Exception):
-    """One line for the user and the exit code: 1, or 2 for a wrong command line or configuration."""
+    """One line for the user and the exit code: 1, or 2 for a wrong command line or configuration.
 
-    def __init__(self, message: str, code: int = 1) -> None:
+    ``command``: as for complain().
+    """
+
+    def __init__(self, message: str, code: int = 1, *, command: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.command = command
 
 
-def complain(text: str) -> None:
-    """Print a line on standard error. It is lost if that cannot be written; the exit code remains."""
+def complain(text: str, command: str = "") -> None:
+    """Print a line on standard error. It is lost if that cannot be written; the exit code remains.
+
+    ``command``: its name, of those that report failures of single files, too.
+    """
     try:
-        print(f"gpufs: {printable(text)}", file=sys.stderr)
+        print(f"{f'gpufs {command}'.rstrip()}: {printable(text)}", file=sys.stderr)
     except OSError:
         pass
 

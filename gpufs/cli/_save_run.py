@@ -85,16 +85,16 @@ def _explained(command: str) -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        raise Failure(f"{command}: {where}{text_of(error)}") from None
+        raise Failure(f"{where}{text_of(error)}", command=command) from None
 
 
 def check_local(command: str, name: str) -> None:
     """Raise Failure unless a save's name is one of this machine."""
     if not name:
-        raise Failure(f"{command}: an empty name is given where a directory belongs", 2)
+        raise Failure("an empty name is given where a directory belongs", 2, command=command)
     if kind_of([name]) != "file":
         text = "a save is a directory of this machine: rsync -aSH or tar -S copies it to others and to stores"
-        raise Failure(f"{command}: {name}: {text}", 2)
+        raise Failure(f"{name}: {text}", 2, command=command)
 
 
 # ---- save ----
@@ -127,7 +127,7 @@ def find_saved(path: str, timeout: float) -> Saved:
 def _status(entry: mounting.MountEntry, timeout: float) -> dict[str, Any]:
     (status,) = _queries.statuses([entry], lambda status: [], timeout)
     if status["state"] != "ok":
-        raise Failure(f"save: {entry.mountpoint}: {status['error']}")
+        raise Failure(f"{entry.mountpoint}: {status['error']}", command="save")
     return status
 
 
@@ -175,7 +175,7 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
             if complete:
                 save.complete()
     if report.signal is not None and not complete:
-        complain("save: interrupted: nothing is left of it")
+        complain("interrupted: nothing is left of it", "save")
     elif save.left_out and report.is_good:
         more = f" and {save.left_out_count - 1} more" if save.left_out_count > 1 else ""
         report.noticed(f"not in the save: {save.left_out}{more}, which you may not read")
@@ -251,7 +251,7 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
                 restore.finish()
             not_kept = restore.not_kept
     if report.signal is not None:
-        complain("restore: interrupted: files that were complete stay")
+        complain("interrupted: files that were complete stay", "restore")
     for kind, count in sorted(not_kept.items()):
         report.noticed(f"{count} {_NOT_KEPT[kind]}")
     if not_kept and not manifest.trusted:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,9 @@ def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
     """The single line of a failed command, which has printed nothing else."""
     lines = done.stderr.splitlines()
     assert (done.returncode, done.stdout, len(lines)) == (code, "", 1), done
-    assert lines[0].startswith("gpufs: ")
-    return lines[0].removeprefix("gpufs: ")
+    name, _, text = lines[0].partition(": ")
+    assert re.fullmatch("gpufs( [a-z]+)?", name), done
+    return text
 
 
 def gpufs_here(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
