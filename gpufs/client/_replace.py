@@ -59,7 +59,7 @@ def replace(new: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
                     raise OSError(errno.EXDEV, text, source)
                 # Both by the name that the new version will have: some names decide the format.
                 FileLayout.of_file(old_fd, target).check(FileLayout.of_file(new_fd, target, source), target)
-                _rename(source, target, os.fstat(new_fd), os.fstat(old_fd))
+                _rename(source, target, new_fd, os.fstat(old_fd))
             finally:
                 os.close(new_fd)
         finally:
@@ -87,19 +87,20 @@ def _open(path: str) -> tuple[int, tuple[int, str]]:
         os.close(named)
 
 
-def _rename(source: str, target: str, new: os.stat_result, old: os.stat_result) -> None:
-    """Rename the new version over the old one, with the owner and the mode of that."""
-    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-        with suppress(OSError):  # only root may, and the owner's limit may be reached
-            os.chown(source, old.st_uid, old.st_gid)
-    mode = old.st_mode & _PERMISSIONS
-    if new.st_mode & _PERMISSIONS != mode:
-        os.chmod(source, mode)
+def _rename(source: str, target: str, fd: int, old: os.stat_result) -> None:
+    """Rename the new version, which is open, over the old one, with the owner and the mode of that."""
+    new, mode = os.fstat(fd), old.st_mode & _PERMISSIONS
     try:
+        # By the descriptor: by now another user may have put a link to any file at the name.
+        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+            with suppress(OSError):  # only root may, and the owner's limit may be reached
+                os.fchown(fd, old.st_uid, old.st_gid)
+        if new.st_mode & _PERMISSIONS != mode:
+            os.fchmod(fd, mode)
         os.rename(source, target)
     except OSError:
         with suppress(OSError):
-            os.chmod(source, new.st_mode & _PERMISSIONS)
+            os.fchmod(fd, new.st_mode & _PERMISSIONS)
         with suppress(OSError):
-            os.chown(source, new.st_uid, new.st_gid)
+            os.fchown(fd, new.st_uid, new.st_gid)
         raise

@@ -326,6 +326,29 @@ def test_a_new_version_keeps_owner_and_mode_and_wrong_files_are_refused(
     assert file.read_bytes() == b"new"
 
 
+def test_replacing_changes_no_other_file_that_takes_the_name_meanwhile(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who may write into the directory puts a link to another's file where root's new version was."""
+    new, victim = file.with_name("new"), tmp_path / "victim"
+    victim.write_bytes(b"secret")
+    victim.chmod(0o600)
+    new.write_bytes(version(2))
+    os.chown(file, NOBODY, NOBODY)
+    file.chmod(0o666)
+    samestat = os.path.samestat
+
+    def swap(one: os.stat_result, other: os.stat_result) -> bool:  # both files are open by now
+        new.rename(file.with_name("moved"))
+        new.symlink_to(victim)
+        return samestat(one, other)
+
+    monkeypatch.setattr(os.path, "samestat", swap)
+    gpufs.replace(new, file)
+    status = victim.stat()
+    assert (status.st_uid, status.st_mode & 0o777) == (os.getuid(), 0o600)
+
+
 def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file: Path, driver: str) -> None:
     if driver == "hip":
         pytest.skip("the HIP driver has no host memory for files")
