@@ -95,6 +95,8 @@ def node(request: pytest.FixtureRequest, _node: Node) -> Iterator[Node]:
     if request.session.testsfailed == failures:
         wait_until(_node.is_clean, 10, "the end of all volumes")
         assert b"Traceback" not in _node.kubelet.log.read_bytes()
+    else:
+        _node.kubelet.unpublish_all()
 
 
 def refused(code: str, action: partial[Any]) -> str:

@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,14 @@ class Kubelet:
         message = field(1, volume) if volume else b""
         path = self.target(volume or "none") if target is None else target
         self.call("Node", "NodeUnpublishVolume", message + (field(2, str(path)) if path else b""))
+
+    def unpublish_all(self) -> None:
+        """Unpublish what a test that failed has left."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        for pod in (self.directory / "pods").iterdir():
+            with suppress(Refused):
+                self.unpublish(pod.name.removeprefix("uid-"))
 
     def bound(self) -> list[str]:
         """What is mounted below the kubelet's directory."""
