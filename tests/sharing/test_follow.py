@@ -354,6 +354,7 @@ def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file:
         pytest.skip("the HIP driver has no host memory for files")
     array = gpufs.attach(file, "r+")
     follower = gpufs.follow(array)
+    gpufs.follow(array).close()  # which ends nothing of the other
     publish(file, 2)
     gpufs.sleep(array)  # the old version has no name, so the newest one sleeps
     assert follower.version == 1
@@ -560,3 +561,23 @@ def test_tensors_that_cannot_follow(device: Path) -> None:
         gpufs.torch.follow([first, first.clone()])
     with pytest.raises(ValueError, match="shape"):
         gpufs.torch.follow({"b": first, "a": torch.ones(3)})
+
+
+def test_two_modules_over_one_file_follow_together(device: Path) -> None:
+    path = device / "model.safetensors"
+    gpufs.torch.publish(Model(1), path, replace=True)
+    with torch.device("meta"):
+        first = Model()
+    gpufs.torch.attach_module(first, path)
+    second = torch.nn.ModuleDict({"norm": copy.deepcopy(first.norm)})
+    second.norm.weight = first.norm.weight  # the file's; the buffers of both are copies
+    one, two = gpufs.torch.follow(first), gpufs.torch.follow(second)
+    gpufs.torch.publish(Model(2), path, replace=True, metadata={"step": "2"})
+    assert first() == {2.0}
+    assert (two.version, two.metadata["step"]) == (1, "2")
+    assert values_of(second.buffers()) == {2.0}
+    two.close()
+    gpufs.torch.publish(Model(3), path, replace=True)
+    assert first() == {3.0}
+    assert (one.version, two.version) == (2, 1)
+    one.close()
