@@ -250,6 +250,11 @@ def attachments(watcher: Callable[[Attachment], None] | None = None) -> list[Att
             return list(_known)
 
 
+def absolute(path: str) -> str:
+    """Make a name that does not depend on the working directory. Links in it stay."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+
+
 def _end(process: int, mapping: Mapping, connection: Connection, number: int) -> None:
     if os.getpid() == process:  # else this is a forked child, whose copies of the parent's objects end nothing
         try:
@@ -399,7 +404,7 @@ def attach(
         close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
         raise _copy_ruled_out(name, mode)
-    attachment = _map(name, (status.st_dev, status.st_ino), mode, connection, answer, pieces, reserve)
+    attachment = _map(absolute(name), (status.st_dev, status.st_ino), mode, connection, answer, pieces, reserve)
     return DeviceArray.of(attachment, attachment.placement)
 
 

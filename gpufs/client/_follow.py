@@ -25,7 +25,7 @@ class Follower:
     Attributes
     ----------
     path : str
-        The name that is followed. A symbolic link in it counts as it leads now.
+        The name that is followed, absolute. A symbolic link in it counts as it leads now.
     version : int
         How often the memory has become a newer version's: 0 in the beginning.
     metadata : dict of str to str
@@ -46,7 +46,7 @@ class Follower:
             )
         if attachment.is_asleep:
             raise ValueError(f"{attachment.path} sleeps: gpufs.wake() it, and follow it then")
-        self.path = os.path.abspath(attachment.path)
+        self.path = attachment.path
         self.version = 0
         self._attachment: Attachment | None = attachment
         self._changed = changed

@@ -377,6 +377,29 @@ def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file:
     follower.close()
 
 
+def test_a_name_means_the_programs_own_version_too(
+    place: Survivor, file: Path, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    monkeypatch.chdir(file.parent)
+    array = gpufs.attach(file.name, "r+")
+    monkeypatch.chdir("/")
+    follower = gpufs.follow(array)
+    assert (follower.path, array.path) == (str(file), str(file))
+    publish(file, 2)
+    assert gpufs.sleep(file) == SIZE
+    publish(file, 3)
+    assert gpufs.wake(file) == SIZE
+    assert (number_in(array.tobytes()), follower.version) == (3, 2)
+    follower.close()
+    gpufs.sleep(file)
+    file.rename(file.with_name("moved"))
+    assert gpufs.wake(file) == SIZE
+    assert number_in(array.tobytes()) == 3
+    array.close()
+
+
 def test_a_daemon_that_is_killed_loses_no_version(place: Survivor, file: Path) -> None:
     array = gpufs.attach(file)
     follower = gpufs.follow(array)
