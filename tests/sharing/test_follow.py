@@ -562,6 +562,17 @@ def test_files_of_other_tools_follow_where_their_tensors_are_aligned(device: Pat
     follower.close()
 
 
+def test_a_version_for_a_link_is_that_of_its_file_and_other_names_are_refused(device: Path) -> None:
+    path, link, fifo = (device / name for name in ("model.safetensors", "link", "fifo"))
+    link.symlink_to(path.name)
+    for number in range(2):
+        gpufs.torch.publish({"a": torch.full((10,), number)}, link, replace=True)
+        assert (link.is_symlink(), values_of([gpufs.torch.load_file(path)["a"]])) == (True, {number})
+    os.mkfifo(fifo)
+    for name in (fifo, device):
+        assert errno_of(gpufs.torch.publish, {"a": torch.ones(10)}, name, replace=True) == EINVAL
+
+
 def test_versions_of_a_pool_are_checked_before_they_take_the_name(device: Path) -> None:
     path = device / "model.safetensors"
     gpufs.torch.publish({"a": torch.ones(10), "b": torch.ones(20)}, path, replace=True)
