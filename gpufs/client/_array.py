@@ -54,7 +54,7 @@ class DeviceArray:
     Attributes
     ----------
     path : str
-        The file's name when it was attached.
+        The file's name when it was attached, made absolute.
     mode : str
         "r" (the memory is mapped read-only), "r+", or "c" (what is written stays in this program).
     private : bool

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from gpufs import mounting, protocol
 from gpufs._naming import named_in
@@ -64,7 +64,9 @@ class Attachment:
         self.size = answer.size
         self.placement = answer.placement
         self.mapping = mapping
-        self.take_newest: Callable[[], bool] | None = None  # set by what follows the file; False: none is newer
+        # What follows the file, and how each takes over the newest version. False: there is none, or it is unusable.
+        self.followers: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
+        self.following = threading.RLock()  # one change of the version at a time, with what the followers do then
         self._lock = threading.Lock()  # one refresh, sleep, wake or change of the version at a time
         self._pci_address = answer.pci_address
         self._own(identity, connection, answer.id)
@@ -97,9 +99,8 @@ class Attachment:
 
     def sleep(self) -> bool:
         """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep()."""
-        take_newest = self.take_newest
-        if not self.is_asleep and take_newest is not None:
-            take_newest()  # an old version has no name, and cannot sleep
+        if not self.is_asleep:
+            self._take_newest()  # an old version has no name, and cannot sleep
         with self._lock:
             if self.is_asleep:
                 return False
@@ -125,8 +126,7 @@ class Attachment:
 
     def wake(self) -> bool:
         """Map the memory again. False: it is awake. OSError as gpufs.wake(); it sleeps on then."""
-        take_newest = self.take_newest
-        if self.is_asleep and take_newest is not None and take_newest():
+        if self.is_asleep and self._take_newest():
             return True
         with self._lock:
             if not self.is_asleep:
@@ -144,6 +144,11 @@ class Attachment:
             self._explain()
             self.is_asleep = False
             return True
+
+    def _take_newest(self) -> bool:
+        """Take over the newest version if somebody follows the file."""
+        with self.following:
+            return any(take(follower) for follower, take in list(self.followers.items())[:1])  # for all of them
 
     def take_version(self, path: str, check: Callable[[int], None]) -> bool:
         """Map the file that has a name now at the addresses of this one, and end the lease on this one.
@@ -243,6 +248,11 @@ def attachments(watcher: Callable[[Attachment], None] | None = None) -> list[Att
     while True:
         with suppress(RuntimeError):  # another thread attaches one
             return list(_known)
+
+
+def absolute(path: str) -> str:
+    """Make a name that does not depend on the working directory. Links in it stay."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def _end(process: int, mapping: Mapping, connection: Connection, number: int) -> None:
@@ -394,7 +404,7 @@ def attach(
         close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
         raise _copy_ruled_out(name, mode)
-    attachment = _map(name, (status.st_dev, status.st_ino), mode, connection, answer, pieces, reserve)
+    attachment = _map(absolute(name), (status.st_dev, status.st_ino), mode, connection, answer, pieces, reserve)
     return DeviceArray.of(attachment, attachment.placement)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -26,7 +25,7 @@ class Follower:
     Attributes
     ----------
     path : str
-        The name that is followed. A symbolic link in it counts as it leads now.
+        The name that is followed, absolute. A symbolic link in it counts as it leads now.
     version : int
         How often the memory has become a newer version's: 0 in the beginning.
     metadata : dict of str to str
@@ -47,7 +46,7 @@ class Follower:
             )
         if attachment.is_asleep:
             raise ValueError(f"{attachment.path} sleeps: gpufs.wake() it, and follow it then")
-        self.path = os.path.abspath(attachment.path)
+        self.path = attachment.path
         self.version = 0
         self._attachment: Attachment | None = attachment
         self._changed = changed
@@ -62,9 +61,7 @@ class Follower:
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
         self.metadata = self._layout.metadata
-        # Not a reference: the attachment ends when nothing refers to it.
-        take_newest = weakref.WeakMethod(self._take_newest)
-        attachment.take_newest = lambda: (take := take_newest()) is not None and take()
+        attachment.followers[self] = Follower._take_newest
 
     def update(self) -> bool:
         """Take over the newest version, if there is one.
@@ -104,6 +101,7 @@ class Follower:
         return self._take(attachment)
 
     def _take(self, attachment: Attachment) -> bool:
+        """Take over the newest version for all that follow the memory."""
         layout = self._layout
 
         def check(fd: int) -> None:
@@ -111,17 +109,24 @@ class Follower:
             layout = FileLayout.of_file(fd, self.path, f"the new version of {self.path}")
             self._layout.check(layout, self.path)
 
-        try:
-            if not attachment.take_version(self.path, check):
-                return False
-        except OSError as error:
-            raise failure_of_mount(error, self.path) from None
+        with attachment.following:
+            try:
+                if not attachment.take_version(self.path, check):
+                    return False
+            except OSError as error:
+                raise failure_of_mount(error, self.path) from None
+            for follower in list(attachment.followers):
+                assert isinstance(follower, Follower)
+                follower._turn_to(layout)
+        return True
+
+    def _turn_to(self, layout: FileLayout) -> None:
+        """The memory has become that of another version."""
         self._layout = layout
         self.metadata = layout.metadata
         self.version += 1
         if self._changed is not None:
             self._changed()
-        return True
 
     def _take_newest(self) -> bool:
         """As update(), for memory that goes to sleep or wakes. False if that fails, too: the old version stays."""
@@ -137,7 +142,7 @@ class Follower:
         """Follow no longer. The memory stays what it is. A second call does nothing."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
-            attachment.take_newest = None
+            attachment.followers.pop(self, None)
             if self._closed is not None:
                 self._closed()
 

@@ -13,7 +13,7 @@ from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client import _daemons
 from gpufs.client._array import DeviceArray
-from gpufs.client._attach import Attachment, attachments
+from gpufs.client._attach import Attachment, absolute, attachments
 from gpufs.exceptions import failure_of_mount
 
 What: TypeAlias = "str | os.PathLike[str] | DeviceArray | Iterable[DeviceArray] | None"
@@ -34,7 +34,8 @@ def sleep(what: What = None) -> int:
     ----------
     what
         A file's path, arrays of `gpufs.attach`, or None for everything that this program has attached. In all cases the
-        whole file sleeps, with all that this program has made of it.
+        whole file sleeps, with all that this program has made of it. A path also means the older version that this
+        program has of the file, if it follows the path or that version sleeps.
 
     Returns
     -------
@@ -120,17 +121,26 @@ def chosen(what: What) -> list[Attachment]:
     if isinstance(what, DeviceArray):
         what = [what]
     if isinstance(what, (str, os.PathLike)):
-        try:
-            status = os.stat(what)
-        except OSError as error:
-            raise failure_of_mount(error, os.fsdecode(what)) from None
-        return [each for each in everything if each.identity == (status.st_dev, status.st_ino)]
+        return _named(os.fsdecode(what), everything)
     arrays = list(what)
     wanted = {id(array.attached) for array in arrays}
     found = [each for each in everything if id(each) in wanted]
     if len(found) != len(wanted):
         raise ValueError("a copy of a small file cannot sleep: only what gpufs.attach() returned can")
     return found
+
+
+def _named(path: str, everything: Iterable[Attachment]) -> list[Attachment]:
+    """The attachments of the file that has a name, and of older versions: those that sleep, or follow the name."""
+    name = absolute(path)
+    older = [each for each in everything if each.path == name and (each.is_asleep or each.followers)]
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        if older:
+            return older
+        raise failure_of_mount(error, path) from None
+    return [each for each in everything if each.identity == (status.st_dev, status.st_ino) or each in older]
 
 
 # ---- what a shell asks ----

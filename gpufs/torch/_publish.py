@@ -1,7 +1,9 @@
 """Writing tensors into a new safetensors file of a mount, within device memory."""
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,7 @@ def publish(
     replace : bool
         Whether the file is a new version of the one that has the name, if there is one, for programs that
         :func:`follow` it. It then has the same layout: all tensors have the same names, dtypes, shapes and offsets.
+        A symbolic link stays and leads to the new version; without ``replace`` the file takes its place.
 
     Returns
     -------
@@ -129,9 +132,11 @@ def publish(
         records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
     notes = {RECORDS_KEY: format_records(records)} if records else {}
     notes = {"format": "pt", **(metadata or {}), **notes}
-    old = _layout_of(Path(path)) if replace else None
-    pool = _pool.find_pool(parts.values(), Path(path))
-    if pool is not None and _publish_in_place(pool, parts, notes, Path(path), old):
+    # As of gpufs.replace() a link stays, and leads to the new version.
+    target_path = Path(os.path.realpath(path) if replace else path)
+    old = _layout_of(target_path) if replace else None
+    pool = _pool.find_pool(parts.values(), target_path)
+    if pool is not None and _publish_in_place(pool, parts, notes, target_path, old):
         return Published(Path(path), tuple(tensors), pool.file_bytes, in_place=True)
     entries = _place(parts)
     header = _header(entries, notes, old, later_versions=replace)
@@ -139,7 +144,7 @@ def publish(
     if old is not None:
         old.check(_layout_by(header, size), os.fspath(path))
     _synchronize(tensors)
-    with TensorFile(Path(path)) as file:
+    with TensorFile(target_path) as file:
         file.allocate(size)
         target = file.map()
         target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -155,6 +160,8 @@ def publish(
 def _layout_of(path: Path) -> FileLayout | None:
     """Return the layout of the file that has a name; None if there is none."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would wait for a writer
+            raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
         with open(path, "rb", buffering=0) as file:
             return FileLayout.of_file(file.fileno(), os.fspath(path))
     except FileNotFoundError:

@@ -354,6 +354,7 @@ def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file:
         pytest.skip("the HIP driver has no host memory for files")
     array = gpufs.attach(file, "r+")
     follower = gpufs.follow(array)
+    gpufs.follow(array).close()  # which ends nothing of the other
     publish(file, 2)
     gpufs.sleep(array)  # the old version has no name, so the newest one sleeps
     assert follower.version == 1
@@ -374,6 +375,29 @@ def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file:
         follower.update()
     array.close()
     follower.close()
+
+
+def test_a_name_means_the_programs_own_version_too(
+    place: Survivor, file: Path, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    monkeypatch.chdir(file.parent)
+    array = gpufs.attach(file.name, "r+")
+    monkeypatch.chdir("/")
+    follower = gpufs.follow(array)
+    assert (follower.path, array.path) == (str(file), str(file))
+    publish(file, 2)
+    assert gpufs.sleep(file) == SIZE
+    publish(file, 3)
+    assert gpufs.wake(file) == SIZE
+    assert (number_in(array.tobytes()), follower.version) == (3, 2)
+    follower.close()
+    gpufs.sleep(file)
+    file.rename(file.with_name("moved"))
+    assert gpufs.wake(file) == SIZE
+    assert number_in(array.tobytes()) == 3
+    array.close()
 
 
 def test_a_daemon_that_is_killed_loses_no_version(place: Survivor, file: Path) -> None:
@@ -538,6 +562,17 @@ def test_files_of_other_tools_follow_where_their_tensors_are_aligned(device: Pat
     follower.close()
 
 
+def test_a_version_for_a_link_is_that_of_its_file_and_other_names_are_refused(device: Path) -> None:
+    path, link, fifo = (device / name for name in ("model.safetensors", "link", "fifo"))
+    link.symlink_to(path.name)
+    for number in range(2):
+        gpufs.torch.publish({"a": torch.full((10,), number)}, link, replace=True)
+        assert (link.is_symlink(), values_of([gpufs.torch.load_file(path)["a"]])) == (True, {number})
+    os.mkfifo(fifo)
+    for name in (fifo, device):
+        assert errno_of(gpufs.torch.publish, {"a": torch.ones(10)}, name, replace=True) == EINVAL
+
+
 def test_versions_of_a_pool_are_checked_before_they_take_the_name(device: Path) -> None:
     path = device / "model.safetensors"
     gpufs.torch.publish({"a": torch.ones(10), "b": torch.ones(20)}, path, replace=True)
@@ -560,3 +595,23 @@ def test_tensors_that_cannot_follow(device: Path) -> None:
         gpufs.torch.follow([first, first.clone()])
     with pytest.raises(ValueError, match="shape"):
         gpufs.torch.follow({"b": first, "a": torch.ones(3)})
+
+
+def test_two_modules_over_one_file_follow_together(device: Path) -> None:
+    path = device / "model.safetensors"
+    gpufs.torch.publish(Model(1), path, replace=True)
+    with torch.device("meta"):
+        first = Model()
+    gpufs.torch.attach_module(first, path)
+    second = torch.nn.ModuleDict({"norm": copy.deepcopy(first.norm)})
+    second.norm.weight = first.norm.weight  # the file's; the buffers of both are copies
+    one, two = gpufs.torch.follow(first), gpufs.torch.follow(second)
+    gpufs.torch.publish(Model(2), path, replace=True, metadata={"step": "2"})
+    assert first() == {2.0}
+    assert (two.version, two.metadata["step"]) == (1, "2")
+    assert values_of(second.buffers()) == {2.0}
+    two.close()
+    gpufs.torch.publish(Model(3), path, replace=True)
+    assert first() == {3.0}
+    assert (one.version, two.version) == (2, 1)
+    one.close()
