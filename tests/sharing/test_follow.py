@@ -604,7 +604,7 @@ def test_two_modules_over_one_file_follow_together(device: Path) -> None:
         first = Model()
     gpufs.torch.attach_module(first, path)
     second = torch.nn.ModuleDict({"norm": copy.deepcopy(first.norm)})
-    second.norm.weight = first.norm.weight  # the file's; the buffers of both are copies
+    second["norm"].weight = first.norm.weight  # the file's; the buffers of both are copies
     one, two = gpufs.torch.follow(first), gpufs.torch.follow(second)
     gpufs.torch.publish(Model(2), path, replace=True, metadata={"step": "2"})
     assert first() == {2.0}
