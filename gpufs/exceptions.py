@@ -65,4 +65,4 @@ def _with_user_name(text: str) -> str:
         except (KeyError, OverflowError):
             return found[1]
 
-    return re.sub(r"(?<=\buser )(\d+)(?= on gpu)", name, text)
+    return re.sub(r"(?<=\buser )(\d+)(?= on (?:gpu|host))", name, text)

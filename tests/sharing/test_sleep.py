@@ -290,6 +290,7 @@ def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, fi
     try:
         failed = command("sleep", file, check=False)
         assert failed.returncode == 1
+        assert "on host0" in failed.stderr
         assert not parked(file)
         command("quota", "set", place.path / "host0", 2 * SIZE, "--user", NOBODY)
         command("sleep", file)

@@ -55,7 +55,7 @@ class InodeTable {
         executor_(executor),
         records_(records),
         metadata_(metadata_limit),
-        quotas_(records, user_limit),
+        quotas_(records, user_limit, [this](std::int32_t device) { return directory_of(device); }),
         ino_numbers_(records.journal(), journal::NumbersOf::kInodes, kRootInode + 1),
         files_(records, journal::NumbersOf::kFiles) {}
   ~InodeTable();

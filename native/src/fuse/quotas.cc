@@ -29,7 +29,7 @@ std::shared_ptr<Account> Quotas::user(std::int32_t device, std::uint32_t uid) {
     const std::string holder = "user " + std::to_string(uid);
     std::shared_ptr<AddressSpace::Share>& share = shares_[uid];
     if (share == nullptr) share = addresses_->share(holder, is_plain(uid));
-    account = std::make_shared<Account>(holder + " on gpu" + std::to_string(device), default_limit(uid), share);
+    account = std::make_shared<Account>(holder + " on " + name_of_(device), default_limit(uid), share);
   }
   return account;
 }

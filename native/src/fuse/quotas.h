@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -24,7 +26,9 @@ namespace gpufs::fuse {
 class Quotas {
  public:
   // plain_limit: bytes on each device for each user without a limit of their own, except root and this process's user.
-  Quotas(Records& records, std::uint64_t plain_limit) : records_(records), plain_limit_(plain_limit) {}
+  // name_of: returns the name of a device's directory, for messages.
+  Quotas(Records& records, std::uint64_t plain_limit, std::function<std::string(std::int32_t)> name_of)
+      : records_(records), plain_limit_(plain_limit), name_of_(std::move(name_of)) {}
 
   [[nodiscard]] std::shared_ptr<Account> user(std::int32_t device, std::uint32_t uid);
   // nullopt: as for users without a limit of their own.
@@ -45,6 +49,7 @@ class Quotas {
 
   Records& records_;
   const std::uint64_t plain_limit_;
+  const std::function<std::string(std::int32_t)> name_of_;
   const std::shared_ptr<AddressSpace> addresses_ = std::make_shared<AddressSpace>();
   mutable std::mutex mutex_;  // guards all below
   std::map<std::pair<std::int32_t, std::uint32_t>, std::shared_ptr<Account>> users_;
