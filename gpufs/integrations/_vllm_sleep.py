@@ -19,9 +19,12 @@ class GpufsSleepBackend(CuMemBackend):  # type: ignore[misc]
     """
 
     def suspend(self, level: int = 1) -> None:
-        """Free the memory of this engine. The weights leave the GPU with the last engine that uses them awake."""
-        super().suspend(1)
+        """Free the memory of this engine. The weights leave the GPU with the last engine that uses them awake.
+
+        They go first: an error, as of host memory that is full, leaves the engine awake.
+        """
         sleep()
+        super().suspend(1)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Bring the weights back, at the addresses that they had, and then the rest."""

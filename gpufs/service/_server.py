@@ -29,6 +29,7 @@ _BACKLOG = 64
 # The names of their directories, and for how many seconds one may exist before its daemon listens.
 _NAME = re.compile(r"\d+-\d+")
 _NEW = 60.0
+_ATTEMPTS = 5  # to bind a socket in a directory that others remove
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -126,15 +127,15 @@ def _reject(sock: socket.socket) -> None:
 
 def _listen(path: str, *, allow_other: bool) -> socket.socket:
     """A listening socket at a path, whose directory is made; replaces one that a dead daemon left there."""
-    folder = os.path.dirname(path)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder)
-    os.chmod(folder, 0o711 if allow_other else 0o700)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        listener.bind(path)
+        for remaining in reversed(range(_ATTEMPTS)):
+            try:
+                _bind(listener, path, 0o711 if allow_other else 0o700)
+                break
+            except FileNotFoundError:  # the daemon of a mount that had the device number removed it
+                if not remaining:
+                    raise
         # Nobody can connect before listen(), so the mode is always in force.
         os.chmod(path, 0o666 if allow_other else 0o600)
         listener.listen(_BACKLOG)
@@ -142,6 +143,17 @@ def _listen(path: str, *, allow_other: bool) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _bind(listener: socket.socket, path: str, mode: int) -> None:
+    """Give a socket its path, in a directory with a mode."""
+    folder = os.path.dirname(path)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    os.chmod(folder, mode)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener.bind(path)
 
 
 def sweep(folder: str) -> None:

@@ -261,7 +261,11 @@ def stop_process(process: int) -> None:
     os.kill(process, signal.SIGSTOP)
     threads = [Path(f"/proc/{process}/task/{thread}/stat") for thread in os.listdir(f"/proc/{process}/task")]
 
-    def stopped() -> bool:
-        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+    def running() -> list[str]:
+        texts = [thread.read_text() for thread in threads]
+        return [text[:60] for text in texts if text.rpartition(")")[2].split()[0] != "T"]
 
-    wait_until(stopped, PATIENCE, "the process to stop")
+    try:
+        wait_until(lambda: not running(), PATIENCE, "the process to stop")
+    except AssertionError as late:
+        raise AssertionError(f"{late}; threads that run: {running()}") from None
