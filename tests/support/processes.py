@@ -259,8 +259,7 @@ def plain_user() -> Iterator[dict[str, str]]:
 def stop_process(process: int) -> None:
     """Stop a process, and wait for each of its threads: a daemon's could still take a request that nobody answers.
 
-    One that has been waiting in the kernel for a while, as for what a stopped thread has, takes none: it stops when that
-    wait ends.
+    One that has been waiting in the kernel for a while takes none: it stops when that wait ends.
     """
     begun = time.monotonic()
     os.kill(process, signal.SIGSTOP)
