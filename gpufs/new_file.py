@@ -13,6 +13,7 @@ from typing import Final, Self
 from gpufs.syscalls import path_of
 
 PREFIX: Final = ".gpufs-part-"
+PERMISSIONS: Final = 0o777
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 
 
@@ -23,6 +24,16 @@ def has_name(fd: int, name: str, directory: int | None) -> bool:
     except OSError:
         return False
     return os.path.samestat(status, os.fstat(fd))
+
+
+def take_owner_and_mode(fd: int, old: os.stat_result) -> None:
+    """Give an open file the permissions of another one, and its owner, where this user may. OSError of fchmod(2)."""
+    new = os.fstat(fd)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        with suppress(OSError):  # only root may, and the owner's limit may be reached
+            os.fchown(fd, old.st_uid, old.st_gid)
+    if (new.st_mode ^ old.st_mode) & PERMISSIONS:
+        os.fchmod(fd, old.st_mode & PERMISSIONS)
 
 
 def remove_name(fd: int, name: str, directory: int | None) -> bool:
@@ -106,9 +117,7 @@ class NewFile:
         except FileNotFoundError:
             return
         if stat.S_ISREG(status.st_mode):
-            with suppress(OSError):  # only root may, and the owner's limit may be reached
-                os.fchown(self.fd, status.st_uid, status.st_gid)
-            os.fchmod(self.fd, stat.S_IMODE(status.st_mode) & 0o777)
+            take_owner_and_mode(self.fd, status)
 
     def complete(self, name: str, *, replace: bool = True) -> None:
         """Give it its name in one step, in place of a file that has it. Without ``replace``: FileExistsError then."""

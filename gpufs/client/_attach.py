@@ -242,7 +242,7 @@ _watchers: Final[list[Callable[[Attachment], None]]] = []
 
 
 def attachments(watcher: Callable[[Attachment], None] | None = None) -> list[Attachment]:
-    """Return the attachments of this process. ``watcher`` is told of each later one."""
+    """Return the attachments of this process. ``watcher`` is called with each later one."""
     if watcher is not None and watcher not in _watchers:
         _watchers.append(watcher)
     while True:

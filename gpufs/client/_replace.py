@@ -6,15 +6,13 @@ import errno
 import os
 import stat
 from contextlib import suppress
-from typing import Final
 
 from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.versions import FileLayout
+from gpufs.new_file import PERMISSIONS, take_owner_and_mode
 from gpufs.syscalls import path_of
-
-_PERMISSIONS: Final = 0o777
 
 
 @named_in("gpufs")
@@ -89,18 +87,14 @@ def _open(path: str) -> tuple[int, tuple[int, str]]:
 
 def _rename(source: str, target: str, fd: int, old: os.stat_result) -> None:
     """Rename the new version, which is open, over the old one, with the owner and the mode of that."""
-    new, mode = os.fstat(fd), old.st_mode & _PERMISSIONS
+    new = os.fstat(fd)
     try:
         # By the descriptor: by now another user may have put a link to any file at the name.
-        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-            with suppress(OSError):  # only root may, and the owner's limit may be reached
-                os.fchown(fd, old.st_uid, old.st_gid)
-        if new.st_mode & _PERMISSIONS != mode:
-            os.fchmod(fd, mode)
+        take_owner_and_mode(fd, old)
         os.rename(source, target)
     except OSError:
         with suppress(OSError):
-            os.fchmod(fd, new.st_mode & _PERMISSIONS)
+            os.fchmod(fd, new.st_mode & PERMISSIONS)
         with suppress(OSError):
             os.fchown(fd, new.st_uid, new.st_gid)
         raise
