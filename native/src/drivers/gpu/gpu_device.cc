@@ -198,8 +198,19 @@ Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
                                if (!current.status().ok()) return current.status();
                                return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
                              },
-                         .zero = [this](PhysicalHandle handle) { return zero_piece(handle); },
+                         .zero = [this](PhysicalHandle handle,
+                                        DeviceAddress address) { return zero_piece(handle, address); },
                          .release = [this](PhysicalHandle handle) { release({handle}); },
+                         .unmap =
+                             [this](DeviceAddress address) {
+                               const Current current(*this);
+                               return call(functions().memory_unmap, address, PinnedPool::kPieceBytes);
+                             },
+                         .free_addresses =
+                             [this](const Extent& range) {
+                               const Current current(*this);
+                               functions().address_free(range.offset, range.bytes);
+                             },
                          .wanted = [this] { return taken_.available(); }});
   return {};
 }
@@ -304,31 +315,26 @@ std::uint64_t GpuDevice::largest_piece() const {
   return info_.host_tier ? PinnedPool::kPieceBytes : VirtualMemory::kLargestPiece;
 }
 
-Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, bool* zeroed, Wait wait) {
+Result<PinnedPool::Piece> GpuDevice::acquire_physical(std::uint64_t bytes, DeviceAddress address, bool wants_zeros,
+                                                      Wait wait) {
   if (Status status = take(bytes); !status.ok()) return status;
-  const bool needs_zeros = std::exchange(*zeroed, false);
   if (pinned_) {
-    const std::optional<PhysicalHandle> ready =
-        bytes == PinnedPool::kPieceBytes ? pinned_->take(needs_zeros, zeroed) : std::optional<PhysicalHandle>();
-    if (ready) {
-      *handle = *ready;
-      return {};
+    if (PinnedPool* const pool = pool_of(bytes)) {
+      if (const std::optional<PinnedPool::Piece> piece = pool->take(address, wants_zeros)) return *piece;
     }
     pinned_->trim();
   }
-  if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) {
-    *handle = *spare;
-    return {};
-  }
+  if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) return PinnedPool::Piece{.handle = *spare};
+  PinnedPool::Piece created;
   const auto create = [&] {
-    return full_if_out_of_memory(call(functions().memory_create, handle, bytes, &allocation_, 0));
+    return full_if_out_of_memory(call(functions().memory_create, &created.handle, bytes, &allocation_, 0));
   };
   // Releasing takes long: without waiting this is ENOSPC, which may be premature.
   const bool may_release = wait == Wait::kAllowed;
   if (spares_.bytes() > taken_.available()) {
     if (!may_release) {
       taken_.release(bytes);
-      return {ENOSPC, "memory has to be released first"};
+      return Status(ENOSPC, "memory has to be released first");
     }
     spares_.drop();
   }
@@ -344,7 +350,8 @@ Status GpuDevice::acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, 
     keeper()->settle();  // the keeper may still have descriptors of memory that was released
     status = create();
   }
-  if (!status.ok()) taken_.release(bytes);
+  if (status.ok()) return created;
+  taken_.release(bytes);
   return status;
 }
 
@@ -354,11 +361,11 @@ Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHa
   return status;
 }
 
-void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable) {
-  const bool pooled = pinned_ && bytes == PinnedPool::kPieceBytes && reusable && health().ok();
-  if (!pooled && (!reusable || !health().ok() || !spares_.keep(handle, bytes))) release({handle});
+void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable, DeviceAddress address) {
+  PinnedPool* const pool = reusable && (health().ok() || address != 0) ? pool_of(bytes) : nullptr;
+  if (pool == nullptr && (!reusable || !health().ok() || !spares_.keep(handle, bytes))) release({handle});
   taken_.release(bytes);
-  if (pooled) pinned_->give(handle);
+  if (pool != nullptr) pool->give(handle, address);
 }
 
 // Also on a device out of service: the vendor releases what it still can.
@@ -380,16 +387,17 @@ void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
   taken_.release(bytes);
 }
 
-Status GpuDevice::zero_piece(PhysicalHandle piece) {
+Status GpuDevice::zero_piece(PhysicalHandle piece, DeviceAddress address) {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
+  const Extent whole{0, PinnedPool::kPieceBytes};
+  if (address != 0) return zero_spans(address, std::span(&whole, 1));
   DeviceAddress base = 0;
   Status status = call(functions().address_reserve, &base, PinnedPool::kPieceBytes, 0, 0, 0);
   if (!status.ok()) return status;
   status = map(base, PinnedPool::kPieceBytes, piece);
   if (status.ok()) {
     status = allow(base, PinnedPool::kPieceBytes);
-    const Extent whole{0, PinnedPool::kPieceBytes};
     if (status.ok()) status = zero_spans(base, std::span(&whole, 1));
     Status hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);
     if (!hidden.ok()) hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);

@@ -95,13 +95,20 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   // How large pieces of physical memory are at most.
   [[nodiscard]] std::uint64_t largest_piece() const;
-  // Memory within the cap: ENOSPC if it or the device is full. *zeroed: whether the caller wants zeros, and then
-  // whether it has got them; else the contents are undefined. The device must be current.
-  Status acquire_physical(std::uint64_t bytes, PhysicalHandle* handle, bool* zeroed, Wait wait);
+  // Memory within the cap: ENOSPC if it or the device is full. Its contents are undefined unless it is `zeroed`, which
+  // is tried if the caller wants it. address: where the caller is about to map it. The device must be current.
+  Result<PinnedPool::Piece> acquire_physical(std::uint64_t bytes, DeviceAddress address, bool wants_zeros, Wait wait);
   // The physical memory of a descriptor that the last process has kept, within the cap.
   Status adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle);
-  // reusable: nobody outside can reach the memory, so it may be cached for the next caller.
-  void return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable);
+  // reusable: nobody outside can reach the memory, so it may be cached for the next caller. address: where it is still
+  // mapped, see pool_of(); 0: nowhere.
+  void return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable, DeviceAddress address);
+  // The pool that takes physical memory of this size, mapped or not. Null: none.
+  [[nodiscard]] PinnedPool* pool_of(std::uint64_t bytes) const {
+    return bytes == PinnedPool::kPieceBytes ? pinned_.get() : nullptr;
+  }
+  // The pool that may have left pieces in ranges. Null: none.
+  [[nodiscard]] PinnedPool* pool() const { return pinned_.get(); }
   Status acquire_plain(std::uint64_t bytes, DeviceAddress* base);
   void return_plain(DeviceAddress base, std::uint64_t bytes);
 
@@ -182,7 +189,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   // EXDEV, EINVAL.
   Status check_stream(api::Stream stream, bool certain);
-  Status zero_piece(PhysicalHandle piece);
+  Status zero_piece(PhysicalHandle piece, DeviceAddress address);
   template <typename Queue>
   Status run(Queue queue);
   Result<bool> reaches(GpuDevice& peer);

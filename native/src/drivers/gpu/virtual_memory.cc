@@ -24,12 +24,13 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 }  // namespace
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
-                                                               Wait wait, bool wants_zeros) {
-  PhysicalHandle handle = 0;
-  bool zeroed = wants_zeros;
-  if (Status status = device->acquire_physical(bytes, &handle, &zeroed, wait); !status.ok()) return status;
-  std::shared_ptr<PhysicalMemory> created(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/true));
-  created->zeroed_ = zeroed;
+                                                               DeviceAddress address, Wait wait, bool wants_zeros) {
+  const Result<PinnedPool::Piece> piece = device->acquire_physical(bytes, address, wants_zeros, wait);
+  if (!piece.ok()) return piece.status();
+  std::shared_ptr<PhysicalMemory> created(
+      new PhysicalMemory(std::move(device), bytes, piece.value().handle, /*own=*/true));
+  created->zeroed_ = piece.value().zeroed;
+  created->left_mapped_ = piece.value().mapped ? address : 0;
   return created;
 }
 
@@ -55,7 +56,13 @@ Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::adopt(std::shared_ptr<Gp
 PhysicalMemory::~PhysicalMemory() {
   drop();
   descriptor_.reset();
-  device_->return_physical(handle_, own_ ? bytes_ : 0, !exported_);
+  device_->return_physical(handle_, own_ ? bytes_ : 0, !exported_, left_mapped_);
+}
+
+bool PhysicalMemory::leave_mapped(DeviceAddress address) {
+  if (exported_ || device_->pool_of(bytes_) == nullptr || !device_->health().ok()) return false;
+  left_mapped_ = address;
+  return true;
 }
 
 void PhysicalMemory::keep(std::uint64_t memory, std::uint64_t offset) {
@@ -95,7 +102,13 @@ Result<UniqueFd> PhysicalMemory::export_descriptor() {
   return copy;
 }
 
-Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
+Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
+                                                          bool reuses) {
+  if (reuses && device->pool() != nullptr) {
+    if (const std::optional<Extent> left = device->pool()->take_range(bytes)) {
+      return std::shared_ptr<MappedRange>(new MappedRange(std::move(device), left->offset, left->bytes));
+    }
+  }
   DeviceAddress base = 0;
   Status status = device->call_for_others(device->functions().address_reserve, &base, bytes, 0, 0, 0);
   if (!status.ok()) return status;
@@ -104,9 +117,16 @@ Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDev
 
 MappedRange::~MappedRange() {
   const Current current(*device_);
+  std::erase_if(shown_, [this](const auto& piece) {
+    return piece.second.use_count() == 1 && piece.second->leave_mapped(base() + piece.first);
+  });
   // A range with a piece in it cannot be freed: the driver keeps both, and nothing else is lost.
   static_cast<void>(hide_all());
-  device_->functions().address_free(base(), bytes());
+  if (PinnedPool* const pool = device_->pool()) {
+    pool->give_range({base(), bytes()});
+  } else {
+    device_->functions().address_free(base(), bytes());
+  }
 }
 
 Status MappedRange::hide_all() {
@@ -136,9 +156,13 @@ Status MappedRange::unmap(std::uint64_t offset, std::uint64_t bytes) {
   return device_->call(device_->functions().memory_unmap, base() + offset, bytes);
 }
 
-Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical) {
+Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical, bool* accessible) {
   if (shown_.contains(offset)) return {EEXIST, "the range shows something there already"};
-  Status status = device_->map(base() + offset, physical->bytes(), physical->handle());
+  const bool there = physical->take_mapping(base() + offset);
+  if (accessible != nullptr) *accessible = there;
+  Status status;
+  if (!there && device_->pool() != nullptr) status = device_->pool()->clear({base() + offset, physical->bytes()});
+  if (!there && status.ok()) status = device_->map(base() + offset, physical->bytes(), physical->handle());
   if (status.ok()) shown_.emplace(offset, std::move(physical));
   return status;
 }
@@ -168,6 +192,9 @@ Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
 
 VirtualMemory::VirtualMemory(std::shared_ptr<GpuDevice> device, std::uint64_t number)
     : device_(std::move(device)), granule_(device_->info().granule), number_(number) {}
+
+// The pieces go with the range, which may leave them mapped.
+VirtualMemory::~VirtualMemory() { pieces_.clear(); }
 
 std::unique_ptr<DeviceMemory> VirtualMemory::create(std::shared_ptr<GpuDevice> device) {
   const std::uint64_t number = device->keeper() != nullptr ? device->keeper()->new_memory() : 0;
@@ -252,7 +279,7 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
   bytes = round_up(bytes, granule_);
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
-  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(device_, bytes);
+  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(device_, bytes, /*reuses=*/pieces_.empty());
   if (!reserved.ok()) return reserved.status();
   const std::shared_ptr<MappedRange> range = reserved.take();
   for (auto piece = pieces_.begin(); piece != pieces_.end();) {
@@ -271,17 +298,24 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
 
 Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Pieces& pieces, Wait wait) {
   const std::uint64_t end = offset + bytes;
+  Extents mapped;
   for (std::uint64_t at = offset; at < end;) {
     const std::uint64_t part = std::min(device_->largest_piece(), end - at);
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::create(device_, part, wait, zeroes_);
+    Result<std::shared_ptr<PhysicalMemory>> physical =
+        PhysicalMemory::create(device_, part, current_->base() + at, wait, zeroes_);
     if (!physical.ok()) return physical.status();
     const MappedPiece& piece =
         pieces.emplace(at, MappedPiece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
     piece.physical->keep(number_, at);
-    if (Status status = current_->show(at, piece.physical); !status.ok()) return status;
+    bool accessible = false;
+    if (Status status = current_->show(at, piece.physical, &accessible); !status.ok()) return status;
+    if (!accessible) mapped = joined(mapped, {{at, part}});
     at += part;
   }
-  return current_->allow(offset, bytes);
+  for (const Extent& run : mapped) {
+    if (Status status = current_->allow(run.offset, run.bytes); !status.ok()) return status;
+  }
+  return {};
 }
 
 void VirtualMemory::take_back(Pieces& fresh) {
@@ -401,7 +435,7 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
   if (!work.status().ok()) return work.status();
   for (const Extent& run : live_runs(piece)) {
     Result<std::shared_ptr<PhysicalMemory>> physical =
-        PhysicalMemory::create(device_, run.bytes, Wait::kAllowed, false);
+        PhysicalMemory::create(device_, run.bytes, /*address=*/0, Wait::kAllowed, false);
     if (!physical.ok()) return physical.status();
     const std::uint64_t within = run.offset - piece.first;
     Status status = range->show(within, physical.value());

@@ -22,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "drivers/driver.h"
@@ -33,8 +34,9 @@ namespace gpufs::gpu {
 // are gone.
 class PhysicalMemory {
  public:
+  // address: where the caller is about to map it.
   static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
-                                                        Wait wait, bool wants_zeros);
+                                                        DeviceAddress address, Wait wait, bool wants_zeros);
   // That of another program, which a descriptor stands for. It counts towards no limit.
   static Result<std::shared_ptr<PhysicalMemory>> import(std::shared_ptr<GpuDevice> device, int descriptor,
                                                         std::uint64_t bytes);
@@ -48,6 +50,10 @@ class PhysicalMemory {
   [[nodiscard]] PhysicalHandle handle() const { return handle_; }
   // Whether it was zeros when it was created; create() tries that if the caller wants it.
   [[nodiscard]] bool zeroed() const { return zeroed_; }
+  // Whether the pool has left it mapped there. From then on the caller unmaps it.
+  [[nodiscard]] bool take_mapping(DeviceAddress address) { return std::exchange(left_mapped_, 0) == address; }
+  // Leaves it mapped there for its next user. False if it cannot have one.
+  bool leave_mapped(DeviceAddress address);
   // Has the device's keeper, if there is one, keep it as the part at `offset` of a memory; or keep it no longer.
   void keep(std::uint64_t memory, std::uint64_t offset);
   void drop();
@@ -65,6 +71,7 @@ class PhysicalMemory {
   const bool own_;  // counted as taken from the device
   bool exported_;   // other processes may have mapped it
   bool zeroed_ = false;
+  DeviceAddress left_mapped_ = 0;  // where the pool has it mapped, which no range shows; 0: nowhere
   UniqueFd descriptor_;    // of a piece that is kept, or that is large and was exported
   std::uint64_t key_ = 0;  // under which the keeper has a copy of it; 0: not kept
 };
@@ -72,13 +79,15 @@ class PhysicalMemory {
 // A reserved range of addresses and what it shows.
 class MappedRange final : public AddressRange {
  public:
-  static Result<std::shared_ptr<MappedRange>> reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
+  // reuses: it may be a range that the device's pool has left pieces in.
+  static Result<std::shared_ptr<MappedRange>> reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
+                                                      bool reuses = false);
   ~MappedRange() override;
   MappedRange(const MappedRange&) = delete;
   MappedRange& operator=(const MappedRange&) = delete;
 
-  // Maps a piece at `offset`; it is not accessible before allow().
-  Status show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical);
+  // Maps a piece at `offset`. *accessible: whether it can be used before allow(), since the pool has left it there.
+  Status show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical, bool* accessible = nullptr);
   Status hide(std::uint64_t offset);
   // After a failure some of them may still be mapped.
   Status hide_all();
@@ -102,6 +111,9 @@ class VirtualMemory final : public DeviceMemory {
   static std::unique_ptr<DeviceMemory> create(std::shared_ptr<GpuDevice> device);
   // number: by which a MemoryKeeper knows it; 0: it is not kept.
   VirtualMemory(std::shared_ptr<GpuDevice> device, std::uint64_t number);
+  ~VirtualMemory() override;
+  VirtualMemory(const VirtualMemory&) = delete;
+  VirtualMemory& operator=(const VirtualMemory&) = delete;
   // See Device::restore_memory(). Pieces move, as in new memory, unless fix_in_place() says that they are in use.
   static Result<std::unique_ptr<DeviceMemory>> restore(const std::shared_ptr<GpuDevice>& device, std::uint64_t number,
                                                        std::span<const Extent> populated);

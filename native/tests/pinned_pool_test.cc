@@ -1,0 +1,133 @@
+// Pinned host memory as a device: what comes back stays mapped for the next memory of that size, and is never seen.
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "cuda_test_support.h"
+
+namespace gpufs::cuda_test {
+namespace {
+
+constexpr std::uint64_t kPiece = 64 * kMiB;
+
+class PinnedPoolTest : public FakeCuda {
+ protected:
+  void start(std::uint64_t bytes) {
+    DriverOptions options;
+    options.host_memory_bytes = bytes;
+    open({}, options);
+  }
+  Device& host() { return device(1); }
+  // Memory whose contents the caller is about to write, as a parked file's.
+  Taken take_undefined(std::uint64_t bytes) {
+    Taken taken{must(host().create_memory()), nullptr};
+    taken.memory->leave_undefined();
+    taken.range = must(taken.memory->reserve(bytes));
+    EXPECT_OK(taken.memory->populate(0, bytes));
+    return taken;
+  }
+  // Of each MiB the first bytes.
+  static constexpr std::uint64_t kSample = 64;
+  void fill(const Taken& taken, std::uint64_t bytes, std::byte value) {
+    const std::vector<std::byte> data(kSample, value);
+    for (std::uint64_t at = 0; at < bytes; at += kMiB) {
+      ASSERT_OK(host().copy_in(taken.range->base() + at, data.data(), kSample));
+    }
+  }
+  void expect_all(const Taken& taken, std::uint64_t offset, std::uint64_t bytes, std::byte value) {
+    const std::vector<std::byte> expected(kSample, value);
+    std::vector<std::byte> found(kSample);
+    for (std::uint64_t at = offset; at < offset + bytes; at += kMiB) {
+      ASSERT_OK(host().copy_out(found.data(), taken.range->base() + at, kSample));
+      EXPECT_EQ(found, expected) << at;
+    }
+  }
+  int calls(const char* symbol) { return fake().calls(symbol); }
+};
+
+TEST_F(PinnedPoolTest, MemoryOfTheSameSizeIsMappedOnce) {
+  start(4 * kPiece);
+  take_undefined(3 * kPiece + 2 * kMiB);
+  const int maps = calls("cuMemMap");
+  const int reservations = calls("cuMemAddressReserve");
+  for (int round = 0; round < 3; ++round) {
+    const Taken again = take_undefined(3 * kPiece);
+    fill(again, 3 * kPiece, std::byte{1});
+  }
+  EXPECT_EQ(calls("cuMemMap"), maps);
+  EXPECT_EQ(calls("cuMemAddressReserve"), reservations);
+}
+
+TEST_F(PinnedPoolTest, NobodySeesWhatTheLastUserLeft) {
+  start(4 * kPiece);
+  fill(take_undefined(3 * kPiece), 3 * kPiece, std::byte{7});
+  const Taken same = take(host(), 3 * kPiece);
+  expect_all(same, 0, 3 * kPiece, std::byte{0});
+}
+
+TEST_F(PinnedPoolTest, MappedPiecesServeMemoryOfAnySize) {
+  start(4 * kPiece);
+  fill(take_undefined(4 * kPiece), 4 * kPiece, std::byte{7});
+  // Each is zeros, wherever its pieces come from: a range that is too long, the middle of one, less than a piece.
+  {
+    const Taken one = take(host(), kPiece);
+    const Taken two = take(host(), 2 * kPiece + 2 * kMiB);
+    expect_all(one, 0, kPiece, std::byte{0});
+    expect_all(two, 0, 2 * kPiece + 2 * kMiB, std::byte{0});
+    EXPECT_EQ(take(host(), 0, kPiece).memory->populate(0, kPiece).error(), ENOSPC);
+    fill(one, kPiece, std::byte{1});
+    expect_all(two, 0, 2 * kPiece, std::byte{0});
+  }
+  Taken sparse = take(host(), 0, 3 * kPiece);
+  ASSERT_OK(sparse.memory->populate(10 * kMiB, kPiece));
+  ASSERT_OK(sparse.memory->populate(10 * kMiB + kPiece, kPiece));
+  expect_all(sparse, 10 * kMiB, 2 * kPiece, std::byte{0});
+  EXPECT_EQ(must(host().memory()).free_bytes, 2 * kPiece);
+}
+
+TEST_F(PinnedPoolTest, MappedPiecesAreFree) {
+  start(4 * kPiece);
+  take_undefined(4 * kPiece);
+  EXPECT_EQ(must(host().memory()).free_bytes, 4 * kPiece);
+}
+
+TEST_F(PinnedPoolTest, APieceThatCannotBeUnmappedIsNotLost) {
+  start(2 * kPiece);
+  take_undefined(2 * kPiece);
+  fake().fail("cuMemUnmap", 1, 1, 1);
+  Taken other = take(host(), 0, 4 * kPiece);  // no range that is there is as long
+  (void)other.memory->populate(0, 2 * kPiece);
+  other = {};
+  const Taken again = take(host(), 2 * kPiece);
+  expect_all(again, 0, 2 * kPiece, std::byte{0});
+}
+
+TEST_F(PinnedPoolTest, ThreadsNeverShareAPiece) {
+  start(8 * kPiece);
+  std::vector<std::thread> threads;
+  for (int number = 1; number <= 4; ++number) {
+    threads.emplace_back([&, number] {
+      std::mt19937 random(static_cast<unsigned>(number));
+      for (int round = 0; round < 12; ++round) {
+        const std::uint64_t bytes = kPiece * (1 + random() % 2) + (random() % 3) * 2 * kMiB;
+        const bool undefined = random() % 2 == 0;
+        Taken mine{must(host().create_memory()), nullptr};
+        if (undefined) mine.memory->leave_undefined();
+        mine.range = must(mine.memory->reserve(bytes));
+        if (!mine.memory->populate(0, bytes).ok()) continue;
+        if (!undefined) expect_all(mine, bytes - 2 * kMiB, 2 * kMiB, std::byte{0});
+        fill(mine, bytes, static_cast<std::byte>(number));
+        std::this_thread::yield();
+        expect_all(mine, 0, bytes, static_cast<std::byte>(number));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace gpufs::cuda_test
