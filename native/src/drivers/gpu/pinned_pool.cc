@@ -9,7 +9,7 @@
 namespace gpufs::gpu {
 namespace {
 
-constexpr std::chrono::seconds kQuiet{2};
+constexpr std::chrono::milliseconds kQuiet{500};
 
 // How much longer than asked for a range may be.
 constexpr std::uint64_t kMostLonger = 2;
