@@ -191,27 +191,26 @@ Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
   info_.total_bytes = round_down(bytes, info_.granule);
   info_.files_reach_memory = false;
   info_.host_tier = true;
-  pinned_ = std::make_unique<PinnedPool>(
-      PinnedPool::Source{.create =
-                             [this](PhysicalHandle* handle) {
-                               const Current current(*this);
-                               if (!current.status().ok()) return current.status();
-                               return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
-                             },
-                         .zero = [this](PhysicalHandle handle,
-                                        DeviceAddress address) { return zero_piece(handle, address); },
-                         .release = [this](PhysicalHandle handle) { release({handle}); },
-                         .unmap =
-                             [this](DeviceAddress address) {
-                               const Current current(*this);
-                               return call(functions().memory_unmap, address, PinnedPool::kPieceBytes);
-                             },
-                         .free_addresses =
-                             [this](const Extent& range) {
-                               const Current current(*this);
-                               functions().address_free(range.offset, range.bytes);
-                             },
-                         .wanted = [this] { return taken_.available(); }});
+  pinned_ = std::make_unique<PinnedPool>(PinnedPool::Source{
+      .create =
+          [this](PhysicalHandle* handle) {
+            const Current current(*this);
+            if (!current.status().ok()) return current.status();
+            return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
+          },
+      .zero = [this](PhysicalHandle handle, DeviceAddress address) { return zero_piece(handle, address); },
+      .release = [this](PhysicalHandle handle) { release({handle}); },
+      .unmap =
+          [this](DeviceAddress address) {
+            const Current current(*this);
+            return call(functions().memory_unmap, address, PinnedPool::kPieceBytes);
+          },
+      .free_addresses =
+          [this](const Extent& range) {
+            const Current current(*this);
+            functions().address_free(range.offset, range.bytes);
+          },
+      .wanted = [this] { return taken_.available(); }});
   return {};
 }
 

@@ -19,8 +19,7 @@ constexpr std::uint64_t kMostLonger = 2;
 std::optional<PinnedPool::Piece> PinnedPool::take(DeviceAddress address, bool wants_zeros) {
   Lock lock(mutex_);
   quiet_from_ = Worker::Clock::now() + kQuiet;
-  if (const Mapped there = find_mapped(lock, address, address + 1);
-      there != mapped_.end() && there->first == address) {
+  if (const Mapped there = find_mapped(lock, address, address + 1); there != mapped_.end() && there->first == address) {
     return take_locked(there);
   }
   if (ready_.empty() && used_.empty() && !unmap_one(lock).ok()) return std::nullopt;

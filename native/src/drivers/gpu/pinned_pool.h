@@ -7,7 +7,7 @@
 //
 // A piece that comes back stays mapped where it was, in a range that nobody uses then. The next memory of about that
 // size gets the range with the pieces in it, so that a model which sleeps again costs its copy alone. A piece that is
-// needed elsewhere is unmapped. Takes 2 MiB of the GPU's memory for each GiB that is mapped (page tables).
+// needed elsewhere is unmapped. Takes 2 MiB of each GPU's memory for each GiB that is mapped (page tables).
 // Ownership: the GpuDevice's. Thread-safe.
 #pragma once
 
