@@ -138,6 +138,31 @@ TEST_P(KeptGpuMemory, ContentsSurvive) {
   EXPECT_EQ(keeper_->bytes(), 0U);
 }
 
+TEST_P(KeptGpuMemory, ParkedMemoryOfTheLastProcessServesOthers) {
+  if (vendor().open != cuda_test::open_fake) return;  // HIP has no host memory as a device
+  constexpr std::uint64_t kPiece = 64 * kMiB;
+  const Extent all{0, 2 * kPiece};
+  DriverOptions options;
+  options.host_memory_bytes = all.bytes;
+  open({}, options);
+  keeper_ = std::make_shared<FakeKeeper>();
+  device(1).set_keeper(keeper_);
+  Taken parked = take(device(1), all.bytes);
+  const std::uint64_t number = parked.memory->number();
+
+  keeper_ = keeper_->next();
+  parked = {};
+  driver_.reset();
+  fake().fail("cuMemCreate", 1, api::kOutOfMemory, 1 << 30);  // there is no more memory than that
+  driver_ = must(open_driver(options));
+  device(1).set_keeper(keeper_);
+  parked.memory = must(device(1).restore_memory(number, {&all, 1}));
+  parked.memory->assume_private();
+  parked.range = must(parked.memory->reserve(all.bytes, {&all, 1}));
+  parked = {};
+  take(device(1), all.bytes);
+}
+
 TEST_P(KeptGpuMemory, WhatWasNotPopulatedIsNotReadableAgain) {
   open_kept();
   Filled filled = fill(8);

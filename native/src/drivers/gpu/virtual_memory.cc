@@ -241,6 +241,10 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_p
   return std::unique_ptr<DeviceMemory>(std::move(memory));
 }
 
+void VirtualMemory::assume_private() {
+  for (const auto& piece : pieces_) piece.second.physical->assume_private();
+}
+
 VirtualMemory::Pieces::iterator VirtualMemory::first_touching(std::uint64_t offset) {
   auto piece = pieces_.upper_bound(offset);
   if (piece != pieces_.begin()) {
