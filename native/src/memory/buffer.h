@@ -185,6 +185,7 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // Moves the contents to the host tier, where `payer` is charged for them; the device's memory is free on return.
   // False: they stay, being too small for memory of their own. EBUSY: somebody has a lease on them, or writes. ENOSPC,
   // EDQUOT: the host tier is full, or a limit is reached.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementation keeps it
   virtual Result<bool> park(const std::shared_ptr<DeviceContext>& /*host*/, std::shared_ptr<Account> /*payer*/) {
     return refuse_change();
   }
@@ -196,6 +197,7 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   [[nodiscard]] virtual std::uint64_t bytes_parked() const { return 0; }
   // Whether somebody has a lease on the memory.
   [[nodiscard]] virtual bool is_leased() const { return false; }
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementation keeps it
   virtual void charge_parked_to(std::shared_ptr<Account> /*payer*/) {}
   // When somebody used the memory last, by std::chrono::steady_clock; and until when it should not be parked again: for
   // as long as it took to bring it back.
