@@ -252,7 +252,7 @@ class Wake(Request, tag="wake"):
 
 
 class Park(Request, tag="park"):
-    """Move the file whose descriptor comes with it to the host's memory. For its owner, root and the mount's owner.
+    """Move the file of the descriptor to the host's memory. Allowed to its owner, root and the mount's owner.
 
     Programs that use it are asked to sleep, and have so many seconds for that.
     """
@@ -261,7 +261,7 @@ class Park(Request, tag="park"):
 
 
 class BringBack(Request, tag="bring_back"):
-    """Move a file that is parked back to its device; as Park. Programs that sleep are told that they can wake."""
+    """Move a file that is parked back to its device; as Park. Programs that sleep get Asked, and can wake."""
 
 
 class Listen(Request, tag="listen"):

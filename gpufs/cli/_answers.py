@@ -94,7 +94,7 @@ def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
         os.dup2(null, fd)
     try:
         value = question()
-        # It is printed as the command's output is: nested as deeply, and with characters that it cannot write.
+        # Fails here, not in the command, if the answer cannot be written as JSON.
         json.dumps([value, show(value)], indent=2, ensure_ascii=False).encode(errors="surrogateescape")
         report = {"value": value}
     except OSError as error:

@@ -52,12 +52,12 @@ class CpOptions(NamedTuple):
 
     @property
     def of_each_copy(self) -> CopyOptions:
-        """Those that concern single files."""
+        """The options that concern single files."""
         return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)
 
     @property
     def of_trees(self) -> TreeOptions:
-        """Those that concern which files are copied."""
+        """The options that choose which files are copied."""
         return TreeOptions(**{name: getattr(self, name) for name in TreeOptions._fields})
 
 

@@ -141,7 +141,7 @@ def mount(
         if request.foreground:
             sys.stdout.flush()
             launching.run_in_foreground(request)
-        # As Ctrl-C does, it ends the daemon that is being started.
+        # SIGTERM ends the daemon that is being started, as Ctrl-C does.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         process, answer = launching.launch(request, chosen["mount_timeout"], service=True)
     except BaseException as failure:

@@ -19,7 +19,7 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
     wake`, and when a program opens them to write, attaches them or wakes; reading them leaves them where they are.
     Files smaller than 2 MiB stay on their device.
 
-    Programs that use a file in place are asked to let go of it, if they have called gpufs.when_asked(). The others, and
+    Programs that use a file in place are asked to release it, if they have called gpufs.when_asked(). The others, and
     those that do not do it in time, are named, and the file stays. Only the file's owner, root and the user who mounted
     may do this. The mount needs --host-memory.
     """

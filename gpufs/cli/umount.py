@@ -62,7 +62,7 @@ def command(
 
 
 def _check_can_end(entry: mounting.MountEntry, *, force: bool) -> None:
-    """Raise Failure if the mount cannot be unmounted: a save would be in vain."""
+    """Raise Failure if the mount cannot be unmounted, before a save that would be useless."""
     if os.geteuid() not in (0, entry.uid):
         raise Failure(f"{entry.mountpoint}: {_NOT_YOURS}")
     if not force and (users := _mounts.users(entry.mountpoint)):

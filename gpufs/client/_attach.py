@@ -236,7 +236,7 @@ class Attachment:
             self.mapping.explain_accesses(_READ_ONLY_HERE.format(path=self.path) if self.mode == READ else "")
 
 
-# The attachments of this process, and the functions that are told of each new one.
+# The attachments of this process, and the functions that are called for each new one.
 _known: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
 _watchers: Final[list[Callable[[Attachment], None]]] = []
 

@@ -11,7 +11,7 @@ from gpufs._naming import named_in
 
 @named_in("gpufs")
 class Cancellation:
-    """Ends copies from another thread or from a signal handler: hand it to them, then call :meth:`cancel`.
+    """Ends copies from another thread or from a signal handler: pass it to them, then call :meth:`cancel`.
 
     Attributes
     ----------

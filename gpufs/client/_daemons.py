@@ -162,7 +162,7 @@ def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) 
             raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
 
         def ask_once() -> None:
-            # It gets the descriptor of its own file and nothing else.
+            # The daemon gets the descriptor of its own file and nothing else.
             with connect(st_dev, mounts, trusting=True) as daemon:
                 ask(daemon, fd)
 

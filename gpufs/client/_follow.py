@@ -51,7 +51,7 @@ class Follower:
         self._attachment: Attachment | None = attachment
         self._changed = changed
         self._closed = closed
-        # Of the memory: the name may lead to another version already.
+        # Read from the memory: the name may lead to another version already.
         try:
             self._layout = FileLayout.read(
                 self.path,
@@ -129,7 +129,7 @@ class Follower:
             self._changed()
 
     def _take_newest(self) -> bool:
-        """As update(), for memory that goes to sleep or wakes. False if that fails, too: the old version stays."""
+        """Update memory that goes to sleep or wakes. False if that fails, too: the old version stays."""
         attachment = self._attachment
         if attachment is None:
             return False

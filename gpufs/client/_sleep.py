@@ -187,7 +187,7 @@ class _Listeners:
             return
         with self._lock:
             function = self._sleep if asked == "sleep" else self._wake
-        # A program that fails is told so by its own standard error, as for every thread.
+        # A function that fails prints a traceback on the program's standard error, as on every thread.
         threading.Thread(target=function, args=(path,), name=f"gpufs-{asked}", daemon=True).start()
 
 

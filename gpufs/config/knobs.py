@@ -331,5 +331,5 @@ SLEEP_TIMEOUT: Final = Knob(
     "sleep_timeout",
     kinds.duration(0, 3600),
     10.0,
-    "How long programs that use a file may take to let go of it.",
+    "How long programs that use a file may take to release it.",
 )

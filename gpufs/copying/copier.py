@@ -128,7 +128,7 @@ class Copier:
     def copy_entry(
         self, source: Entry, destination: Entry, *, progress: Progress = None, cancel: Cancellation | None = None
     ) -> CopyResult:
-        """As :meth:`copy_file`, for names in directories that are open."""
+        """Copy as :meth:`copy_file` does, for names in directories that are open."""
         _check_callbacks(progress, cancel)
         if cancel is not None and cancel.cancelled:
             raise CopyError(errno.ECANCELED, "", source.path, destination.path)

@@ -64,7 +64,7 @@ class Header(_Line, tag="gpufs-save", kw_only=True):
 
 
 class Attributes(NamedTuple):
-    """Those that preserve() sets."""
+    """The attributes that preserve() sets."""
 
     st_mode: int
     st_uid: int

@@ -11,7 +11,7 @@ from typing import Any, Final
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
 
 PACKAGE: Final = "csi.v1"
-# Each message with its fields, by number, name and type; a type that is no scalar is the name of a message.
+# Each message with its fields, by number, name and type; a type that is not a scalar is the name of a message.
 _MESSAGES: Final[dict[str, tuple[tuple[int, str, str], ...]]] = {
     "GetPluginInfoRequest": (),
     "GetPluginInfoResponse": ((1, "name", "string"), (2, "vendor_version", "string")),

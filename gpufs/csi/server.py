@@ -80,7 +80,7 @@ class Plugin:
         self._models = Models(options.mountpoint, self._state.models)
         self._lock = threading.Condition()  # guards the two below
         self._busy: dict[str, bool] = {}  # volumes, by their ids, and whether the plug-in's own round has them
-        # Of volumes that are published, for a model that must be fetched again. They are in no file.
+        # Secrets of published volumes, for models that must be fetched again. No file has them.
         self._secrets: dict[str, dict[str, str]] = {}
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Plugin:
         return CLASSES["GetPluginInfoResponse"](name=self._options.name, vendor_version=__version__)
 
     def get_plugin_capabilities(self, request: Any, context: Any) -> Any:
-        """Name none: there is no controller."""
+        """Return no capabilities: the plug-in has no controller."""
         return CLASSES["GetPluginCapabilitiesResponse"]()
 
     def probe(self, request: Any, context: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What a plug-in that was killed finds again: its volumes.
+"""The volumes of a plug-in, in a file from which it continues after a kill.
 
-A volume is in the file before anything of it exists, and until nothing of it does. Secrets are not in it.
+A volume is in the file before anything of it exists, and until nothing of it does. The file has no secrets.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Volume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def model(self) -> Model:
-        """What it shows."""
+        """The model that the volume shows."""
         return Model(self.source, self.device, self.include, self.exclude, self.credentials)
 
     def with_credentials(self, credentials: str) -> Volume:
@@ -73,7 +73,7 @@ class Volume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Model(msgspec.Struct, frozen=True):
     """A model on a device. Volumes with the same source, files and credentials share it.
 
-    With other credentials there is another copy: who may read a source is the store's decision.
+    Volumes with other credentials get another copy: the store decides which credentials may read a source.
     """
 
     source: str

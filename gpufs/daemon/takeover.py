@@ -79,7 +79,7 @@ def _chosen(request: MountRequest, opened: engine.Engine) -> dict[str, Any]:
 
 
 def instruct(keeper: Keeper, request: MountRequest, entry: mounting.MountEntry, survives: bool) -> None:
-    """Tell the keeper what to start after this daemon's death: another daemon if the mount survives, else the guard.
+    """Set what the keeper starts after this daemon's death: another daemon if the mount survives, else the guard.
 
     What survives stays mounted if no daemon can be started: `gpufs restart` starts one later.
     """

@@ -282,7 +282,7 @@ class Buffer(Handle):
         return int(done[0])
 
     def await_memory(self, size: int, seconds: float) -> None:
-        """Before a growth by ``size`` bytes: wait while they are missing and memory of removed files is coming back.
+        """Wait before a growth by ``size`` bytes, while they are missing and memory of removed files is being freed.
 
         Waits at most ``seconds``, and does not report whether the memory is free now.
         """

@@ -76,7 +76,7 @@ class HostLock(Handle):
             raise
         self.engine = engine
         self._host: ArrayMemory = host
-        # It has the memory, which so lives until it is unlocked.
+        # The call that unlocks it refers to the memory, which so exists until then.
         self._own(engine._handle, functools.partial(_unlock, host))
 
     @property

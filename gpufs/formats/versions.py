@@ -27,12 +27,12 @@ class FileLayout:
 
     @classmethod
     def read(cls, name: str, size: int, read: Read) -> Self:
-        """Read that of a file, as :func:`read_layout` does. FormatError if its header is damaged."""
+        """Read the layout of a file, as :func:`read_layout` does. FormatError if its header is damaged."""
         return cls(size, read_layout(name, size, read))
 
     @classmethod
     def of_file(cls, fd: int, name: str, called: str | None = None) -> Self:
-        """Read that of an open file. ``name``: of which the ending may decide the format; ``called``: in an error."""
+        """Read the layout of an open file. ``name``: its ending may decide the format; ``called``: in an error."""
         try:
             return cls.read(name, os.fstat(fd).st_size, lambda offset, count: os.pread(fd, count, offset))
         except FormatError as error:

@@ -354,7 +354,7 @@ def _report(entry: mounting.MountEntry) -> dict[str, Any]:
 
 
 def _report_of_any(entry: mounting.MountEntry) -> dict[str, Any]:
-    """As _report(), by a process of its own: this one ends also if the mount never answers."""
+    """Return what _report() does, from a process of its own, which ends also if the mount never answers."""
     try:
         status = reports.status(entry.mountpoint)
     except OSError:

@@ -1,8 +1,8 @@
 """Checks what descriptors of a client may be used for.
 
 A descriptor carries the rights that the kernel gave when its owner opened the file, and the daemon may have more: so it
-is used for what it was opened for and for nothing else, and never for files whose meaning depends on who reads or
-writes them.
+is used for what it was opened for and for nothing else, and never for files whose meaning depends on the process that
+reads or writes them.
 """
 
 import fcntl

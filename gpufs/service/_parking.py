@@ -28,11 +28,11 @@ class Parking:
         self._listeners: set[ClientChannel] = set()
 
     def listen(self, channel: ClientChannel) -> None:
-        """Tell this connection what is asked of its process, until leave()."""
+        """Send this connection what is asked of its process, until leave()."""
         self._listeners.add(channel)
 
     def leave(self, channel: ClientChannel) -> None:
-        """The connection ends."""
+        """Send this connection nothing more."""
         self._listeners.discard(channel)
 
     async def park(self, channel: ClientChannel, descriptors: Sequence[Descriptor], wait: float) -> None:

@@ -57,10 +57,10 @@ class Descriptor:
 
 
 class RequestScope:
-    """What one message of a client has taken, and what is opened for it: of a copy until its end, of a lease until its.
+    """The resources that one message of a client has taken, until its copy, lease or answer ends.
 
-    A user may have so many messages whose descriptors are open here: the last descriptor that is closed frees the
-    message's place. One thread at a time uses what is held.
+    The number of a user's messages whose descriptors are open here is limited: closing the last descriptor of a
+    message frees its place. One thread at a time uses what is held.
 
     Attributes
     ----------

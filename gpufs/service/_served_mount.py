@@ -109,7 +109,7 @@ class HolderTable:
         return [(holder, holder.scope) for holder in holders if holder.scope is not None]
 
     def awake_on(self, ino: int) -> list[Holder]:
-        """Those that use the memory of a file now; private copies and registrations do not."""
+        """Return the holders that use the memory of a file now; private copies and registrations do not."""
         return [holder for holder, _ in self.leases_on(ino) if not holder.asleep]
 
     def largest(self, device: int, mount: Mount, most: int = 3) -> list[str]:
@@ -238,7 +238,7 @@ class ServedMount:
             raise
 
     def bring_back(self, ino: int) -> None:
-        """Move a file back to its device. OSError ENOSPC says who has the device's memory."""
+        """Move a file back to its device. OSError ENOSPC names the files and programs that hold memory."""
         try:
             self.mount.inode_bring_back(ino)
         except OSError as error:

@@ -42,7 +42,7 @@ class WholeFile:
     def __init__(self, url: Url, headers: Mapping[str, str] | None = None) -> None:
         """Make the request. StoreError if it fails. ``headers``: for this server alone, not where it redirects to."""
         self._url = url
-        # It follows redirects to http and https alone.
+        # The opener follows redirects to http and https alone.
         opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler(),

@@ -246,7 +246,7 @@ def _compute_buffers(
         names.setdefault(owner, []).append(name)
     computed = {}
     for owner, listed in names.items():
-        # It would also initialize the module's own parameters.
+        # The module's initialization would also set its own parameters.
         if initialize is None or next(owner.parameters(recurse=False), None) is not None:
             continue
         before = {name: owner.get_buffer(name) for name in listed}

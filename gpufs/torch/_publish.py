@@ -132,7 +132,7 @@ def publish(
         records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
     notes = {RECORDS_KEY: format_records(records)} if records else {}
     notes = {"format": "pt", **(metadata or {}), **notes}
-    # As of gpufs.replace() a link stays, and leads to the new version.
+    # A link stays, and leads to the new version, as with gpufs.replace().
     target_path = Path(os.path.realpath(path) if replace else path)
     old = _layout_of(target_path) if replace else None
     pool = _pool.find_pool(parts.values(), target_path)
