@@ -275,6 +275,33 @@ def test_another_layout_is_refused_and_the_old_version_stays(place: Survivor, fi
     follower.close()
 
 
+def test_a_version_that_was_refused_is_opened_again_only_when_it_has_changed(file: Path) -> None:
+    array = gpufs.attach(file)
+    follower = gpufs.follow(array)
+    new = file.with_name("new")
+    new.write_bytes(version(2, WORDS[:2]))
+    os.rename(new, file)
+
+    def reads() -> int:
+        return int(os.getxattr(file, "user.gpufs.reads"))
+
+    refusals = set()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="tensor3") as refused:
+            follower.update()
+        refusals.add((str(refused.value), reads()))
+    assert len(refusals) == 1
+    file.chmod(0o600)  # a change, though of no use
+    with pytest.raises(ValueError, match="tensor3"):
+        follower.update()
+    assert reads() > refusals.pop()[1]
+    file.write_bytes(version(2))
+    assert follower.update()
+    assert number_in(array.tobytes()) == 2
+    array.close()
+    follower.close()
+
+
 def test_a_longer_header_moves_the_tensors_and_other_formats_count_too(file: Path) -> None:
     text = version(2)[8 : 8 + START - 8]
     longer = text + bytes(8).replace(b"\0", b" ")
