@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -290,7 +291,7 @@ def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, fi
     try:
         failed = command("sleep", file, check=False)
         assert failed.returncode == 1
-        assert "on host0" in failed.stderr
+        assert f"user {pwd.getpwuid(NOBODY).pw_name} on host0" in failed.stderr
         assert not parked(file)
         command("quota", "set", place.path / "host0", 2 * SIZE, "--user", NOBODY)
         command("sleep", file)
