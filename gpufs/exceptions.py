@@ -53,11 +53,11 @@ def failure_of_mount(error: OSError, path: str) -> OSError:
     if number in (*DEAD, *_CONNECTION_ENDED):
         error = OSError(number := errno.ENOTCONN, os.strerror(errno.ENOTCONN))
     text = text_of(error)
-    return class_of(number)(number, _with_user_name(text) if number == errno.EDQUOT else text, path)
+    return class_of(number)(number, text, path)
 
 
-def _with_user_name(text: str) -> str:
-    """Return the text of a user's limit, in which the daemon has the number: looking up a name may take it long."""
+def with_user_names(text: str) -> str:
+    """Return what a daemon says about users, in which it has their numbers: looking up a name may take it long."""
 
     def name(found: re.Match[str]) -> str:
         try:
@@ -65,4 +65,4 @@ def _with_user_name(text: str) -> str:
         except (KeyError, OverflowError):
             return found[1]
 
-    return re.sub(r"(?<=\buser )(\d+)(?= on (?:gpu|host))", name, text)
+    return re.sub(r"(?<=\buser )(\d+)(?= on (?:gpu|host)| may | has |[,)])", name, text)

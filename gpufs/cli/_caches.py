@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from gpufs.cli._output import Failure
+from gpufs.cli._output import Failure, user_name
 from gpufs.config import numbers
 
 # Each variable, and its directory below that of a machine and its versions.
@@ -72,8 +72,8 @@ def _made(path: str) -> str:
         if place != Path(path) and status.st_mode & stat.S_ISVTX:
             others = 0
         if others or status.st_uid not in (0, os.geteuid()):
-            who = "other users may write to it" if others else f"it belongs to user {status.st_uid}"
-            remedy = f"chmod go-w {place}" if others else f"use a directory of user {os.geteuid()}"
+            who = "other users may write to it" if others else f"it belongs to user {user_name(status.st_uid)}"
+            remedy = f"chmod go-w {place}" if others else f"use a directory of user {user_name(os.geteuid())}"
             raise Failure(f"{place}: {who}, and programs would run code from {path}: {remedy}")
     return path
 

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -14,22 +15,44 @@ PINNED: Final = "user.gpufs-pinned"  # an extended attribute: a full device does
 _BLOCK: Final = 512  # unit of st_blocks
 
 
-def each_file(paths: Sequence[str], action: Callable[[str], None], done: str) -> None:
-    """Call ``action`` with each regular file at or below the paths. Failure at the end if one has failed."""
+def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result], int | str], done: str) -> None:
+    """Call ``action`` with each regular file at or below the paths. Failure at the end if one has failed.
+
+    It returns the bytes that it has changed something about, or why it has not.
+    """
     count = size = failed = 0
+    unchanged: Counter[str] = Counter()
     for path in paths:
         for file, status in _files(path):
             try:
-                action(file)
+                result = action(file, status)
             except OSError as error:
                 complain(f"{file}: {error.strerror}")
                 failed += 1
             else:
-                count += 1
-                size += status.st_blocks * _BLOCK
-    print(f"{done} {count} {'file' if count == 1 else 'files'}, {bytes_text(size)}")
+                if isinstance(result, str):
+                    unchanged[result] += 1
+                else:
+                    count += 1
+                    size += result
+    rest = ", ".join(f"{number} {why}" for why, number in unchanged.items())
+    line = f"{done} {count} {'file' if count == 1 else 'files'}, {bytes_text(size)}"
+    print(f"{line}; unchanged: {rest}" if rest else line)
     if failed:
-        raise Failure(f"{failed} of {count + failed} files stay as they are")
+        raise Failure(f"{failed} of {count + failed + unchanged.total()} files stay as they are")
+
+
+def held_bytes(status: os.stat_result) -> int:
+    """The memory of a file, wherever it is."""
+    return status.st_blocks * _BLOCK
+
+
+def parked_bytes(path: str) -> int | None:
+    """How much of a file's memory is in the host's memory. None: this user may not read the file."""
+    try:
+        return int(os.getxattr(path, "user.gpufs.parked_bytes"))
+    except PermissionError:
+        return None
 
 
 def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:

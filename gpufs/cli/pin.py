@@ -5,7 +5,7 @@ import os
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import PINNED, each_file
+from gpufs.cli._parking import PINNED, each_file, held_bytes
 
 
 @click.command(name="pin")
@@ -16,4 +16,12 @@ def command(paths: tuple[str, ...]) -> None:
     A directory stands for the files that are below it now. `gpufs unpin` ends that. The pin is an extended attribute
     (user.gpufs-pinned) of the file, which copies with attributes and `gpufs save` take along.
     """
-    each_file(paths, lambda path: os.setxattr(path, PINNED, b""), "pinned:")
+    each_file(paths, _pin, "pinned:")
+
+
+def _pin(path: str, status: os.stat_result) -> int | str:
+    try:
+        os.setxattr(path, PINNED, b"", os.XATTR_CREATE)
+    except FileExistsError:
+        return "pinned before"
+    return held_bytes(status)

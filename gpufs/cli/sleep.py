@@ -1,12 +1,17 @@
 """gpufs sleep: files leave their devices for the host's memory."""
 
+import os
+from typing import Final
+
 import click
 
 from gpufs import config
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
-from gpufs.cli._parking import each_file
+from gpufs.cli._parking import each_file, held_bytes, parked_bytes
 from gpufs.client._daemons import park
+
+_SMALL: Final = 2 << 20  # such files share memory with others
 
 
 @click.command(name="sleep")
@@ -23,4 +28,15 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
     those that do not do it in time, are named, and the file stays. Only the file's owner, root and the user who mounted
     may do this. The mount needs --host-memory.
     """
-    each_file(paths, lambda path: park(path, timeout), "asleep:")
+
+    def sleep(path: str, status: os.stat_result) -> int | str:
+        before = parked_bytes(path)
+        park(path, timeout)
+        after = parked_bytes(path)
+        if before:
+            return "asleep before"
+        if after == 0:
+            return "smaller than 2 MiB" if status.st_size < _SMALL else "in use again"
+        return after or held_bytes(status)
+
+    each_file(paths, sleep, "asleep:")

@@ -6,7 +6,7 @@ import os
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import PINNED, each_file
+from gpufs.cli._parking import PINNED, each_file, held_bytes
 
 
 @click.command(name="unpin")
@@ -16,9 +16,11 @@ def command(paths: tuple[str, ...]) -> None:
     each_file(paths, _unpin, "unpinned:")
 
 
-def _unpin(path: str) -> None:
+def _unpin(path: str, status: os.stat_result) -> int | str:
     try:
         os.removexattr(path, PINNED)
     except OSError as error:
         if error.errno != errno.ENODATA:
             raise
+        return "not pinned"
+    return held_bytes(status)

@@ -1,9 +1,11 @@
 """gpufs wake: files that sleep come back to their devices."""
 
+import os
+
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import each_file
+from gpufs.cli._parking import each_file, held_bytes, parked_bytes
 from gpufs.client._daemons import bring_back
 
 
@@ -15,4 +17,12 @@ def command(paths: tuple[str, ...]) -> None:
     A directory stands for all files below it. Programs that sleep and have called gpufs.when_asked() are asked to
     wake. Where the device is full, the message says how much is missing and which programs use the rest.
     """
-    each_file(paths, bring_back, "awake:")
+    each_file(paths, _wake, "awake:")
+
+
+def _wake(path: str, status: os.stat_result) -> int | str:
+    before = parked_bytes(path)
+    bring_back(path)
+    if before == 0:
+        return "awake before"
+    return before or held_bytes(status)

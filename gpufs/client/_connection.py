@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Self, TypeAlias
 from gpufs import protocol, syscalls
 from gpufs._version import __version__
 from gpufs.client._cancellation import Cancellation
+from gpufs.exceptions import with_user_names
 from gpufs.modes import Mode
 from gpufs.syscalls import close_all
 
@@ -151,7 +152,8 @@ class Connection:
         """OSError EPERM if the daemon is neither ours nor root's: it could keep our descriptors and use them later."""
         _, uid = syscalls.peer_of(self._sock)
         if uid not in (0, os.geteuid()):
-            raise OSError(errno.EPERM, f"it belongs to user {uid}, which is not trusted with our descriptors")
+            text = f"it belongs to user {uid}, which is not trusted with our descriptors"
+            raise OSError(errno.EPERM, with_user_names(text))
 
     def close(self) -> None:
         """End the connection; the daemon cancels and releases what is on it."""
@@ -515,7 +517,7 @@ class Connection:
 def _check(answer: protocol.Attached | protocol.Done) -> None:
     """OSError if the daemon has refused."""
     if answer.error:
-        raise OSError(answer.error, answer.message)
+        raise OSError(answer.error, with_user_names(answer.message))
 
 
 def _after_fork() -> None:

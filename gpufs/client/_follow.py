@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from gpufs._naming import named_in
 from gpufs.client._array import DeviceArray
@@ -14,6 +16,9 @@ from gpufs.exceptions import failure_of_mount
 from gpufs.formats import FormatError
 from gpufs.formats.versions import FileLayout
 from gpufs.modes import COPY_ON_WRITE
+
+# Why a version cannot be used as long as it does not change. Other failures may end without a change of it.
+_UNTIL_IT_CHANGES: Final = (errno.EACCES, errno.EXDEV, errno.EINVAL, errno.EISDIR)
 
 
 @named_in("gpufs")
@@ -51,7 +56,12 @@ class Follower:
         self._attachment: Attachment | None = attachment
         self._changed = changed
         self._closed = closed
+<<<<<<< HEAD
         # Read from the memory: the name may lead to another version already.
+=======
+        self._refused: tuple[tuple[int, ...], Exception] | None = None  # a file as it was, and why it cannot be used
+        # Of the memory: the name may lead to another version already.
+>>>>>>> a48
         try:
             self._layout = FileLayout.read(
                 self.path,
@@ -66,7 +76,8 @@ class Follower:
     def update(self) -> bool:
         """Take over the newest version, if there is one.
 
-        Call it where no thread of this program uses the memory. It takes one stat(2) if nothing is to be done.
+        Call it where no thread of this program uses the memory. It takes one stat(2) if nothing is to be done, or if
+        the new version was refused and has not changed since.
         Otherwise it leases the new version, checks its layout, waits for all work that this program has queued on the
         device, maps the new memory in place of the old, and ends the lease on that. All that was made of the memory,
         also captured graphs, then shows the new version.
@@ -85,7 +96,8 @@ class Follower:
             The memory is a private copy, and there is none for a second one.
         OSError
             EACCES, EBUSY, EXDEV, EFBIG: the new version cannot be used as the old one was; the text says why. The
-            memory is the old version's in all these cases, and the next call tries again.
+            memory is the old version's in all these cases, and the next call tries again; after EACCES, EXDEV and
+            another layout only if the new version has changed, and else it raises the same error.
         """
         attachment = self._open()
         if attachment.is_asleep:
@@ -98,7 +110,15 @@ class Follower:
             raise failure_of_mount(error, self.path) from None
         if (status.st_dev, status.st_ino) == attachment.identity:
             return False
-        return self._take(attachment)
+        state = (status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size)
+        if self._refused is not None and self._refused[0] == state:
+            raise copy.copy(self._refused[1])  # a traceback would keep what its functions used
+        try:
+            return self._take(attachment)
+        except (OSError, ValueError) as error:
+            if not isinstance(error, OSError) or error.errno in _UNTIL_IT_CHANGES:
+                self._refused = state, copy.copy(error)
+            raise
 
     def _take(self, attachment: Attachment) -> bool:
         """Take over the newest version for all that follow the memory."""
@@ -122,6 +142,7 @@ class Follower:
 
     def _turn_to(self, layout: FileLayout) -> None:
         """The memory has become that of another version."""
+        self._refused = None
         self._layout = layout
         self.metadata = layout.metadata
         self.version += 1

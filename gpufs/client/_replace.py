@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import secrets
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Final
 
 from gpufs import mounting
 from gpufs._naming import named_in
-from gpufs.exceptions import NotOnMount, failure_of_mount
+from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
 from gpufs.formats.versions import FileLayout
-from gpufs.new_file import PERMISSIONS, take_owner_and_mode
-from gpufs.syscalls import path_of
+from gpufs.new_file import PERMISSIONS, PREFIX, has_name, take_owner_and_mode
+from gpufs.syscalls import path_of, renameat2
+
+_NOREPLACE: Final = 1  # of renameat2(2)
 
 
 @named_in("gpufs")
@@ -38,7 +44,8 @@ def replace(new: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     NotOnMount
         One of the files is not on a mount.
     OSError
-        As of open(2), chmod(2) and rename(2); EXDEV if the files are on two mounts or devices.
+        As of open(2), chmod(2) and rename(2); EXDEV if the files are on two mounts or devices, EBUSY if another program
+        has put another file at the name of the new version meanwhile. Nothing has changed.
 
     Examples
     --------
@@ -46,33 +53,50 @@ def replace(new: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """
     source, target = os.fsdecode(new), os.path.realpath(os.fsdecode(path))  # a link stays, and leads to the new version
     try:
-        old_fd, old_place = _open(target)
-        try:
-            new_fd, new_place = _open(source)
-            try:
-                if os.path.samestat(os.fstat(old_fd), os.fstat(new_fd)):
-                    raise OSError(errno.EINVAL, f"is the same file as {target}", source)
-                if old_place != new_place:
-                    text = f"is on {new_place[1]} and {target} on {old_place[1]}: copy it there first"
-                    raise OSError(errno.EXDEV, text, source)
-                # Both by the name that the new version will have: some names decide the format.
-                FileLayout.of_file(old_fd, target).check(FileLayout.of_file(new_fd, target, source), target)
-                _rename(source, target, new_fd, os.fstat(old_fd))
-            finally:
-                os.close(new_fd)
-        finally:
-            os.close(old_fd)
+        with ExitStack() as opened:
+            old, new_version = _open(target, opened), _open(source, opened)
+            if os.path.samestat(os.fstat(old.fd), os.fstat(new_version.fd)):
+                raise OSError(errno.EINVAL, f"is the same file as {target}", source)
+            if old.place != new_version.place:
+                text = f"is on {new_version.place[1]} and {target} on {old.place[1]}: copy it there first"
+                raise OSError(errno.EXDEV, text, source)
+            # Both by the name that the new version will have: some names decide the format.
+            FileLayout.of_file(old.fd, target).check(FileLayout.of_file(new_version.fd, target, source), target)
+            _rename(new_version, old)
     except NotOnMount:
         raise
     except OSError as error:
         raise failure_of_mount(error, os.fsdecode(error.filename or target)) from None
 
 
-def _open(path: str) -> tuple[int, tuple[int, str]]:
-    """Open a file of a mount; returns its descriptor, the mount's number and the device's directory."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An open file and its name. ``directory``: that of the name, open; ``place``: its mount's number and its device's
+    directory.
+    """
+
+    path: str
+    directory: int
+    fd: int
+    place: tuple[int, str]
+
+    @property
+    def name(self) -> str:
+        """The name in the directory."""
+        return os.path.basename(self.path)
+
+
+def _open(path: str, opened: ExitStack) -> _Opened:
+    """Open a file of a mount and its directory, until ``opened`` ends."""
+
+    def keep(fd: int) -> int:
+        opened.callback(os.close, fd)
+        return fd
+
     # Opening a FIFO or a device in another way has effects. Of a link not the file but the link would get the name.
-    named = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    directory = keep(os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
+        named = keep(os.open(os.path.basename(path), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory))
         status = os.fstat(named)
         mounts = mounting.by_device().get(status.st_dev)
         if mounts is None:
@@ -80,21 +104,52 @@ def _open(path: str) -> tuple[int, tuple[int, str]]:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", path)
         place = mounting.place_of(named, mounts)
-        return os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC), (status.st_dev, place)
-    finally:
-        os.close(named)
+        fd = keep(os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC))
+    except NotOnMount:
+        raise
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, text_of(error), path) from None
+    return _Opened(path, directory, fd, (status.st_dev, place))
 
 
-def _rename(source: str, target: str, fd: int, old: os.stat_result) -> None:
-    """Rename the new version, which is open, over the old one, with the owner and the mode of that."""
-    new = os.fstat(fd)
+def _rename(new: _Opened, old: _Opened) -> None:
+    """Rename the new version over the old one, with the owner and the mode of that."""
+    before = os.fstat(new.fd)
     try:
         # By the descriptor: by now another user may have put a link to any file at the name.
-        take_owner_and_mode(fd, old)
-        os.rename(source, target)
+        take_owner_and_mode(new.fd, os.fstat(old.fd))
+        _move(new, old)
     except OSError:
         with suppress(OSError):
-            os.fchmod(fd, new.st_mode & PERMISSIONS)
+            os.fchmod(new.fd, before.st_mode & PERMISSIONS)
         with suppress(OSError):
-            os.fchown(fd, new.st_uid, new.st_gid)
+            os.fchown(new.fd, before.st_uid, before.st_gid)
         raise
+
+
+def _move(new: _Opened, old: _Opened) -> None:
+    """Rename, and only the file that is open.
+
+    rename(2) takes names, and others who may write into the directory may put another file at the name. So the file
+    first gets a random name in the directory of the old version, and is checked there. Those who can exchange it there,
+    too, could replace the old version themselves.
+    """
+    with suppress(OSError):  # has a lock already
+        fcntl.flock(new.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else it counts as what a dead process has left
+    temporary = f"{PREFIX}{secrets.token_hex(8)}"
+    moved = False
+    try:
+        os.rename(new.name, temporary, src_dir_fd=new.directory, dst_dir_fd=old.directory)
+        moved = True
+        if not has_name(new.fd, temporary, old.directory):
+            raise OSError(errno.EBUSY, "is another file now than the one whose layout was checked: try again")
+        os.rename(temporary, old.name, src_dir_fd=old.directory, dst_dir_fd=old.directory)
+    except OSError as error:
+        text = text_of(error)
+        try:
+            if moved:
+                renameat2(old.directory, temporary.encode(), new.directory, os.fsencode(new.name), _NOREPLACE)
+        except OSError as failure:
+            where = os.path.join(os.path.dirname(old.path), temporary)
+            text += f"; it is {where} now, and cannot go back ({text_of(failure)})"
+        raise OSError(error.errno or errno.EIO, text, new.path) from None

@@ -19,6 +19,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections
 from gpufs.copying import entries
 from gpufs.copying.types import CopyOptions, CopyProgress
+from gpufs.exceptions import with_user_names
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import path_of
 
@@ -42,7 +43,7 @@ class DeviceError(OSError):
     """A failure that the daemon reported."""
 
     def __init__(self, error: int, message: str, device_code: int) -> None:
-        super().__init__(error, message or os.strerror(error))
+        super().__init__(error, with_user_names(message) or os.strerror(error))
         self.device_code = device_code
 
 

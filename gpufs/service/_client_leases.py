@@ -319,9 +319,10 @@ class ClientLeases:
                 if holder.mode == READ_WRITE:
                     served.mount.inode_written(holder.ino)
                 served.park(holder.ino)
-            except OSError:
-                self._reopen(client_lease)
-                raise
+            except OSError as error:
+                if error.errno != errno.EBUSY:  # the last one of its users parks it
+                    self._reopen(client_lease)
+                    raise
             self._keep(message.id, client_lease)
 
         await client_lease.scope.in_thread(sleep)

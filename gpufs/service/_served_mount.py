@@ -222,15 +222,13 @@ class ServedMount:
         return text + (f"; in use there: {', '.join(users)}" if users else "")
 
     def park(self, ino: int) -> bool:
-        """Move a file to the host's memory, unless somebody uses it there; returns whether it is there now.
+        """Move a file to the host's memory; returns whether it is there now: small files stay.
 
-        OSError EOPNOTSUPP without such memory, ENOSPC and EDQUOT if there is no space in it.
+        OSError EBUSY if somebody uses it, EOPNOTSUPP without such memory, ENOSPC and EDQUOT if there is no space in it.
         """
         try:
             return self.mount.inode_park(ino)
         except OSError as error:
-            if error.errno == EBUSY:
-                return False
             if error.errno == ENOSPC:
                 host = self.mount.engine.devices[-1]
                 text = f"{host.info.directory} has {bytes_text(host.memory().free_bytes)} free, the file needs "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -22,6 +23,8 @@ Followed: TypeAlias = "torch.nn.Module | torch.Tensor | Mapping[str, torch.Tenso
 _log: Final = logging.getLogger("gpufs")
 _by_module: Final[weakref.WeakKeyDictionary[torch.nn.Module, Follower]] = weakref.WeakKeyDictionary()
 _warned: Final[weakref.WeakKeyDictionary[Follower, str]] = weakref.WeakKeyDictionary()  # of what, the last time
+_resume_at: Final[weakref.WeakKeyDictionary[Follower, float]] = weakref.WeakKeyDictionary()  # after a failure
+_PAUSE_FACTOR: Final = 20  # attempts that fail take at most 5 % of the time
 
 
 @named_in("gpufs.torch")
@@ -38,9 +41,10 @@ def follow(tensors: Followed, *, on_forward: bool = True) -> Follower:
         as buffers of `attach_module`, get the new values by a copy. Other tensors stay as they are.
     on_forward
         Of a module: whether it takes over the newest version at the beginning of its ``forward``. A version that cannot
-        be used is logged as a warning there, once, and the module goes on with the old one. Nothing is done while a
-        CUDA graph is captured. Call ``update()`` of the result yourself, with False, if several threads call the module
-        at a time, if it is compiled by torch, or if more than one call needs the same version.
+        be used is logged as a warning there, once, and the module goes on with the old one; attempts that fail take at
+        most a twentieth of the time. Nothing is done while a CUDA graph is captured. Call ``update()`` of the result
+        yourself, with False, if several threads call the module at a time, if it is compiled by torch, or if more than
+        one call needs the same version.
 
     Returns
     -------
@@ -148,11 +152,14 @@ def _is_capturing() -> bool:
 def _before_forward(module: torch.nn.Module, _: object) -> None:
     """The hook: a function of a module, so that copies and pickles of the followed one are possible."""
     follower = _by_module.get(module)
-    if follower is None or _is_capturing():
+    start = time.monotonic()
+    if follower is None or start < _resume_at.get(follower, start) or _is_capturing():
         return
     try:
         follower.update()
     except (OSError, ValueError) as error:
+        end = time.monotonic()
+        _resume_at[follower] = end + _PAUSE_FACTOR * (end - start)
         if _warned.get(follower) != str(error):
             _warned[follower] = str(error)
             _log.warning("the old version stays in use: %s", error)

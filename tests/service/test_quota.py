@@ -300,18 +300,23 @@ def test_a_copy_into_a_limited_directory_is_refused_with_figures(limited: GpufsM
     assert quotas(limited)["gpu0/small", None] == (0, 3 * MIB)
 
 
-def test_a_users_limit_names_the_user(limited: GpufsMount) -> None:
+def test_a_users_limit_names_the_user(limited: GpufsMount, host: Path) -> None:
     limited.device.chmod(0o777)
+    source = host / "source"
+    source.write_bytes(noise(2 * LIMIT))
     path = limited.device / "sparse"
 
-    def text() -> str:
+    def texts() -> list[str]:
         path.touch()
         os.truncate(path, 2 * LIMIT)
-        with pytest.raises(library.QuotaExceeded) as caught:
+        with pytest.raises(library.QuotaExceeded) as attached:
             library.attach(path, "r+")
-        return str(caught.value)
+        with pytest.raises(library.QuotaExceeded) as copied:
+            library.copy(source, path)
+        return [str(attached.value), str(copied.value)]
 
-    assert f"user {pwd.getpwuid(NOBODY).pw_name} on gpu0" in as_nobody(text)
+    for text in as_nobody(texts):
+        assert f"user {pwd.getpwuid(NOBODY).pw_name} on gpu0" in text
 
 
 # ---- who sets and sees them ----

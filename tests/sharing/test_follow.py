@@ -12,8 +12,9 @@ import pickle
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from errno import EINVAL, ENOENT, ENOSPC, EXDEV
+from errno import EBUSY, EINVAL, ENOENT, ENOSPC, EXDEV
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -274,6 +275,33 @@ def test_another_layout_is_refused_and_the_old_version_stays(place: Survivor, fi
     follower.close()
 
 
+def test_a_version_that_was_refused_is_opened_again_only_when_it_has_changed(file: Path) -> None:
+    array = gpufs.attach(file)
+    follower = gpufs.follow(array)
+    new = file.with_name("new")
+    new.write_bytes(version(2, WORDS[:2]))
+    os.rename(new, file)
+
+    def reads() -> int:
+        return int(os.getxattr(file, "user.gpufs.reads"))
+
+    refusals = set()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="tensor3") as refused:
+            follower.update()
+        refusals.add((str(refused.value), reads()))
+    assert len(refusals) == 1
+    file.chmod(0o600)  # a change, though of no use
+    with pytest.raises(ValueError, match="tensor3"):
+        follower.update()
+    assert reads() > refusals.pop()[1]
+    file.write_bytes(version(2))
+    assert follower.update()
+    assert number_in(array.tobytes()) == 2
+    array.close()
+    follower.close()
+
+
 def test_a_longer_header_moves_the_tensors_and_other_formats_count_too(file: Path) -> None:
     text = version(2)[8 : 8 + START - 8]
     longer = text + bytes(8).replace(b"\0", b" ")
@@ -326,27 +354,41 @@ def test_a_new_version_keeps_owner_and_mode_and_wrong_files_are_refused(
     assert file.read_bytes() == b"new"
 
 
-def test_replacing_changes_no_other_file_that_takes_the_name_meanwhile(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("swapped", ["before the owner changes", "before the rename"])
+def test_only_the_file_that_was_checked_takes_the_name(
+    swapped: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user who may write into the directory puts a link to another's file where root's new version was."""
-    new, victim = file.with_name("new"), tmp_path / "victim"
+    folder = file.with_name("folder")
+    folder.mkdir()
+    new, victim, moved = folder / "new", tmp_path / "victim", folder / "moved"
     victim.write_bytes(b"secret")
     victim.chmod(0o600)
     new.write_bytes(version(2))
+    new.chmod(0o640)
     os.chown(file, NOBODY, NOBODY)
     file.chmod(0o666)
-    samestat = os.path.samestat
+    function = "samestat" if swapped == "before the owner changes" else "rename"
+    module = os.path if function == "samestat" else os
+    original = getattr(module, function)
 
-    def swap(one: os.stat_result, other: os.stat_result) -> bool:  # both files are open by now
-        new.rename(file.with_name("moved"))
+    def swap(*arguments: Any, **more: Any) -> Any:  # both files are open by now
+        monkeypatch.setattr(module, function, original)
+        new.rename(moved)
         new.symlink_to(victim)
-        return samestat(one, other)
+        return original(*arguments, **more)
 
-    monkeypatch.setattr(os.path, "samestat", swap)
+    monkeypatch.setattr(module, function, swap)
+    assert errno_of(gpufs.replace, new, file) == EBUSY
+    assert (new.is_symlink(), number_in(file.read_bytes()), number_in(moved.read_bytes())) == (True, 1, 2)
+    for path, mode in ((victim, 0o600), (moved, 0o640)):
+        assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (os.getuid(), mode)
+    assert sorted(os.listdir(file.parent)) == ["folder", file.name]
+    moved.rename(new)
     gpufs.replace(new, file)
-    status = victim.stat()
-    assert (status.st_uid, status.st_mode & 0o777) == (os.getuid(), 0o600)
+    assert number_in(file.read_bytes()) == 2
+    assert not os.listdir(folder)
+    folder.rmdir()
 
 
 def test_a_sleeping_program_wakes_with_the_newest_version(place: Survivor, file: Path, driver: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -276,11 +277,23 @@ def test_each_call_on_a_file_that_sleeps_does_what_it_does_on_others(place: Surv
     os.chown(file, NOBODY, NOBODY)
 
 
-def test_a_small_file_stays(place: Survivor) -> None:
+def test_a_small_file_stays_and_the_figures_are_what_has_happened(place: Survivor, file: Path) -> None:
     small = place.device / "small"
     small.write_bytes(b"small")
-    command("sleep", small)
-    assert (parked(small), small.read_bytes()) == (False, b"small")
+
+    def changed(*arguments: object) -> tuple[int, int]:
+        """How many files a command has changed, and how many not."""
+        done, _, rest = command(*arguments, place.device).stdout.partition(";")
+        return int(done.split()[1]), sum(int(number) for number in re.findall("[:,] ([0-9]+)", rest))
+
+    assert changed("wake") == (0, 2)
+    assert changed("sleep") == (1, 1)
+    assert (parked(small), parked(file), small.read_bytes()) == (False, True, b"small")
+    assert changed("sleep", file) == (0, 3)  # one of them twice
+    assert changed("wake") == (1, 1)
+    assert changed("pin") == (2, 0)
+    assert changed("pin") == (0, 2)
+    assert changed("unpin", file) == (2, 1)
     small.unlink()
 
 
@@ -290,7 +303,7 @@ def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, fi
     try:
         failed = command("sleep", file, check=False)
         assert failed.returncode == 1
-        assert "on host0" in failed.stderr
+        assert f"user {pwd.getpwuid(NOBODY).pw_name} on host0" in failed.stderr
         assert not parked(file)
         command("quota", "set", place.path / "host0", 2 * SIZE, "--user", NOBODY)
         command("sleep", file)
