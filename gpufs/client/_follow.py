@@ -56,12 +56,8 @@ class Follower:
         self._attachment: Attachment | None = attachment
         self._changed = changed
         self._closed = closed
-<<<<<<< HEAD
-        # Read from the memory: the name may lead to another version already.
-=======
         self._refused: tuple[tuple[int, ...], Exception] | None = None  # a file as it was, and why it cannot be used
-        # Of the memory: the name may lead to another version already.
->>>>>>> a48
+        # Read from the memory: the name may lead to another version already.
         try:
             self._layout = FileLayout.read(
                 self.path,
