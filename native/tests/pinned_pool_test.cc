@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <random>
@@ -9,18 +10,30 @@
 #include <vector>
 
 #include "cuda_test_support.h"
+#include "drivers/gpu/pinned_pool.h"
 
 namespace gpufs::cuda_test {
 namespace {
 
-constexpr std::uint64_t kPiece = 64 * kMiB;
+constexpr std::uint64_t kPiece = gpu::PinnedPool::kPieceBytes;
 
 class PinnedPoolTest : public FakeCuda {
  protected:
-  void start(std::uint64_t bytes) {
+  void start(std::uint64_t bytes, const FakeGpuSetup& setup = {}) {
     DriverOptions options;
     options.host_memory_bytes = bytes;
-    open({}, options);
+    open(setup, options);
+  }
+  // The same, once the pool has made all pieces: its thread calls nothing until one comes back.
+  void start_full(std::uint64_t bytes, const FakeGpuSetup& setup = {}) {
+    start(bytes, setup);
+    while (fake().calls("cuMemAddressFree") < static_cast<int>(bytes / kPiece)) std::this_thread::yield();
+  }
+  void TearDown() override {
+    driver_.reset();
+    // A mapping that could not be undone keeps its addresses and its memory, until the process ends.
+    EXPECT_EQ(control_.reset(&setup_), 3 * stuck_);
+    FakeCuda::TearDown();
   }
   Device& host() { return device(1); }
   // Memory whose contents the caller is about to write, as a parked file's.
@@ -47,6 +60,8 @@ class PinnedPoolTest : public FakeCuda {
       EXPECT_EQ(found, expected) << at;
     }
   }
+
+  int stuck_ = 0;  // mappings
 };
 
 TEST_F(PinnedPoolTest, MemoryOfTheSameSizeIsMappedOnce) {
@@ -128,6 +143,33 @@ TEST_F(PinnedPoolTest, ThreadsNeverShareAPiece) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// Access to memory that is mapped without it would end the device's context.
+TEST_F(PinnedPoolTest, APieceWithoutAccessIsNotLeftMapped) {
+  start_full(2 * kPiece);
+  {
+    Taken broken = take(host(), 0, 2 * kPiece);
+    fake().fail("cuMemSetAccess", 1, api::kOutOfMemory, 1);
+    fake().fail("cuMemUnmap", 1, api::kOutOfMemory, 1);
+    EXPECT_EQ(broken.memory->populate(0, 2 * kPiece).error(), ENOSPC);
+  }
+  const Taken again = take_undefined(2 * kPiece);
+  fill(again, 2 * kPiece, std::byte{1});
+  expect_all(again, 0, 2 * kPiece, std::byte{1});
+}
+
+TEST_F(PinnedPoolTest, ARangeWithSomethingElseInItIsNotUsedAgain) {
+  start_full(4 * kPiece);
+  constexpr std::uint64_t kBytes = 2 * kPiece + 2 * kMiB;
+  {
+    const Taken one = take_undefined(kBytes);
+    fake().fail("cuMemUnmap", 1, 1, 2);  // of what is no piece of the pool
+  }
+  for (int round = 0; round < 3; ++round) fill(take_undefined(kBytes), kBytes, std::byte{1});
+  const Taken all = take(host(), 4 * kPiece);
+  expect_all(all, 0, 4 * kPiece, std::byte{0});
+  stuck_ = 1;
 }
 
 }  // namespace

@@ -72,8 +72,8 @@ class PhysicalMemory {
   bool exported_;   // other processes may have mapped it
   bool zeroed_ = false;
   DeviceAddress left_mapped_ = 0;  // where the pool has it mapped, which no range shows; 0: nowhere
-  UniqueFd descriptor_;    // of a piece that is kept, or that is large and was exported
-  std::uint64_t key_ = 0;  // under which the keeper has a copy of it; 0: not kept
+  UniqueFd descriptor_;            // of a piece that is kept, or that is large and was exported
+  std::uint64_t key_ = 0;          // under which the keeper has a copy of it; 0: not kept
 };
 
 // A reserved range of addresses and what it shows.
@@ -102,6 +102,7 @@ class MappedRange final : public AddressRange {
 
   const std::shared_ptr<GpuDevice> device_;
   std::map<std::uint64_t, std::shared_ptr<PhysicalMemory>> shown_;  // by offset
+  bool unmapping_failed_ = false;                                   // so a piece may be mapped without access
 };
 
 class VirtualMemory final : public DeviceMemory {
