@@ -3,14 +3,19 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda_test_support.h"
+#include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/pinned_pool.h"
+#include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::cuda_test {
 namespace {
@@ -170,6 +175,70 @@ TEST_F(PinnedPoolTest, ARangeWithSomethingElseInItIsNotUsedAgain) {
   const Taken all = take(host(), 4 * kPiece);
   expect_all(all, 0, 4 * kPiece, std::byte{0});
   stuck_ = 1;
+}
+
+TEST_F(PinnedPoolTest, AllIsReleasedAtTheEndWhateverFails) {
+  start_full(4 * kPiece);
+  take_undefined(4 * kPiece);
+  fake().fail("cuMemUnmap", 1, 1, 1);
+  stuck_ = 1;
+}
+
+// Nobody is charged for the addresses that the pool has.
+TEST_F(PinnedPoolTest, SparseMemoryLeavesNoAddressesBehind) {
+  FakeGpuSetup setup;
+  setup.address_space_bytes = std::uint64_t{8} << 30;
+  start_full(4 * kPiece, setup);
+  for (const std::uint64_t bytes : {setup.address_space_bytes / 8, setup.address_space_bytes / 2}) {
+    const Taken sparse = take(host(), kPiece, bytes);
+    fill(sparse, kPiece, std::byte{7});
+  }
+  const Taken on_gpu = take(device(), 0, setup.address_space_bytes / 4 * 3);
+  const Taken all = take(host(), 4 * kPiece);
+  expect_all(all, 0, 4 * kPiece, std::byte{0});
+}
+
+// A small part of a file is no piece of the pool, whose pieces may be all that the host has left.
+TEST_F(PinnedPoolTest, AFullHostReleasesPieces) {
+  start_full(4 * kPiece);
+  fill(take_undefined(2 * kPiece), 2 * kPiece, std::byte{7});
+  fake().fail("cuMemCreate", 1, api::kOutOfMemory, 3);
+  const Taken small = take(host(), 2 * kMiB);
+  expect_all(small, 0, 2 * kMiB, std::byte{0});
+}
+
+TEST_F(PinnedPoolTest, RestoredMemoryCountsTowardsTheCap) {
+  start_full(2 * kPiece);
+  const Taken kept = take(device(), kPiece);  // any memory will do
+  std::vector<ExportedMemory> exported = must(kept.memory->export_memory(0, kPiece, 1, true));
+  const int before = fake_state().handles;
+  const auto restored =
+      must(gpu::PhysicalMemory::adopt(std::dynamic_pointer_cast<gpu::GpuDevice>(driver_->devices().at(1)),
+                                      {{0, kPiece}, 0, std::move(exported.at(0).descriptor)}));
+  EXPECT_EQ(fake_state().handles, before);
+  EXPECT_EQ(must(host().memory()).free_bytes, kPiece);
+}
+
+// 2 TiB of memory that was parked in small files.
+TEST(PinnedPool, ManyRangesComeAndGo) {
+  constexpr std::uint64_t kRanges = 32768;
+  std::uint64_t ranges = kRanges;
+  std::uint64_t pieces = kRanges;
+  gpu::PinnedPool pool({.create = [](gpu::PhysicalHandle*) { return Status(ENOSPC, "no more"); },
+                        .zero = [](gpu::PhysicalHandle, DeviceAddress) { return Status(); },
+                        .release = [&](gpu::PhysicalHandle) { --pieces; },
+                        .unmap = [](DeviceAddress) { return Status(); },
+                        .free_addresses = [&](const Extent&) { --ranges; },
+                        .wanted = [] { return std::uint64_t{0}; }});
+  const auto start = std::chrono::steady_clock::now();
+  for (std::uint64_t number = 1; number <= kRanges; ++number) {
+    pool.give(number, number * kPiece);
+    pool.give_range({number * kPiece, kPiece});
+  }
+  pool.trim();
+  EXPECT_EQ(pieces, 0U);
+  EXPECT_EQ(ranges, 0U);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
 }
 
 }  // namespace

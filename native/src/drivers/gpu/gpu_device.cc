@@ -191,27 +191,26 @@ Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
   info_.total_bytes = round_down(bytes, info_.granule);
   info_.files_reach_memory = false;
   info_.host_tier = true;
-  pinned_ = std::make_unique<PinnedPool>(
-      PinnedPool::Source{.create =
-                             [this](PhysicalHandle* handle) {
-                               const Current current(*this);
-                               if (!current.status().ok()) return current.status();
-                               return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
-                             },
-                         .zero = [this](PhysicalHandle handle,
-                                        DeviceAddress address) { return zero_piece(handle, address); },
-                         .release = [this](PhysicalHandle handle) { release({handle}); },
-                         .unmap =
-                             [this](DeviceAddress address) {
-                               const Current current(*this);
-                               return call(functions().memory_unmap, address, PinnedPool::kPieceBytes);
-                             },
-                         .free_addresses =
-                             [this](const Extent& range) {
-                               const Current current(*this);
-                               functions().address_free(range.offset, range.bytes);
-                             },
-                         .wanted = [this] { return taken_.available(); }});
+  pinned_ = std::make_unique<PinnedPool>(PinnedPool::Source{
+      .create =
+          [this](PhysicalHandle* handle) {
+            const Current current(*this);
+            if (!current.status().ok()) return current.status();
+            return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
+          },
+      .zero = [this](PhysicalHandle handle, DeviceAddress address) { return zero_piece(handle, address); },
+      .release = [this](PhysicalHandle handle) { release({handle}); },
+      .unmap =
+          [this](DeviceAddress address) {
+            const Current current(*this);
+            return call(functions().memory_unmap, address, PinnedPool::kPieceBytes);
+          },
+      .free_addresses =
+          [this](const Extent& range) {
+            const Current current(*this);
+            functions().address_free(range.offset, range.bytes);
+          },
+      .wanted = [this] { return taken_.available(); }});
   return {};
 }
 
@@ -350,6 +349,7 @@ Result<PinnedPool::Piece> GpuDevice::acquire_physical(std::uint64_t bytes, Devic
     keeper()->settle();  // the keeper may still have descriptors of memory that was released
     status = create();
   }
+  while (status.error() == ENOSPC && may_release && pinned_ && pinned_->release_one()) status = create();
   if (status.ok()) return created;
   taken_.release(bytes);
   return status;
@@ -357,8 +357,10 @@ Result<PinnedPool::Piece> GpuDevice::acquire_physical(std::uint64_t bytes, Devic
 
 Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle) {
   Status status = import_physical(descriptor, handle);
-  if (status.ok()) taken_.add(bytes);  // whatever the cap is now: it is there already
-  return status;
+  if (!status.ok()) return status;
+  taken_.add(bytes);  // whatever the cap is now: it is there already
+  if (pinned_) pinned_->trim();
+  return {};
 }
 
 void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable, DeviceAddress address) {
