@@ -15,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -102,7 +103,7 @@ class PinnedPool {
   std::vector<PhysicalHandle> used_;  // with what their last user left
   std::map<DeviceAddress, PhysicalHandle> mapped_;
   std::set<DeviceAddress> dirty_;  // those of mapped_ that are not zeros
-  std::vector<Extent> idle_;       // ranges that nobody uses, the one that was given back last at the end
+  std::deque<Extent> idle_;        // ranges that nobody uses, the one that was given back last at the end
   DeviceAddress zeroing_ = 0;      // the one of mapped_ that the thread fills now
   std::condition_variable zeroed_;
   Worker::Clock::time_point quiet_from_;  // when it is quiet again
