@@ -225,6 +225,20 @@ TEST_F(PinnedPoolTest, RestoredMemoryCountsTowardsTheCap) {
   EXPECT_EQ(must(host().memory()).free_bytes, kPiece);
 }
 
+// Memory that a program may have mapped, or that the last process had, never returns to the pool.
+TEST_F(PinnedPoolTest, MemoryThatWasSharedIsMadeAnew) {
+  start_full(2 * kPiece);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // until the thread has seen that all are made
+  {
+    const Taken shared = take_undefined(2 * kPiece);
+    shared.memory->fix_in_place();
+    must(shared.memory->export_memory(0, 2 * kPiece, 2, true));
+  }
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (fake_state().handles < 2 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  EXPECT_EQ(fake_state().handles, 2);
+}
+
 // 2 TiB of memory that was parked in small files.
 TEST(PinnedPool, ManyRangesComeAndGo) {
   constexpr std::uint64_t kRanges = 32768;

@@ -367,7 +367,11 @@ void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool
   PinnedPool* const pool = reusable && (health().ok() || address != 0) ? pool_of(bytes) : nullptr;
   if (pool == nullptr && (!reusable || !health().ok() || !spares_.keep(handle, bytes))) release({handle});
   taken_.release(bytes);
-  if (pool != nullptr) pool->give(handle, address);
+  if (pool != nullptr) {
+    pool->give(handle, address);
+  } else if (pinned_ && bytes != 0 && health().ok()) {
+    pinned_->refill();
+  }
 }
 
 // Also on a device out of service: the vendor releases what it still can.

@@ -110,6 +110,14 @@ void PinnedPool::give(PhysicalHandle handle, DeviceAddress address) {
   source_.release(handle);
 }
 
+void PinnedPool::refill() {
+  {
+    const std::lock_guard lock(mutex_);
+    quiet_from_ = Worker::Clock::now() + kQuiet;
+  }
+  worker_.wake();
+}
+
 std::optional<Extent> PinnedPool::take_range(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   auto best = idle_.end();
@@ -200,7 +208,7 @@ Worker::Clock::time_point PinnedPool::work() {
   Status status = makes ? source_.create(&handle) : Status();
   if (!status.ok()) {
     log_warning("pinned host memory is not made ahead: ", status.message());
-    return Worker::kNever;  // until a piece comes back
+    return Worker::kNever;  // until memory comes back
   }
   status = source_.zero(handle, address);
   if (address == 0 && !status.ok()) {

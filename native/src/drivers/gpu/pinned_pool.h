@@ -65,6 +65,8 @@ class PinnedPool {
   // Takes ownership of a piece, whatever is in it. address: where it is mapped, in a range that is given back later; 0:
   // nowhere.
   void give(PhysicalHandle handle, DeviceAddress address);
+  // More may be wanted: memory that the pool does not get was released.
+  void refill();
   // A range of at least so many bytes, though not much longer, in which pieces of the pool are mapped.
   std::optional<Extent> take_range(std::uint64_t bytes);
   // Takes ownership of a range in which nothing but pieces of the pool is mapped, with access.
