@@ -175,7 +175,7 @@ TEST_F(PinnedPoolTest, ARangeWithSomethingElseInItIsNotUsedAgain) {
   constexpr std::uint64_t kBytes = 2 * kPiece + 2 * kMiB;
   {
     const Taken one = take_undefined(kBytes);
-    fake().fail("cuMemUnmap", 1, 1, 2);  // of what is no piece of the pool
+    fake().fail("cuMemUnmap", 1, 1, 2);  // of the last part, which the pool does not take
   }
   for (int round = 0; round < 3; ++round) fill(take_undefined(kBytes), kBytes, std::byte{1});
   const Taken all = take(host(), 4 * kPiece);
@@ -204,7 +204,7 @@ TEST_F(PinnedPoolTest, SparseMemoryLeavesNoAddressesBehind) {
   expect_all(all, 0, 4 * kPiece, std::byte{0});
 }
 
-// A small part of a file is no piece of the pool, whose pieces may be all that the host has left.
+// The pool may have all that the host has left. The end of a file is smaller than its pieces.
 TEST_F(PinnedPoolTest, AFullHostReleasesPieces) {
   start_full(4 * kPiece);
   fill(take_undefined(2 * kPiece), 2 * kPiece, std::byte{7});
