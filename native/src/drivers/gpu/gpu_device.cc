@@ -349,6 +349,7 @@ Result<PinnedPool::Piece> GpuDevice::acquire_physical(std::uint64_t bytes, Devic
     keeper()->settle();  // the keeper may still have descriptors of memory that was released
     status = create();
   }
+  while (status.error() == ENOSPC && may_release && pinned_ && pinned_->release_one()) status = create();
   if (status.ok()) return created;
   taken_.release(bytes);
   return status;
@@ -356,15 +357,21 @@ Result<PinnedPool::Piece> GpuDevice::acquire_physical(std::uint64_t bytes, Devic
 
 Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle) {
   Status status = import_physical(descriptor, handle);
-  if (status.ok()) taken_.add(bytes);  // whatever the cap is now: it is there already
-  return status;
+  if (!status.ok()) return status;
+  taken_.add(bytes);  // whatever the cap is now: it is there already
+  if (pinned_) pinned_->trim();
+  return {};
 }
 
 void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable, DeviceAddress address) {
   PinnedPool* const pool = reusable && (health().ok() || address != 0) ? pool_of(bytes) : nullptr;
   if (pool == nullptr && (!reusable || !health().ok() || !spares_.keep(handle, bytes))) release({handle});
   taken_.release(bytes);
-  if (pool != nullptr) pool->give(handle, address);
+  if (pool != nullptr) {
+    pool->give(handle, address);
+  } else if (pinned_ && bytes != 0 && health().ok()) {
+    pinned_->refill();
+  }
 }
 
 // Also on a device out of service: the vendor releases what it still can.

@@ -1,5 +1,6 @@
 #include "drivers/gpu/pinned_pool.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <iterator>
 #include <utility>
@@ -13,6 +14,9 @@ constexpr std::chrono::milliseconds kQuiet{500};
 
 // How much longer than asked for a range may be.
 constexpr std::uint64_t kMostLonger = 2;
+// How many times as long as what is mapped in it a range may be that lies idle: its addresses are in nobody's share. A
+// file without holes comes to four.
+constexpr std::uint64_t kMostAddresses = 8;
 
 }  // namespace
 
@@ -37,10 +41,21 @@ PinnedPool::Piece PinnedPool::take_locked(Mapped piece) {
 }
 
 Status PinnedPool::unmap_locked(Mapped piece) {
-  if (Status status = source_.unmap(piece->first); !status.ok()) return status;
+  const DeviceAddress address = piece->first;
+  if (Status status = source_.unmap(address); !status.ok()) return status;
   const Piece taken = take_locked(piece);
   (taken.zeroed ? ready_ : used_).push_back(taken.handle);
+  const auto range = std::ranges::find_if(idle_, [&](const Extent& one) { return address - one.offset < one.bytes; });
+  if (range != idle_.end() && is_empty_locked(*range)) {
+    source_.free_addresses(*range);
+    idle_.erase(range);
+  }
   return {};
+}
+
+bool PinnedPool::is_empty_locked(const Extent& range) const {
+  const auto first = mapped_.lower_bound(range.offset);
+  return first == mapped_.end() || first->first >= range.end();
 }
 
 PinnedPool::Mapped PinnedPool::find_mapped(Lock& lock, DeviceAddress from, DeviceAddress end) {
@@ -54,19 +69,22 @@ PinnedPool::Mapped PinnedPool::find_mapped(Lock& lock, DeviceAddress from, Devic
 }
 
 Status PinnedPool::unmap_one(Lock& lock) {
-  if (mapped_.empty()) return {ENOSPC, "the pool has no piece"};
-  // The last one: a range whose first pieces are there serves shorter memory, too.
-  const DeviceAddress end = idle_.empty() ? UINT64_MAX : idle_.front().end();
-  const DeviceAddress last = std::prev(mapped_.lower_bound(end))->first;
-  const Mapped piece = find_mapped(lock, last, last + 1);
-  if (piece == mapped_.end()) return {EAGAIN, "another thread has taken the piece"};
-  Status status = unmap_locked(piece);
-  free_empty_locked();
-  return status;
+  while (!mapped_.empty()) {
+    // The last one: a range whose first pieces are there serves shorter memory, too.
+    const DeviceAddress end = idle_.empty() ? UINT64_MAX : idle_.front().end();
+    const DeviceAddress last = std::prev(mapped_.lower_bound(end))->first;
+    // Another thread may have taken it meanwhile.
+    if (const Mapped piece = find_mapped(lock, last, last + 1); piece != mapped_.end()) return unmap_locked(piece);
+  }
+  return {ENOSPC, "the pool has no piece"};
 }
 
 Status PinnedPool::clear(const Extent& addresses) {
   Lock lock(mutex_);
+  return clear_locked(lock, addresses);
+}
+
+Status PinnedPool::clear_locked(Lock& lock, const Extent& addresses) {
   for (;;) {
     const Mapped piece = find_mapped(lock, addresses.offset, addresses.end());
     if (piece == mapped_.end()) return {};
@@ -92,6 +110,14 @@ void PinnedPool::give(PhysicalHandle handle, DeviceAddress address) {
   source_.release(handle);
 }
 
+void PinnedPool::refill() {
+  {
+    const std::lock_guard lock(mutex_);
+    quiet_from_ = Worker::Clock::now() + kQuiet;
+  }
+  worker_.wake();
+}
+
 std::optional<Extent> PinnedPool::take_range(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   auto best = idle_.end();
@@ -106,46 +132,55 @@ std::optional<Extent> PinnedPool::take_range(std::uint64_t bytes) {
 }
 
 void PinnedPool::give_range(const Extent& range) {
-  const std::lock_guard lock(mutex_);
-  idle_.push_back(range);
-  free_empty_locked();
-}
-
-void PinnedPool::free_empty_locked() {
-  std::erase_if(idle_, [this](const Extent& range) {
-    const auto first = mapped_.lower_bound(range.offset);
-    if (first != mapped_.end() && first->first < range.end()) return false;
+  Lock lock(mutex_);
+  const auto pieces = std::distance(mapped_.lower_bound(range.offset), mapped_.lower_bound(range.end()));
+  if (static_cast<std::uint64_t>(pieces) * kPieceBytes < range.bytes / kMostAddresses) {
+    static_cast<void>(clear_locked(lock, range));
+  }
+  if (is_empty_locked(range)) {
     source_.free_addresses(range);
-    return true;
-  });
+  } else {
+    idle_.push_back(range);
+  }
 }
 
 void PinnedPool::trim() {
-  const std::uint64_t wanted = source_.wanted();
-  std::vector<PhysicalHandle> released;
+  for (const std::uint64_t wanted = source_.wanted(); release_one(wanted);) {
+  }
+}
+
+bool PinnedPool::release_one(std::uint64_t wanted) {
+  PhysicalHandle released = 0;
   {
     Lock lock(mutex_);
-    while (bytes_locked() > wanted) {
-      if (used_.empty() && ready_.empty() && !unmap_one(lock).ok()) break;
-      std::vector<PhysicalHandle>& from = used_.empty() ? ready_ : used_;
-      released.push_back(from.back());
-      from.pop_back();
-    }
+    if (bytes_locked() <= wanted) return false;
+    if (used_.empty() && ready_.empty() && !unmap_one(lock).ok()) return false;
+    std::vector<PhysicalHandle>& from = used_.empty() ? ready_ : used_;
+    released = from.back();
+    from.pop_back();
   }
-  for (const PhysicalHandle handle : released) source_.release(handle);
+  source_.release(released);
+  return true;
 }
 
 void PinnedPool::close() {
   worker_.stop();
   std::vector<PhysicalHandle> released;
   {
-    Lock lock(mutex_);
+    const std::lock_guard lock(mutex_);
     closed_ = true;
-    while (unmap_one(lock).ok()) {
-    }
     released.swap(ready_);
     released.insert(released.end(), used_.begin(), used_.end());
     used_.clear();
+    // Whatever fails: nobody asks again.
+    for (const auto& [address, handle] : mapped_) {
+      static_cast<void>(source_.unmap(address));
+      released.push_back(handle);
+    }
+    for (const Extent& range : idle_) source_.free_addresses(range);
+    mapped_.clear();
+    dirty_.clear();
+    idle_.clear();
   }
   for (const PhysicalHandle handle : released) source_.release(handle);
 }
@@ -173,7 +208,7 @@ Worker::Clock::time_point PinnedPool::work() {
   Status status = makes ? source_.create(&handle) : Status();
   if (!status.ok()) {
     log_warning("pinned host memory is not made ahead: ", status.message());
-    return Worker::kNever;  // until a piece comes back
+    return Worker::kNever;  // until memory comes back
   }
   status = source_.zero(handle, address);
   if (address == 0 && !status.ok()) {

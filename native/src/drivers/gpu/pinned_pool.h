@@ -7,13 +7,15 @@
 //
 // A piece that comes back stays mapped where it was, in a range that nobody uses then. The next memory of about that
 // size gets the range with the pieces in it, so that a model which sleeps again costs its copy alone. A piece that is
-// needed elsewhere is unmapped. Takes 2 MiB of each GPU's memory for each GiB that is mapped (page tables).
+// needed elsewhere is unmapped. Takes 2 MiB of each GPU's memory for each GiB that is mapped (page tables), and at most
+// eight times as many addresses.
 // Ownership: the GpuDevice's. Thread-safe.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -63,14 +65,18 @@ class PinnedPool {
   // Takes ownership of a piece, whatever is in it. address: where it is mapped, in a range that is given back later; 0:
   // nowhere.
   void give(PhysicalHandle handle, DeviceAddress address);
+  // More may be wanted: memory that the pool does not get was released.
+  void refill();
   // A range of at least so many bytes, though not much longer, in which pieces of the pool are mapped.
   std::optional<Extent> take_range(std::uint64_t bytes);
-  // Takes ownership of a range in which nothing but pieces of the pool is mapped.
+  // Takes ownership of a range in which nothing but pieces of the pool is mapped, with access.
   void give_range(const Extent& range);
   // Unmaps the pieces that are mapped there.
   Status clear(const Extent& addresses);
   // Releases pieces while the pool has more than is wanted.
   void trim();
+  // Releases a piece if the pool has more than so many bytes. False: it has not.
+  bool release_one(std::uint64_t wanted = 0);
   // Releases all pieces, and makes none from now on.
   void close();
 
@@ -84,13 +90,14 @@ class PinnedPool {
   using Mapped = std::map<DeviceAddress, PhysicalHandle>::iterator;
   // Takes that piece as it is mapped.
   Piece take_locked(Mapped piece);
+  // Frees its range, too, if that is idle and nothing else is mapped there.
   Status unmap_locked(Mapped piece);
+  [[nodiscard]] bool is_empty_locked(const Extent& range) const;
   // Unmaps a piece of the range that has been idle longest, if any is.
   Status unmap_one(Lock& lock);
   // The first piece that touches [from, end), once it is not being zeroed.
   Mapped find_mapped(Lock& lock, DeviceAddress from, DeviceAddress end);
-  // Frees the idle ranges in which nothing is mapped any more.
-  void free_empty_locked();
+  Status clear_locked(Lock& lock, const Extent& addresses);
 
   const Source source_;
   std::mutex mutex_;  // guards all below; a leaf, but for the driver's calls that unmap
@@ -98,7 +105,7 @@ class PinnedPool {
   std::vector<PhysicalHandle> used_;  // with what their last user left
   std::map<DeviceAddress, PhysicalHandle> mapped_;
   std::set<DeviceAddress> dirty_;  // those of mapped_ that are not zeros
-  std::vector<Extent> idle_;       // ranges that nobody uses, the one that was given back last at the end
+  std::deque<Extent> idle_;        // ranges that nobody uses, the one that was given back last at the end
   DeviceAddress zeroing_ = 0;      // the one of mapped_ that the thread fills now
   std::condition_variable zeroed_;
   Worker::Clock::time_point quiet_from_;  // when it is quiet again

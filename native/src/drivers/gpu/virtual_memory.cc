@@ -117,11 +117,13 @@ Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDev
 
 MappedRange::~MappedRange() {
   const Current current(*device_);
-  std::erase_if(shown_, [this](const auto& piece) {
-    return piece.second.use_count() == 1 && piece.second->leave_mapped(base() + piece.first);
-  });
+  if (!unmapping_failed_) {
+    std::erase_if(shown_, [this](const auto& piece) {
+      return piece.second.use_count() == 1 && piece.second->leave_mapped(base() + piece.first);
+    });
+  }
   // A range with a piece in it cannot be freed: the driver keeps both, and nothing else is lost.
-  static_cast<void>(hide_all());
+  if (!hide_all().ok()) return;
   if (PinnedPool* const pool = device_->pool()) {
     pool->give_range({base(), bytes()});
   } else {
@@ -153,7 +155,9 @@ Status MappedRange::hide_all() {
 }
 
 Status MappedRange::unmap(std::uint64_t offset, std::uint64_t bytes) {
-  return device_->call(device_->functions().memory_unmap, base() + offset, bytes);
+  Status status = device_->call(device_->functions().memory_unmap, base() + offset, bytes);
+  unmapping_failed_ = unmapping_failed_ || !status.ok();
+  return status;
 }
 
 Status MappedRange::show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical, bool* accessible) {

@@ -104,6 +104,7 @@ class MappedRange final : public AddressRange {
 
   const std::shared_ptr<GpuDevice> device_;
   std::map<std::uint64_t, std::shared_ptr<PhysicalMemory>> shown_;  // by offset
+  bool unmapping_failed_ = false;                                   // so a piece may be mapped without access
 };
 
 class VirtualMemory final : public DeviceMemory {
