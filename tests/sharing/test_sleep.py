@@ -350,6 +350,25 @@ def test_a_shell_names_the_programs_that_it_cannot_ask_and_asks_the_others(place
         assert listener.stdout.readline() == "True\n"
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_shell_wakes_a_program_that_sleeps_on_an_older_version(place: Survivor, file: Path, follows: bool) -> None:
+    script = "import gpufs, os, sys\ngpufs.when_asked()\n" + HOLD.replace("sys.stdin.read()", "sys.stdin.readline()")
+    script = script.replace("print(", ("f = gpufs.follow(array)\n" if follows else "") + "gpufs.sleep()\nprint(", 1)
+    script += "\ngpufs.wake()\nprint(array.tobytes()[0], flush=True)\n"  # waits for the wake in progress
+    with program(script, file, "r+") as sleeper:
+        (old,) = place.report()["leases"]
+        assert old["asleep"]
+        new = file.with_name("new")
+        new.write_bytes(b"\xff" * SIZE)
+        command("replace", new, file)
+        command("wake", file)
+        wait_until(lambda: not place.report()["leases"][0]["asleep"], PATIENCE, "the program to wake")
+        (lease,) = place.report()["leases"]
+        assert (lease["inode"] == file.stat().st_ino) is follows
+        out, _ = sleeper.communicate("\n", timeout=PATIENCE)
+        assert out == f"{255 if follows else noise(SIZE)[0]}\n"
+
+
 def test_a_whole_mount_sleeps_and_the_hosts_files_stay(mount: Mounter, driver: str, tmp_path: Path) -> None:
     if driver == "hip":
         pytest.skip("the HIP driver has no host memory for files")
