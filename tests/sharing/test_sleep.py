@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM
 from pathlib import Path
@@ -295,6 +296,27 @@ def test_a_small_file_stays_and_the_figures_are_what_has_happened(place: Survivo
     assert changed("pin") == (0, 2)
     assert changed("unpin", file) == (2, 1)
     small.unlink()
+
+
+def test_a_sparse_file_moves_in_the_time_that_its_data_take(place: Survivor, file: Path) -> None:
+    """Evicting a file of many TiB kept all others from memory for minutes."""
+    size, data = 1 << 44, noise(MIB)
+    with open(file, "r+b", buffering=0) as opened:
+        os.pwrite(opened.fileno(), data, size - MIB)
+        os.pwrite(opened.fileno(), data, size // 2)
+        start = time.monotonic()
+        command("sleep", file)
+        assert time.monotonic() - start < 20
+        assert parked(file)
+        for _ in range(2):
+            fd = opened.fileno()
+            assert os.pread(fd, SIZE, 0) == noise(SIZE)
+            assert os.pread(fd, 2 * MIB, size // 2 - MIB // 2) == bytes(MIB // 2) + data + bytes(MIB // 2)
+            assert os.pread(fd, 2 * MIB, size - MIB) == data
+            hole = os.lseek(fd, 0, os.SEEK_HOLE)
+            assert (hole, os.lseek(fd, hole, os.SEEK_DATA)) == (12 * MIB, size // 2)
+            command("wake", file)
+        assert not parked(file)
 
 
 def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, file: Path) -> None:
