@@ -332,6 +332,11 @@ def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, fi
         (entry,) = [each for each in place.report()["quotas"] if each["uid"] == NOBODY and "host0" in each["path"]]
         assert entry["used_bytes"] >= SIZE
         os.chown(file, 0, 0)
+        command("quota", "set", place.path / "host0", MIB, "--user", NOBODY)
+        os.chown(file, NOBODY, NOBODY)  # also beyond the limit
+        (entry,) = [each for each in place.report()["quotas"] if each["uid"] == NOBODY and "host0" in each["path"]]
+        assert entry["used_bytes"] >= SIZE > entry["limit_bytes"]
+        os.chown(file, 0, 0)
         assert not [each for each in place.report()["quotas"] if each["uid"] == NOBODY and each["used_bytes"]]
     finally:
         command("quota", "set", place.path / "host0", "none", "--user", NOBODY)
