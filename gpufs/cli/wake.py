@@ -15,7 +15,8 @@ def command(paths: tuple[str, ...]) -> None:
     """Bring files that `gpufs sleep` or their programs have put to sleep back to their devices.
 
     A directory stands for all files below it. Programs that sleep and have called gpufs.when_asked() are asked to
-    wake. Where the device is full, the message says how much is missing and which programs use the rest.
+    wake, also those that sleep on an older version of the file. Where the device is full, the message says how much is
+    missing and which programs use the rest.
     """
     each_file(paths, _wake, "awake:")
 

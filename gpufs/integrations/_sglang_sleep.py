@@ -46,7 +46,8 @@ def _with(
 
 
 def _save() -> None:
-    _saved[:] = [parameter.detach().cpu().clone() for parameter in _own]
+    if not _saved:  # at a second pause without a resume between, the memory has been dropped already
+        _saved[:] = [parameter.detach().cpu().clone() for parameter in _own]
 
 
 def _sleep() -> None:
@@ -59,6 +60,6 @@ def _sleep() -> None:
 def _wake() -> None:
     wake()
     with torch.inference_mode():
-        for parameter, saved in zip(_own, _saved, strict=True):
+        for parameter, saved in zip(_own, _saved, strict=bool(_saved)):  # none after a resume without a pause
             parameter.copy_(saved)
     _saved.clear()

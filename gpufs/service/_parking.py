@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from errno import EBUSY, EPERM
 from typing import Final
 
@@ -10,7 +11,7 @@ import trio
 
 from gpufs.protocol import Asked
 from gpufs.service import _checks
-from gpufs.service._channel import ClientChannel
+from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._scope import Descriptor
 from gpufs.service._served_mount import Holder, ServedMount
 from gpufs.syscalls import trusted
@@ -56,15 +57,24 @@ class Parking:
     async def bring_back(self, channel: ClientChannel, descriptors: Sequence[Descriptor]) -> None:
         """Serve BringBack. OSError EPERM, and as Mount.inode_bring_back()."""
         ino = self._check(channel, descriptors)
+        path = path_behind(descriptors[0].fd)
         await run_to_the_end(functools.partial(self._served.bring_back, ino), channel.user.calls)
         self._ask([holder for holder, _ in self._served.holders.leases_on(ino)], Asked(ino, "wake"))
+        # A version that had the name before has none now. Programs that sleep on it take over the newest one.
+        for older in self._served.holders.asleep_at(path):
+            with suppress(OSError):  # gone by now
+                if older.ino != ino and self._may_move(channel, older.ino):
+                    self._ask([older], Asked(older.ino, "wake"))
 
     def _check(self, channel: ClientChannel, descriptors: Sequence[Descriptor]) -> int:
         ino = _checks.check_revocable(descriptors, self._served.st_dev)
-        uid = channel.peer.uid
-        if not trusted(uid) and self._served.mount.inode_get(ino).uid != uid:
+        if not self._may_move(channel, ino):
             raise OSError(EPERM, "only the file's owner, root and the user who mounted may move it")
         return ino
+
+    def _may_move(self, channel: ClientChannel, ino: int) -> bool:
+        uid = channel.peer.uid
+        return trusted(uid) or self._served.mount.inode_get(ino).uid == uid
 
     def _ask(self, holders: Sequence[Holder], message: Asked) -> set[int]:
         """Send a message to the programs of these holders that listen; returns their process numbers."""

@@ -112,6 +112,11 @@ class HolderTable:
         """Return the holders that use the memory of a file now; private copies and registrations do not."""
         return [holder for holder, _ in self.leases_on(ino) if not holder.asleep]
 
+    def asleep_at(self, path: str) -> list[Holder]:
+        """Those that sleep on a file that had a name when they attached it."""
+        with self._lock:
+            return [holder for holder in self._holders if holder.asleep and holder.path == path]
+
     def largest(self, device: int, mount: Mount, most: int = 3) -> list[str]:
         """The files on a device that programs use awake and the programs, as texts, those with the most bytes first."""
         with self._lock:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM
 from pathlib import Path
@@ -297,6 +298,27 @@ def test_a_small_file_stays_and_the_figures_are_what_has_happened(place: Survivo
     small.unlink()
 
 
+def test_a_sparse_file_moves_in_the_time_that_its_data_take(place: Survivor, file: Path) -> None:
+    """Evicting a file of many TiB kept all others from memory for minutes."""
+    size, data = 1 << 44, noise(MIB)
+    with open(file, "r+b", buffering=0) as opened:
+        os.pwrite(opened.fileno(), data, size - MIB)
+        os.pwrite(opened.fileno(), data, size // 2)
+        start = time.monotonic()
+        command("sleep", file)
+        assert time.monotonic() - start < 20
+        assert parked(file)
+        for _ in range(2):
+            fd = opened.fileno()
+            assert os.pread(fd, SIZE, 0) == noise(SIZE)
+            assert os.pread(fd, 2 * MIB, size // 2 - MIB // 2) == bytes(MIB // 2) + data + bytes(MIB // 2)
+            assert os.pread(fd, 2 * MIB, size - MIB) == data
+            hole = os.lseek(fd, 0, os.SEEK_HOLE)
+            assert (hole, os.lseek(fd, hole, os.SEEK_DATA)) == (12 * MIB, size // 2)
+            command("wake", file)
+        assert not parked(file)
+
+
 def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, file: Path) -> None:
     os.chown(file, NOBODY, NOBODY)
     command("quota", "set", place.path / "host0", MIB, "--user", NOBODY)
@@ -309,6 +331,11 @@ def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, fi
         command("sleep", file)
         (entry,) = [each for each in place.report()["quotas"] if each["uid"] == NOBODY and "host0" in each["path"]]
         assert entry["used_bytes"] >= SIZE
+        os.chown(file, 0, 0)
+        command("quota", "set", place.path / "host0", MIB, "--user", NOBODY)
+        os.chown(file, NOBODY, NOBODY)  # also beyond the limit
+        (entry,) = [each for each in place.report()["quotas"] if each["uid"] == NOBODY and "host0" in each["path"]]
+        assert entry["used_bytes"] >= SIZE > entry["limit_bytes"]
         os.chown(file, 0, 0)
         assert not [each for each in place.report()["quotas"] if each["uid"] == NOBODY and each["used_bytes"]]
     finally:
@@ -348,6 +375,25 @@ def test_a_shell_names_the_programs_that_it_cannot_ask_and_asks_the_others(place
         listener.stdin.write("\n")
         listener.stdin.flush()
         assert listener.stdout.readline() == "True\n"
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_shell_wakes_a_program_that_sleeps_on_an_older_version(place: Survivor, file: Path, follows: bool) -> None:
+    script = "import gpufs, os, sys\ngpufs.when_asked()\n" + HOLD.replace("sys.stdin.read()", "sys.stdin.readline()")
+    script = script.replace("print(", ("f = gpufs.follow(array)\n" if follows else "") + "gpufs.sleep()\nprint(", 1)
+    script += "\ngpufs.wake()\nprint(array.tobytes()[0], flush=True)\n"  # waits for the wake in progress
+    with program(script, file, "r+") as sleeper:
+        (old,) = place.report()["leases"]
+        assert old["asleep"]
+        new = file.with_name("new")
+        new.write_bytes(b"\xff" * SIZE)
+        command("replace", new, file)
+        command("wake", file)
+        wait_until(lambda: not place.report()["leases"][0]["asleep"], PATIENCE, "the program to wake")
+        (lease,) = place.report()["leases"]
+        assert (lease["inode"] == file.stat().st_ino) is follows
+        out, _ = sleeper.communicate("\n", timeout=PATIENCE)
+        assert out == f"{255 if follows else noise(SIZE)[0]}\n"
 
 
 def test_a_whole_mount_sleeps_and_the_hosts_files_stay(mount: Mounter, driver: str, tmp_path: Path) -> None:

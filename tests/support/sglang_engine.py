@@ -113,6 +113,7 @@ def sleep_and_wake(engine: Any, model: Path, parameters: dict[str, Any]) -> list
 
     found: list[Any] = [parked()]
     engine.release_memory_occupation()
+    engine.release_memory_occupation()  # again: SGLang does not refuse it
     found.append(parked())
     engine.resume_memory_occupation()
     output: Any = engine.generate(input_ids=PROMPT, sampling_params=parameters)

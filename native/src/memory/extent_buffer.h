@@ -236,6 +236,8 @@ class ExtentBuffer : public Buffer {
   Status copy_chunks(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes,
                      const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                      const std::function<void()>& advanced) override;
+  std::uint64_t hole_of_both(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                             std::uint64_t bytes) const;
   Status take_ahead(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes);
   Status copy_chunk(Buffer& source, std::uint64_t source_offset, std::uint64_t offset, std::uint64_t bytes, Wait wait,
                     std::uint64_t* done);

@@ -68,7 +68,9 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
       break;
     }
     const std::uint64_t before = *done;
-    const std::uint64_t part = std::min(chunk, bytes - before);
+    // A hole is one step: a sparse file of 64 TiB has a million chunks.
+    const std::uint64_t hole = hole_of_both(source, source_offset + before, offset + before, bytes - before);
+    const std::uint64_t part = std::max(hole, std::min(chunk, bytes - before));
     const std::uint64_t following = before + part;
     touched = std::max(touched, following);
     const auto start = std::chrono::steady_clock::now();
@@ -100,6 +102,18 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
   if (touched <= *done) return status;
   const Status cleared = discard_above_size(offset + *done, touched - *done);
   return status.ok() ? cleared : status;
+}
+
+// How much of the next bytes is a hole of the source, and has no memory here.
+std::uint64_t ExtentBuffer::hole_of_both(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
+                                         std::uint64_t bytes) const {
+  const Result<std::uint64_t> data = source.seek_data(source_offset);
+  if (!data.ok() && data.error() != ENXIO) return 0;
+  const std::uint64_t end = data.ok() ? std::min(data.value() - source_offset, bytes) : bytes;
+  const SnapshotPointer now = current();
+  const std::uint64_t first = now->placement + offset;
+  const Extents existing = inside(now->extents, first, first + end);
+  return existing.empty() ? end : existing.front().offset - first;
 }
 
 // Takes memory for a copy of the source's data, not for its holes.

@@ -19,10 +19,7 @@ class _MemorySaver:
     disable = region
 
     def pause(self, tag: str) -> None:
-        """Frees the memory of a kind, which this one cannot."""
-
-    def resume(self, tag: str) -> None:
-        """Takes the memory again, with other contents: here the small parameters of a model become zeros."""
+        """Frees the memory of a kind: here the small parameters of a model become zeros."""
         import gc
 
         import torch
@@ -33,6 +30,8 @@ class _MemorySaver:
             for parameter in module.parameters(recurse=False):
                 if parameter.nbytes < 64 << 10:
                     parameter.data.zero_()
+
+    resume = pause  # the memory has other contents than before
 
 
 torch_memory_saver = _MemorySaver()
