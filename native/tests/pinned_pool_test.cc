@@ -460,8 +460,8 @@ class PinnedPoolRandomTest : public PinnedPoolTest {
       SCOPED_TRACE("step " + std::to_string(number));
       step();
       EXPECT_OK(host().health());
-      // A piece more for the thread, which has one in its hands, and one for an unmapping that failed.
-      EXPECT_LE(fake_state().bytes_used, kTier + 2 * kPiece);
+      // Some pieces more: the thread has one in its hands, and an unmapping may have failed. It must not become more.
+      EXPECT_LE(fake_state().bytes_used, kTier + 3 * kPiece);
       if (number % 16 != 0) continue;
       for (const Memory& memory : memories_) check(memory);
       for (const Shared& shared : shared_) check(shared);
