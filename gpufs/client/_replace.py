@@ -96,7 +96,7 @@ def _open(path: str, opened: ExitStack) -> _Opened:
     # Opening a FIFO or a device in another way has effects. Of a link not the file but the link would get the name.
     directory = keep(os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
-        named = keep(os.open(os.path.basename(path), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory))
+        named = keep(os.open(os.path.basename(path) or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory))
         status = os.fstat(named)
         mounts = mounting.by_device().get(status.st_dev)
         if mounts is None:
@@ -130,9 +130,9 @@ def _rename(new: _Opened, old: _Opened) -> None:
 def _move(new: _Opened, old: _Opened) -> None:
     """Rename, and only the file that is open.
 
-    rename(2) takes names, and others who may write into the directory may put another file at the name. So the file
-    first gets a random name in the directory of the old version, and is checked there. Those who can exchange it there,
-    too, could replace the old version themselves.
+    rename(2) takes names. Another user who may write into the directory can put another file at the name. Therefore the
+    file first gets a random name in the directory of the old version, and is checked there. A user who can exchange it
+    there, too, could replace the old version directly.
     """
     with suppress(OSError):  # has a lock already
         fcntl.flock(new.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else it counts as what a dead process has left

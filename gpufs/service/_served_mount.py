@@ -229,7 +229,7 @@ class ServedMount:
     def park(self, ino: int) -> bool:
         """Move a file to the host's memory; returns whether it is there now: small files stay.
 
-        OSError EBUSY if somebody uses it, EOPNOTSUPP without such memory, ENOSPC and EDQUOT if there is no space in it.
+        OSError EBUSY if it is in use, EOPNOTSUPP without such memory, ENOSPC and EDQUOT if there is no space in it.
         """
         try:
             return self.mount.inode_park(ino)
