@@ -25,8 +25,8 @@
 namespace gpufs {
 namespace {
 
+using testing::kGranule;
 using testing::kMiB;
-constexpr std::uint64_t kGranule = 2 * kMiB;
 
 class HostDriverTest : public ::testing::Test {
  protected:

@@ -191,19 +191,19 @@ Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
   info_.total_bytes = round_down(bytes, info_.granule);
   info_.files_reach_memory = false;
   info_.host_tier = true;
-  pinned_ = std::make_unique<PinnedPool>(PinnedPool::Source{
+  pinned_ = std::make_unique<HostTierPool>(HostTierPool::Source{
       .create =
           [this](PhysicalHandle* handle) {
             const Current current(*this);
             if (!current.status().ok()) return current.status();
-            return call(functions().memory_create, handle, PinnedPool::kPieceBytes, &allocation_, 0);
+            return call(functions().memory_create, handle, HostTierPool::kPieceBytes, &allocation_, 0);
           },
       .zero = [this](PhysicalHandle handle, DeviceAddress address) { return zero_piece(handle, address); },
       .release = [this](PhysicalHandle handle) { release({handle}); },
       .unmap =
           [this](DeviceAddress address) {
             const Current current(*this);
-            return call(functions().memory_unmap, address, PinnedPool::kPieceBytes);
+            return call(functions().memory_unmap, address, HostTierPool::kPieceBytes);
           },
       .free_addresses =
           [this](const Extent& range) {
@@ -311,20 +311,20 @@ Status GpuDevice::take(std::uint64_t bytes) {
 }
 
 std::uint64_t GpuDevice::largest_piece() const {
-  return info_.host_tier ? PinnedPool::kPieceBytes : VirtualMemory::kLargestPiece;
+  return info_.host_tier ? HostTierPool::kPieceBytes : VirtualMemory::kLargestPiece;
 }
 
-Result<PinnedPool::Piece> GpuDevice::acquire_physical(std::uint64_t bytes, DeviceAddress address, bool wants_zeros,
-                                                      Wait wait) {
+Result<AcquiredMemory> GpuDevice::acquire_physical(std::uint64_t bytes, DeviceAddress address, bool wants_zeros,
+                                                   Wait wait) {
   if (Status status = take(bytes); !status.ok()) return status;
   if (pinned_) {
-    if (PinnedPool* const pool = pool_of(bytes)) {
-      if (const std::optional<PinnedPool::Piece> piece = pool->take(address, wants_zeros)) return *piece;
+    if (HostTierPool* const pool = pool_of(bytes)) {
+      if (const std::optional<AcquiredMemory> piece = pool->take(address, wants_zeros)) return *piece;
     }
     pinned_->trim();
   }
-  if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) return PinnedPool::Piece{.handle = *spare};
-  PinnedPool::Piece created;
+  if (const std::optional<PhysicalHandle> spare = spares_.take(bytes)) return AcquiredMemory{.handle = *spare};
+  AcquiredMemory created;
   const auto create = [&] {
     return full_if_out_of_memory(call(functions().memory_create, &created.handle, bytes, &allocation_, 0));
   };
@@ -364,7 +364,7 @@ Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHa
 }
 
 void GpuDevice::return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable, DeviceAddress address) {
-  PinnedPool* const pool = reusable && (health().ok() || address != 0) ? pool_of(bytes) : nullptr;
+  HostTierPool* const pool = reusable && (health().ok() || address != 0) ? pool_of(bytes) : nullptr;
   if (pool == nullptr && (!reusable || !health().ok() || !spares_.keep(handle, bytes))) release({handle});
   taken_.release(bytes);
   if (pool != nullptr) {
@@ -396,20 +396,20 @@ void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
 Status GpuDevice::zero_piece(PhysicalHandle piece, DeviceAddress address) {
   const Current current(*this);
   if (!current.status().ok()) return current.status();
-  const Extent whole{0, PinnedPool::kPieceBytes};
+  const Extent whole{0, HostTierPool::kPieceBytes};
   if (address != 0) return zero_spans(address, std::span(&whole, 1));
   DeviceAddress base = 0;
-  Status status = call(functions().address_reserve, &base, PinnedPool::kPieceBytes, 0, 0, 0);
+  Status status = call(functions().address_reserve, &base, HostTierPool::kPieceBytes, 0, 0, 0);
   if (!status.ok()) return status;
-  status = map(base, PinnedPool::kPieceBytes, piece);
+  status = map(base, HostTierPool::kPieceBytes, piece);
   if (status.ok()) {
-    status = allow(base, PinnedPool::kPieceBytes);
+    status = allow(base, HostTierPool::kPieceBytes);
     if (status.ok()) status = zero_spans(base, std::span(&whole, 1));
-    Status hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);
-    if (!hidden.ok()) hidden = call(functions().memory_unmap, base, PinnedPool::kPieceBytes);
+    Status hidden = call(functions().memory_unmap, base, HostTierPool::kPieceBytes);
+    if (!hidden.ok()) hidden = call(functions().memory_unmap, base, HostTierPool::kPieceBytes);
     if (!hidden.ok()) return hidden;  // the addresses stay with what they show
   }
-  functions().address_free(base, PinnedPool::kPieceBytes);
+  functions().address_free(base, HostTierPool::kPieceBytes);
   return status;
 }
 

@@ -20,7 +20,7 @@
 #include "base/status.h"
 #include "drivers/driver.h"
 #include "drivers/gpu/api.h"
-#include "drivers/gpu/pinned_pool.h"
+#include "drivers/gpu/host_tier_pool.h"
 #include "drivers/gpu/spare_memory.h"
 #include "drivers/gpu/vendor_library.h"
 #include "drivers/ledger.h"
@@ -97,18 +97,18 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
   [[nodiscard]] std::uint64_t largest_piece() const;
   // Memory within the cap: ENOSPC if it or the device is full. Its contents are undefined unless it is `zeroed`, which
   // is tried if the caller wants it. address: where the caller is about to map it. The device must be current.
-  Result<PinnedPool::Piece> acquire_physical(std::uint64_t bytes, DeviceAddress address, bool wants_zeros, Wait wait);
+  Result<AcquiredMemory> acquire_physical(std::uint64_t bytes, DeviceAddress address, bool wants_zeros, Wait wait);
   // The physical memory of a descriptor that the last process has kept, within the cap.
   Status adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle);
   // reusable: nobody outside can reach the memory, so it may be cached for the next caller. address: where it is still
   // mapped, see pool_of(); 0: nowhere.
   void return_physical(PhysicalHandle handle, std::uint64_t bytes, bool reusable, DeviceAddress address);
   // The pool that takes physical memory of this size, mapped or not. Null: none.
-  [[nodiscard]] PinnedPool* pool_of(std::uint64_t bytes) const {
-    return bytes == PinnedPool::kPieceBytes ? pinned_.get() : nullptr;
+  [[nodiscard]] HostTierPool* pool_of(std::uint64_t bytes) const {
+    return bytes == HostTierPool::kPieceBytes ? pinned_.get() : nullptr;
   }
   // The pool that may have left pieces in ranges. Null: none.
-  [[nodiscard]] PinnedPool* pool() const { return pinned_.get(); }
+  [[nodiscard]] HostTierPool* pool() const { return pinned_.get(); }
   Status acquire_plain(std::uint64_t bytes, DeviceAddress* base);
   void return_plain(DeviceAddress base, std::uint64_t bytes);
 
@@ -205,7 +205,7 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
 
   Ledger taken_;  // bytes in use, and the cap
   SpareMemory spares_{[this](const std::vector<PhysicalHandle>& handles) { release(handles); }};
-  std::unique_ptr<PinnedPool> pinned_;  // of a host tier; constant
+  std::unique_ptr<HostTierPool> pinned_;  // of a host tier; constant
 
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;  // guards failure_; a leaf

@@ -25,7 +25,7 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
                                                                DeviceAddress address, Wait wait, bool wants_zeros) {
-  const Result<PinnedPool::Piece> piece = device->acquire_physical(bytes, address, wants_zeros, wait);
+  const Result<AcquiredMemory> piece = device->acquire_physical(bytes, address, wants_zeros, wait);
   if (!piece.ok()) return piece.status();
   std::shared_ptr<PhysicalMemory> created(
       new PhysicalMemory(std::move(device), bytes, piece.value().handle, /*own=*/true));
@@ -124,7 +124,7 @@ MappedRange::~MappedRange() {
   }
   // A range with a piece in it cannot be freed: the driver keeps both, and nothing else is lost.
   if (!hide_all().ok()) return;
-  if (PinnedPool* const pool = device_->pool()) {
+  if (HostTierPool* const pool = device_->pool()) {
     pool->give_range({base(), bytes()});
   } else {
     device_->functions().address_free(base(), bytes());

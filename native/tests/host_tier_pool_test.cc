@@ -20,15 +20,15 @@
 #include "base/math.h"
 #include "cuda_test_support.h"
 #include "drivers/gpu/gpu_device.h"
-#include "drivers/gpu/pinned_pool.h"
+#include "drivers/gpu/host_tier_pool.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::cuda_test {
 namespace {
 
-constexpr std::uint64_t kPiece = gpu::PinnedPool::kPieceBytes;
+constexpr std::uint64_t kPiece = gpu::HostTierPool::kPieceBytes;
 
-class PinnedPoolTest : public FakeCuda {
+class HostTierPoolTest : public FakeCuda {
  protected:
   void start(std::uint64_t bytes, const FakeGpuSetup& setup = {}) {
     DriverOptions options;
@@ -75,7 +75,7 @@ class PinnedPoolTest : public FakeCuda {
   int stuck_ = 0;  // mappings
 };
 
-TEST_F(PinnedPoolTest, MemoryOfTheSameSizeIsMappedOnce) {
+TEST_F(HostTierPoolTest, MemoryOfTheSameSizeIsMappedOnce) {
   start(4 * kPiece);
   take_undefined(3 * kPiece + 2 * kMiB);
   // The pool's thread maps pieces, too, while it makes them.
@@ -89,14 +89,14 @@ TEST_F(PinnedPoolTest, MemoryOfTheSameSizeIsMappedOnce) {
   EXPECT_EQ(fewest, 0);
 }
 
-TEST_F(PinnedPoolTest, NobodySeesWhatTheLastUserLeft) {
+TEST_F(HostTierPoolTest, NobodySeesWhatTheLastUserLeft) {
   start(4 * kPiece);
   fill(take_undefined(3 * kPiece), 3 * kPiece, std::byte{7});
   const Taken same = take(host(), 3 * kPiece);
   expect_all(same, 0, 3 * kPiece, std::byte{0});
 }
 
-TEST_F(PinnedPoolTest, MappedPiecesServeMemoryOfAnySize) {
+TEST_F(HostTierPoolTest, MappedPiecesServeMemoryOfAnySize) {
   start(4 * kPiece);
   fill(take_undefined(4 * kPiece), 4 * kPiece, std::byte{7});
   // Each is zeros, wherever its pieces come from: a range that is too long, the middle of one, less than a piece.
@@ -116,13 +116,13 @@ TEST_F(PinnedPoolTest, MappedPiecesServeMemoryOfAnySize) {
   EXPECT_EQ(must(host().memory()).free_bytes, 2 * kPiece);
 }
 
-TEST_F(PinnedPoolTest, MappedPiecesAreFree) {
+TEST_F(HostTierPoolTest, MappedPiecesAreFree) {
   start(4 * kPiece);
   take_undefined(4 * kPiece);
   EXPECT_EQ(must(host().memory()).free_bytes, 4 * kPiece);
 }
 
-TEST_F(PinnedPoolTest, APieceThatCannotBeUnmappedIsNotLost) {
+TEST_F(HostTierPoolTest, APieceThatCannotBeUnmappedIsNotLost) {
   start(2 * kPiece);
   take_undefined(2 * kPiece);
   fake().fail("cuMemUnmap", 1, 1, 1);
@@ -133,7 +133,7 @@ TEST_F(PinnedPoolTest, APieceThatCannotBeUnmappedIsNotLost) {
   expect_all(again, 0, 2 * kPiece, std::byte{0});
 }
 
-TEST_F(PinnedPoolTest, ThreadsNeverShareAPiece) {
+TEST_F(HostTierPoolTest, ThreadsNeverShareAPiece) {
   start(8 * kPiece);
   std::vector<std::thread> threads;
   for (int number = 1; number <= 4; ++number) {
@@ -157,7 +157,7 @@ TEST_F(PinnedPoolTest, ThreadsNeverShareAPiece) {
 }
 
 // Access to memory that is mapped without it would end the device's context.
-TEST_F(PinnedPoolTest, APieceWithoutAccessIsNotLeftMapped) {
+TEST_F(HostTierPoolTest, APieceWithoutAccessIsNotLeftMapped) {
   start_full(2 * kPiece);
   {
     Taken broken = take(host(), 0, 2 * kPiece);
@@ -170,7 +170,7 @@ TEST_F(PinnedPoolTest, APieceWithoutAccessIsNotLeftMapped) {
   expect_all(again, 0, 2 * kPiece, std::byte{1});
 }
 
-TEST_F(PinnedPoolTest, ARangeWithSomethingElseInItIsNotUsedAgain) {
+TEST_F(HostTierPoolTest, ARangeWithSomethingElseInItIsNotUsedAgain) {
   start_full(4 * kPiece);
   constexpr std::uint64_t kBytes = 2 * kPiece + 2 * kMiB;
   {
@@ -183,7 +183,7 @@ TEST_F(PinnedPoolTest, ARangeWithSomethingElseInItIsNotUsedAgain) {
   stuck_ = 1;
 }
 
-TEST_F(PinnedPoolTest, AllIsReleasedAtTheEndWhateverFails) {
+TEST_F(HostTierPoolTest, AllIsReleasedAtTheEndWhateverFails) {
   start_full(4 * kPiece);
   take_undefined(4 * kPiece);
   fake().fail("cuMemUnmap", 1, 1, 1);
@@ -191,7 +191,7 @@ TEST_F(PinnedPoolTest, AllIsReleasedAtTheEndWhateverFails) {
 }
 
 // Nobody is charged for the addresses that the pool has.
-TEST_F(PinnedPoolTest, SparseMemoryLeavesNoAddressesBehind) {
+TEST_F(HostTierPoolTest, SparseMemoryLeavesNoAddressesBehind) {
   FakeGpuSetup setup;
   setup.address_space_bytes = std::uint64_t{8} << 30;
   start_full(4 * kPiece, setup);
@@ -205,7 +205,7 @@ TEST_F(PinnedPoolTest, SparseMemoryLeavesNoAddressesBehind) {
 }
 
 // The pool may have all that the host has left. The end of a file is smaller than its pieces.
-TEST_F(PinnedPoolTest, AFullHostReleasesPieces) {
+TEST_F(HostTierPoolTest, AFullHostReleasesPieces) {
   start_full(4 * kPiece);
   fill(take_undefined(2 * kPiece), 2 * kPiece, std::byte{7});
   fake().fail("cuMemCreate", 1, api::kOutOfMemory, 3);
@@ -213,7 +213,7 @@ TEST_F(PinnedPoolTest, AFullHostReleasesPieces) {
   expect_all(small, 0, 2 * kMiB, std::byte{0});
 }
 
-TEST_F(PinnedPoolTest, RestoredMemoryCountsTowardsTheCap) {
+TEST_F(HostTierPoolTest, RestoredMemoryCountsTowardsTheCap) {
   start_full(2 * kPiece);
   const Taken kept = take(device(), kPiece);  // any memory will do
   std::vector<ExportedMemory> exported = must(kept.memory->export_memory(0, kPiece, 1, true));
@@ -226,7 +226,7 @@ TEST_F(PinnedPoolTest, RestoredMemoryCountsTowardsTheCap) {
 }
 
 // Memory that a program may have mapped, or that the last process had, never returns to the pool.
-TEST_F(PinnedPoolTest, MemoryThatWasSharedIsMadeAnew) {
+TEST_F(HostTierPoolTest, MemoryThatWasSharedIsMadeAnew) {
   start_full(2 * kPiece);
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // until the thread has seen that all are made
   {
@@ -240,16 +240,16 @@ TEST_F(PinnedPoolTest, MemoryThatWasSharedIsMadeAnew) {
 }
 
 // 2 TiB of memory that was parked in small files.
-TEST(PinnedPool, ManyRangesComeAndGo) {
+TEST(HostTierPool, ManyRangesComeAndGo) {
   constexpr std::uint64_t kRanges = 32768;
   std::uint64_t ranges = kRanges;
   std::uint64_t pieces = kRanges;
-  gpu::PinnedPool pool({.create = [](gpu::PhysicalHandle*) { return Status(ENOSPC, "no more"); },
-                        .zero = [](gpu::PhysicalHandle, DeviceAddress) { return Status(); },
-                        .release = [&](gpu::PhysicalHandle) { --pieces; },
-                        .unmap = [](DeviceAddress) { return Status(); },
-                        .free_addresses = [&](const Extent&) { --ranges; },
-                        .wanted = [] { return std::uint64_t{0}; }});
+  gpu::HostTierPool pool({.create = [](gpu::PhysicalHandle*) { return Status(ENOSPC, "no more"); },
+                          .zero = [](gpu::PhysicalHandle, DeviceAddress) { return Status(); },
+                          .release = [&](gpu::PhysicalHandle) { --pieces; },
+                          .unmap = [](DeviceAddress) { return Status(); },
+                          .free_addresses = [&](const Extent&) { --ranges; },
+                          .wanted = [] { return std::uint64_t{0}; }});
   const auto start = std::chrono::steady_clock::now();
   for (std::uint64_t number = 1; number <= kRanges; ++number) {
     pool.give(number, number * kPiece);
@@ -263,7 +263,7 @@ TEST(PinnedPool, ManyRangesComeAndGo) {
 
 // Random memory beside a model of it: what is populated, and what each granule holds. Calls of the driver fail at
 // random. GPUFS_TEST_SEEDS in the environment sets how many seeds to run, GPUFS_TEST_SEED the first one.
-class PinnedPoolRandomTest : public PinnedPoolTest {
+class HostTierPoolRandomTest : public HostTierPoolTest {
  protected:
   static constexpr std::uint64_t kTier = 8 * kPiece;
   static constexpr int kUndefined = -1;
@@ -481,7 +481,7 @@ class PinnedPoolRandomTest : public PinnedPoolTest {
   bool faults_ = false;
 };
 
-TEST_F(PinnedPoolRandomTest, MatchesAPlainModel) {
+TEST_F(HostTierPoolRandomTest, MatchesAPlainModel) {
   const auto number = [](const char* name, int otherwise) {
     const char* const text = std::getenv(name);
     return text == nullptr ? otherwise : std::atoi(text);

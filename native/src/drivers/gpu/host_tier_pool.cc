@@ -1,4 +1,4 @@
-#include "drivers/gpu/pinned_pool.h"
+#include "drivers/gpu/host_tier_pool.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -20,7 +20,7 @@ constexpr std::uint64_t kMostAddresses = 8;
 
 }  // namespace
 
-std::optional<PinnedPool::Piece> PinnedPool::take(DeviceAddress address, bool wants_zeros) {
+std::optional<AcquiredMemory> HostTierPool::take(DeviceAddress address, bool wants_zeros) {
   Lock lock(mutex_);
   quiet_from_ = Worker::Clock::now() + kQuiet;
   if (const Mapped there = find_mapped(lock, address, address + 1); there != mapped_.end() && there->first == address) {
@@ -31,19 +31,19 @@ std::optional<PinnedPool::Piece> PinnedPool::take(DeviceAddress address, bool wa
   std::vector<PhysicalHandle>& from = zeroed ? ready_ : used_;
   const PhysicalHandle handle = from.back();
   from.pop_back();
-  return Piece{.handle = handle, .zeroed = zeroed, .mapped = false};
+  return AcquiredMemory{.handle = handle, .zeroed = zeroed, .mapped = false};
 }
 
-PinnedPool::Piece PinnedPool::take_locked(Mapped piece) {
-  const Piece taken{.handle = piece->second, .zeroed = dirty_.erase(piece->first) == 0, .mapped = true};
+AcquiredMemory HostTierPool::take_locked(Mapped piece) {
+  const AcquiredMemory taken{.handle = piece->second, .zeroed = dirty_.erase(piece->first) == 0, .mapped = true};
   mapped_.erase(piece);
   return taken;
 }
 
-Status PinnedPool::unmap_locked(Mapped piece) {
+Status HostTierPool::unmap_locked(Mapped piece) {
   const DeviceAddress address = piece->first;
   if (Status status = source_.unmap(address); !status.ok()) return status;
-  const Piece taken = take_locked(piece);
+  const AcquiredMemory taken = take_locked(piece);
   (taken.zeroed ? ready_ : used_).push_back(taken.handle);
   const auto range = std::ranges::find_if(idle_, [&](const Extent& one) { return address - one.offset < one.bytes; });
   if (range != idle_.end() && is_empty_locked(*range)) {
@@ -53,12 +53,12 @@ Status PinnedPool::unmap_locked(Mapped piece) {
   return {};
 }
 
-bool PinnedPool::is_empty_locked(const Extent& range) const {
+bool HostTierPool::is_empty_locked(const Extent& range) const {
   const auto first = mapped_.lower_bound(range.offset);
   return first == mapped_.end() || first->first >= range.end();
 }
 
-PinnedPool::Mapped PinnedPool::find_mapped(Lock& lock, DeviceAddress from, DeviceAddress end) {
+HostTierPool::Mapped HostTierPool::find_mapped(Lock& lock, DeviceAddress from, DeviceAddress end) {
   for (;;) {
     Mapped piece = mapped_.upper_bound(from);
     if (piece != mapped_.begin() && std::prev(piece)->first + kPieceBytes > from) --piece;
@@ -68,7 +68,7 @@ PinnedPool::Mapped PinnedPool::find_mapped(Lock& lock, DeviceAddress from, Devic
   }
 }
 
-Status PinnedPool::unmap_one(Lock& lock) {
+Status HostTierPool::unmap_one(Lock& lock) {
   while (!mapped_.empty()) {
     // The last one: a range whose first pieces are there serves shorter memory, too.
     const DeviceAddress end = idle_.empty() ? UINT64_MAX : idle_.front().end();
@@ -79,12 +79,12 @@ Status PinnedPool::unmap_one(Lock& lock) {
   return {ENOSPC, "the pool has no piece"};
 }
 
-Status PinnedPool::clear(const Extent& addresses) {
+Status HostTierPool::clear(const Extent& addresses) {
   Lock lock(mutex_);
   return clear_locked(lock, addresses);
 }
 
-Status PinnedPool::clear_locked(Lock& lock, const Extent& addresses) {
+Status HostTierPool::clear_locked(Lock& lock, const Extent& addresses) {
   for (;;) {
     const Mapped piece = find_mapped(lock, addresses.offset, addresses.end());
     if (piece == mapped_.end()) return {};
@@ -92,7 +92,7 @@ Status PinnedPool::clear_locked(Lock& lock, const Extent& addresses) {
   }
 }
 
-void PinnedPool::give(PhysicalHandle handle, DeviceAddress address) {
+void HostTierPool::give(PhysicalHandle handle, DeviceAddress address) {
   {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
@@ -110,7 +110,7 @@ void PinnedPool::give(PhysicalHandle handle, DeviceAddress address) {
   source_.release(handle);
 }
 
-void PinnedPool::refill() {
+void HostTierPool::refill() {
   {
     const std::lock_guard lock(mutex_);
     quiet_from_ = Worker::Clock::now() + kQuiet;
@@ -118,7 +118,7 @@ void PinnedPool::refill() {
   worker_.wake();
 }
 
-std::optional<Extent> PinnedPool::take_range(std::uint64_t bytes) {
+std::optional<Extent> HostTierPool::take_range(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   auto best = idle_.end();
   for (auto range = idle_.begin(); range != idle_.end(); ++range) {
@@ -131,7 +131,7 @@ std::optional<Extent> PinnedPool::take_range(std::uint64_t bytes) {
   return taken;
 }
 
-void PinnedPool::give_range(const Extent& range) {
+void HostTierPool::give_range(const Extent& range) {
   Lock lock(mutex_);
   const auto pieces = std::distance(mapped_.lower_bound(range.offset), mapped_.lower_bound(range.end()));
   if (static_cast<std::uint64_t>(pieces) * kPieceBytes < range.bytes / kMostAddresses) {
@@ -144,12 +144,12 @@ void PinnedPool::give_range(const Extent& range) {
   }
 }
 
-void PinnedPool::trim() {
+void HostTierPool::trim() {
   for (const std::uint64_t wanted = source_.wanted(); release_one(wanted);) {
   }
 }
 
-bool PinnedPool::release_one(std::uint64_t wanted) {
+bool HostTierPool::release_one(std::uint64_t wanted) {
   PhysicalHandle released = 0;
   {
     Lock lock(mutex_);
@@ -163,7 +163,7 @@ bool PinnedPool::release_one(std::uint64_t wanted) {
   return true;
 }
 
-void PinnedPool::close() {
+void HostTierPool::close() {
   worker_.stop();
   std::vector<PhysicalHandle> released;
   {
@@ -186,7 +186,7 @@ void PinnedPool::close() {
 }
 
 // One piece at a time, so that close() waits for one at most.
-Worker::Clock::time_point PinnedPool::work() {
+Worker::Clock::time_point HostTierPool::work() {
   std::optional<PhysicalHandle> used;
   DeviceAddress address = 0;
   bool makes = false;

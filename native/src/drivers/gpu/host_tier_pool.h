@@ -32,7 +32,13 @@ namespace gpufs::gpu {
 
 using PhysicalHandle = std::uint64_t;
 
-class PinnedPool {
+struct AcquiredMemory {
+  PhysicalHandle handle = 0;
+  bool zeroed = false;
+  bool mapped = false;  // at the address that the caller has asked for
+};
+
+class HostTierPool {
  public:
   static constexpr std::uint64_t kPieceBytes = std::uint64_t{64} << 20;
 
@@ -46,22 +52,16 @@ class PinnedPool {
     std::function<std::uint64_t()> wanted;  // the bytes that may lie in the pool now
   };
 
-  struct Piece {
-    PhysicalHandle handle = 0;
-    bool zeroed = false;
-    bool mapped = false;  // at the address that the caller has asked for
-  };
-
-  explicit PinnedPool(Source source) : source_(std::move(source)) {}
-  ~PinnedPool() { close(); }
-  PinnedPool(const PinnedPool&) = delete;
-  PinnedPool& operator=(const PinnedPool&) = delete;
+  explicit HostTierPool(Source source) : source_(std::move(source)) {}
+  ~HostTierPool() { close(); }
+  HostTierPool(const HostTierPool&) = delete;
+  HostTierPool& operator=(const HostTierPool&) = delete;
 
   // Starts to make pieces.
   Status start() { return worker_.start(); }
   // The piece that is mapped at `address`. If there is none, one of zeros if the caller wants that and there is one, or
   // any. nullopt: there is none.
-  std::optional<Piece> take(DeviceAddress address, bool wants_zeros);
+  std::optional<AcquiredMemory> take(DeviceAddress address, bool wants_zeros);
   // Takes ownership of a piece, whatever is in it. address: where it is mapped, in a range that is given back later; 0:
   // nowhere.
   void give(PhysicalHandle handle, DeviceAddress address);
@@ -89,7 +89,7 @@ class PinnedPool {
   }
   using Mapped = std::map<DeviceAddress, PhysicalHandle>::iterator;
   // Takes that piece as it is mapped.
-  Piece take_locked(Mapped piece);
+  AcquiredMemory take_locked(Mapped piece);
   // Frees its range, too, if that is idle and nothing else is mapped there.
   Status unmap_locked(Mapped piece);
   [[nodiscard]] bool is_empty_locked(const Extent& range) const;
