@@ -21,6 +21,7 @@ import click
 
 from gpufs import mounting
 from gpufs.cli._output import Failure
+from gpufs.cli._parking import held_bytes
 from gpufs.copying.entries import Entry, next_data, open_path
 from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
@@ -77,7 +78,7 @@ class Contents:
         status = os.fstat(self._fd)
         self.path = path
         self.size = status.st_size
-        self.held_bytes = status.st_blocks * 512
+        self.held_bytes = held_bytes(status)
         self.place = mounting.place_of(self._fd, mounting.by_device().get(status.st_dev, []))
 
     def __enter__(self) -> Self:

@@ -14,9 +14,8 @@ from gpufs.cli._files import files_of
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
+from gpufs.cli._parking import held_bytes
 from gpufs.drivers import DEVICE_DIRECTORIES
-
-_BLOCK = 512  # unit of st_blocks
 
 
 @click.command(name="ls")
@@ -111,7 +110,7 @@ def _row(
         "type": "file" if is_file else "directory",
         "device": first if first.startswith(DEVICE_DIRECTORIES) else None,
         "size": sum(each.st_size for each in files.values()),
-        "held_bytes": sum(each.st_blocks for each in files.values()) * _BLOCK,
+        "held_bytes": sum(map(held_bytes, files.values())),
         "parked_bytes": sum(map(_parked, names.values())) if _has_host_memory(entry) else 0,
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],
         "last_use": max(status.st_atime, status.st_mtime),

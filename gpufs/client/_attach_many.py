@@ -100,7 +100,7 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: Mode = READ) -> l
     sizes: Counter[_Place] = Counter()  # of what waits
     directories: dict[str, bool] = {}
     with _Devices(mounts) as devices:
-        # One thread reads: several would wait for the interpreter's lock, and are no faster.
+        # One thread reads. Several are no faster, since each waits for the interpreter's lock.
         for number, name in enumerate(names):
             small = _read(number, name, mounts, directories)
             if small is None:

@@ -59,7 +59,9 @@ def _sleep() -> None:
 
 def _wake() -> None:
     wake()
+    if not _saved:  # a resume without a pause
+        return
     with torch.inference_mode():
-        for parameter, saved in zip(_own, _saved, strict=bool(_saved)):  # none after a resume without a pause
+        for parameter, saved in zip(_own, _saved, strict=True):
             parameter.copy_(saved)
     _saved.clear()

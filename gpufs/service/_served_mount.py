@@ -229,7 +229,7 @@ class ServedMount:
     def park(self, ino: int) -> bool:
         """Move a file to the host's memory; returns whether it is there now: small files stay.
 
-        OSError EBUSY if it is in use, EOPNOTSUPP without such memory, ENOSPC and EDQUOT if there is no space in it.
+        OSError EBUSY if the file is in use, EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full.
         """
         try:
             return self.mount.inode_park(ino)

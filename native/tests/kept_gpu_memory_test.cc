@@ -153,7 +153,7 @@ TEST_P(KeptGpuMemory, ParkedMemoryOfTheLastProcessServesOthers) {
   keeper_ = keeper_->next();
   parked = {};
   driver_.reset();
-  fake().fail("cuMemCreate", 1, api::kOutOfMemory, 1 << 30);  // there is no more memory than that
+  fake().fail("cuMemCreate", 1, api::kOutOfMemory, 1 << 30);  // all later calls: the host is full
   driver_ = must(open_driver(options));
   device(1).set_keeper(keeper_);
   parked.memory = must(device(1).restore_memory(number, {&all, 1}));

@@ -38,10 +38,6 @@ def _only_on_a_gpu(driver: str) -> None:
         pytest.skip("needs --driver cuda")
 
 
-def device() -> str:
-    return "cuda"
-
-
 def captured(compute: Callable[[], None]) -> Callable[[], None]:
     """Returns a function that replays a CUDA graph of `compute`."""
     stream = torch.cuda.Stream()
@@ -78,12 +74,12 @@ def test_a_graph_works_after_another_model_had_the_memory(driver: str, tmp_path:
     rows = GIB // 2 // ROWS
     with mounted(tmp_path / "mnt", "--host-memory", "3G", driver=driver, memory="1536M") as mount:
         path, other, aside = mount.device / "model", mount.device / "other", mount.path / "host0" / "other"
-        gpufs.torch.publish(linear(rows, device()), other)
+        gpufs.torch.publish(linear(rows, "cuda"), other)
         run("mv", other, aside)
-        gpufs.torch.publish(linear(rows, device()), path)
+        gpufs.torch.publish(linear(rows, "cuda"), path)
         model = gpufs.torch.attach_module(linear(rows, "meta"), path)
-        given = torch.randn(64, ROWS, dtype=torch.float16, device=device())
-        result = torch.empty(64, rows, dtype=torch.float16, device=device())
+        given = torch.randn(64, ROWS, dtype=torch.float16, device="cuda")
+        result = torch.empty(64, rows, dtype=torch.float16, device="cuda")
         replay = captured(lambda: torch.nn.functional.linear(given, model.weight, out=result))
         replay()
         expected, address = result.clone(), model.weight.data_ptr()
@@ -106,18 +102,18 @@ def test_a_graph_uses_each_version(driver: str, tmp_path: Path) -> None:
     """A program that follows a file replays its graph over the newest version, which another program has published."""
     with mounted(tmp_path / "mnt", driver=driver, memory="1G") as mount:
         path = mount.device / "model"
-        first = linear(32768, device())
+        first = linear(32768, "cuda")
         torch.nn.init.constant_(first.weight, 1)
         gpufs.torch.publish(first, path, replace=True)
         model = gpufs.torch.attach_module(linear(32768, "meta"), path)
         follower = gpufs.torch.follow(model, on_forward=False)
-        extremes = torch.empty(2, dtype=torch.float16, device=device())
+        extremes = torch.empty(2, dtype=torch.float16, device="cuda")
 
         def find_extremes() -> None:
             extremes[0], extremes[1] = model.weight.amin(), model.weight.amax()
 
         replay = captured(find_extremes)
-        words = [sys.executable, "-c", textwrap.dedent(PUBLISHER), str(path), device()]
+        words = [sys.executable, "-c", textwrap.dedent(PUBLISHER), str(path), "cuda"]
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as publisher:
             assert publisher.stdin is not None
             assert publisher.stdout is not None

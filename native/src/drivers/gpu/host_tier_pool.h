@@ -62,8 +62,8 @@ class HostTierPool {
   // The piece that is mapped at `address`. If there is none, one of zeros if the caller wants that and there is one, or
   // any. nullopt: there is none.
   std::optional<AcquiredMemory> take(DeviceAddress address, bool wants_zeros);
-  // Takes ownership of a piece, whatever is in it. address: where it is mapped, in a range that is given back later; 0:
-  // nowhere.
+  // Takes ownership of a piece with any contents. address: where it is mapped, in a range that the caller gives back
+  // later; 0: nowhere.
   void give(PhysicalHandle handle, DeviceAddress address);
   // More may be wanted: memory that the pool does not get was released.
   void refill();
@@ -100,12 +100,12 @@ class HostTierPool {
   Status clear_locked(Lock& lock, const Extent& addresses);
 
   const Source source_;
-  std::mutex mutex_;  // guards all below; a leaf, but for the driver's calls that unmap
+  std::mutex mutex_;  // guards all below; a leaf: only the driver is called with it held, to unmap
   std::vector<PhysicalHandle> ready_;
   std::vector<PhysicalHandle> used_;  // with what their last user left
   std::map<DeviceAddress, PhysicalHandle> mapped_;
   std::set<DeviceAddress> dirty_;  // those of mapped_ that are not zeros
-  std::deque<Extent> idle_;        // ranges that nobody uses, the one that was given back last at the end
+  std::deque<Extent> idle_;        // unused ranges, in the order in which they came back
   DeviceAddress zeroing_ = 0;      // the one of mapped_ that the thread fills now
   std::condition_variable zeroed_;
   Worker::Clock::time_point quiet_from_;  // when it is quiet again
