@@ -115,8 +115,8 @@ class CopyReport:
         """Interrupt the copies on signals, and show the progress."""
         previous = {
             number: signal.signal(number, self._interrupt)
-            for number in (signal.SIGINT, signal.SIGTERM)
-            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) != signal.SIG_IGN  # shells ignore SIGINT for background jobs, nohup SIGHUP
         }
         try:
             yield

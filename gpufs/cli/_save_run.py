@@ -155,25 +155,24 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     saved, report = find_saved(path, timeout), SaveReport("save", options, goes_on=False)
     trees = TreeOptions(recursive=True, include=options.include, exclude=options.exclude)
     began = time.time_ns()
-    with ExitStack() as opened:
-        with _explained("save"):
-            save = Save(saved, destination, trees, report, report.cancel)
+    # The first signal only cancels, from before there is anything to remove until it is removed.
+    with report.running(), _explained("save"), ExitStack() as opened:
+        save = Save(saved, destination, trees, report, report.cancel)
         opened.callback(save.close)
-        with report.running(), _explained("save"):
-            loop = TreeCopy(save, trees, report.cancel, report)
-            loop.run(lambda: save.find(loop), options.jobs)
-            if report.is_good:
-                save.seal()
-            if report.is_good and options.verify:
-                _check_new(save, report, options)
-            if report.is_good and last and save.left_out:
-                text = "is another user's, and you may not read it: nothing is unmounted"
-                report.failed(save.left_out, None, OSError(errno.EACCES, text))
-            if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
-                report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
-            complete = report.is_good
-            if complete:
-                save.complete()
+        loop = TreeCopy(save, trees, report.cancel, report)
+        loop.run(lambda: save.find(loop), options.jobs)
+        if report.is_good:
+            save.seal()
+        if report.is_good and options.verify:
+            _check_new(save, report, options)
+        if report.is_good and last and save.left_out:
+            text = "is another user's, and you may not read it: nothing is unmounted"
+            report.failed(save.left_out, None, OSError(errno.EACCES, text))
+        if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
+            report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
+        complete = report.is_good
+        if complete:
+            save.complete()
     if report.signal is not None and not complete:
         complain("interrupted: nothing is left of it", "save")
     elif save.left_out and report.is_good:
@@ -228,7 +227,7 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
     manifest, part = source
     report = SaveReport("restore", options, goes_on=True)
     not_kept: dict[str, int] = {}
-    with ExitStack() as opened, report.running(), _explained("restore"):
+    with report.running(), _explained("restore"), ExitStack() as opened:
         if destination is None:
             check(manifest, part, report, options.jobs)
         else:

@@ -141,8 +141,10 @@ def mount(
         if request.foreground:
             sys.stdout.flush()
             launching.run_in_foreground(request)
-        # SIGTERM ends the daemon that is being started, as Ctrl-C does.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        # They end the daemon that is being started, as Ctrl-C does.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda arrived, _: sys.exit(128 + arrived))
         process, answer = launching.launch(request, chosen["mount_timeout"], service=True)
     except BaseException as failure:
         for note in getattr(failure, "__notes__", ()):

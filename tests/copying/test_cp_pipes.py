@@ -77,7 +77,7 @@ def test_a_full_device(mount: Mounter) -> None:
     assert 0 < (small.device / "new").stat().st_size < 32 * MIB
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("options", [(), ("--partial",)], ids=str)
 def test_a_signal_ends_a_copy_that_waits(root: Path, number: signal.Signals, options: tuple[str, ...]) -> None:
     command = [*GPUFS, "cp", *options, "-", str(root / "file")]

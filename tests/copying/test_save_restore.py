@@ -328,13 +328,16 @@ def kill_saves(root: Path, host: Path, times: int) -> None:
     assert os.listdir(host) == ["save"]
 
 
-def test_an_interrupted_save_leaves_nothing(root: Path, host: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_save_leaves_nothing(root: Path, host: Path, number: signal.Signals) -> None:
+    """Also at the moment at which there is something to remove."""
     (root / "large").write_bytes(bytes(2 * PART))
     process = subprocess.Popen([*GPUFS, "save", root, host / "save"], stderr=subprocess.PIPE)
-    wait_until(lambda: os.listdir(host), 10, "the beginning of the save")
-    process.terminate()
+    while process.poll() is None and not os.listdir(host):
+        pass  # without a pause, to be there in time
+    process.send_signal(number)
     _, text = process.communicate(timeout=PATIENCE)
-    assert process.returncode == -signal.SIGTERM or (process.returncode == 0 and os.listdir(host) == ["save"]), text
+    assert process.returncode == -number or (process.returncode == 0 and os.listdir(host) == ["save"]), text
     assert not [name for name in os.listdir(host) if name != "save"]
 
 
