@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from contextlib import suppress
 from typing import Final, Self
@@ -73,7 +72,8 @@ class NewFile:
         It has no name where the file system allows that (O_TMPFILE; FUSE since Linux 6.2), so a process that dies
         leaves nothing.
         """
-        temporary, access = f"{PREFIX}{secrets.token_hex(8)}", os.O_RDWR | os.O_CLOEXEC
+        # As secrets.token_hex(), whose module takes a tenth of the time of a small copy to import.
+        temporary, access = f"{PREFIX}{os.urandom(8).hex()}", os.O_RDWR | os.O_CLOEXEC
         is_named = False
         try:
             fd = os.open(".", access | os.O_TMPFILE, mode, dir_fd=directory)
