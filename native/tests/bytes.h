@@ -3,7 +3,6 @@
 // Any thread.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -25,14 +24,15 @@ inline constexpr bool kSanitized = false;
 // Bytes that differ between offsets and between seeds, none of them zero. A shorter pattern is the beginning of a
 // longer one.
 inline std::vector<std::byte> pattern(std::size_t bytes, unsigned seed = 1) {
-  std::vector<std::byte> data(bytes);
+  std::vector<std::uint64_t> words((bytes + sizeof(std::uint64_t) - 1) / sizeof(std::uint64_t));
+  std::uint64_t* const end = words.data() + words.size();  // by pointers: calls take long in tests, not optimized
   std::uint64_t state = seed * std::uint64_t{2654435761} + 1;
-  for (std::size_t at = 0; at < bytes; at += sizeof state) {
+  for (std::uint64_t* word = words.data(); word != end; ++word) {
     state = state * 6364136223846793005U + 1442695040888963407U;
-    const std::uint64_t word = (state ^ (state >> 33)) | std::uint64_t{0x0101010101010101};
-    std::memcpy(data.data() + at, &word, std::min(sizeof word, bytes - at));
+    *word = (state ^ (state >> 33)) | std::uint64_t{0x0101010101010101};
   }
-  return data;
+  const auto* const begin = reinterpret_cast<const std::byte*>(words.data());
+  return {begin, begin + bytes};
 }
 
 inline bool same_bytes(std::span<const std::byte> left, std::span<const std::byte> right) {
