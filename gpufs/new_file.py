@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 from typing import Final, Self
 
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 PREFIX: Final = ".gpufs-part-"
 PERMISSIONS: Final = 0o777
@@ -160,11 +160,10 @@ def remove_leftovers(directory: int) -> None:
         if not name.startswith(PREFIX):
             continue
         try:
-            file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-            try:
+            with closed_after(
+                os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            ) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(name, dir_fd=directory)
-            finally:
-                os.close(file)
         except OSError:
             pass  # locked by its writer, gone, or another user's

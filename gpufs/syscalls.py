@@ -10,7 +10,8 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -135,6 +136,15 @@ def umount2(target: bytes, flags: int) -> None:
 def path_of(fd: int) -> str:
     """A path that means what a descriptor of this process means, of whatever kind it is."""
     return f"/proc/self/fd/{fd}"
+
+
+@contextmanager
+def closed_after(fd: int) -> Iterator[int]:
+    """Yield a descriptor, and close it at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def close_all(descriptors: Iterable[int]) -> None:

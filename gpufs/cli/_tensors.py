@@ -29,7 +29,7 @@ from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType, Layout, TensorPlace, parse_shape
 from gpufs.formats.table import PREFIX_BYTES, Format, read_layout, recognize
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 REGISTERED: Final = "registered"  # the format of a directory of registered tensors
 _THREADS: Final = 4
@@ -67,14 +67,12 @@ class Contents:
             named = open_path(Entry.of(path))  # opening a FIFO or a device in another way has effects
         except OSError as failure:
             raise link_error(failure, path) from None
-        try:
+        with closed_after(named):
             kind = os.fstat(named).st_mode
             if not stat.S_ISREG(kind):
                 error = EISDIR if stat.S_ISDIR(kind) else EINVAL
                 raise OSError(error, "is a directory" if error == EISDIR else "is not a regular file", path)
             self._fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(named)
         status = os.fstat(self._fd)
         self.path = path
         self.size = status.st_size

@@ -18,6 +18,7 @@ from gpufs.drivers import HOST
 from gpufs.engine._arrays import ArrayMemory, array_memory
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
+from gpufs.syscalls import closed_after
 
 # Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
 _registrations: set[Registration] = set()
@@ -151,8 +152,7 @@ def _share(memory: ArrayMemory, driver: str) -> MemoryShare:
 def _create(
     connection: Connection, share: MemoryShare, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
 ) -> Registration:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    try:
+    with closed_after(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)) as file:
         try:
             if kind is not None:
                 with suppress(OSError):  # in a file that its owner may not write, or without memory for metadata
@@ -163,5 +163,3 @@ def _create(
             if os.path.samestat(os.fstat(file), os.lstat(path)):
                 os.unlink(path)
             raise
-    finally:
-        os.close(file)

@@ -25,7 +25,6 @@ from gpufs.copying.types import (
     NotOnMountCopyError,
     Outcome,
 )
-from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.copying.store_copy import StoreCopies
@@ -134,11 +133,8 @@ class Copier:
             raise CopyError(errno.ECANCELED, "", source.path, destination.path)
         if not destination.path:
             raise CopyError(errno.ENOENT, "", destination.path)
-        opened = entries.open_source(source)
-        try:
+        with entries.open_source(source) as opened:
             return self._copy(opened, destination, progress, cancel)
-        finally:
-            close_all((opened.fd,))
 
     def copy_to_each(
         self,
@@ -222,16 +218,13 @@ class Copier:
         self, source: Entry, destination_fd: int, *, progress: Progress = None, cancel: Cancellation | None = None
     ) -> CopyResult:
         """Copy a file into a pipe, or another open file, whose descriptor stays the caller's."""
-        opened = entries.open_source(source)
-        try:
+        with entries.open_source(source) as opened:
             if opened.status.st_dev not in self.context.mounts():
                 raise NotOnMountCopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
             output = OpenFile(Entry.of(STREAM), destination_fd, os.fstat(destination_fd))
             if stat.S_ISREG(opened.status.st_mode) and os.path.samestat(opened.status, output.status):
                 raise CopyError(errno.EINVAL, "is the same file as the output", source.path)
             return CopyJob(self.context, opened, output, progress=progress, cancel=cancel).run_to_stream()
-        finally:
-            close_all((opened.fd,))
 
 
 def _check_callbacks(progress: object, cancel: object) -> None:

@@ -44,7 +44,6 @@ from gpufs.hosts.messages import (
     plain,
 )
 from gpufs.hosts.outlet import Outlet
-from gpufs.syscalls import close_all
 
 
 class Sent(NamedTuple):
@@ -207,11 +206,8 @@ class Sender:
             target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
             self._channel.send(Link(source, name, path, target, FileAttributes.of(status)))
         else:
-            opened = entries.open_source(entry)
-            try:
+            with entries.open_source(entry) as opened:
                 self._send_file(source, name, opened)
-            finally:
-                close_all((opened.fd,))
 
     def _send_file(self, source: int, name: bytes, opened: OpenFile) -> None:
         number, self._number = self._number, self._number + 1

@@ -43,7 +43,7 @@ from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Tr
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
-from gpufs.syscalls import openat2, path_of
+from gpufs.syscalls import closed_after, openat2, path_of
 
 _RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -124,20 +124,15 @@ class SavedFiles:
         """Open a file of the tree. OSError if it is missing, or has another size."""
         shown = self.shown(record)
         parent, name = os.path.split(name_of_text(record.path))
-        directory = _open_below(self._manifest.tree, parent)
-        try:
+        with closed_after(_open_below(self._manifest.tree, parent)) as directory:
             file = entries.open_source(Entry(shown, name, directory, follow=False))
-        finally:
-            os.close(directory)
-        try:
+        with file:
             if not stat.S_ISREG(file.status.st_mode):
                 raise CopyError(errno.EINVAL, "is not a regular file, as the manifest says", shown)
             if file.status.st_size != record.size:
                 text = f"is damaged: it has {file.status.st_size} bytes instead of {record.size}"
                 raise CopyError(errno.EIO, text, shown)
             yield file
-        finally:
-            os.close(file.fd)
 
     def check(
         self,
@@ -306,11 +301,8 @@ class Restore(SavedFiles):
         if self._part and not first.startswith(f"{self._part}/"):
             text = f"is another name of {first}, which is outside of this part: restore a directory that has both"
             raise OSError(errno.EXDEV, text, self.shown(record))
-        directory = _open_below(self._manifest.tree, os.path.dirname(first))
-        try:
+        with closed_after(_open_below(self._manifest.tree, os.path.dirname(first))) as directory:
             status = os.stat(os.path.basename(first), dir_fd=directory, follow_symlinks=False)
-        finally:
-            os.close(directory)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, f"is said to be another name of {first}, which is not a file", path)
 
@@ -347,11 +339,8 @@ class Restore(SavedFiles):
     def _parent(self, path: str, *, create: bool = True) -> Iterator[tuple[int, str]]:
         """Open the directory that has a name below the destination; yields it and the name."""
         above, name = os.path.split(path)
-        fd = _open_below(self._base, above, create=self._made.add if create else None)
-        try:
+        with closed_after(_open_below(self._base, above, create=self._made.add if create else None)) as fd:
             yield fd, name or "."
-        finally:
-            os.close(fd)
 
     def _create(self, path: str, record: Record) -> None:
         """Create a directory, a symbolic link or a special file."""
@@ -377,14 +366,11 @@ class Restore(SavedFiles):
             else:
                 kind = KINDS[record.kind]
                 os.mknod(name, kind | 0o600, os.makedev(record.major, record.minor), dir_fd=directory)
-            fd = open_path(Entry(self._end(path), name, directory, follow=False))
-            try:
+            with closed_after(open_path(Entry(self._end(path), name, directory, follow=False))) as fd:
                 status = os.fstat(fd)
                 if (stat.S_IFMT(status.st_mode), status.st_nlink) != (kind, 1):
                     raise OSError(errno.EBUSY, "another process has put a file in its place")
                 self._set_attributes(path_of(fd), record, kind)
-            finally:
-                os.close(fd)
 
     def _may_make_devices(self) -> bool:
         return self._manifest.trusted and os.geteuid() == 0
@@ -461,11 +447,8 @@ class Restore(SavedFiles):
         if path != "." and self._is_missing(path):
             return
         try:
-            directory = _open_below(self._base, "" if path == "." else path)
-            try:
+            with closed_after(_open_below(self._base, "" if path == "." else path)) as directory:
                 set_quota(path_of(directory), uid, size)
-            finally:
-                os.close(directory)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.EBUSY):
                 self._report.failed(self._end(path), None, error)
@@ -483,13 +466,10 @@ class Restore(SavedFiles):
         """Set the attributes of a directory, unless it existed before and the user has not asked for that."""
         is_device = self._is_root and "/" not in path and self._manifest.trusted
         try:
-            fd = _open_below(self._base, path)
-            try:
+            with closed_after(_open_below(self._base, path)) as fd:
                 created = os.fstat(fd).st_ino in self._made if path else self._created
                 if created or (path and self._overwrite) or is_device:
                     self._set_attributes(path_of(fd), record, stat.S_IFDIR)
-            finally:
-                os.close(fd)
         except PermissionError:
             self._count("owners")  # a directory of another user's, which was there before
         except OSError as error:

@@ -284,15 +284,13 @@ class StoreCopies:
 
     def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         """Copy a file of a mount to an object store. Raises CopyError."""
-        opened = entries.open_source(source)
         try:
-            return self._upload(opened, url, progress, cancel)
+            with entries.open_source(source) as opened:
+                return self._upload(opened, url, progress, cancel)
         except CopyError:
             raise
         except OSError as error:
             raise failure(error, source.path, url.shown) from None
-        finally:
-            close_all((opened.fd,))
 
     def _upload(self, opened: OpenFile, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         began = time.monotonic()

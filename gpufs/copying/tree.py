@@ -19,7 +19,7 @@ from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, is_inside, o
 from gpufs.copying.types import TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import NotOnMount
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 _INTO_ITSELF: Final = "a directory cannot be copied into itself"
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -97,14 +97,11 @@ def make_special(entry: Entry, source: SourceAttributes, target: str | bytes | N
         _make(entry, source, target)
     if not keeps:
         return
-    fd = open_path(entry)
-    try:
+    with closed_after(open_path(entry)) as fd:
         made = os.fstat(fd)
         if (stat.S_IFMT(made.st_mode), made.st_nlink) != (stat.S_IFMT(source.st_mode), 1):
             raise OSError(errno.EBUSY, "another process has put a file in its place")
         preserve(path_of(fd), source)
-    finally:
-        os.close(fd)
 
 
 def _make(entry: Entry, source: SourceAttributes, target: str | bytes | None) -> None:

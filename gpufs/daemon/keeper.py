@@ -20,6 +20,7 @@ from typing import Final
 import trio
 
 from gpufs import syscalls, threads
+from gpufs.syscalls import closed_after
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -193,11 +194,8 @@ class Keeper:
 
     def _send_program(self, kind: MessageKind, command: Sequence[str]) -> None:
         words = [*map(os.fsencode, command), *(name + b"=" + value for name, value in self._environment.items())]
-        memfd = new_memfd("gpufs-program", b"".join(word + b"\0" for word in words))
-        try:
+        with closed_after(new_memfd("gpufs-program", b"".join(word + b"\0" for word in words))) as memfd:
             self._send(kind, [len(command)], [memfd])
-        finally:
-            os.close(memfd)
 
     def _send_held(self, descriptors: Mapping[int, int]) -> None:
         keys = list(descriptors)

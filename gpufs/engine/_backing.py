@@ -12,6 +12,7 @@ from gpufs.engine._native import ffi, lib
 from gpufs.engine._operations import Operation
 from gpufs.engine._streams import Stream, StreamLike
 from gpufs.engine._transfer import HostFile, Transfer
+from gpufs.syscalls import closed_after
 
 if TYPE_CHECKING:
     from gpufs.engine._buffer import Memory
@@ -88,11 +89,8 @@ class BackingFile(HostFile):
         """
         modes = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
         flags = choice("mode", modes, mode)
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        try:
+        with closed_after(os.open(path, flags | os.O_CLOEXEC, 0o666)) as fd:
             return cls(engine, fd)
-        finally:
-            os.close(fd)
 
     @property
     def info(self) -> BackingInfo:
