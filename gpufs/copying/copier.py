@@ -209,8 +209,6 @@ class Copier:
             with destination.located() as located:
                 job = CopyJob.open(self.context, source, located, stream=stream, progress=progress, cancel=cancel)
                 return job.run()
-        except CopyError:
-            raise
         except OSError as error:  # of the destination's directory
             raise entries.open_failure(error, destination.path) from None
 

@@ -147,6 +147,9 @@ def find_targets(
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
+    """The error for the user; one that is for the user already stays what it is."""
+    if isinstance(error, CopyError):
+        return error
     cls = DaemonDiedCopyError if error.errno in DEAD else CopyError
     return cls(error.errno or errno.EIO, text_of(error), path)
 
@@ -178,8 +181,6 @@ def open_source(entry: Entry) -> OpenFile:
         except BaseException:
             os.close(fd)
             raise
-    except CopyError:
-        raise
     except OSError as error:
         raise open_failure(error, entry.path) from None
 
@@ -236,8 +237,6 @@ def open_destination(
                 continue  # another process has just removed it
             finally:
                 os.close(named)
-    except CopyError:
-        raise
     except OSError as error:
         raise open_failure(error, entry.path) from None
     raise CopyError(errno.EBUSY, "other processes create and remove it all the time", entry.path)

@@ -62,10 +62,7 @@ class FanOut:
                 try:
                     located = opened.enter_context(destination.located())
                     job = self._open(place, source, located)
-                except CopyError as error:
-                    self._outcomes[place] = error
-                    continue
-                except OSError as error:  # of the destination's directory
+                except OSError as error:  # also of the destination's directory
                     self._outcomes[place] = entries.open_failure(error, destination.path)
                     continue
                 opened.callback(_close, job)

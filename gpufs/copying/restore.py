@@ -39,9 +39,8 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.part_sums import PartReader
 from gpufs.copying.space import data_bytes
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, error_class
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
-from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
 from gpufs.syscalls import closed_after, openat2, path_of
 
@@ -109,10 +108,8 @@ class SavedFiles:
                 self.check(file.fd, record, shown, self._report.reporter(shown), phase="copy")
             seconds = time.monotonic() - began
             outcome = CopyResult(shown, shown, record.size, seconds, "verify", {}, (), record.sha256)
-        except CopyError as error:
-            outcome = error
         except OSError as error:
-            outcome = CopyError(error.errno or errno.EIO, text_of(error), shown)
+            outcome = copy_error(error, shown)
         self._report.finished(shown, [shown], [outcome])
 
     def shown(self, record: Record) -> str:
@@ -382,12 +379,10 @@ class Restore(SavedFiles):
         outcome: Outcome
         try:
             outcome = self._load(path, record)
-        except CopyError as error:
-            outcome = error
+        except FileExistsError:
+            outcome = CopyError(errno.EEXIST, "is in the way", source, end)
         except OSError as error:
-            number = error.errno or errno.EIO
-            text = "is in the way" if number == errno.EEXIST else text_of(error)
-            outcome = error_class(number)(number, text, source, end)
+            outcome = copy_error(error, source, end)
         except Exception as error:  # noqa: BLE001 - the other files are still restored
             outcome = CopyError(errno.EIO, f"{type(error).__name__}: {error}", source, end)
         self._report.finished(source, [end], [outcome])
