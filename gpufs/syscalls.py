@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 if TYPE_CHECKING:
     import socket
@@ -154,6 +154,22 @@ def close_all(descriptors: Iterable[int]) -> None:
             os.close(fd)
         except OSError:
             pass
+
+
+class Closing:
+    """Something that closes at the end of ``with``."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
 
 
 # ---- the calling thread, and this process ----

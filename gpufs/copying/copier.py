@@ -8,7 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
@@ -25,6 +25,7 @@ from gpufs.copying.types import (
     NotOnMountCopyError,
     Outcome,
 )
+from gpufs.syscalls import Closing
 
 if TYPE_CHECKING:
     from gpufs.copying.store_copy import StoreCopies
@@ -35,7 +36,7 @@ Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
 
 @named_in("gpufs.client")
-class Copier:
+class Copier(Closing):
     """Copies files one after the other or from several threads, and keeps its connections to daemons for the next.
 
     Parameters
@@ -79,12 +80,6 @@ class Copier:
         if self._store_copies is not None:
             self._store_copies.close()
         self.context.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def copy_file(
         self, source: str, destination: str, *, progress: Progress = None, cancel: Cancellation | None = None

@@ -3,13 +3,13 @@
 import json
 import os
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
 from gpufs.engine._binding import EngineError, Handle, check
 from gpufs.engine._in_use import WorkInProgress
 from gpufs.engine._native import ffi, lib
+from gpufs.syscalls import Closing
 
 LockPolicy = Literal["auto", "off", "mandatory"]
 HipMemory = Literal["auto", "virtual", "plain"]
@@ -369,7 +369,7 @@ def refusal_names(mask: int) -> list[str]:
     return [_REFUSALS[bit] if bit < len(_REFUSALS) else f"bit {bit}" for bit in bits]
 
 
-class Trace:
+class Trace(Closing):
     """Records the whole process from its creation to close(), or the end of ``with``.
 
     docs/internals/trace-records.md describes the records.
@@ -413,11 +413,3 @@ class Trace:
         if self._open and self._owner == os.getpid():
             self._open = False
             check(lib.gpufs_trace_stop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
