@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gpufs.engine._arguments import choice, instance, signed
-from gpufs.engine._binding import check
+from gpufs.engine._binding import HANDLE, result_of
 from gpufs.engine._engine import Engine, refusal_names
 from gpufs.engine._futures import OperationFuture, start
 from gpufs.engine._native import ffi, lib
@@ -70,11 +70,10 @@ class BackingFile(HostFile):
     __slots__ = ()
 
     def __init__(self, engine: Engine, fd: int) -> None:
-        handle = ffi.new("gpufs_handle *")
         instance("engine", Engine, engine)
-        check(lib.gpufs_backing_open(engine._handle, signed("fd", fd), handle))
+        handle = result_of(HANDLE, lib.gpufs_backing_open, engine._handle, signed("fd", fd))
         self.engine = engine
-        self._own(handle[0])
+        self._own(handle)
 
     @classmethod
     def open(
@@ -95,8 +94,7 @@ class BackingFile(HostFile):
     @property
     def info(self) -> BackingInfo:
         """The facts that the engine knows about the file."""
-        info = ffi.new("gpufs_backing_info *")
-        check(lib.gpufs_backing_info_get(self._handle, info))
+        info = result_of("gpufs_backing_info *", lib.gpufs_backing_info_get, self._handle)
         return BackingInfo(
             ffi.string(info.file_system).decode(errors="replace"),
             bool(info.block_device),
