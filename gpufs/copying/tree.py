@@ -133,21 +133,14 @@ def file_is_current(entry: Entry, size: int, modified_ns: int | None) -> bool:
 
 @dataclass(frozen=True)
 class TreeState:
-    """State that all copies of one command share.
-
-    Attributes
-    ----------
-    made : dict of str to str
-        The sources of all that has been copied, by the names of the copies.
-    links : list of str
-        The copies of links whose originals lead to files.
-    """
+    """State that all copies of one command share."""
 
     options: TreeOptions
     cancel: Cancellation
     report: TreeReport
+    # The sources of all that has been copied, by the names of the copies.
     made: dict[str, str] = field(default_factory=dict)
-    links: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)  # the copies of links whose originals lead to files
 
     def links_without_files(self) -> list[str]:
         """Return the copies of links that lead nowhere, or off the mount, although the originals lead to files.

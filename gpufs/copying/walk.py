@@ -80,28 +80,15 @@ class Folder:
 
 
 class Step(NamedTuple):
-    """A step of a walk: it enters a directory, leaves it, or finds anything else.
-
-    Attributes
-    ----------
-    source : Entry, StoreFile or None
-        None: a directory of a store, or one that the walk leaves.
-    name : str
-        In its directory.
-    path : str
-        For messages.
-    status : os.stat_result or None
-        None: a store has it.
-    folder : Folder or None
-        A directory itself. For others the one that has it, None for a name that the user has given.
-    """
+    """A step of a walk: it enters a directory, leaves it, or finds anything else."""
 
     kind: Literal["enter", "leave", "file"]
-    source: Entry | StoreFile | None
-    name: str
-    path: str
-    status: os.stat_result | None
+    source: Entry | StoreFile | None  # None: a directory of a store, or one that the walk leaves
+    name: str  # in its directory
+    path: str  # for messages
+    status: os.stat_result | None  # None: a store has it
     size: int
+    # A directory itself. For others the one that has it, None for a name that the user has given.
     folder: Folder | None
 
     @property

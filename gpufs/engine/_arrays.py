@@ -66,28 +66,15 @@ class DeviceRange:
 
 @dataclass(frozen=True, slots=True)
 class ArrayMemory:
-    """Contiguous memory of an object.
+    """Contiguous memory of an object."""
 
-    Attributes
-    ----------
-    address, bytes
-        Where the memory begins, and its size.
-    read_only
-        Whether it may not be written.
-    keep
-        What keeps the memory allocated.
-    on_host
-        Whether it is host memory; None if that is not known.
-    device
-        The number of its device as the vendor counts; None if the object does not name it.
-    """
-
+    # Where the memory begins, and its size.
     address: int
     bytes: int
-    read_only: bool
-    keep: object
-    on_host: bool | None = True
-    device: int | None = 0
+    read_only: bool  # whether it may not be written
+    keep: object  # what keeps the memory allocated
+    on_host: bool | None = True  # whether it is host memory; None if that is not known
+    device: int | None = 0  # the number of its device as the vendor counts; None if the object does not name it
 
     def release(self) -> None:
         """End the use of an object with the buffer protocol."""

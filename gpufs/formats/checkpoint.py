@@ -18,17 +18,10 @@ FILE_NAME: Final = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The files that the path of a checkpoint stands for.
+    """The files that the path of a checkpoint stands for."""
 
-    Attributes
-    ----------
-    files
-        The paths of the files, in the order of their names.
-    places
-        The path of the file of each tensor, in the order of the files; None without an index.
-    """
-
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # the paths of the files, in the order of their names
+    # The path of the file of each tensor, in the order of the files; None without an index.
     places: dict[str, str] | None = None
 
 

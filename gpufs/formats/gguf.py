@@ -64,27 +64,15 @@ TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file.
-
-    Attributes
-    ----------
-    type
-        As GGUF names it: "F32", "Q4_K".
-    block
-        Elements that are stored together; 1 for types that are not quantised.
-    shape
-        In elements, the fastest-changing dimension last, as numpy has it. GGUF itself counts from the other end.
-    stored_shape
-        In bytes for quantised types, else equal to ``shape``.
-    offset, bytes
-        Where it lies in the file.
-    """
+    """A tensor of a GGUF file."""
 
     name: str
-    type: str
-    block: int
+    type: str  # as GGUF names it: "F32", "Q4_K"
+    block: int  # elements that are stored together; 1 for types that are not quantised
+    # In elements, the fastest-changing dimension last, as numpy has it. GGUF itself counts from the other end.
     shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]  # in bytes for quantised types, else equal to ``shape``
+    # Where it lies in the file.
     offset: int
     bytes: int
 

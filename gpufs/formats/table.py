@@ -24,30 +24,16 @@ Read: TypeAlias = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
-    """A format.
+    """A format."""
 
-    Attributes
-    ----------
-    name
-        For people: "GGUF", "torch.save".
-    remedy
-        What reads such a file, or makes another one of it.
-    magic
-        What files have at the offset ``at``: one of these.
-    first_member
-        What the name of the first member of a zip archive ends with: one of these.
-    suffix
-        A file whose name ends so has this format, whatever its bytes are.
-    layout
-        Finds the tensors, from the size of a file and the function that reads it. None: gpufs does not read them.
-    """
-
-    name: str
-    remedy: str
-    magic: tuple[bytes, ...] = ()
+    name: str  # for people: "GGUF", "torch.save"
+    remedy: str  # what reads such a file, or makes another one of it
+    magic: tuple[bytes, ...] = ()  # what files have at the offset ``at``: one of these
     at: int = 0
+    # What the name of the first member of a zip archive ends with: one of these.
     first_member: tuple[bytes, ...] = (b"",)
-    suffix: str | None = None
+    suffix: str | None = None  # a file whose name ends so has this format, whatever its bytes are
+    # Finds the tensors, from the size of a file and the function that reads it. None: gpufs does not read them.
     layout: Callable[[int, Read], Layout | None] | None = None
 
     def begins(self, prefix: bytes) -> bool:

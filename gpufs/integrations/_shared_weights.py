@@ -52,25 +52,15 @@ class OpenWeights:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Where weights with a key are, or will be.
+    """Where weights with a key are, or will be."""
 
-    Parameters
-    ----------
-    directory
-        The directory of a device. The file is in ``folder`` there.
-    folder, label
-        Names that people read, such as "vllm" and "Qwen3-8B".
-    key
-        All that decides about the weights, as JSON can express it.
-    trusted
-        Names or numbers of users whose files may be used, besides this program's user, root, and the owner of the
-        directory. "*" stands for all.
-    """
-
-    directory: Path
+    directory: Path  # the directory of a device. The file is in ``folder`` there.
+    # Names that people read, such as "vllm" and "Qwen3-8B".
     folder: str
     label: str
-    key: Mapping[str, Any]
+    key: Mapping[str, Any]  # all that decides about the weights, as JSON can express it
+    # Names or numbers of users whose files may be used, besides this program's user, root, and the owner of the
+    # directory. "*" stands for all.
     trusted: tuple[str, ...] = ()
 
     @property
